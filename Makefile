@@ -1,0 +1,68 @@
+# Settings: PYTHON is the interpreter that .venv is made from; VENV is where; PY, if given, is used as it is.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
+VENV ?= .venv
+ifndef PY
+PY := $(VENV)/bin/python
+READY := $(VENV)/.tierckpt-ready
+endif
+PYTEST := $(PY) -m pytest
+BENCHMARKS := benchmarks/stall.py
+
+.PHONY: help venv demo test test-unit test-store test-dist test-crash test-gpu coverage lint format bench clean
+
+help:
+	@echo 'make demo        train a small classifier, kill it, see it resume to the bit'
+	@echo 'make test        all tiers, cheapest first'
+	@echo 'make test-TIER   one tier: unit store dist crash gpu (gpu is skipped without CUDA)'
+	@echo 'make lint        formatting, lint and strict types; make format repairs the first two'
+	@echo 'make coverage    all tiers, with the lines that no test runs'
+	@echo 'make bench       every benchmark at toy size'
+	@echo 'make venv        only the environment (.venv) that the others make and reuse'
+	@echo 'make clean       remove build products and caches; .venv stays'
+	@echo
+	@echo 'PYTHON=python3.12           make .venv from this Python; its torch is used if it has one'
+	@echo 'TORCH_INSTALL_ARGS="..."    what pip is to install as torch, e.g. with --index-url'
+	@echo 'VENV="$$VIRTUAL_ENV"         install into this environment instead of .venv'
+	@echo 'PY=python                   use this Python as it is, and install nothing'
+
+venv: $(READY)
+	@:
+
+$(VENV)/.tierckpt-ready: setup.cfg tools/bootstrap.py
+	@test -n "$(PYTHON)" || { echo "No Python 3.10 or newer that can make virtual environments was found."; \
+	echo "Install one (on Debian and Ubuntu: python3-venv) or name it: make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) tools/bootstrap.py $(VENV)
+	@touch $@
+
+demo: $(READY)
+	$(PY) examples/digits/demo.py
+
+# One run, so that there is one closing line. tests/conftest.py puts the tiers in order.
+test: $(READY)
+	$(PYTEST)
+
+test-unit test-store test-dist test-crash test-gpu: test-%: $(READY)
+	$(PYTEST) tests/$*
+
+coverage: $(READY)
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage report
+
+lint: $(READY)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: $(READY)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench: $(READY)
+	@set -e; for script in $(BENCHMARKS); do echo "$$script --toy"; $(PY) $$script --toy; done
+
+clean:
+	rm -rf build dist *.egg-info common/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,69 @@
+"""Tierckpt: checkpoints for data-parallel PyTorch that cost nothing you can feel.
+
+Importing the package is cheap: torch is imported when something that needs it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .checkpointer import Checkpointer
+    from .config import Config, load_config
+    from .errors import (
+        ConfigError,
+        CorruptShardError,
+        FormatError,
+        RestoreError,
+        StateMismatchError,
+        TierckptError,
+        UnsupportedStateError,
+    )
+    from .events import Event
+    from .group import Group, SingleGroup
+    from .restore import Restored
+
+_HOME = {
+    "Checkpointer": "checkpointer",
+    "Config": "config",
+    "load_config": "config",
+    "ConfigError": "errors",
+    "CorruptShardError": "errors",
+    "FormatError": "errors",
+    "RestoreError": "errors",
+    "StateMismatchError": "errors",
+    "TierckptError": "errors",
+    "UnsupportedStateError": "errors",
+    "Event": "events",
+    "Group": "group",
+    "SingleGroup": "group",
+    "Restored": "restore",
+}
+
+__all__ = [
+    "Checkpointer",
+    "Config",
+    "ConfigError",
+    "CorruptShardError",
+    "Event",
+    "FormatError",
+    "Group",
+    "RestoreError",
+    "Restored",
+    "SingleGroup",
+    "StateMismatchError",
+    "TierckptError",
+    "UnsupportedStateError",
+    "__version__",
+    "load_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{home}", __name__), name)

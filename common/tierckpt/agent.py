@@ -1,0 +1,192 @@
+"""The agent: a process of its own that owns everything after a slot is sealed.
+
+It takes sealed slots through the levels behind memory (today: `local`), so that the trainer's
+Python is never disturbed, and goes on when the trainer is killed: it finishes what was handed to
+it and then ends. It runs in a session of its own (launchers kill their workers' process groups)
+at low CPU and I/O priority, and imports neither torch nor numpy.
+
+Trainer and agent talk over a socket pair, one JSON object a message:
+
+    -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
+    -> {"op": "retire", "safe": [generation, version], "lineage": [[generation, version], ...]}
+    <- {"op": "committed" | "failed" | "cleaned" | "problem", ...}
+
+End of file from the trainer means: finish the queue and end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import faults
+from .localstore import LocalStore
+from .naming import ShardKey, VersionId, retired
+from .slots import Slot, pin, unpin
+
+MESSAGE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What an agent is told at its start."""
+
+    directory: str
+    shard: int
+    shards: int
+    keep_last: int
+    keep_every: int
+    nice: int = 10
+
+
+class Agent:
+    """One rank's agent. Single-threaded: messages wait in the socket while a slot is written."""
+
+    def __init__(self, settings: AgentSettings, channel: socket.socket) -> None:
+        self.settings = settings
+        self.channel = channel
+        self.store = LocalStore(settings.directory)
+        self._slots: dict[int, Slot] = {}
+        """Mapped slots by inode: mapping a large segment anew for every commit costs."""
+
+    def serve(self) -> None:
+        """Serve until the trainer is gone and everything is written."""
+        self._prepare()
+        while True:
+            data, fds, _, _ = socket.recv_fds(self.channel, MESSAGE_BYTES, 1)
+            if not data:
+                return
+            message = json.loads(data)
+            if message["op"] == "commit":
+                self._commit(message, fds)
+            elif message["op"] == "retire":
+                self._retire(message)
+
+    def _prepare(self) -> None:
+        try:
+            self.store.create()
+            removed = self.store.clean(self.settings.shard)
+        except OSError as error:
+            self._say(op="problem", error=_text(error))
+        else:
+            if removed:
+                self._say(op="cleaned", names=removed)
+
+    def _commit(self, message: dict[str, Any], fds: list[int]) -> None:
+        key = ShardKey.parse(message["stem"])
+        assert key is not None
+        where = {"version": key.id.version, "generation": key.id.generation}
+        slot = None
+        try:
+            faults.point("agent", version=key.id.version)
+            slot = self._slot(message["segment"], fds)
+            manifest = self._sealed(slot, key)
+            self.store.create()
+            with slot.image() as image, image[: _image_bytes(manifest)] as shard:
+                times = self.store.commit(key, shard, manifest)
+                nbytes = len(shard)
+        except OSError as error:
+            self._say(op="failed", error=_text(error), **where)
+            return
+        finally:
+            if slot is not None:
+                unpin(slot.fd)
+        self._say(op="committed", nbytes=nbytes, **asdict(times), **where)
+
+    def _slot(self, segment: str | None, fds: list[int]) -> Slot:
+        """Map the slot, or find it mapped; pinned, so that a restarted trainer lets it be."""
+        for inode, slot in list(self._slots.items()):
+            if slot.path is not None and os.fstat(slot.fd).st_nlink == 0:
+                self._slots.pop(inode).close()  # the trainer made a new one: give the memory back
+        if segment is None:
+            found: Slot | None = Slot(fds[0], "passed", None)
+        else:
+            found = self._slots.get(_inode(segment)) or Slot.open(Path(segment))
+        if found is None:
+            raise FileNotFoundError(f"slot {segment} is gone")
+        slot = self._slots.setdefault(os.fstat(found.fd).st_ino, found)
+        if slot is not found:
+            found.close()
+        pin(slot.fd)
+        return slot
+
+    def _sealed(self, slot: Slot, key: ShardKey) -> bytes:
+        manifest = slot.manifest()
+        if manifest is None or manifest.key != key:
+            raise FileNotFoundError(f"{key} is no longer in slot {slot.name}")
+        return manifest.encode()
+
+    def _retire(self, message: dict[str, Any]) -> None:
+        """Apply retention to this rank's shards, and to those of ranks that are no more."""
+        safe = VersionId(*message["safe"])
+        lineage = tuple((g, v) for g, v in message["lineage"])
+        held = self.store.keys()
+        mine = [k for k in held if self._is_mine(k)]
+        gone = retired(
+            {k.id for k in mine}, safe, lineage, self.settings.keep_last, self.settings.keep_every
+        )
+        for key in mine:
+            if key.id in gone:
+                try:
+                    self.store.retire(key)
+                except OSError as error:
+                    self._say(op="problem", error=f"cannot retire {key}: {_text(error)}")
+
+    def _is_mine(self, key: ShardKey) -> bool:
+        if key.shards == self.settings.shards:
+            return key.shard == self.settings.shard
+        return key.shard % self.settings.shards == self.settings.shard
+
+    def _say(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # the trainer is gone: nobody to tell
+            self.channel.send(json.dumps(message).encode())
+
+
+def _image_bytes(manifest: bytes) -> int:
+    return int(json.loads(manifest.partition(b"\n")[0])["image_bytes"])
+
+
+def _inode(path: str) -> int:
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return -1
+
+
+def _text(error: OSError) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def lower_priority(nice: int) -> None:
+    """Give way to the training, on the CPU and on the device. What the system refuses is let be."""
+    with contextlib.suppress(OSError):
+        os.nice(nice)
+    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
+    if number is not None:
+        best_effort_lowest = 2 << 13 | 7
+        ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, best_effort_lowest)
+
+
+def main() -> None:
+    """Entry point of the child process: settings in argv, socket on descriptor argv[2]."""
+    # The agent ends when its trainer has: signals meant for the job must not cut a write short.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    settings = AgentSettings(**json.loads(sys.argv[1]))
+    lower_priority(settings.nice)
+    channel = socket.socket(fileno=int(sys.argv[2]))
+    with contextlib.suppress(ConnectionResetError):
+        Agent(settings, channel).serve()
+
+
+if __name__ == "__main__":
+    main()

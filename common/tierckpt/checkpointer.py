@@ -1,0 +1,747 @@
+"""The front door: capture at the boundary, release by layer, barrier before the step, seal, commit.
+
+`Checkpointer` is the whole training side. An adapter subclasses it, hands it a Group, and calls
+`release` from where its library launches gradient reductions; everything else is here.
+
+All public methods are for the training thread, and all ranks call them alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import state as state_module
+from . import tree
+from .agent import AgentSettings
+from .agentclient import AgentClient
+from .config import Config, load_config
+from .errors import ConfigError, RestoreError
+from .events import Callback, EventLog
+from .group import Group, Pending, SingleGroup, host_id
+from .inventory import Inventory, plan_restore, take_inventory
+from .localstore import LocalStore
+from .naming import Lineage, ShardKey, VersionId
+from .policy import BROKEN, DONE, PENDING, Decision, Ledger, Schedule, Vote
+from .pool import NoSlotError, SlotPool
+from .restore import Restored, Restorer, load
+from .slots import JobDirectory, Slot, job_id_of
+from .snapshot import Copier, Head, Phase, Plan, Snapshot, SnapshotError
+from .state import TrainingState, label_optimizers, refuse_model
+
+EARLY_AFTER = 3
+"""So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
+SLOW_BARRIER_SECONDS = 1e-3
+
+
+class _Ballot:
+    """A vote under way: the reduction, and which versions its states are about."""
+
+    def __init__(
+        self, pending: Pending, memory: VersionId | None, local: VersionId | None
+    ) -> None:
+        self._pending = pending
+        self.memory = memory
+        self.local = local
+
+    def result(self) -> Vote:
+        """What all ranks agreed on, waiting for it. Any thread."""
+        return Vote.unpack(self._pending.wait())
+
+
+class Checkpointer:
+    """Checkpoints a replicated training state, layer by layer, while training goes on.
+
+    Args:
+        model: the module that is trained, wrapped (DDP, `torch.compile`) or not.
+        optimizer: one optimizer, a sequence, or a dict of names and optimizers.
+        group: the job's ranks; None for a single process.
+        extra: objects with `state_dict`/`load_state_dict` that are alike on all ranks (scheduler,
+            scaler); also torch and numpy generators.
+        extra_per_rank: objects whose state is each rank's own (sampler, data loader).
+        on_event: called with every `Event`, on the training thread.
+        config_file: TOML file with settings.
+        settings: any field of `Config`, by its flat name (`local_every_steps=10`).
+
+    Raises ConfigError for bad settings, UnsupportedStateError for state that cannot be taken.
+    Creating one is collective: all ranks do it at the same point.
+    """
+
+    releases_by_layer = False
+    """Set by adapters that call `release` during the backward pass."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer
+        | Sequence[torch.optim.Optimizer]
+        | Mapping[str, torch.optim.Optimizer],
+        *,
+        group: Group | None = None,
+        extra: Mapping[str, Any] | None = None,
+        extra_per_rank: Mapping[str, Any] | None = None,
+        on_event: Callback | None = None,
+        config_file: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config: Config = load_config(settings, config_file=config_file)
+        self.group: Group = group or SingleGroup()
+        refuse_model(model)
+        self.state = TrainingState(model, label_optimizers(optimizer), extra, extra_per_rank)
+        self._check_state()
+        self._check_alike()
+        self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
+        self.version = 0
+        """Completed optimizer steps."""
+        self.iteration = 0
+        """Calls of `step()`."""
+        self._job = JobDirectory.at(
+            self.config.shm_dir, self.config.job_id or job_id_of(self.config.path)
+        )
+        self._store = LocalStore(self.config.path)
+        self._host = host_id()
+        self._lock_fd = self._claim_job()
+        self._pool = SlotPool(self._job, self.group.rank, self.config.slots, self._notice)
+        self._pool.adopt()
+        self._copier = Copier()
+        self._schedule = Schedule(self.config)
+        self._memory, self._local = Ledger(), Ledger()
+        self._lineage: Lineage = ()
+        self._fates: dict[str, dict[VersionId, int]] = {"memory": {}, "local": {}}
+        self._ballot: _Ballot | None = None
+        self._snapshot: Snapshot | None = None
+        self._finished: deque[Snapshot] = deque()
+        self._plan: Plan | None = None
+        self._asked = False
+        self._explicit = False
+        self._closed = False
+        self._since: dict[str, int] = {}
+        """Steps of each optimizer since the last boundary."""
+        self._steps_seen: dict[str, int] = {}
+        self._clock_memory = self._clock_local = time.monotonic()
+        self._slow_barriers = 0
+        self._release_early = self.config.release == "forward" or not self.releases_by_layer
+        self._rng_after_step: tuple[Any, tree.Arena] | None = None
+        self._agent = AgentClient(
+            AgentSettings(
+                directory=os.path.abspath(self.config.path),
+                shard=self.group.rank,
+                shards=self.group.size,
+                keep_last=self.config.local.keep_last,
+                keep_every=self.config.local.keep_every,
+                nice=self.config.agent_nice,
+            )
+        )
+        self._start_agent()
+        self._hooks: list[Any] = []
+        self._install_hooks(model)
+
+    # --- the recipe ----------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """The boundary: call it once an iteration, after the optimizer's (and scheduler's) step.
+
+        Takes a checkpoint when one is due. An iteration without an optimizer step (gradient
+        accumulation, a step skipped by the GradScaler) is counted and otherwise passed over.
+        """
+        self._explicit = True
+        self.iteration += 1
+        if self._since:
+            self._boundary()
+
+    def release(self, params: Iterable[torch.Tensor]) -> None:
+        """The reduction of these parameters' gradients was launched: their layer may be copied."""
+        if self._snapshot is not None:
+            self._snapshot.release(params)
+
+    def save(self, now: bool = False) -> None:
+        """Ask for a checkpoint to memory and local, whatever the intervals say.
+
+        From any one rank; it is taken at the boundary after all ranks learned of it. With
+        `now=True` all ranks call it, between two steps, and it returns when the version is durable
+        on this rank (or an event said why not).
+        """
+        if not now:
+            self._asked = True
+            return
+        self._save_now()
+
+    def restore(self, version: int | None = None, strict: bool = True) -> Restored:
+        """Bring back the newest sound version, in place; returns the iteration to go on from.
+
+        Looks at memory and local on every node, verifies checksums before anything is changed, and
+        falls back to the next copy, then to the next older version. 0 when there is nothing.
+        All ranks call it; before the first step, or later to go back.
+
+        Args:
+            version: only this version; RestoreError when it is not there.
+            strict: raise StateMismatchError when the structure differs; else load what fits.
+        """
+        return self._restore(version, strict)
+
+    def close(self) -> None:
+        """Take a final checkpoint, wait until it is durable, and leave nothing behind.
+
+        All ranks call it. When the local level cannot be written, the memory level is left in
+        place, and an event says so.
+        """
+        if self._closed:
+            return
+        safe = True
+        try:
+            if self._local_enabled() and not self._nothing_new():
+                self._save_now()
+            self._agent.wait(None)
+            self._collect()
+            durable = self._nothing_new() or self._local.safe == self._id()
+            safe = all(self.group.all_gather_object(durable or not self._local_enabled()))
+        except Exception as error:
+            safe = False
+            self._notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
+        if not safe:
+            self._notice(
+                f"v{self.version} is not durable everywhere; what is in memory stays there "
+                f"({self._job.path})",
+                logging.ERROR,
+            )
+        self._shut_down(remove=safe)
+
+    def abandon(self) -> None:
+        """End without a final checkpoint, leaving everything for a successor; not collective."""
+        if not self._closed:
+            if self._snapshot is not None:
+                self._snapshot.fail(SnapshotError("the job ended in the middle of an iteration"))
+            self._shut_down(remove=False)
+
+    def __enter__(self) -> Checkpointer:
+        """For `with`."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; after an exception only let go, so that the restarted job finds everything."""
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def register(self, name: str, obj: Any, per_rank: bool = False) -> None:
+        """Add an object to `extra` after construction, before the first boundary or restore."""
+        state_module.check_extra(name, obj)
+        (self.state.extra_per_rank if per_rank else self.state.extra)[name] = obj
+
+    # --- boundary ------------------------------------------------------------------------------
+
+    def _boundary(self, force: bool = False) -> None:
+        begin = time.perf_counter()
+        self._finish_snapshot()
+        self.version += max(self._since.values(), default=0)
+        self._since.clear()
+        if not self._lineage:
+            self._begin_life()
+        agreed = self._read_ballot()
+        self._collect()
+        decision = self._schedule.decide(self.version, agreed)
+        if force:
+            decision = Decision(("memory", "local") if self._local_enabled() else ("memory",))
+        for level, reason in decision.skipped:
+            severity = logging.WARNING if level == "local" else logging.INFO
+            self._emit("skipped", level=level, message=reason, severity=severity)
+        if decision.wait:
+            self._agent.wait(None)
+            self._collect()
+        snapshot = self._open_snapshot(decision.take) if decision.take else None
+        self._launch_ballot()
+        self._snapshot = snapshot
+        if snapshot is not None:
+            self._copier.submit(snapshot)
+            if self._release_early:
+                snapshot.release_all()
+            snapshot.clock.boundary = time.perf_counter() - begin
+
+    def _finish_snapshot(self) -> None:
+        """The barrier, and what the snapshot has to report."""
+        if self._snapshot is not None:
+            self._snapshot.barrier()
+            self._snapshot = None
+        while self._finished:
+            self._report(self._finished.popleft())
+
+    def _open_snapshot(self, levels: tuple[str, ...]) -> Snapshot | None:
+        """Capture what changes first. A failure here breaks the version, not the training."""
+        id_ = self._id()
+        # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
+        self._memory.open.append(id_)
+        self._clock_memory = time.monotonic()
+        if "local" in levels:
+            self._local.open.append(id_)
+            self._clock_local = time.monotonic()
+        try:
+            return self._capture(levels)
+        except Exception as error:
+            self._fates["memory"][id_] = self._fates["local"][id_] = BROKEN
+            self._emit(
+                "failed",
+                level="memory",
+                message=f"the state could not be captured: {error}",
+                severity=logging.ERROR,
+            )
+            return None
+
+    def _capture(self, levels: tuple[str, ...]) -> Snapshot:
+        walk = self.state.walk()
+        if self._plan is None or not self._plan.fits(self.state, walk):
+            self._plan = Plan(self.state, walk, self.group.rank, self.group.size)
+        self._plan.stage()
+        rng, arena = self._rng_after_step or self._pack_own()
+        self._rng_after_step = None
+        node = {
+            **rng,
+            "odd": self.state.pack_odd(walk, arena.keep),
+            "groups": self.state.pack_groups(arena.keep),
+            "extra": self.state.pack_extra(self.state.extra, arena),
+        }
+        protected = self._memory.protected()
+        protected.discard(self._id())
+
+        def choose_slot(blocks: int, image_bytes: int) -> Slot:
+            return self._choose_slot(protected, blocks, image_bytes)
+
+        return Snapshot(
+            Head(self._job.job, self.version, self._id().generation, self._lineage, self._at()),
+            self._plan,
+            levels,
+            node,
+            arena,
+            choose_slot,
+            self._on_done,
+        )
+
+    def _pack_own(self) -> tuple[dict[str, Any], tree.Arena]:
+        arena = tree.Arena()
+        packed = {
+            "rng": state_module.pack_rng(arena),
+            "extra_per_rank": self.state.pack_extra(self.state.extra_per_rank, arena),
+        }
+        return packed, arena
+
+    def _choose_slot(self, protected: set[VersionId], blocks: int, image_bytes: int) -> Slot:
+        """Copier thread: a slot, waiting for the proof that an older version is superseded."""
+        try:
+            return self._pool.choose(protected, self._agent.pinned(), blocks, image_bytes)
+        except NoSlotError:
+            pass
+        # The vote launched at this version's own boundary: when it is complete, every rank has
+        # entered this iteration, so what it says of the version before is the last word.
+        ballot = self._ballot
+        assert ballot is not None
+        agreed = ballot.result()
+        if ballot.memory is not None and agreed.memory_state == DONE:
+            protected = {ballot.memory, *(v for v in protected if v > ballot.memory)}
+        elif ballot.memory is not None and agreed.memory_state == BROKEN:
+            protected = protected - {ballot.memory}
+        return self._pool.choose(protected, self._agent.pinned(), blocks, image_bytes)
+
+    def _on_done(self, snapshot: Snapshot) -> None:
+        """Sealed or failed; on the thread that did it."""
+        id_ = VersionId(snapshot.head.generation, snapshot.head.version)
+        sealed = snapshot.phase is Phase.SEALED
+        self._pool.filled(snapshot.slot, id_ if sealed else None)
+        if "local" in snapshot.levels:
+            if sealed:
+                assert snapshot.slot is not None
+                self._commit(id_, snapshot.slot)
+            else:
+                self._fates["local"][id_] = BROKEN
+        self._fates["memory"][id_] = DONE if sealed else BROKEN
+        self._finished.append(snapshot)
+
+    def _commit(self, id_: VersionId, slot: Slot) -> None:
+        key = ShardKey(id_, self.group.rank, self.group.size)
+        error = self._agent.commit(key, slot)
+        if error:
+            self._fates["local"][id_] = BROKEN
+
+    # --- agreement -----------------------------------------------------------------------------
+
+    def _launch_ballot(self) -> None:
+        """One small asynchronous reduction; read at the next boundary, or by the copier."""
+        newest = self._id()
+        memory = next((v for v in self._memory.open if v != newest), None)
+        local = next((v for v in self._local.open if v != newest), None)
+        now = time.monotonic()
+        vote = Vote(
+            slot_free=int(self._pool.has_room(self._needed(), self._agent.pinned())),
+            local_free=int(not self._agent.busy() and not self._local.open),
+            memory_state=self._fates["memory"].get(memory, PENDING) if memory else DONE,
+            local_state=self._fates["local"].get(local, PENDING) if local else DONE,
+            memory_time_left=_time_left(
+                self.config.memory.every_seconds, now - self._clock_memory
+            ),
+            local_time_left=_time_left(self.config.local.every_seconds, now - self._clock_local),
+            no_request=int(not self._asked),
+        )
+        self._asked = False
+        self._ballot = _Ballot(self.group.all_reduce_min(vote.pack()), memory, local)
+
+    def _needed(self) -> list[VersionId]:
+        """Versions whose slots are out of reach at the next boundary.
+
+        By then the newest one is sealed, and proves what is older superseded (see
+        `_choose_slot`); but not before those that are still being copied are done.
+        """
+        opened = self._memory.open
+        if not opened:
+            return [self._memory.safe] if self._memory.safe else []
+        fates = self._fates["memory"]
+        return [i for i in opened[:-1] if fates.get(i, PENDING) == PENDING] + opened[-1:]
+
+    def _read_ballot(self) -> Vote:
+        """What was agreed on since the last boundary; the ledgers move on."""
+        if self._ballot is None:
+            return Vote()
+        agreed = self._ballot.result()
+        broken = self._memory.resolve(agreed.memory_state, self._ballot.memory)
+        if broken is not None:
+            self._emit(
+                "failed",
+                version=broken.version,
+                level="memory",
+                message="the snapshot failed on some rank; it is void on all",
+                behind_since=self._memory.safe.version if self._memory.safe else None,
+                severity=logging.ERROR,
+            )
+        self._resolve_local(agreed.local_state, self._ballot.local)
+        for fates, ledger in ((self._fates["memory"], self._memory), (self._fates["local"], self._local)):
+            for id_ in [i for i in fates if i not in ledger.open]:
+                del fates[id_]
+        return agreed
+
+    def _resolve_local(self, state: int, candidate: VersionId | None) -> None:
+        before = self._local.safe
+        self._local.resolve(state, candidate)
+        if self._local.safe is not None and self._local.safe != before:
+            self._agent.retire(self._local.safe, self._lineage)
+
+    # --- reports -------------------------------------------------------------------------------
+
+    def _report(self, snapshot: Snapshot) -> None:
+        if snapshot.phase is Phase.FAILED:
+            self._emit(
+                "failed",
+                version=snapshot.head.version,
+                level="memory",
+                message=snapshot.error,
+                behind_since=self._memory.safe.version if self._memory.safe else None,
+                severity=logging.ERROR,
+            )
+            return
+        assert snapshot.manifest is not None
+        self._emit(
+            "sealed",
+            version=snapshot.head.version,
+            level="memory",
+            nbytes=snapshot.manifest.image_bytes,
+            seconds=snapshot.clock.as_dict(),
+        )
+        if self.config.release == "auto" and not self._release_early:
+            slow = snapshot.clock.barrier > SLOW_BARRIER_SECONDS
+            self._slow_barriers = self._slow_barriers + 1 if slow else 0
+            if self._slow_barriers >= EARLY_AFTER:
+                self._release_early = True
+                self._notice(
+                    "copying does not fit into the backward pass "
+                    f"(the last barrier took {1e3 * snapshot.clock.barrier:.1f} ms); from now on "
+                    "it starts with the forward pass",
+                    logging.INFO,
+                )
+
+    def _collect(self) -> None:
+        """Hear what the agent said."""
+        for message in self._agent.poll():
+            op = message["op"]
+            if op == "committed":
+                id_ = VersionId(message["generation"], message["version"])
+                self._fates["local"][id_] = DONE
+                self._emit(
+                    "committed",
+                    version=id_.version,
+                    level="local",
+                    nbytes=message["nbytes"],
+                    seconds={
+                        "write": message["write_seconds"],
+                        "commit": message["commit_seconds"],
+                    },
+                )
+            elif op == "failed":
+                id_ = VersionId(message["generation"], message["version"])
+                self._fates["local"][id_] = BROKEN
+                self._emit(
+                    "failed",
+                    version=id_.version,
+                    level="local",
+                    message=f"{message['error']}; training goes on, {self.config.path} is behind",
+                    behind_since=self._local.safe.version if self._local.safe else None,
+                    severity=logging.ERROR,
+                )
+            elif op == "cleaned":
+                names = ", ".join(message["names"])
+                self._notice(f"removed what a killed writer left half-done: {names}", logging.INFO)
+            else:
+                self._notice(f"local level: {message['error']}", logging.ERROR)
+
+    def _emit(self, name: str, **values: Any) -> None:
+        self.log.emit(name, **{"version": self.version, **values})
+
+    def _notice(self, text: str, severity: int) -> None:
+        self.log.emit("notice", message=text, severity=severity, version=self.version)
+
+    # --- lives ---------------------------------------------------------------------------------
+
+    def _id(self) -> VersionId:
+        return VersionId(self._lineage[-1][0] if self._lineage else 0, self.version)
+
+    def _at(self) -> int:
+        """What `restore()` will return: calls of `step()`, or versions if it is never called."""
+        return self.iteration if self._explicit else self.version
+
+    def _share_inventory(self) -> list[Inventory]:
+        mine = take_inventory(self._job, self._store, self._host)
+        return list(self.group.all_gather_object(mine))
+
+    def _begin_life(self) -> None:
+        """First boundary without a restore: a fresh start, in a generation of its own."""
+        inventories = self._share_inventory()
+        generation = 1 + max(i.generation for i in inventories)
+        self._lineage = ((generation, 0),)
+        old = plan_restore([i.found for i in inventories])
+        if old is not None and self.group.rank == 0:
+            self._notice(
+                f"{self.config.path} holds {old.id} of an earlier run, and restore() was not "
+                "called: this run starts afresh beside it. Its files are kept and will not be "
+                "restored any more; delete them, or call restore() before the first step",
+                logging.WARNING,
+            )
+
+    def _restore(self, version: int | None, strict: bool) -> Restored:
+        begin = time.perf_counter()
+        if self._snapshot is not None:
+            self._snapshot.fail(SnapshotError("restore() was called"))
+        self._finish_snapshot()
+        self._agent.wait(None)
+        self._collect()
+        inventories = self._share_inventory()
+        found = [i.found for i in inventories]
+        for place, problem in (p for i in inventories for p in i.problems):
+            if self.group.rank == 0:
+                self._reject(f"{place.where}: {problem}")
+        generation = 1 + max(i.generation for i in inventories)
+        inventory_seconds = time.perf_counter() - begin
+        restorer = Restorer(self.group, found, self._reject)
+        attempt = restorer.find(version)
+        if attempt is None:
+            if version is not None:
+                raise RestoreError(f"no complete, sound v{version} was found on any level")
+            if restorer.rejected:
+                self._notice("nothing sound was found: starting from scratch", logging.ERROR)
+            self._lineage = ((generation, 0),)
+            return self._restored(Restored(0), restorer, inventory_seconds, begin)
+        try:
+            load_begin = time.perf_counter()
+            manifest, notices = load(self.state, attempt, self.group, strict)
+            for text in notices:
+                self._notice(text, logging.WARNING)
+            result = Restored(manifest.iteration)
+            result.version, result.generation = manifest.version, manifest.generation
+            result.levels = attempt.plan.levels
+            result.nbytes = sum(h.header_bytes + h.data_bytes for h in attempt.headers)
+            result.seconds["load"] = time.perf_counter() - load_begin
+        finally:
+            attempt.close()
+        self._continue_from(manifest.lineage, result, generation, found)
+        return self._restored(result, restorer, inventory_seconds, begin)
+
+    def _continue_from(
+        self, lineage: Lineage, result: Restored, generation: int, found: list[Any]
+    ) -> None:
+        self.version, self.iteration = result.version, int(result)
+        self._since.clear()
+        self._plan = None
+        self._lineage = (*lineage, (generation, result.version))
+        self._schedule.start_at(result.version)
+        id_ = VersionId(result.generation, result.version)
+        self._memory = Ledger(safe=id_ if set(result.levels) == {"memory"} else None)
+        on_disk = plan_restore([[f for f in i if f.place.level == "local"] for i in found])
+        self._local = Ledger(safe=on_disk.id if on_disk and on_disk.id <= id_ else None)
+        self._ballot = None
+
+    def _restored(
+        self, result: Restored, restorer: Restorer, inventory_seconds: float, begin: float
+    ) -> Restored:
+        result.rejected = tuple(restorer.rejected)
+        result.seconds.update(
+            inventory=inventory_seconds,
+            verify=restorer.seconds,
+            total=time.perf_counter() - begin,
+        )
+        level = " and ".join(result.levels) or "nowhere"
+        self._emit(
+            "restored",
+            level=level if result.levels else "",
+            nbytes=result.nbytes,
+            seconds=result.seconds,
+            message=f"from {level}" if result.levels else "nothing to restore: a fresh start",
+            severity=logging.INFO if self.group.rank == 0 else logging.DEBUG,
+        )
+        return result
+
+    def _reject(self, text: str) -> None:
+        severity = logging.ERROR if self.group.rank == 0 else logging.DEBUG
+        self._emit("rejected", message=text, severity=severity)
+
+    def _save_now(self) -> None:
+        """Blocking: the present state to memory and local. Collective."""
+        self._finish_snapshot()
+        self._agent.wait(None)
+        self._collect()
+        id_ = VersionId(self._id().generation, self.version + max(self._since.values(), default=0))
+        sealed_here = self._pool.find(id_) is not None and id_ in (
+            self._memory.safe,
+            *self._memory.open,
+        )
+        if all(self.group.all_gather_object(sealed_here)):
+            slot = self._pool.find(id_)
+            assert slot is not None
+            if self._local_enabled() and id_ != self._local.safe and id_ not in self._local.open:
+                self._local.open.append(id_)
+                self._commit(id_, slot)
+        else:
+            self._boundary(force=True)
+            self._finish_snapshot()
+        self._agent.wait(None)
+        self._collect()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Learn the fate of everything that is open. Collective."""
+        mine = {
+            level: {i: fates.get(i, PENDING) for i in ledger.open}
+            for level, fates, ledger in (
+                ("memory", self._fates["memory"], self._memory),
+                ("local", self._fates["local"], self._local),
+            )
+        }
+        everyone = self.group.all_gather_object(mine)
+        for level, ledger in (("memory", self._memory), ("local", self._local)):
+            for id_ in list(ledger.open):
+                state = min(e[level].get(id_, BROKEN) for e in everyone)
+                state = BROKEN if state == PENDING else state
+                if level == "local":
+                    self._resolve_local(state, id_)
+                else:
+                    ledger.resolve(state, id_)
+        self._ballot = None
+
+    # --- hooks ---------------------------------------------------------------------------------
+
+    def _install_hooks(self, model: torch.nn.Module) -> None:
+        for label, optimizer in self.state.optimizers.items():
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._counter(label)))
+        if self.config.boundary == "auto":
+            self._hooks.append(model.register_forward_pre_hook(self._before_forward))
+
+    def _before_step(self, *_: Any) -> None:
+        """The barrier: nothing may change before its copy is complete."""
+        if self._snapshot is not None:
+            self._finish_snapshot()
+
+    def _counter(self, label: str) -> Callable[..., None]:
+        def after_step(*_: Any) -> None:
+            self._since[label] = self._since.get(label, 0) + 1
+            self._steps_seen[label] = self._steps_seen.get(label, 0) + 1
+            if self._automatic():
+                # The next batch is drawn before the next forward: keep the streams as of now.
+                self._rng_after_step = self._pack_own()
+
+        return after_step
+
+    def _automatic(self) -> bool:
+        """True when `step()` is evidently never called: two steps went by without it."""
+        seen = max(self._steps_seen.values(), default=0)
+        return self.config.boundary == "auto" and not self._explicit and seen >= 2
+
+    @torch.compiler.disable
+    def _before_forward(self, module: torch.nn.Module, *_: Any) -> None:
+        if self._since and self._automatic() and module.training and torch.is_grad_enabled():
+            self._boundary()
+
+    def _nothing_new(self) -> bool:
+        """True when no step was made since the start, or since the version restored from disk."""
+        begun = self._lineage[-1][1] if self._lineage else 0
+        if self._since or self.version != begun:
+            return False
+        return begun == 0 or (self._local.safe is not None and self._local.safe.version == begun)
+
+    # --- attaching and ending ------------------------------------------------------------------
+
+    def _local_enabled(self) -> bool:
+        return self.config.local.every_steps > 0 or self.config.local.every_seconds > 0
+
+    def _check_state(self) -> None:
+        """Refuse at attach what could not be taken later."""
+        walk = self.state.walk()
+        self.state.entries(walk)
+        self.state.buffer_entries(walk)
+        arena = tree.Arena()
+        self.state.pack_groups(arena.keep)
+        self.state.pack_odd(walk, arena.keep)
+        self.state.pack_extra({**self.state.extra, **self.state.extra_per_rank}, arena)
+
+    def _check_alike(self) -> None:
+        """Ranks decide alike without talking, so they must start from the same settings."""
+        everyone = self.group.all_gather_object(self.config)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise ConfigError(
+                    f"rank {rank} and rank 0 have different settings:\n  {theirs}\n  {everyone[0]}\n"
+                    "All ranks need the same arguments, environment variables and file."
+                )
+
+    def _claim_job(self) -> int:
+        self._job.create()
+        for job in self._job.remove_dead_jobs(self.config.memory.linger_seconds):
+            self._notice(f"removed shared memory of the dead job {job}", logging.INFO)
+        return self._job.lock_rank(self.group.rank)
+
+    def _start_agent(self) -> None:
+        if not self._local_enabled():
+            return
+        try:
+            self._agent.start()
+        except OSError as error:
+            self._notice(f"the agent could not be started: {error}", logging.ERROR)
+
+    def _shut_down(self, remove: bool) -> None:
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._copier.close()
+        self._agent.close()
+        self._plan = self._snapshot = None
+        self._pool.close(remove)
+        os.close(self._lock_fd)
+        if remove:
+            self._job.lock_path(self.group.rank).unlink(missing_ok=True)
+            self._job.remove_if_unused()
+        self.group.close()
+        self.log.close()
+
+
+def _time_left(interval_seconds: float, passed_seconds: float) -> int:
+    return int(not (interval_seconds > 0 and passed_seconds >= interval_seconds))

@@ -1,0 +1,190 @@
+"""Configuration: constructor arguments over `TIERCKPT_*` variables over a TOML file.
+
+One flat name serves everywhere: `local_every_steps=10` as an argument,
+`TIERCKPT_LOCAL_EVERY_STEPS=10` in the environment, and in the file either
+`local_every_steps = 10` or `every_steps = 10` in a table `[local]`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from .errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "TIERCKPT_"
+NOT_SETTINGS = ("CONFIG", "FAULTS", "FAULTS_DIR")
+"""Variables with our prefix that are not settings."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The memory level: sealed slots, which survive a crashed process."""
+
+    every_steps: int = 1
+    """Take a version to memory every so many optimizer steps; 0: not by steps."""
+    every_seconds: float = 0.0
+    """... or when this much time has passed; 0: not by time."""
+    linger_seconds: float = 3600.0
+    """Segments of a *dead* job are removed by the next job when nobody came back for so long."""
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """The local level: shard files on a node-local file system."""
+
+    every_steps: int = 0
+    every_seconds: float = 60.0
+    """By default once a minute: a bound on what is lost that does not depend on the step's length."""
+    keep_last: int = 2
+    """Keep so many of the newest complete versions (at least 1)."""
+    keep_every: int = 0
+    """Also keep every version that is a multiple of this; 0: none."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings. Frozen: what a job runs with does not change under it."""
+
+    path: str = "ckpts"
+    """Directory of the local level, and, unless `job_id` says otherwise, the job's identity."""
+    job_id: str = ""
+    """Whose successor may take over what is in memory; empty: made from `path`."""
+    shm_dir: str = "/dev/shm"
+    """Memory file system for the slots."""
+    slots: int = 2
+    """Slots per rank. Two are enough to be always safe; a third lets a version be taken to memory
+    while another one is still being written to disk."""
+    when_busy: str = "skip"
+    """When a checkpoint is due and no slot is free: `skip` it, or `wait` for one."""
+    release: str = "auto"
+    """When copying starts: `backward` (with each layer's allreduce), `forward` (at once), or
+    `auto`: backward, until the barrier turns out to wait for it."""
+    boundary: str = "auto"
+    """`auto`: the next forward is the boundary when `step()` is never called; `explicit`: only
+    `step()` is."""
+    agent_nice: int = 10
+    """CPU niceness of the agent."""
+    events_dir: str = ""
+    """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    local: LocalConfig = field(default_factory=LocalConfig)
+
+    def __post_init__(self) -> None:
+        """Check the values. Raises ConfigError."""
+        _one_of("when_busy", self.when_busy, ("skip", "wait"))
+        _one_of("release", self.release, ("auto", "backward", "forward"))
+        _one_of("boundary", self.boundary, ("auto", "explicit"))
+        _at_least("slots", self.slots, 2)
+        _at_least("local_keep_last", self.local.keep_last, 1)
+        for name in ("memory_every_steps", "memory_every_seconds", "memory_linger_seconds"):
+            _at_least(name, getattr(self.memory, name.removeprefix("memory_")), 0)
+        for name in ("local_every_steps", "local_every_seconds", "local_keep_every"):
+            _at_least(name, getattr(self.local, name.removeprefix("local_")), 0)
+        if not self.path:
+            raise ConfigError("path is empty; name the directory that checkpoints go to")
+
+
+def known_settings() -> dict[str, type]:
+    """Flat name -> type of every setting."""
+    known: dict[str, type] = {}
+    hints = get_type_hints(Config)
+    for item in fields(Config):
+        kind = hints[item.name]
+        if kind in (MemoryConfig, LocalConfig):
+            inner = get_type_hints(kind)
+            known.update({f"{item.name}_{f.name}": inner[f.name] for f in fields(kind)})
+        else:
+            known[item.name] = kind
+    return known
+
+
+def load_config(
+    arguments: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    config_file: str | os.PathLike[str] | None = None,
+) -> Config:
+    """Merge the three sources. Raises ConfigError, naming the setting and where it was set.
+
+    `config_file` may also be named by TIERCKPT_CONFIG; without either none is read.
+    """
+    environment = os.environ if environment is None else environment
+    config_file = config_file or environment.get(PREFIX + "CONFIG") or None
+    flat: dict[str, Any] = {}
+    if config_file is not None:
+        flat.update(_from_file(Path(config_file)))
+    for name, text in environment.items():
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in NOT_SETTINGS:
+            key = name.removeprefix(PREFIX).lower()
+            flat[key] = _convert(key, text, f"the environment variable {name}")
+    for key, value in (arguments or {}).items():
+        if value is not None:
+            flat[key] = _convert(key, value, "the arguments")
+    return _build(flat)
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        inner = {f"{key}_{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+        flat.update({k: _convert(k, v, f"the file {path}") for k, v in inner.items()})
+    return flat
+
+
+def _convert(key: str, value: Any, source: str) -> Any:
+    kind = known_settings().get(key)
+    if kind is None:
+        near = difflib.get_close_matches(key, known_settings(), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"unknown setting {key!r} in {source}; {hint}Valid ones: {', '.join(known_settings())}"
+        )
+    if kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    try:
+        if isinstance(value, str) and kind in (int, float):
+            return kind(value)
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            raise TypeError
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key} in {source} is {value!r}; it must be {kind.__name__}") from None
+    return value
+
+
+def _build(flat: Mapping[str, Any]) -> Config:
+    inner: dict[str, dict[str, Any]] = {"memory": {}, "local": {}}
+    outer: dict[str, Any] = {}
+    for key, value in flat.items():
+        table, _, name = key.partition("_")
+        if table in inner:
+            inner[table][name] = value
+        else:
+            outer[key] = value
+    return Config(memory=MemoryConfig(**inner["memory"]), local=LocalConfig(**inner["local"]), **outer)
+
+
+def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ConfigError(f"{name} is {value!r}; valid: {', '.join(valid)}")
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(f"{name} is {value}; it must be {least} or more")

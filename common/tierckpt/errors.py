@@ -1,0 +1,49 @@
+"""Every exception that the package raises on purpose. All derive from `TierckptError`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class TierckptError(Exception):
+    """Base class: catch this to catch everything the package raises on purpose."""
+
+
+class ConfigError(TierckptError, ValueError):
+    """A setting is unknown, or its value is out of range; the text names it and its source."""
+
+
+class UnsupportedStateError(TierckptError):
+    """The training state holds something that cannot be taken; raised when attaching."""
+
+
+class FormatError(TierckptError):
+    """Bytes that should be a shard or a manifest are not, or are of a newer major version."""
+
+
+class CorruptShardError(TierckptError):
+    """A shard's bytes do not match the checksums of its manifest."""
+
+
+class RestoreError(TierckptError):
+    """A restore was asked for and cannot be done; nothing of the live state was changed."""
+
+
+class StateMismatchError(RestoreError):
+    """The checkpoint and the live state differ in structure; nothing was changed.
+
+    `differences` lists every one of them, in a form that can be shown to a user.
+    """
+
+    def __init__(self, what: str, differences: Sequence[str]) -> None:
+        self.differences = tuple(differences)
+        shown = "\n".join(f"  - {d}" for d in self.differences[:40])
+        hidden = len(self.differences) - 40
+        if hidden > 0:
+            shown += f"\n  ... and {hidden} more"
+        super().__init__(
+            f"{what} does not fit the live training state "
+            f"({len(self.differences)} difference(s)); nothing was changed:\n{shown}\n"
+            "Build the same model and optimizer as the run that wrote it, or pass strict=False to "
+            "load what fits and leave the rest as it is."
+        )

@@ -1,0 +1,101 @@
+"""Events: one small record per checkpoint and level, to logging, a JSONL file and callbacks.
+
+Three lines for TensorBoard, W&B or Prometheus:
+
+    def on_event(event):
+        if event.name == "sealed":
+            writer.add_scalar("checkpoint/stall_ms", 1e3 * event.seconds["stall"], event.version)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+logger = logging.getLogger("tierckpt")
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to one version on one level, seen from one rank."""
+
+    name: str
+    """`sealed`, `committed`, `skipped`, `failed`, `restored`, `rejected`, `notice`."""
+    level: str = ""
+    """`memory`, `local`, or empty."""
+    version: int = -1
+    rank: int = 0
+    nbytes: int = 0
+    """This rank's part."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By what: `boundary`, `barrier`, `stall` (both), `copy`, `write`, `commit`, ..."""
+    behind_since: int | None = None
+    """On `failed` and `skipped`: the newest version that the level does have, if any."""
+    message: str = ""
+    """In words, for people."""
+    severity: int = logging.DEBUG
+    time_seconds: float = field(default_factory=time.time)
+    """Unix time."""
+
+    def text(self) -> str:
+        """One line."""
+        spent = ", ".join(f"{k} {1e3 * v:.1f} ms" for k, v in self.seconds.items())
+        parts = [
+            f"[rank {self.rank}]",
+            self.name,
+            f"v{self.version}" if self.version >= 0 else "",
+            f"to {self.level}" if self.level and self.name == "committed" else self.level,
+            f"{self.nbytes / 1e6:.1f} MB" if self.nbytes else "",
+            f"({spent})" if spent else "",
+            f"- {self.message}" if self.message else "",
+            f"(behind since v{self.behind_since})" if self.behind_since is not None else "",
+        ]
+        return " ".join(p for p in parts if p)
+
+
+Callback = Callable[[Event], None]
+
+
+class EventLog:
+    """Sends events on. Used by the training thread; never raises into it."""
+
+    def __init__(self, rank: int, folder: str | None = None, callback: Callback | None = None) -> None:
+        self.rank = rank
+        self.counts: dict[str, int] = {}
+        """How many events there were, by `name` and `name/level`."""
+        self._callbacks = [callback] if callback else []
+        self._file: TextIO | None = None
+        if folder is not None:
+            path = Path(folder)
+            path.mkdir(parents=True, exist_ok=True)
+            self._file = (path / f"events-r{rank:05d}.jsonl").open("a", buffering=1)
+
+    def add_callback(self, callback: Callback) -> None:
+        """Call `callback` with every event from now on, on the training thread."""
+        self._callbacks.append(callback)
+
+    def emit(self, name: str, **values: Any) -> None:
+        """Make an event and send it on; a failing receiver is reported, not raised."""
+        event = Event(name=name, rank=self.rank, **values)
+        for key in (name, f"{name}/{event.level}"):
+            self.counts[key] = self.counts.get(key, 0) + 1
+        if logger.isEnabledFor(event.severity):
+            logger.log(event.severity, "%s", event.text())
+        try:
+            if self._file is not None:
+                self._file.write(json.dumps(asdict(event), separators=(",", ":")) + "\n")
+            for callback in self._callbacks:
+                callback(event)
+        except Exception:
+            logger.exception("an event receiver failed; the event was: %s", event.text())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

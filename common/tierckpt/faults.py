@@ -1,0 +1,89 @@
+"""Named points at which a test can make this process die or an operation fail.
+
+Off unless `TIERCKPT_FAULTS` is set, e.g. `kill@seal:version=12,rank=1;enospc@write:version=20`.
+An action is `kill` (SIGKILL to oneself), `stop` (SIGSTOP), or an errno's name in lower case. Each
+rule fires once in the life of the folder `TIERCKPT_FAULTS_DIR`, where it leaves a file, so that a
+test can prove that it fired and a restarted job is not hit again. Conditions compare keyword
+arguments of the point; `hit=3` is the third time the other conditions hold in this process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FAULTS_VARIABLE = "TIERCKPT_FAULTS"
+FIRED_VARIABLE = "TIERCKPT_FAULTS_DIR"
+
+
+@dataclass
+class Rule:
+    """One parsed rule."""
+
+    text: str
+    action: str
+    point: str
+    conditions: dict[str, str]
+    hits: int = field(default=0)
+
+    def matches(self, where: dict[str, object]) -> bool:
+        """True when all conditions hold; counts the times they do."""
+        wanted = {k: v for k, v in self.conditions.items() if k != "hit"}
+        if any(str(where.get(k)) != v for k, v in wanted.items()):
+            return False
+        self.hits += 1
+        return self.hits == int(self.conditions.get("hit", self.hits))
+
+
+def parse(text: str) -> list[Rule]:
+    """Rules from the variable's text. Raises ValueError that names the bad rule."""
+    rules = []
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        action, at, rest = part.partition("@")
+        point, _, conditions = rest.partition(":")
+        known = action in ("kill", "stop") or hasattr(errno, action.upper())
+        if not at or not point or not known:
+            raise ValueError(f"{FAULTS_VARIABLE}: cannot read {part!r}; form: kill@seal:version=3")
+        pairs = dict(c.split("=", 1) for c in conditions.split(",") if c)
+        rules.append(Rule(part, action, point, pairs))
+    return rules
+
+
+_rules = parse(os.environ.get(FAULTS_VARIABLE, ""))
+
+
+def point(name: str, **where: object) -> None:
+    """A point where a fault may be asked for. Raises OSError when the rule says so."""
+    if not _rules:
+        return
+    for rule in _rules:
+        if rule.point == name and rule.matches(where) and _claim(rule):
+            _fire(rule)
+
+
+def _claim(rule: Rule) -> bool:
+    """Leave the mark; False when the rule fired before."""
+    folder = os.environ.get(FIRED_VARIABLE)
+    if folder is None:
+        return rule.hits == int(rule.conditions.get("hit", 1))
+    mark = Path(folder) / "".join(c if c.isalnum() else "_" for c in rule.text)
+    try:
+        fd = os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return False
+    os.write(fd, str(os.getpid()).encode())
+    os.close(fd)
+    return True
+
+
+def _fire(rule: Rule) -> None:
+    if rule.action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif rule.action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        code = getattr(errno, rule.action.upper())
+        raise OSError(code, f"{os.strerror(code)} (injected by {rule.text!r})")

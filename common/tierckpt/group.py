@@ -1,0 +1,91 @@
+"""Group: the few collectives the core needs, and the single-process one.
+
+An adapter hands the core a Group over its own communication library. Every method is called by
+the training thread, by all ranks in the same order; nothing here may be called from another
+thread, except `Pending.wait`.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+class Pending(Protocol):
+    """An all-reduce under way."""
+
+    def wait(self) -> list[int]:
+        """The result, waiting for it. Any thread; may be called again."""
+        ...
+
+
+@runtime_checkable
+class Group(Protocol):
+    """All ranks of the job."""
+
+    rank: int
+    size: int
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order. For start and restart, not for steps."""
+        ...
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """Make every rank's `buffer` (uint8, 1-d, CPU, contiguous) equal to `source`'s."""
+        ...
+
+    def all_reduce_min(self, values: list[int]) -> Pending:
+        """Launch an element-wise minimum over all ranks; returns at once."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        ...
+
+    def close(self) -> None:
+        """Give up what the group holds."""
+        ...
+
+
+class _Done:
+    def __init__(self, values: list[int]) -> None:
+        self._values = values
+
+    def wait(self) -> list[int]:
+        return self._values
+
+
+class SingleGroup:
+    """A job of one process."""
+
+    rank = 0
+    size = 1
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See Group."""
+        return [value]
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """See Group."""
+
+    def all_reduce_min(self, values: list[int]) -> Pending:
+        """See Group."""
+        return _Done(list(values))
+
+    def barrier(self) -> None:
+        """See Group."""
+
+    def close(self) -> None:
+        """See Group."""
+
+
+def host_id() -> str:
+    """This machine: host name, and the boot, so that a reboot is another one."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}/{boot}"

@@ -1,0 +1,146 @@
+"""Inventory and plan of a restart: what is left, where, and which of it to use.
+
+`take_inventory` looks (I/O); `plan_restore` decides (pure). All ranks share their inventories once
+and then plan alike, without talking again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .errors import CorruptShardError, FormatError
+from .localstore import LocalStore
+from .manifest import Manifest
+from .naming import Lineage, ShardKey, VersionId, newest_first
+from .slots import JobDirectory
+
+LEVELS = ("memory", "local")
+"""Cheapest first."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """One copy of one shard."""
+
+    level: str
+    host: str
+    where: str
+    """Path of the segment, or directory of the store."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A shard that some rank sees, by its manifest; its data was not looked at."""
+
+    key: ShardKey
+    place: Place
+    lineage: Lineage
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What one rank sees."""
+
+    found: tuple[Found, ...]
+    problems: tuple[tuple[Place, str], ...]
+    """Manifests that could not be read, and why."""
+    generation: int
+    """The newest generation seen, also in what is not restorable."""
+
+
+def take_inventory(job: JobDirectory, store: LocalStore, host: str) -> Inventory:
+    """Look at memory and disk of this machine. Reads manifests only."""
+    found = [
+        Found(m.key, Place("memory", host, str(path)), m.lineage) for path, m in job.sealed()
+    ]
+    problems = []
+    directory = str(store.directory.resolve())
+    keys = []
+    with contextlib.suppress(NotADirectoryError):
+        keys = store.keys()
+    for key in keys:
+        try:
+            manifest = Manifest.decode(store.read_manifest(key))
+            if manifest.key != key:
+                raise FormatError(f"the manifest of {key} says it is {manifest.key}")
+        except FileNotFoundError:
+            continue  # retired by an agent of the life before while we looked
+        except (OSError, CorruptShardError, FormatError) as error:
+            problems.append((Place("local", host, f"{directory}/{key.stem}"), str(error)))
+        else:
+            found.append(Found(key, Place("local", host, directory), manifest.lineage))
+    generations = [f.key.id.generation for f in found] + [k.id.generation for k in keys]
+    return Inventory(tuple(found), tuple(problems), max(generations, default=0))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one shard comes from."""
+
+    shard: int
+    place: Place
+    reader: int
+    """The rank that reads and verifies it."""
+    direct: bool
+    """Every rank sees the same copy: each maps it itself; otherwise the reader broadcasts it."""
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """Which version to restore, and each shard's source, by shard number."""
+
+    id: VersionId
+    sources: tuple[Source, ...]
+
+    @property
+    def levels(self) -> dict[str, int]:
+        """How many shards come from which level."""
+        names = [s.place.level for s in self.sources]
+        return {level: names.count(level) for level in LEVELS if level in names}
+
+
+def plan_restore(
+    inventories: Sequence[Sequence[Found]],
+    bad: frozenset[tuple[ShardKey, Place]] = frozenset(),
+    version: int | None = None,
+    allowed: frozenset[VersionId] | None = None,
+) -> RestorePlan | None:
+    """The newest version whose every shard is somewhere, each shard from its cheapest place.
+
+    `bad` are copies found damaged; `version` asks for that one only; `allowed` restricts the
+    choice. None when there is no such version. Same inputs, same plan: every rank calls this.
+    """
+    seen: dict[ShardKey, dict[Place, list[int]]] = {}
+    lineages: dict[VersionId, Lineage] = {}
+    for rank, inventory in enumerate(inventories):
+        for item in inventory:
+            lineages[item.key.id] = item.lineage
+            if (item.key, item.place) not in bad:
+                seen.setdefault(item.key, {}).setdefault(item.place, []).append(rank)
+    for id_ in newest_first(lineages.items()):
+        if version is not None and id_.version != version:
+            continue
+        if allowed is not None and id_ not in allowed:
+            continue
+        for shards in sorted({k.shards for k in seen if k.id == id_}):
+            keys = [ShardKey(id_, s, shards) for s in range(shards)]
+            if all(k in seen for k in keys):
+                return RestorePlan(id_, tuple(_assign(keys, seen, len(inventories))))
+    return None
+
+
+def _assign(
+    keys: Sequence[ShardKey], seen: dict[ShardKey, dict[Place, list[int]]], ranks: int
+) -> Iterator[Source]:
+    """Pick a place and a reader for every shard; readers as evenly loaded as places allow."""
+    load = [0] * ranks
+    for key in keys:
+        places = seen[key]
+        place = min(places, key=lambda p: (LEVELS.index(p.level), p))
+        readers = places[place]
+        home = key.shard if key.shard in readers and load[key.shard] == 0 else None
+        reader = home if home is not None else min(readers, key=lambda r: (load[r], r))
+        load[reader] += 1
+        yield Source(key.shard, place, reader, direct=len(readers) == ranks)

@@ -1,0 +1,193 @@
+"""Layout: which bytes of which tensors a rank copies, and where in its shard they land.
+
+Pure: plain values in and out, no torch, no I/O. Striping every tensor over all ranks evens the
+work out in time as well as in total: whichever layer's gradients are being reduced, each rank has
+1/N of that layer to copy.
+
+Words: a *piece* is a contiguous flat range of one tensor, counted in elements in memory order. A
+*block* is a contiguous byte range of the shard that is copied and checksummed at once: a run of
+one large piece, or several small ones lying side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+UNIT_BYTES = 16 * 1024
+"""A tensor is divided in multiples of this; what is smaller goes to one rank whole."""
+
+BLOCK_BYTES = 512 * 1024
+"""Copy and checksum granularity: a block is hashed while it is still in the core's own cache."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What has to be known of a tensor to cut it up and to make it again."""
+
+    name: str
+    dtype: str
+    """torch's name without the prefix, e.g. `bfloat16`."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    """Strides in elements when the memory order is not row-major, else None."""
+    itemsize_bytes: int
+    device: str = "cpu"
+    """Device *type* the tensor lived on (`cpu`, `cuda`): optimizers keep some state on the host."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.itemsize_bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `[start, stop)` of `spec`, at byte `offset` of the shard's data section."""
+
+    spec: TensorSpec
+    start: int
+    stop: int
+    offset: int
+    own: bool
+    """True for per-rank state, which is copied at the boundary; False for striped state."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return (self.stop - self.start) * self.spec.itemsize_bytes
+
+    @property
+    def whole(self) -> bool:
+        """True when the piece is all of its tensor."""
+        return self.stop - self.start == self.spec.numel
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes `[offset, offset + nbytes)` of the data section.
+
+    `parts` are `(piece index, first element, last element + 1)`, relative to the piece's start.
+    """
+
+    offset: int
+    nbytes: int
+    parts: tuple[tuple[int, int, int], ...]
+    own: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One rank's shard, without the header: see `plan_layout`."""
+
+    rank: int
+    ranks: int
+    pieces: tuple[Piece, ...]
+    blocks: tuple[Block, ...]
+    nbytes: int
+    """Bytes of all pieces; the rank-state blob and its padding come behind them."""
+
+
+def stripe_bounds(
+    specs: Sequence[TensorSpec], ranks: int
+) -> Iterator[list[tuple[int, int, int]] | np.ndarray]:
+    """Yield, tensor by tensor, the element range of every rank: an int64 array (ranks, 2).
+
+    Greedy levelling: every rank gets the same number of whole units; what is left over goes to
+    the least loaded ranks, one unit at most each. So at any prefix of the list the loads of two
+    ranks differ by one unit at most. O(ranks log ranks) a tensor, memory O(ranks).
+    """
+    loads = np.zeros(ranks, dtype=np.int64)
+    for spec in specs:
+        unit = UNIT_BYTES // spec.itemsize_bytes
+        units, tail = divmod(spec.numel, unit)
+        base, extra = divmod(units, ranks)
+        counts = np.full(ranks, base * unit, dtype=np.int64)
+        if extra:
+            counts[np.argsort(loads, kind="stable")[:extra]] += unit
+        # The tail can only end the tensor, so its owner's range is moved to the end.
+        last = int(np.argmin(loads + counts * spec.itemsize_bytes))
+        counts[last] += tail
+        loads += counts * spec.itemsize_bytes
+        before = np.cumsum(counts) - counts
+        before[last + 1 :] -= counts[last]
+        before[last] = spec.numel - counts[last]
+        yield np.stack([before, before + counts], axis=1)
+
+
+def plan_layout(
+    striped: Sequence[TensorSpec], own: Sequence[TensorSpec], rank: int, ranks: int
+) -> Layout:
+    """Lay out rank `rank`'s shard: its stripe of `striped`, and all of `own`.
+
+    The same specs in the same order always give the same layout. Pieces are ordered by falling
+    item size, so that each is aligned to its own items without holes (safetensors allows none);
+    within a size, pieces that fill blocks by themselves come first, small ones are packed behind.
+    """
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} is not in a job of {ranks} rank(s)")
+    chosen: list[tuple[TensorSpec, int, int, bool]] = []
+    for spec, bounds in zip(striped, stripe_bounds(striped, ranks), strict=True):
+        start, stop = (int(b) for b in bounds[rank])
+        # An empty tensor still has to be somewhere: with the rank that owns its (empty) tail.
+        if stop > start or (spec.numel == 0 and rank == 0):
+            chosen.append((spec, start, stop, False))
+    chosen += [(spec, 0, spec.numel, True) for spec in own]
+
+    def order(item: tuple[TensorSpec, int, int, bool]) -> tuple[int, bool, bool]:
+        spec, start, stop, is_own = item
+        small = (stop - start) * spec.itemsize_bytes < BLOCK_BYTES // 2
+        return (-spec.itemsize_bytes, is_own, small)
+
+    pieces: list[Piece] = []
+    offset = 0
+    for spec, start, stop, is_own in sorted(chosen, key=order):
+        pieces.append(Piece(spec, start, stop, offset, is_own))
+        offset += pieces[-1].nbytes
+    return Layout(rank, ranks, tuple(pieces), tuple(_cut_blocks(pieces)), offset)
+
+
+def _cut_blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
+    """Cover all pieces with blocks, in file order, none larger than BLOCK_BYTES."""
+    pack: list[tuple[int, int, int]] = []
+    pack_start = pack_bytes = 0
+
+    def packed(own: bool) -> Block:
+        return Block(pack_start, pack_bytes, tuple(pack), own)
+
+    for index, piece in enumerate(pieces):
+        size = piece.nbytes
+        if pack and (pack_bytes + size > BLOCK_BYTES or pieces[index - 1].own != piece.own):
+            yield packed(pieces[index - 1].own)
+            pack = []
+        if size < BLOCK_BYTES // 2:
+            if not pack:
+                pack_start, pack_bytes = piece.offset, 0
+            pack.append((index, 0, piece.stop - piece.start))
+            pack_bytes += size
+            continue
+        if pack:
+            yield packed(piece.own)
+            pack = []
+        step = BLOCK_BYTES // piece.spec.itemsize_bytes
+        count = piece.stop - piece.start
+        for low in range(0, count, step):
+            high = min(low + step, count)
+            yield Block(
+                piece.offset + low * piece.spec.itemsize_bytes,
+                (high - low) * piece.spec.itemsize_bytes,
+                ((index, low, high),),
+                piece.own,
+            )
+    if pack:
+        yield packed(pieces[-1].own)

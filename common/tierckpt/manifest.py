@@ -1,0 +1,86 @@
+"""The manifest: the small record, written last, that alone makes a shard exist (see FORMAT.md).
+
+Pure: plain values in and out. The same bytes seal a slot in memory and commit a file on disk, so
+whoever finds a shard, anywhere, learns the same things of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import asdict, dataclass, fields
+
+import xxhash
+
+from .errors import CorruptShardError, FormatError
+from .naming import FORMAT_MAJOR, FORMAT_MINOR, Lineage, ShardKey, VersionId, check_version
+
+DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of one shard of one version."""
+
+    job: str
+    version: int
+    """Completed optimizer steps."""
+    generation: int
+    lineage: Lineage
+    """This generation and its ancestors, and the versions they started from."""
+    iteration: int
+    """Calls of `step()` by the user's loop: what `restore()` returns."""
+    shard: int
+    shards: int
+    image_bytes: int
+    header_bytes: int
+    rank_state_bytes: int
+    """Used bytes of the rank-state entry; the rest of it is zero padding."""
+    digests: bytes
+    """xxh3_64 of the header, then of every block: DIGEST_BYTES each, little endian."""
+    created_seconds: float
+    """Unix time of the seal."""
+
+    @property
+    def id(self) -> VersionId:
+        """Generation and version."""
+        return VersionId(self.generation, self.version)
+
+    @property
+    def key(self) -> ShardKey:
+        """The shard's name."""
+        return ShardKey(self.id, self.shard, self.shards)
+
+    def encode(self) -> bytes:
+        """A line of JSON, and a line with its xxh3_128."""
+        fields_ = asdict(self)
+        fields_["digests"] = base64.b64encode(self.digests).decode()
+        head = {"format": "tierckpt-manifest", "format_version": f"{FORMAT_MAJOR}.{FORMAT_MINOR}"}
+        text = json.dumps({**head, **fields_}, separators=(",", ":")).encode()
+        return text + b"\n" + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
+
+    @staticmethod
+    def decode(data: bytes) -> Manifest:
+        """The inverse of `encode`.
+
+        Raises CorruptShardError when the bytes do not carry their own checksum, FormatError when
+        they are intact but not ours or of a newer major version.
+        """
+        text, _, check = data.partition(b"\n")
+        if not check or xxhash.xxh3_128_hexdigest(text).encode() + b"\n" != check:
+            raise CorruptShardError("the manifest is truncated or damaged (checksum differs)")
+        try:
+            values = json.loads(text)
+            if values["format"] != "tierckpt-manifest":
+                raise ValueError(f"format is {values['format']!r}")
+            check_version(values["format_version"], "manifest")
+            values["digests"] = base64.b64decode(values["digests"])
+            values["lineage"] = tuple((int(g), int(v)) for g, v in values["lineage"])
+            return Manifest(**{f.name: values[f.name] for f in fields(Manifest)})
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"not a manifest: {error!r}") from error
+
+
+def digest(data: memoryview | bytes) -> bytes:
+    """Checksum of one block."""
+    return xxhash.xxh3_64_intdigest(data).to_bytes(DIGEST_BYTES, "little")

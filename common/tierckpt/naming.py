@@ -1,0 +1,125 @@
+"""Names, versions and format constants that every part agrees on. Light: standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .errors import FormatError
+
+FORMAT_MAJOR = 1
+FORMAT_MINOR = 0
+
+PAGE_BYTES = 4096
+"""Header and data lengths are multiples of this, as O_DIRECT wants them."""
+
+Lineage = tuple[tuple[int, int], ...]
+"""(generation, version it started from) of a generation and all its ancestors, oldest first."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def check_version(text: str, what: str) -> None:
+    """Raise FormatError when `text` ("major.minor") is of a newer major version than ours."""
+    major = int(str(text).split(".", maxsplit=1)[0])
+    if major > FORMAT_MAJOR:
+        raise FormatError(
+            f"this {what} has format version {text}, this tierckpt reads up to {FORMAT_MAJOR}.x; "
+            "read it with the tierckpt that wrote it, or a newer one"
+        )
+
+
+@dataclass(frozen=True, order=True)
+class VersionId:
+    """A version, told apart from one of the same number in an earlier life of the job.
+
+    `generation` counts the lives: it is agreed by all ranks when they attach or restore, and is
+    larger than any that was found on any level. Ordered by generation first.
+    """
+
+    generation: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"v{self.version}"
+
+
+@dataclass(frozen=True, order=True)
+class ShardKey:
+    """Names a shard by what it holds, never by who wrote it; also its file name's stem."""
+
+    id: VersionId
+    shard: int
+    shards: int
+
+    @property
+    def stem(self) -> str:
+        """File name without extension."""
+        return (
+            f"v{self.id.version:010d}.g{self.id.generation:06d}"
+            f".s{self.shard:05d}of{self.shards:05d}"
+        )
+
+    @staticmethod
+    def parse(stem: str) -> ShardKey | None:
+        """The inverse of `stem`; None when `stem` is something else's name."""
+        match = _STEM.fullmatch(stem)
+        if match is None:
+            return None
+        version, generation, shard, shards = (int(g) for g in match.groups())
+        return ShardKey(VersionId(generation, version), shard, shards)
+
+    def __str__(self) -> str:
+        return f"{self.id} shard {self.shard} of {self.shards}"
+
+
+_STEM = re.compile(r"v(\d{10,})\.g(\d{6,})\.s(\d{5,})of(\d{5,})")
+
+
+def on_lineage(id_: VersionId, lineage: Sequence[tuple[int, int]]) -> bool:
+    """True when `id_` is a version of the newest generation of `lineage`, or in its past.
+
+    When a job was taken back to v5 and went on, the v12 of the life before is not its past.
+    """
+    if not lineage or id_.generation > lineage[-1][0]:
+        return True
+    return all(id_.version <= base for gen, base in lineage if gen > id_.generation)
+
+
+def newest_first(found: Iterable[tuple[VersionId, Lineage]]) -> list[VersionId]:
+    """Order versions for a restart, newest first, without those that are nobody's past."""
+    known = dict(found)
+    if not known:
+        return []
+    lineage = known[max(known)]
+    return sorted((i for i in known if on_lineage(i, lineage)), reverse=True)
+
+
+def retired(
+    held: Iterable[VersionId],
+    safe: VersionId | None,
+    lineage: Lineage,
+    keep_last: int,
+    keep_every: int,
+) -> list[VersionId]:
+    """Retention: which of the versions that are held may go.
+
+    `safe` is the newest version known to be complete on all ranks. It and everything newer stays,
+    whatever the policy; of what is not newer, the last `keep_last` and every multiple of
+    `keep_every` (0: none). What an ancestor wrote after the version this life started from goes
+    once `safe` is of this life. Lives that are no ancestors (somebody started afresh in the same
+    place) are never touched: nobody asked for their end.
+    """
+    if safe is None:
+        return []
+    ours = {generation for generation, _ in lineage}
+    past = sorted((i for i in held if i <= safe and i.generation in ours), reverse=True)
+    line = [i for i in past if on_lineage(i, lineage)]
+    gone = [i for i in line[max(keep_last, 1) :] if not (keep_every and i.version % keep_every == 0)]
+    if safe.generation == lineage[-1][0]:
+        gone += [i for i in past if not on_lineage(i, lineage)]
+    return sorted(gone)

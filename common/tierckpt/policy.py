@@ -1,0 +1,154 @@
+"""Policy: what every rank concludes, alike, from the version and from what all ranks agreed on.
+
+Pure. The agreement is one small vector of integers per rank, min-reduced over all ranks while the
+next iteration computes, and read at the next boundary. Everything a rank may decide is a function
+of such vectors and of the version, so all ranks take, skip and forget the same versions without
+ever waiting for each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .config import Config
+from .naming import VersionId
+
+PENDING, DONE, BROKEN = 0, 1, -1
+"""State of one version on one level at one rank; the minimum over ranks is what all can say of
+it: one broken rank breaks it for all, one pending rank keeps it pending."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One rank's vector; also, after the reduction, what all agreed on. Minimum is `and`."""
+
+    slot_free: int = 1
+    """This rank will have a slot for another version at the next boundary."""
+    local_free: int = 1
+    """This rank's local level can take another version."""
+    memory_state: int = DONE
+    """State of the oldest version whose seal is not known everywhere yet."""
+    local_state: int = DONE
+    """State of the oldest version whose commit is not known everywhere yet."""
+    memory_time_left: int = 1
+    """0 when this rank's clock says that a time-based version is due."""
+    local_time_left: int = 1
+    no_request: int = 1
+    """0 when this rank's user asked for a checkpoint."""
+
+    def pack(self) -> list[int]:
+        """As the vector to be reduced."""
+        return [
+            self.slot_free,
+            self.local_free,
+            # BROKEN must win over PENDING, PENDING over DONE: -1 < 0 < 1 does just that.
+            self.memory_state,
+            self.local_state,
+            self.memory_time_left,
+            self.local_time_left,
+            self.no_request,
+        ]
+
+    @staticmethod
+    def unpack(values: list[int]) -> Vote:
+        """The inverse of `pack`."""
+        return Vote(*values)
+
+
+@dataclass
+class Ledger:
+    """What is known, on every rank alike, of the versions taken to one level, oldest first."""
+
+    safe: VersionId | None = None
+    """The newest version known to be complete on all ranks: never overwritten, never deleted."""
+    open: list[VersionId] = field(default_factory=list)
+    """Versions taken whose fate is not known everywhere yet."""
+
+    def resolve(self, state: int, candidate: VersionId | None) -> VersionId | None:
+        """Take in the agreed state of `candidate`, which was the oldest open one when voting.
+
+        Returns the version when it broke, else None.
+        """
+        if candidate is None or candidate not in self.open or state == PENDING:
+            return None
+        self.open.remove(candidate)
+        if state == BROKEN:
+            return candidate
+        self.safe = candidate
+        return None
+
+    def protected(self, also_safe: VersionId | None = None) -> set[VersionId]:
+        """Versions that must not be overwritten; `also_safe` is one just learned to be safe."""
+        if also_safe is not None:
+            return {also_safe, *(v for v in self.open if v > also_safe)}
+        return {*self.open, *([self.safe] if self.safe else [])}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do at a boundary."""
+
+    take: tuple[str, ...] = ()
+    """Levels the version goes to; `memory` whenever there is any."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """(level, reason) of what is due and cannot be taken now."""
+    wait: bool = False
+    """The user prefers to wait (`when_busy="wait"`) for what is busy."""
+
+
+@dataclass
+class Schedule:
+    """When versions are due. Advanced by `decide` on every rank alike."""
+
+    config: Config
+    last_memory: int = 0
+    last_local: int = 0
+    skipping: frozenset[str] = frozenset()
+    """Levels whose due version was already reported as skipped."""
+
+    def start_at(self, version: int) -> None:
+        """After a restore: nothing is due before the intervals have passed again."""
+        self.last_memory = self.last_local = version
+
+    def due(self, version: int, agreed: Vote) -> set[str]:
+        """Levels that want this version."""
+        memory, local = self.config.memory, self.config.local
+        asked = agreed.no_request == 0
+        due = set()
+        if asked or agreed.memory_time_left == 0 or _crossed(
+            self.last_memory, version, memory.every_steps
+        ):
+            due.add("memory")
+        if asked or agreed.local_time_left == 0 or _crossed(
+            self.last_local, version, local.every_steps
+        ):
+            due.add("local")
+        return due
+
+    def decide(self, version: int, agreed: Vote) -> Decision:
+        """Take or skip; a version that had to be skipped stays due."""
+        due = self.due(version, agreed)
+        if not due:
+            return Decision()
+        wait = self.config.when_busy == "wait" and not (agreed.slot_free and agreed.local_free)
+        skipped: list[tuple[str, str]] = []
+        take = set(due)
+        if not wait and not agreed.slot_free:
+            skipped = [(level, "no slot is free on some rank") for level in sorted(due)]
+            take = set()
+        elif not wait and "local" in due and not agreed.local_free:
+            skipped = [("local", "some rank is still writing the version before")]
+            take.discard("local")
+        if take:
+            self.last_memory = version
+            take.add("memory")
+        if "local" in take:
+            self.last_local = version
+        fresh = tuple(s for s in skipped if s[0] not in self.skipping)
+        self.skipping = frozenset(level for level, _ in skipped)
+        return Decision(tuple(sorted(take, reverse=True)), fresh, wait)
+
+
+def _crossed(last: int, version: int, every: int) -> bool:
+    """True when a multiple of `every` lies in (last, version]."""
+    return every > 0 and version // every > last // every

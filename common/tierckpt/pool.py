@@ -1,0 +1,155 @@
+"""The pool: one rank's slots, and which of them may be overwritten.
+
+The rule that keeps a restorable version alive at every instant (DESIGN.md, "Two slots are
+enough"): a slot is overwritten only when it holds no version of the ledger's protected set, is not
+being filled, and is not being read by an agent, ours or the one of the life before.
+
+Thread-safe: the copier thread chooses slots, the training thread asks and frees.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from .naming import VersionId
+from .slots import JobDirectory, Slot, seal_area_bytes
+
+
+class NoSlotError(Exception):
+    """Every slot holds something that must not be overwritten."""
+
+
+class SlotPool:
+    """See the module's text."""
+
+    def __init__(
+        self, job: JobDirectory, rank: int, count: int, on_notice: Callable[[str, int], None]
+    ) -> None:
+        """`on_notice(text, severity)` hears of the fall-back to memory of this process alone."""
+        self.job = job
+        self.rank = rank
+        self.slots: list[Slot | None] = [None] * count
+        self.volatile = False
+        """True once a slot does not outlive this process (`shm_dir` was too small)."""
+        self._held: list[VersionId | None] = [None] * count
+        """Which version each slot holds, sealed."""
+        self._filling: set[int] = set()
+        self._foreign: set[int] = set()
+        """Adopted slots that an agent of the life before may still be reading."""
+        self._lock = threading.Lock()
+        self._on_notice = on_notice
+
+    def adopt(self) -> None:
+        """Take over the slots that an earlier life of this rank left on this machine."""
+        for index in range(len(self.slots)):
+            slot = Slot.open(self.job.slot_path(self.rank, index))
+            if slot is not None:
+                manifest = slot.manifest()
+                self.slots[index] = slot
+                self._held[index] = manifest.id if manifest else None
+                self._foreign.add(index)
+
+    def choose(
+        self, protected: set[VersionId], pinned: set[str], blocks: int, image_bytes: int
+    ) -> Slot:
+        """An unsealed slot of at least that size, marked as being filled until `filled`.
+
+        Raises NoSlotError when all are taken, OSError when there is no memory for a new one.
+        """
+        with self._lock:
+            index = self._free_index(protected, pinned)
+            self._filling.add(index)
+        try:
+            return self._make_ready(index, seal_area_bytes(blocks), image_bytes)
+        except BaseException:
+            with self._lock:
+                self._filling.discard(index)
+            raise
+
+    def _free_index(self, protected: set[VersionId], pinned: set[str]) -> int:
+        reading = self._reading(pinned)
+        free = [
+            (held or VersionId(-1, -1), index)
+            for index, held in enumerate(self._held)
+            if index not in self._filling and index not in reading and held not in protected
+        ]
+        if not free:
+            raise NoSlotError("every slot holds a version that must not be overwritten yet")
+        return min(free)[1]
+
+    def _reading(self, pinned: set[str]) -> set[int]:
+        """Slots that an agent reads, ours (`pinned`, by name) or that of the life before."""
+        for index in list(self._foreign):
+            slot = self.slots[index]
+            if slot is None or not slot.in_use_elsewhere():
+                self._foreign.discard(index)
+        ours = {i for i, s in enumerate(self.slots) if s is not None and s.name in pinned}
+        return ours | self._foreign
+
+    def _make_ready(self, index: int, seal_bytes: int, image_bytes: int) -> Slot:
+        slot = self.slots[index]
+        self._held[index] = None
+        if slot is not None:
+            slot.unseal()
+            if slot.seal_bytes >= seal_bytes and image_bytes <= slot.image_bytes <= image_bytes * 2:
+                return slot
+            self.slots[index] = None
+            slot.remove()
+        self.slots[index] = made = self._create(index, seal_bytes, image_bytes)
+        return made
+
+    def _create(self, index: int, seal_bytes: int, image_bytes: int) -> Slot:
+        path = self.job.slot_path(self.rank, index)
+        if not self.volatile:
+            try:
+                return Slot.create(path, path.name, seal_bytes, image_bytes)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                    raise
+            self.volatile = True
+            self._on_notice(
+                f"{self.job.root.parent} has no room for a slot of {seal_bytes + image_bytes} "
+                f"bytes ({len(self.slots)} per rank are needed): this rank's slots are private "
+                "memory now and DO NOT survive a killed process; only the local level does. Give "
+                "the container more shared memory (docker run --shm-size, an emptyDir of medium "
+                "Memory in Kubernetes), or set shm_dir to a larger memory file system",
+                logging.ERROR,
+            )
+        return Slot.create(None, path.name, seal_bytes, image_bytes)
+
+    def filled(self, slot: Slot | None, sealed: VersionId | None) -> None:
+        """The snapshot that was filling `slot` is done; `sealed` names what the slot now holds."""
+        with self._lock:
+            for index in [i for i in self._filling if self.slots[i] is slot]:
+                self._held[index] = sealed
+                self._filling.discard(index)
+
+    def has_room(self, needed: Iterable[VersionId], pinned: set[str]) -> bool:
+        """True when a slot is left besides those of `needed` versions, filled or still to be."""
+        with self._lock:
+            used = self._reading(pinned)
+            unbound = 0
+            for id_ in needed:
+                if id_ in self._held:
+                    used.add(self._held.index(id_))
+                else:
+                    unbound += 1
+            return len(self.slots) - len(used) - unbound >= 1
+
+    def find(self, id_: VersionId) -> Slot | None:
+        """The slot that holds `id_`, sealed."""
+        return self.slots[self._held.index(id_)] if id_ in self._held else None
+
+    def close(self, remove: bool) -> None:
+        """Unmap all slots, and delete them if `remove`."""
+        for slot in self.slots:
+            if slot is not None:
+                if remove:
+                    slot.remove()
+                else:
+                    slot.close()
+        self.slots = [None] * len(self.slots)
+        self._held = [None] * len(self.slots)

@@ -1,0 +1,159 @@
+"""The shard as bytes: a safetensors header, then the data of one rank's layout (see FORMAT.md).
+
+Pure: builds and parses headers, does no I/O. A shard is a plain safetensors file, so any tool can
+open it; what safetensors has no field for (the full shape of a tensor of which this is a piece,
+its strides, block lengths) is in the header's `__metadata__`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import FormatError
+from .layout import Layout, Piece, TensorSpec
+from .naming import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, check_version, round_up
+
+RANK_STATE = "rank_state"
+"""Name of the entry that holds the rank's own small state, an encoded tree (see `tree`)."""
+
+_SAFETENSORS_DTYPE = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What a reader learns from a shard's header."""
+
+    pieces: tuple[Piece, ...]
+    block_bytes: tuple[int, ...]
+    """Length of every block, in file order; they cover the data section without a gap."""
+    header_bytes: int
+    """Where the data section begins in the file."""
+    data_bytes: int
+    structure: dict[str, Any]
+    """Optimizer classes and the members of their param groups."""
+
+    @property
+    def tree_offset(self) -> int:
+        """Where in the file the encoded rank tree begins."""
+        return self.header_bytes + sum(p.nbytes for p in self.pieces)
+
+
+def encode_header(
+    layout: Layout, rank_state_bytes: int, structure: dict[str, object]
+) -> tuple[bytes, int]:
+    """Header for `layout` with room for `rank_state_bytes`; returns it and the data's length.
+
+    Both are multiples of PAGE_BYTES: safetensors pads its header with spaces, and the room for
+    the rank state absorbs the rest of the data's last page.
+    """
+    data_bytes = round_up(layout.nbytes + rank_state_bytes, PAGE_BYTES)
+    entries: dict[str, object] = {}
+    table = []
+    for piece in layout.pieces:
+        spec = piece.spec
+        name = spec.name if piece.whole else f"{spec.name}[{piece.start}:{piece.stop}]"
+        count = piece.stop - piece.start
+        code = _SAFETENSORS_DTYPE.get(spec.dtype)
+        shape = list(spec.shape) if piece.whole and spec.stride is None else [count]
+        if code is None:  # stored as raw bytes; the table has the true type
+            code, shape = "U8", [piece.nbytes]
+        entries[name] = {
+            "dtype": code,
+            "shape": shape,
+            "data_offsets": [piece.offset, piece.offset + piece.nbytes],
+        }
+        stride = list(spec.stride) if spec.stride is not None else None
+        table.append(
+            [
+                spec.name,
+                spec.dtype,
+                list(spec.shape),
+                stride,
+                spec.itemsize_bytes,
+                spec.device,
+                piece.start,
+                piece.stop,
+                piece.offset,
+                int(piece.own),
+            ]
+        )
+    entries[RANK_STATE] = {
+        "dtype": "U8",
+        "shape": [data_bytes - layout.nbytes],
+        "data_offsets": [layout.nbytes, data_bytes],
+    }
+    blocks = [b.nbytes for b in layout.blocks] + [data_bytes - layout.nbytes]
+    metadata = {
+        "format": "tierckpt-shard",
+        "format_version": f"{FORMAT_MAJOR}.{FORMAT_MINOR}",
+        "pieces": json.dumps(table, separators=(",", ":")),
+        "blocks": json.dumps(_run_lengths(blocks), separators=(",", ":")),
+        "structure": json.dumps(structure, separators=(",", ":")),
+    }
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    text = text.ljust(round_up(8 + len(text), PAGE_BYTES) - 8)
+    return len(text).to_bytes(8, "little") + text, data_bytes
+
+
+def decode_header(image: memoryview | bytes) -> ShardHeader:
+    """Parse the header at the beginning of `image`.
+
+    Raises FormatError when the bytes are no shard header. Call it on verified bytes only.
+    """
+    try:
+        length = int.from_bytes(bytes(image[:8]), "little")
+        if not 0 < length <= len(image) - 8:
+            raise ValueError(f"header length {length} in a file of {len(image)} bytes")
+        header = json.loads(bytes(image[8 : 8 + length]))
+        metadata = header["__metadata__"]
+        check_version(metadata["format_version"], "shard")
+        pieces = tuple(_decode_piece(row) for row in json.loads(metadata["pieces"]))
+        structure = json.loads(metadata["structure"])
+        blocks = tuple(n for count, n in json.loads(metadata["blocks"]) for _ in range(count))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise FormatError(f"not a shard header: {error!r}") from error
+    return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure)
+
+
+def _decode_piece(row: list[object]) -> Piece:
+    name, dtype, shape, stride, itemsize, device, start, stop, offset, own = row
+    spec = TensorSpec(
+        name=str(name),
+        dtype=str(dtype),
+        shape=tuple(shape),  # type: ignore[arg-type]
+        stride=None if stride is None else tuple(stride),  # type: ignore[arg-type]
+        itemsize_bytes=int(itemsize),  # type: ignore[call-overload]
+        device=str(device),
+    )
+    return Piece(spec, int(start), int(stop), int(offset), bool(own))  # type: ignore[call-overload]
+
+
+def _run_lengths(values: Sequence[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and runs[-1][1] == value:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, value])
+    return runs

@@ -1,0 +1,325 @@
+"""Slots: reusable shared-memory buffers, each holding one shard in file layout.
+
+The `memory` level is the sealed slots themselves: they are files in a memory file system, so they
+outlive a process that is killed, and its successor finds them by name:
+
+    <shm_dir>/tierckpt-<uid>/<job>/r<rank>.<k>       a slot
+    <shm_dir>/tierckpt-<uid>/<job>/r<rank>.lock      held by the living trainer of that rank
+
+A slot is a seal area (one or more pages) and the shard's image. The seal area holds the length of
+the manifest, zero while the slot is not sealed, and the manifest. Sealing writes the manifest
+first and its length last, and a manifest carries its own checksum, so a process killed at any
+instruction leaves either a sealed slot or an unsealed one.
+
+Locks are POSIX record locks: the kernel drops them when the process dies, and forked children (a
+DataLoader's workers, which outlive a killed parent for seconds) do not inherit them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CorruptShardError, FormatError, TierckptError
+from .manifest import DIGEST_BYTES, Manifest
+from .naming import PAGE_BYTES, round_up
+
+_MAGIC = b"TCKPSLOT"
+_SEAL_HEAD_BYTES = 24
+"""Magic, length of the seal area, length of the manifest."""
+
+
+class JobBusyError(TierckptError):
+    """Another living process is the same rank of the same job on this machine."""
+
+
+def job_id_of(path: str | os.PathLike[str]) -> str:
+    """The default job id: whoever writes to the same place is the same job, now or restarted."""
+    real = os.path.realpath(path)
+    slug = re.sub(r"[^A-Za-z0-9_.]+", "_", os.path.basename(real)) or "root"
+    return f"{slug[:40]}-{hashlib.sha256(real.encode()).hexdigest()[:12]}"
+
+
+def seal_area_bytes(blocks: int) -> int:
+    """Room for a manifest with the digests of the header and `blocks` blocks (base64)."""
+    return round_up(_SEAL_HEAD_BYTES + 2048 + (blocks + 1) * DIGEST_BYTES * 4 // 3, PAGE_BYTES)
+
+
+class Slot:
+    """One mapped segment. Owned by the process that maps it; not thread-safe."""
+
+    def __init__(self, fd: int, name: str, path: Path | None) -> None:
+        """Take over `fd`. `path` is None for a segment that no other process can find."""
+        self.fd = fd
+        self.name = name
+        self.path = path
+        self.nbytes = os.fstat(fd).st_size
+        populate = getattr(mmap, "MAP_POPULATE", 0)
+        self._map = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED | populate)
+        self.seal_bytes = int.from_bytes(self._map[8:16], "little")
+
+    @classmethod
+    def create(cls, path: Path | None, name: str, seal_bytes: int, image_bytes: int) -> Slot:
+        """Make a segment with all its memory reserved now; OSError (ENOSPC) when there is none.
+
+        Reserving matters: touching a page that a full memory file system cannot give is SIGBUS.
+        """
+        if path is None:
+            fd = os.memfd_create(f"tierckpt-{name}")
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, seal_bytes + image_bytes)
+            os.pwrite(fd, _MAGIC + seal_bytes.to_bytes(8, "little") + bytes(8), 0)
+            return cls(fd, name, path)
+        except OSError:
+            os.close(fd)
+            if path is not None:
+                path.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def open(cls, path: Path) -> Slot | None:
+        """Map an existing segment; None when the file is gone or is no segment of ours."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        head = os.pread(fd, 16, 0)
+        sound = head[:8] == _MAGIC and PAGE_BYTES <= int.from_bytes(head[8:], "little")
+        if not sound or int.from_bytes(head[8:], "little") > os.fstat(fd).st_size:
+            os.close(fd)
+            return None
+        return cls(fd, path.name, path)
+
+    @property
+    def image_bytes(self) -> int:
+        """Room for the shard."""
+        return self.nbytes - self.seal_bytes
+
+    def image(self) -> memoryview:
+        """The shard's bytes, writable; release it before `close`."""
+        return memoryview(self._map)[self.seal_bytes :]
+
+    def seal(self, manifest: bytes) -> None:
+        """Declare the image complete: nothing in it changes until `unseal`."""
+        room = self.seal_bytes - _SEAL_HEAD_BYTES
+        if len(manifest) > room:
+            raise TierckptError(f"manifest of {len(manifest)} bytes, the seal area has {room}")
+        self._map[_SEAL_HEAD_BYTES : _SEAL_HEAD_BYTES + len(manifest)] = manifest
+        self._map[16:24] = len(manifest).to_bytes(8, "little")
+
+    def unseal(self) -> None:
+        """Declare the image void, before its first byte changes."""
+        self._map[16:24] = bytes(8)
+
+    def manifest_bytes(self) -> bytes | None:
+        """The manifest as it was sealed, unchecked; None when not sealed."""
+        length = int.from_bytes(self._map[16:24], "little")
+        if not 0 < length <= self.seal_bytes - _SEAL_HEAD_BYTES:
+            return None
+        return self._map[_SEAL_HEAD_BYTES : _SEAL_HEAD_BYTES + length]
+
+    def manifest(self) -> Manifest | None:
+        """The manifest; None when the slot is not sealed or the manifest is damaged."""
+        data = self.manifest_bytes()
+        if data is None:
+            return None
+        try:
+            return Manifest.decode(data)
+        except (CorruptShardError, FormatError):
+            return None
+
+    def in_use_elsewhere(self) -> bool:
+        """True while another process (an agent writing it out) holds the segment."""
+        return not _lockable(self.fd)
+
+    def close(self) -> None:
+        """Unmap and close; the segment stays."""
+        with contextlib.suppress(BufferError):  # a view is still about: freed with it
+            self._map.close()
+        os.close(self.fd)
+
+    def remove(self) -> None:
+        """Unmap, close and delete."""
+        self.close()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def pin(fd: int) -> None:
+    """Tell other processes that this one reads the segment; until `unpin`, or its death."""
+    fcntl.lockf(fd, fcntl.LOCK_SH)
+
+
+def unpin(fd: int) -> None:
+    """The inverse of `pin`."""
+    fcntl.lockf(fd, fcntl.LOCK_UN)
+
+
+def _lockable(fd: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    fcntl.lockf(fd, fcntl.LOCK_UN)
+    return True
+
+
+@dataclass(frozen=True)
+class JobDirectory:
+    """The folder in the memory file system that holds one job's segments on this machine."""
+
+    root: Path
+    job: str
+
+    @staticmethod
+    def at(shm_dir: str | os.PathLike[str], job: str) -> JobDirectory:
+        """The folder of `job` under `shm_dir`, private to this user."""
+        return JobDirectory(Path(shm_dir) / f"tierckpt-{os.getuid()}", job)
+
+    @property
+    def path(self) -> Path:
+        """Where the segments are."""
+        return self.root / self.job
+
+    def create(self) -> None:
+        """Make the folder, readable by this user alone."""
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        if self.root.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self.root} belongs to another user; set shm_dir to another place")
+        self.path.mkdir(mode=0o700, exist_ok=True)
+
+    def lock_rank(self, rank: int, patience_seconds: float = 15.0) -> int:
+        """Become the living trainer of `rank`; returns a descriptor to keep open.
+
+        A predecessor that was killed a moment ago may take the kernel some time to tear down, so
+        this waits `patience_seconds` before it raises JobBusyError.
+        """
+        path = self.lock_path(rank)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
+                if time.monotonic() > deadline:
+                    owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                    os.close(fd)
+                    raise JobBusyError(
+                        f"rank {rank} of job {self.job!r} is already running on this machine "
+                        f"(process {owner}). Two jobs cannot write to one path: give this one "
+                        "another path, or another job_id if it really is another job."
+                    ) from None
+                time.sleep(0.05)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        return fd
+
+    def segments(self) -> list[Path]:
+        """Files of all slots of this job, of any rank."""
+        return sorted(p for p in _listdir(self.path) if re.fullmatch(r"r\d{5,}\.\d+", p.name))
+
+    def slot_path(self, rank: int, index: int) -> Path:
+        """File of slot `index` of `rank`."""
+        return self.path / f"r{rank:05d}.{index}"
+
+    def lock_path(self, rank: int) -> Path:
+        """File that the living trainer of `rank` holds locked."""
+        return self.path / f"r{rank:05d}.lock"
+
+    def sealed(self) -> Iterator[tuple[Path, Manifest]]:
+        """Every sealed slot of this job on this machine."""
+        for path in self.segments():
+            manifest = read_seal(path)
+            if manifest is not None:
+                yield path, manifest
+
+    def alive(self) -> bool:
+        """True while any trainer or agent of this job lives."""
+        return any(not _path_lockable(p) for p in _listdir(self.path))
+
+    def newest_seconds(self) -> float:
+        """Unix time of the last sign of life."""
+        times = [self.path.stat().st_mtime] if self.path.exists() else [0.0]
+        times += [m.created_seconds for _, m in self.sealed()]
+        return max(times)
+
+    def remove(self) -> None:
+        """Delete the folder and all segments in it."""
+        for path in _listdir(self.path):
+            path.unlink(missing_ok=True)
+        self.remove_if_unused()
+
+    def remove_if_unused(self) -> None:
+        """Delete the folder unless somebody else still has something in it."""
+        for path in (self.path, self.root):
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    def others(self) -> list[JobDirectory]:
+        """Folders of this user's other jobs."""
+        return [
+            JobDirectory(self.root, p.name)
+            for p in _listdir(self.root)
+            if p.is_dir() and p.name != self.job
+        ]
+
+    def remove_dead_jobs(self, linger_seconds: float) -> list[str]:
+        """Delete other jobs' segments when nobody of the job lives and nobody came back in time."""
+        removed = []
+        for other in self.others():
+            if not other.alive() and time.time() - other.newest_seconds() > linger_seconds:
+                other.remove()
+                removed.append(other.job)
+        return removed
+
+
+def read_seal(path: Path) -> Manifest | None:
+    """The manifest of the slot at `path` without mapping its image; None when not sealed."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_SEAL_HEAD_BYTES)
+            if head[:8] != _MAGIC:
+                return None
+            length = int.from_bytes(head[16:24], "little")
+            area = int.from_bytes(head[8:16], "little")
+            if not 0 < length <= area - _SEAL_HEAD_BYTES:
+                return None
+            return Manifest.decode(file.read(length))
+    except (OSError, CorruptShardError, FormatError):
+        return None
+
+
+def _path_lockable(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, IsADirectoryError):
+        return True
+    try:
+        return _lockable(fd)
+    finally:
+        os.close(fd)
+
+
+def _listdir(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except FileNotFoundError:
+        return []

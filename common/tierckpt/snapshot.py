@@ -1,0 +1,429 @@
+"""Snapshot: one version on its way from live tensors into a slot.
+
+The recipe, and who does what:
+
+1. *boundary* (training thread): `Plan.stage` copies buffers and small state aside.
+2. *bind* (copier thread): wait until some slot may be overwritten, and claim it.
+3. *release* (training thread): blocks whose layer is being allreduced may be copied.
+4. *copy* (copier thread): each block is copied and, still in the core's cache, hashed.
+5. *barrier* (training thread, before the optimizer's step): everything is released; the training
+   thread copies blocks too instead of only waiting for the copier; returns when nothing is left
+   that the optimizer could tear.
+6. *seal* (whoever copied the last block): digests, manifest, seal.
+
+Any failure makes the snapshot FAILED, never the training: it is then never sealed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from . import faults, tree
+from .layout import Layout, TensorSpec, plan_layout
+from .manifest import Manifest, digest
+from .naming import Lineage
+from .shardfile import encode_header
+from .slots import Slot
+from .state import TrainingState, Walk
+
+
+BIND_PATIENCE_SECONDS = 30.0
+"""The barrier waits this long for a slot, then lets the training go on without the snapshot."""
+
+
+class SnapshotError(Exception):
+    """Why a snapshot failed; ends up in an event, not in the training loop."""
+
+
+class Phase(Enum):
+    """A snapshot's life."""
+
+    OPEN = "open"
+    SEALED = "sealed"
+    FAILED = "failed"
+
+
+@dataclass
+class Clock:
+    """Seconds spent on one snapshot, by what."""
+
+    boundary: float = 0.0
+    """Training thread, at the boundary."""
+    barrier: float = 0.0
+    """Training thread, before the optimizer's step."""
+    copy: float = 0.0
+    """Copying and hashing, all threads."""
+    sealed_after: float = 0.0
+    """From the boundary to the seal."""
+
+    def as_dict(self) -> dict[str, float]:
+        """For events."""
+        stall = self.boundary + self.barrier
+        return {**self.__dict__, "stall": stall}
+
+
+class Plan:
+    """A layout together with the live tensors behind it: what to copy, from where.
+
+    Good until the state's structure changes or a tensor moves: see `fits`.
+    """
+
+    def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
+        entries = state.entries(walk)
+        buffers = state.buffer_entries(walk)
+        specs = [tree.spec_of(t, n) for n, t, _ in entries]
+        own = [tree.spec_of(t, n) for n, t in buffers]
+        self.layout: Layout = plan_layout(specs, own, rank, ranks)
+        self.structure = state.structure()
+        self._tensors = walk.striped + walk.buffers
+        self._pointers = [t.data_ptr() for t in self._tensors]
+        self._groups = state.group_sizes()
+        self._buffers = [t for _, t in buffers]
+        self._staging = [torch.empty_like(tree.flat(t)) for _, t in buffers]
+        self._headers: dict[int, tuple[bytes, int]] = {}
+        self.blocks_of: dict[int, list[int]] = {}
+        """Striped blocks by `id()` of the parameter whose layer they belong to."""
+        self._sources = self._find_sources(specs, own, entries)
+
+    def _find_sources(
+        self,
+        specs: list[TensorSpec],
+        own: list[TensorSpec],
+        entries: list[tuple[str, torch.Tensor, torch.Tensor]],
+    ) -> list[Callable[[], torch.Tensor]]:
+        """For every piece a function that returns its bytes: a view, made once, if possible."""
+        live = {s.name: (t, p) for s, (_, t, p) in zip(specs, entries, strict=True)}
+        staged = {s.name: t for s, t in zip(own, self._staging, strict=True)}
+        sources: list[Callable[[], torch.Tensor]] = []
+        owners: list[int | None] = []
+        for piece in self.layout.pieces:
+            name, low, high = piece.spec.name, piece.start, piece.stop
+            if piece.own:
+                sources.append(_constant(as_bytes(staged[name][low:high])))
+                owners.append(None)
+                continue
+            tensor, param = live[name]
+            owners.append(id(param))
+            if tree.is_dense(tensor):
+                sources.append(_constant(as_bytes(tree.flat(tensor)[low:high])))
+            else:  # e.g. expanded or strided with gaps: made row-major when it is copied
+                sources.append(_row_major(tensor, low, high))
+        for index, block in enumerate(self.layout.blocks):
+            for part in block.parts:
+                owner = owners[part[0]]
+                blocks = self.blocks_of.setdefault(owner, []) if owner is not None else []
+                if not blocks or blocks[-1] != index:
+                    blocks.append(index)
+        return sources
+
+    def fits(self, state: TrainingState, walk: Walk) -> bool:
+        """True while the very same tensors are where they were when the plan was made."""
+        now = walk.striped + walk.buffers
+        return (
+            len(now) == len(self._tensors)
+            and all(a is b for a, b in zip(now, self._tensors, strict=True))
+            and [t.data_ptr() for t in now] == self._pointers
+            and state.group_sizes() == self._groups
+        )
+
+    def stage(self) -> None:
+        """Copy the buffers aside, on their own device."""
+        if self._buffers:
+            torch._foreach_copy_(self._staging, [tree.flat(b) for b in self._buffers])
+
+    def counters(self) -> list[int]:
+        """Autograd's version counters of all striped tensors: a cheap check for torn copies."""
+        count = len(self._tensors) - len(self._buffers)
+        return [-1 if t.is_inference() else t._version for t in self._tensors[:count]]
+
+    def header(self, rank_state_bytes: int) -> tuple[bytes, int]:
+        """The shard's header and the length of its data, with some room for the tree to grow."""
+        for room in self._headers:
+            if rank_state_bytes <= room <= 4 * rank_state_bytes:
+                return self._headers[room]
+        room = rank_state_bytes + rank_state_bytes // 4
+        self._headers[room] = encode_header(self.layout, room, self.structure)
+        return self._headers[room]
+
+    def source(self, block: int) -> tuple[list[torch.Tensor], list[int]]:
+        """The bytes of a block, in order, and their lengths."""
+        parts = []
+        for index, low, high in self.layout.blocks[block].parts:
+            size = self.layout.pieces[index].spec.itemsize_bytes
+            parts.append(self._sources[index]()[low * size : high * size])
+        return parts, [p.numel() for p in parts]
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """A 1-d tensor's memory as uint8, shared."""
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def _constant(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: value
+
+
+def _row_major(tensor: torch.Tensor, low: int, high: int) -> Callable[[], torch.Tensor]:
+    return lambda: as_bytes(tensor.detach().reshape(-1)[low:high].contiguous())
+
+
+class Binding:
+    """A slot as the copier sees it: one byte tensor over its image."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.view = slot.image()
+        self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
+
+    def copy_block(self, plan: Plan, block: int, start: int) -> bytes:
+        """Copy one block to `start` bytes past its offset (the header's length); its digest."""
+        layout_block = plan.layout.blocks[block]
+        low = start + layout_block.offset
+        target = self.tensor.narrow(0, low, layout_block.nbytes)
+        parts, sizes = plan.source(block)
+        if len(parts) == 1:
+            target.copy_(parts[0])
+        else:
+            torch._foreach_copy_(list(target.split(sizes)), parts)
+        return digest(self.view[low : low + layout_block.nbytes])
+
+
+@dataclass
+class Head:
+    """What the manifest says besides the bytes."""
+
+    job: str
+    version: int
+    generation: int
+    lineage: Lineage
+    iteration: int
+
+
+@dataclass
+class Snapshot:
+    """See the module's text. Methods say which thread calls them."""
+
+    head: Head
+    plan: Plan
+    levels: tuple[str, ...]
+    """Levels the version goes to once sealed: `memory`, and perhaps `local`."""
+    node: dict[str, Any]
+    """The packed rank tree, and the tensors in it."""
+    arena: tree.Arena
+    choose_slot: Callable[[int, int], Slot]
+    """(blocks, image bytes) -> an unsealed slot of that size. Copier thread; may wait, may raise."""
+    on_done: Callable[[Snapshot], None]
+    """Called once, by the thread that sealed or failed it."""
+    clock: Clock = field(default_factory=Clock)
+    phase: Phase = Phase.OPEN
+    error: str = ""
+    slot: Slot | None = None
+    manifest: Manifest | None = None
+    started_seconds: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        blocks = self.plan.layout.blocks
+        self._changed = threading.Condition()
+        self._todo: deque[int] = deque(i for i, b in enumerate(blocks) if b.own)
+        self._held = {i for i, b in enumerate(blocks) if not b.own}
+        self._left = len(blocks)
+        self._in_flight = 0
+        self._digests: list[bytes] = [b""] * len(blocks)
+        self._binding: Binding | None = None
+        self._finishing = False
+        self._counters = self.plan.counters()
+        self._header = b""
+        self._data_bytes = 0
+        self._tree = b""
+
+    # --- training thread -----------------------------------------------------------------------
+
+    def release(self, params: Iterable[torch.Tensor]) -> None:
+        """The layers of these parameters may be copied from now on."""
+        blocks = self.plan.blocks_of
+        self._release([b for p in params for b in blocks.get(id(p), ())])
+
+    def release_all(self) -> None:
+        """Everything may be copied from now on."""
+        self._release(sorted(self._held))
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        fresh = []
+        for block in blocks:
+            if block in self._held:
+                self._held.remove(block)
+                fresh.append(block)
+        if fresh:
+            with self._changed:
+                self._todo.extend(fresh)
+                self._changed.notify_all()
+
+    def barrier(self) -> None:
+        """Return when the optimizer may change the tensors: sealed, or given up."""
+        begin = time.perf_counter()
+        faults.point("barrier", version=self.head.version)
+        self.release_all()
+        with self._changed:
+            bound = self._changed.wait_for(
+                lambda: self._binding is not None or self.phase is not Phase.OPEN, BIND_PATIENCE_SECONDS
+            )
+        if not bound:
+            self.fail(SnapshotError("no slot could be claimed in time; another rank is stuck"))
+        while self.work():
+            pass
+        with self._changed:
+            while self.phase is Phase.OPEN:
+                self._changed.wait()
+        self.clock.barrier += time.perf_counter() - begin
+
+    # --- copier thread, and the training thread inside the barrier ------------------------------
+
+    def bind(self) -> None:
+        """Claim a slot and void what it held; copier thread only."""
+        try:
+            self._tree = tree.encode(self.node, self.arena.tensors)
+            self._header, self._data_bytes = self.plan.header(len(self._tree))
+            blocks = len(self.plan.layout.blocks) + 1
+            slot = self.choose_slot(blocks, len(self._header) + self._data_bytes)
+            faults.point("refill", version=self.head.version)
+            binding = Binding(slot)
+        except Exception as error:
+            self.fail(error)
+            return
+        with self._changed:
+            self.slot, self._binding = slot, binding
+            self._changed.notify_all()
+        if self._left == 0:  # more ranks than pieces: this one has its small state only
+            self._seal()
+
+    def work(self) -> bool:
+        """Copy one released block, if there is one."""
+        with self._changed:
+            if self.phase is not Phase.OPEN or not self._todo or self._binding is None:
+                return False
+            block = self._todo.popleft()
+            self._in_flight += 1
+        begin = time.perf_counter()
+        try:
+            faults.point("copy", version=self.head.version, block=block)
+            found = self._binding.copy_block(self.plan, block, len(self._header))
+        except Exception as error:
+            self.fail(error)
+            return False
+        with self._changed:
+            self._digests[block] = found
+            self.clock.copy += time.perf_counter() - begin
+            self._in_flight -= 1
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._seal()
+        return True
+
+    def run(self) -> None:
+        """Copier thread: bind, then copy whatever is released until the snapshot is done."""
+        self.bind()
+        while self.phase is Phase.OPEN:
+            if not self.work():
+                with self._changed:
+                    if not self._todo and self.phase is Phase.OPEN:
+                        self._changed.wait()
+
+    def _seal(self) -> None:
+        try:
+            if self.plan.counters() != self._counters:
+                raise SnapshotError(
+                    "tensors were changed between the boundary and the optimizer's step (their "
+                    "version counters moved); change weights before the boundary, i.e. before "
+                    "step() of the checkpointer"
+                )
+            self._write_head_and_tree()
+            faults.point("seal", version=self.head.version)
+            assert self.slot is not None and self.manifest is not None
+            self.slot.seal(self.manifest.encode())
+            faults.point("sealed", version=self.head.version)
+        except Exception as error:
+            self.fail(error)
+            return
+        self.clock.sealed_after = time.monotonic() - self.started_seconds
+        self._end(Phase.SEALED)
+
+    def _write_head_and_tree(self) -> None:
+        """The header, the tree with its padding, and the manifest over all of it."""
+        binding = self._binding
+        assert binding is not None
+        start = len(self._header)
+        low = start + self.plan.layout.nbytes
+        high = start + self._data_bytes
+        binding.view[:start] = self._header
+        binding.view[low : low + len(self._tree)] = self._tree
+        binding.view[low + len(self._tree) : high] = bytes(high - low - len(self._tree))
+        digests = [digest(self._header), *self._digests, digest(binding.view[low:high])]
+        self.manifest = Manifest(
+            job=self.head.job,
+            version=self.head.version,
+            generation=self.head.generation,
+            lineage=self.head.lineage,
+            iteration=self.head.iteration,
+            shard=self.plan.layout.rank,
+            shards=self.plan.layout.ranks,
+            image_bytes=high,
+            header_bytes=start,
+            rank_state_bytes=len(self._tree),
+            digests=b"".join(digests),
+            created_seconds=time.time(),
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Give the snapshot up. Any thread."""
+        if self.phase is Phase.OPEN:
+            self.error = f"{type(error).__name__}: {error}"
+            self._end(Phase.FAILED)
+
+    def _end(self, phase: Phase) -> None:
+        with self._changed:
+            if self.phase is not Phase.OPEN:
+                return
+            self.phase = phase
+            self._binding = None
+            self._changed.notify_all()
+        self.on_done(self)
+
+
+class Copier(threading.Thread):
+    """The thread that copies; one in a training process. Snapshots are done in order."""
+
+    def __init__(self) -> None:
+        super().__init__(name="tierckpt-copier", daemon=True)
+        self._queue: deque[Snapshot | None] = deque()
+        self._wake = threading.Semaphore(0)
+        self.start()
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Queue a snapshot."""
+        self._queue.append(snapshot)
+        self._wake.release()
+
+    def close(self) -> None:
+        """End the thread after what is queued."""
+        self._queue.append(None)
+        self._wake.release()
+        self.join()
+
+    def run(self) -> None:
+        """The loop."""
+        while True:
+            self._wake.acquire()
+            snapshot = self._queue.popleft()
+            if snapshot is None:
+                return
+            snapshot.run()
+

@@ -1,0 +1,284 @@
+"""Trees: nested Python values with tensors in them, as JSON and tensors, and back. No pickle.
+
+What `state_dict()` of a scheduler, scaler, sampler or metric returns is such a tree, and so is
+the state of the random number generators. Exact: NaN, infinities, big integers, tuples, dicts
+with any scalar keys, bytes and arrays come back as they were. Anything else is refused with the
+path to it, since code found in a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import FormatError, UnsupportedStateError
+from .layout import TensorSpec
+
+TAG = "~"
+"""Key of a dict that stands for something JSON has no word for."""
+
+KeepTensor = Callable[[torch.Tensor, str], dict[str, Any]]
+"""Called with a tensor and its path; keeps it somewhere and returns the node to stand for it."""
+
+
+def pack(value: Any, path: str, keep: KeepTensor) -> Any:
+    """`value` as JSON-able nodes; shares nothing mutable with it. Raises UnsupportedStateError."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+    if isinstance(value, torch.Tensor):
+        return keep(value, path)
+    if kind is list:
+        return [pack(v, f"{path}[{i}]", keep) for i, v in enumerate(value)]
+    if kind is dict and all(type(k) is str and k != TAG for k in value):
+        return {k: pack(v, f"{path}[{k!r}]", keep) for k, v in value.items()}
+    packer = _PACKERS.get(kind)
+    if packer is not None:
+        return packer(value, path, keep)
+    if isinstance(value, np.generic):
+        node = _pack_array(np.asarray(value), path, keep)
+        return {**node, TAG: "scalar"}
+    raise UnsupportedStateError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored without "
+        "pickle. Let state_dict() return numbers, strings, tensors, arrays and containers of "
+        "them, or leave the object out and rebuild it at start."
+    )
+
+
+def unpack(node: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+    """The inverse of `pack`; `tensor` turns the nodes that `keep` returned into tensors."""
+    if isinstance(node, list):
+        return [unpack(v, tensor) for v in node]
+    if not isinstance(node, dict):
+        return node
+    if TAG not in node:
+        return {k: unpack(v, tensor) for k, v in node.items()}
+    kind = node[TAG]
+    if kind in ("tensor", "item", "entry"):
+        value = tensor(node)
+        return value.item() if kind == "item" else value
+    unpacker = _UNPACKERS.get(kind)
+    if unpacker is None:
+        raise FormatError(f"a tree holds a node of unknown kind {kind!r}")
+    return unpacker(node, tensor)
+
+
+class Arena:
+    """Keeps clones of the tensors of a tree, on their own devices: nothing is read back here."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def keep(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        """Clone `tensor`; see `KeepTensor`."""
+        refuse_tensor(tensor, path)
+        self.tensors.append(tensor.detach().clone())
+        return {TAG: "tensor", "v": len(self.tensors) - 1}
+
+    def keep_item(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """Like `keep`, for a tensor whose `.item()` is the value to store."""
+        self.tensors.append(tensor.detach().clone())
+        return {TAG: "item", "v": len(self.tensors) - 1}
+
+
+def encode(node: Any, tensors: list[torch.Tensor]) -> bytes:
+    """A packed tree and its arena's tensors as bytes: 8 bytes of length, JSON, raw tensor data.
+
+    This is the safetensors arrangement, with the tree in place of its header.
+    """
+    chunks: list[bytes] = []
+    table = []
+    for tensor in tensors:
+        spec = spec_of(tensor, "")
+        table.append([spec.dtype, spec.shape, spec.stride, spec.device])
+        chunks.append(flat(tensor).cpu().view(torch.uint8).numpy().tobytes())
+    text = json.dumps({"tree": node, "tensors": table}, separators=(",", ":")).encode()
+    return b"".join([len(text).to_bytes(8, "little"), text, *chunks])
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """The inverse of `encode`, with all tensors on the CPU. Raises FormatError."""
+    try:
+        length = int.from_bytes(bytes(data[:8]), "little")
+        header = json.loads(bytes(data[8 : 8 + length]))
+        tensors = []
+        offset = 8 + length
+        for dtype, shape, stride, device in header["tensors"]:
+            spec = TensorSpec(
+                "", dtype, tuple(shape), stride and tuple(stride), dtype_of(dtype).itemsize, device
+            )
+            target = empty(spec, "cpu")
+            raw = bytearray(data[offset : offset + spec.nbytes])
+            if raw:
+                flat(target).view(torch.uint8).copy_(torch.frombuffer(raw, dtype=torch.uint8))
+            tensors.append(target)
+            offset += spec.nbytes
+        return unpack(header["tree"], lambda n: tensors[n["v"]])
+    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise FormatError(f"not an encoded tree: {error!r}") from error
+
+
+# --- tensors as specs and flat memory ------------------------------------------------------------
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype of that name. Raises FormatError for a name this torch does not have."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+    return dtype
+
+
+def spec_of(tensor: torch.Tensor, name: str) -> TensorSpec:
+    """Shape, dtype and memory order of `tensor`."""
+    return TensorSpec(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        stride=None if tensor.is_contiguous() or not is_dense(tensor) else tensor.stride(),
+        itemsize_bytes=tensor.element_size(),
+        device=tensor.device.type,
+    )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True when the elements fill one gapless range of memory, each once, in any order."""
+    expected = 1
+    for stride, size in sorted(_strides(tensor)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """1-d view in memory order; a row-major *copy* when the tensor is not dense."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous() or not is_dense(tensor):
+        return tensor.reshape(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def empty(spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
+    """An uninitialised tensor as `spec` says, strides included."""
+    dtype = dtype_of(spec.dtype)
+    if spec.stride is None:
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
+
+
+def _strides(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    return list(zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
+    """Raise UnsupportedStateError for tensors whose bytes cannot be taken as they are."""
+    reason = ""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        kind = type(tensor)
+        if kind.__name__ == "DTensor":
+            reason = "a DTensor (a shard of a tensor). Use torch.distributed.checkpoint for FSDP "
+            reason += "and tensor-parallel models; this package is for replicated ones"
+        elif "Uninitialized" in kind.__name__:
+            reason = "not initialised yet. Run one forward pass before attaching"
+        else:
+            reason = f"a {kind.__module__}.{kind.__qualname__}, a tensor subclass with its own "
+            reason += "storage. Store its plain tensors through a state_dict of your own (extra=)"
+    elif tensor.layout is not torch.strided:
+        reason = f"of layout {tensor.layout}. Keep it dense, or in an extra state_dict as the "
+        reason += "dense tensors it is made of"
+    elif tensor.is_meta:
+        reason = "on the meta device and has no data. Materialise the model before attaching"
+    elif any(stride == 0 and size > 1 for stride, size in _strides(tensor)):
+        reason = "expanded (several elements share memory); make it a real tensor with .clone()"
+    elif tensor.is_quantized:
+        reason = "quantized. Store int_repr(), scales and zero points as plain tensors"
+    if reason:
+        raise UnsupportedStateError(f"{path} is {reason}.")
+
+
+# --- the kinds JSON has no word for --------------------------------------------------------------
+
+
+def _items(value: Any, path: str, keep: KeepTensor) -> list[Any]:
+    return [
+        [pack(k, f"{path} key", keep), pack(v, f"{path}[{k!r}]", keep)] for k, v in value.items()
+    ]
+
+
+def _sequence(value: Any, path: str, keep: KeepTensor) -> list[Any]:
+    return [pack(v, f"{path}[{i}]", keep) for i, v in enumerate(value)]
+
+
+def _ordered_set(value: Any, path: str, keep: KeepTensor) -> list[Any]:
+    return _sequence(sorted(value, key=lambda v: (type(v).__name__, v)), path, keep)
+
+
+def _pack_array(value: np.ndarray, path: str, keep: KeepTensor) -> dict[str, Any]:
+    if value.dtype.hasobject:
+        raise UnsupportedStateError(f"{path} is a numpy array of Python objects; convert it first")
+    # As bytes: numpy has types that torch lacks (strings, dates, structures, long doubles).
+    raw = torch.from_numpy(np.frombuffer(value.tobytes(), dtype=np.uint8).copy())
+    node = keep(raw, path)
+    return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "v": node}
+
+
+def _unpack_array(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> np.ndarray:
+    raw = tensor(node["v"]).numpy().tobytes()
+    return np.frombuffer(raw, dtype=np.dtype(node["dtype"])).reshape(node["shape"]).copy()
+
+
+def _unpack_items(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> list[Any]:
+    return [(unpack(k, tensor), unpack(v, tensor)) for k, v in node["v"]]
+
+
+_PACKERS: dict[type, Callable[[Any, str, KeepTensor], dict[str, Any]]] = {
+    dict: lambda v, p, k: {TAG: "dict", "v": _items(v, p, k)},
+    collections.OrderedDict: lambda v, p, k: {TAG: "odict", "v": _items(v, p, k)},
+    collections.Counter: lambda v, p, k: {TAG: "counter", "v": _items(v, p, k)},
+    collections.deque: lambda v, p, k: {
+        TAG: "deque",
+        "v": _sequence(v, p, k),
+        "maxlen": v.maxlen,
+    },
+    tuple: lambda v, p, k: {TAG: "tuple", "v": _sequence(v, p, k)},
+    set: lambda v, p, k: {TAG: "set", "v": _ordered_set(v, p, k)},
+    frozenset: lambda v, p, k: {TAG: "frozenset", "v": _ordered_set(v, p, k)},
+    torch.Size: lambda v, _p, _k: {TAG: "size", "v": list(v)},
+    torch.dtype: lambda v, _p, _k: {TAG: "dtype", "v": str(v).removeprefix("torch.")},
+    torch.device: lambda v, _p, _k: {TAG: "device", "v": str(v)},
+    complex: lambda v, _p, _k: {TAG: "complex", "v": [repr(v.real), repr(v.imag)]},
+    bytes: lambda v, _p, _k: {TAG: "bytes", "v": base64.b64encode(v).decode()},
+    bytearray: lambda v, _p, _k: {TAG: "bytearray", "v": base64.b64encode(v).decode()},
+    np.ndarray: _pack_array,
+}
+
+_UNPACKERS: dict[str, Callable[[dict[str, Any], Callable[..., torch.Tensor]], Any]] = {
+    "float": lambda n, _t: float(n["v"]),
+    "dict": lambda n, t: dict(_unpack_items(n, t)),
+    "odict": lambda n, t: collections.OrderedDict(_unpack_items(n, t)),
+    "counter": lambda n, t: collections.Counter(dict(_unpack_items(n, t))),
+    "deque": lambda n, t: collections.deque(unpack(n["v"], t), n["maxlen"]),
+    "tuple": lambda n, t: tuple(unpack(n["v"], t)),
+    "set": lambda n, t: set(unpack(n["v"], t)),
+    "frozenset": lambda n, t: frozenset(unpack(n["v"], t)),
+    "size": lambda n, _t: torch.Size(n["v"]),
+    "dtype": lambda n, _t: dtype_of(n["v"]),
+    "device": lambda n, _t: torch.device(n["v"]),
+    "complex": lambda n, _t: complex(float(n["v"][0]), float(n["v"][1])),
+    "bytes": lambda n, _t: base64.b64decode(n["v"]),
+    "bytearray": lambda n, _t: bytearray(base64.b64decode(n["v"])),
+    "array": _unpack_array,
+    "scalar": lambda n, t: _unpack_array(n, t)[()],
+}

@@ -1,0 +1,70 @@
+"""The core's Group over torch.distributed, on a gloo process group of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tierckpt import SingleGroup
+from tierckpt.group import Group, Pending
+
+
+class _PendingReduce:
+    def __init__(self, buffer: torch.Tensor, work: dist.Work) -> None:
+        self._buffer = buffer
+        self._work = work
+
+    def wait(self) -> list[int]:
+        self._work.wait()
+        return [int(v) for v in self._buffer.tolist()]
+
+
+class TorchGroup:
+    """All ranks of the default process group, over gloo and CPU memory.
+
+    A group of its own: collectives of two users on one gloo group match by order only, and DDP
+    launches its from the autograd thread (sharing the default group deadlocks). Creating one is
+    collective.
+    """
+
+    def __init__(self) -> None:
+        if not dist.is_gloo_available():
+            raise RuntimeError("this torch has no gloo, which checkpoints need to agree on versions")
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._group: Any = dist.new_group(backend="gloo")
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See Group."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """See Group."""
+        dist.broadcast(buffer, src=source, group=self._group)
+
+    def all_reduce_min(self, values: list[int]) -> Pending:
+        """See Group."""
+        buffer = torch.tensor(values, dtype=torch.int64)
+        work = dist.all_reduce(buffer, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        assert work is not None
+        return _PendingReduce(buffer, work)
+
+    def barrier(self) -> None:
+        """See Group."""
+        dist.barrier(group=self._group)
+
+    def close(self) -> None:
+        """See Group."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def current_group() -> Group:
+    """A TorchGroup when torch.distributed is initialised with several ranks, else a SingleGroup."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return TorchGroup()
+    return SingleGroup()

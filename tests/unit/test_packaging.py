@@ -1,0 +1,88 @@
+"""What a user gets from the wheel: the packages, all of them, and nothing else from here."""
+
+import shutil
+import subprocess
+import sys
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+# Import package -> where it lies in the repository.
+PACKAGES = {"tierckpt": "common/tierckpt", "ddp_ckpt": "ddp_ckpt"}
+# An earlier build/ or egg-info would be packed again and hide a file that is no longer there.
+NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    scratch = tmp_path_factory.mktemp("packaging")
+    shutil.copytree(ROOT, scratch / "tree", ignore=NOT_SOURCE)
+    command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps"]
+    command += ["--no-build-isolation", "--wheel-dir", str(scratch), str(scratch / "tree")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    (built,) = scratch.glob("tierckpt-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return message_from_bytes(archive.read(name))
+
+
+def test_the_wheel_holds_exactly_the_packages(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    sources = set()
+    for package, folder in PACKAGES.items():
+        for path in [*(ROOT / folder).rglob("*.py"), ROOT / folder / "py.typed"]:
+            sources.add(f"{package}/{path.relative_to(ROOT / folder).as_posix()}")
+    assert packed == sources
+    assert "tierckpt/testing/__init__.py" in packed
+
+
+def test_common_is_a_source_root_and_no_package() -> None:
+    assert not (ROOT / "common" / "__init__.py").exists()
+
+
+def test_the_metadata_names_licence_and_extras(wheel: Path, metadata: Message) -> None:
+    assert metadata["Name"] == "tierckpt"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    with ZipFile(wheel) as archive:
+        (licence,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
+        assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+    extras = {"dev", "demo", "bench", "horovod", "mpi", "s3"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
+
+
+def test_a_plain_install_needs_little(metadata: Message) -> None:
+    needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    assert {need.name for need in needs if need.marker is None} == {
+        "torch",
+        "numpy",
+        "xxhash",
+        "rich",
+    }
+
+
+def test_the_version_is_the_one_in_the_source(metadata: Message) -> None:
+    namespace: dict[str, str] = {}
+    exec((ROOT / "common/tierckpt/_version.py").read_text(), namespace)
+    assert metadata["Version"] == namespace["__version__"]
+
+
+def test_importing_tierckpt_does_not_import_torch() -> None:
+    # The agent and the command line start without the seconds and the memory that torch takes.
+    program = "import sys, tierckpt; print(tierckpt.__version__, 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT / "common", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "False"
