@@ -294,15 +294,16 @@ class Checkpointer:
             return None
 
     def _capture(self, levels: tuple[str, ...]) -> Snapshot:
-        walk = self.state.walk()
-        if self._plan is None or not self._plan.fits(self.state, walk):
-            self._plan = Plan(self.state, walk, self.group.rank, self.group.size)
-        self._plan.stage()
+        if self._plan is None or not self._plan.fits(self.state):
+            self.state.refresh_names()
+            self._plan = Plan(self.state, self.state.walk(), self.group.rank, self.group.size)
+        self._plan.buffers.stage()
+        odd = self.state.walk().odd if self._plan.has_odd else ()
         rng, arena = self._rng_after_step or self._pack_own()
         self._rng_after_step = None
         node = {
             **rng,
-            "odd": self.state.pack_odd(walk, arena.keep),
+            "odd": self.state.pack_odd(odd, arena.keep),
             "groups": self.state.pack_groups(arena.keep),
             "extra": self.state.pack_extra(self.state.extra, arena),
         }
@@ -325,7 +326,7 @@ class Checkpointer:
     def _pack_own(self) -> tuple[dict[str, Any], tree.Arena]:
         arena = tree.Arena()
         packed = {
-            "rng": state_module.pack_rng(arena),
+            "rng": state_module.pack_rng(),
             "extra_per_rank": self.state.pack_extra(self.state.extra_per_rank, arena),
         }
         return packed, arena
@@ -700,7 +701,7 @@ class Checkpointer:
         self.state.buffer_entries(walk)
         arena = tree.Arena()
         self.state.pack_groups(arena.keep)
-        self.state.pack_odd(walk, arena.keep)
+        self.state.pack_odd(walk.odd, arena.keep)
         self.state.pack_extra({**self.state.extra, **self.state.extra_per_rank}, arena)
 
     def _check_alike(self) -> None:

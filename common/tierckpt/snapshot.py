@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -73,48 +75,52 @@ class Clock:
 class Plan:
     """A layout together with the live tensors behind it: what to copy, from where.
 
-    Good until the state's structure changes or a tensor moves: see `fits`.
+    Good until the state's structure changes or a tensor moves: see `fits`. Everything that a
+    boundary does with it runs in C loops over lists made here, so that thousands of small tensors
+    do not become a stall.
     """
 
     def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
         entries = state.entries(walk)
-        buffers = state.buffer_entries(walk)
         specs = [tree.spec_of(t, n) for n, t, _ in entries]
-        own = [tree.spec_of(t, n) for n, t in buffers]
-        self.layout: Layout = plan_layout(specs, own, rank, ranks)
+        self.buffers = _Buffers(state.buffer_entries(walk))
+        self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure = state.structure()
-        self._tensors = walk.striped + walk.buffers
-        self._pointers = [t.data_ptr() for t in self._tensors]
+        self.has_odd = bool(walk.odd)
+        self._containers = state.containers()
+        self._values = _values(self._containers)
+        self._tensors = [t for t in walk.striped if not t.is_inference()]
+        self._striped = walk.striped
+        self._pointers = list(map(torch.Tensor.data_ptr, walk.striped))
         self._groups = state.group_sizes()
-        self._buffers = [t for _, t in buffers]
-        self._staging = [torch.empty_like(tree.flat(t)) for _, t in buffers]
         self._headers: dict[int, tuple[bytes, int]] = {}
+        self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.own]
+        self.striped_blocks = {i for i, b in enumerate(self.layout.blocks) if not b.own}
         self.blocks_of: dict[int, list[int]] = {}
         """Striped blocks by `id()` of the parameter whose layer they belong to."""
-        self._sources = self._find_sources(specs, own, entries)
+        self._sources = self._find_sources(specs, entries)
+        self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
 
     def _find_sources(
         self,
         specs: list[TensorSpec],
-        own: list[TensorSpec],
         entries: list[tuple[str, torch.Tensor, torch.Tensor]],
-    ) -> list[Callable[[], torch.Tensor]]:
-        """For every piece a function that returns its bytes: a view, made once, if possible."""
+    ) -> list[torch.Tensor | Callable[[], torch.Tensor]]:
+        """Every piece's bytes: a view, or a function that copies where no view is possible."""
         live = {s.name: (t, p) for s, (_, t, p) in zip(specs, entries, strict=True)}
-        staged = {s.name: t for s, t in zip(own, self._staging, strict=True)}
-        sources: list[Callable[[], torch.Tensor]] = []
+        sources: list[torch.Tensor | Callable[[], torch.Tensor]] = []
         owners: list[int | None] = []
         for piece in self.layout.pieces:
             name, low, high = piece.spec.name, piece.start, piece.stop
             if piece.own:
-                sources.append(_constant(as_bytes(staged[name][low:high])))
+                sources.append(as_bytes(self.buffers.staged[name]))
                 owners.append(None)
                 continue
             tensor, param = live[name]
             owners.append(id(param))
             if tree.is_dense(tensor):
-                sources.append(_constant(as_bytes(tree.flat(tensor)[low:high])))
-            else:  # e.g. expanded or strided with gaps: made row-major when it is copied
+                sources.append(as_bytes(tree.flat(tensor)[low:high]))
+            else:  # e.g. strided with gaps: made row-major when it is copied
                 sources.append(_row_major(tensor, low, high))
         for index, block in enumerate(self.layout.blocks):
             for part in block.parts:
@@ -124,25 +130,28 @@ class Plan:
                     blocks.append(index)
         return sources
 
-    def fits(self, state: TrainingState, walk: Walk) -> bool:
+    def fits(self, state: TrainingState) -> bool:
         """True while the very same tensors are where they were when the plan was made."""
-        now = walk.striped + walk.buffers
+        now = state.containers()
+        if len(now) != len(self._containers) or not all(map(is_, now, self._containers)):
+            return False
+        if self.has_odd:
+            striped = state.walk().striped
+            if len(striped) != len(self._striped) or not all(map(is_, striped, self._striped)):
+                return False
+        else:
+            values = _values(now)
+            if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+                return False
         return (
-            len(now) == len(self._tensors)
-            and all(a is b for a, b in zip(now, self._tensors, strict=True))
-            and [t.data_ptr() for t in now] == self._pointers
+            list(map(torch.Tensor.data_ptr, self._striped)) == self._pointers
             and state.group_sizes() == self._groups
+            and self.buffers.fit(state.live_buffers())
         )
-
-    def stage(self) -> None:
-        """Copy the buffers aside, on their own device."""
-        if self._buffers:
-            torch._foreach_copy_(self._staging, [tree.flat(b) for b in self._buffers])
 
     def counters(self) -> list[int]:
         """Autograd's version counters of all striped tensors: a cheap check for torn copies."""
-        count = len(self._tensors) - len(self._buffers)
-        return [-1 if t.is_inference() else t._version for t in self._tensors[:count]]
+        return list(map(_version_counter, self._tensors))
 
     def header(self, rank_state_bytes: int) -> tuple[bytes, int]:
         """The shard's header and the length of its data, with some room for the tree to grow."""
@@ -155,20 +164,78 @@ class Plan:
 
     def source(self, block: int) -> tuple[list[torch.Tensor], list[int]]:
         """The bytes of a block, in order, and their lengths."""
-        parts = []
+        known = self._block_sources.get(block)
+        if known is not None:
+            return known
+        parts, views = [], True
         for index, low, high in self.layout.blocks[block].parts:
-            size = self.layout.pieces[index].spec.itemsize_bytes
-            parts.append(self._sources[index]()[low * size : high * size])
-        return parts, [p.numel() for p in parts]
+            piece, source = self.layout.pieces[index], self._sources[index]
+            views = views and isinstance(source, torch.Tensor)
+            raw = source if isinstance(source, torch.Tensor) else source()
+            size = piece.spec.itemsize_bytes
+            whole = high - low == piece.stop - piece.start
+            parts.append(raw if whole else raw[low * size : high * size])
+        found = (parts, [p.numel() for p in parts])
+        if views:
+            self._block_sources[block] = found
+        return found
+
+
+_version_counter = attrgetter("_version")
+
+
+def _values(containers: list[dict[Any, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, containers)))
+
+
+class _Buffers:
+    """The buffers' staging memory: one tensor per dtype and device, filled by one call each."""
+
+    def __init__(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.specs = [tree.spec_of(t, n) for n, t in named]
+        self._live = [t for _, t in named]
+        self.staged: dict[str, torch.Tensor] = {}
+        """By name, flat in memory order."""
+        self._batches: list[tuple[torch.Tensor, list[int]]] = []
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, tensor in enumerate(self._live):
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
+        for (dtype, device), members in kinds.items():
+            sizes = [self._live[i].numel() for i in members]
+            staging = torch.empty(sum(sizes), dtype=dtype, device=device)
+            self._batches.append((staging, members))
+            for i, part in zip(members, staging.split(sizes), strict=True):
+                self.staged[named[i][0]] = part
+        self._look()
+
+    def _look(self) -> None:
+        self._pointers = [t.data_ptr() for t in self._live]
+        self._flat = [tree.flat(t) for t in self._live]
+        self._views = all(f.data_ptr() == p for f, p in zip(self._flat, self._pointers, strict=True))
+
+    def fit(self, live: list[torch.Tensor]) -> bool:
+        """Follow buffers that were replaced by others like them; False when the layout changed."""
+        if len(live) != len(self._live):
+            return False
+        if all(map(is_, live, self._live)) and self._pointers == [t.data_ptr() for t in live]:
+            return True
+        if any(tree.spec_of(t, s.name) != s for t, s in zip(live, self.specs, strict=True)):
+            return False
+        self._live = live
+        self._look()
+        return True
+
+    def stage(self) -> None:
+        """Copy the buffers aside, on their own devices."""
+        if not self._views:  # some are not dense: their flat form is a copy
+            self._flat = [tree.flat(t) for t in self._live]
+        for staging, members in self._batches:
+            torch.cat([self._flat[i] for i in members], out=staging)
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     """A 1-d tensor's memory as uint8, shared."""
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-
-
-def _constant(value: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: value
 
 
 def _row_major(tensor: torch.Tensor, low: int, high: int) -> Callable[[], torch.Tensor]:
@@ -232,8 +299,8 @@ class Snapshot:
     def __post_init__(self) -> None:
         blocks = self.plan.layout.blocks
         self._changed = threading.Condition()
-        self._todo: deque[int] = deque(i for i, b in enumerate(blocks) if b.own)
-        self._held = {i for i, b in enumerate(blocks) if not b.own}
+        self._todo: deque[int] = deque(self.plan.own_blocks)
+        self._held = set(self.plan.striped_blocks)
         self._left = len(blocks)
         self._in_flight = 0
         self._digests: list[bytes] = [b""] * len(blocks)
