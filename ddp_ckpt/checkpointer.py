@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import tierckpt
 import torch
 import torch.distributed as dist
-from tierckpt.state import unwrap
 from torch.nn.parallel import DistributedDataParallel
+
+import tierckpt
 
 from .group import current_group
 
-CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+else:
+    GradBucket = dist.GradBucket
+
+CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class Checkpointer(tierckpt.Checkpointer):
@@ -58,16 +65,14 @@ class Checkpointer(tierckpt.Checkpointer):
             self._notice(
                 "the model has a communication hook already: layers are copied from the forward "
                 "pass on. Pass it as comm_hook=(state, hook) to copy under the allreduce",
-                20,
+                logging.INFO,
             )
 
     def _set_inner(self, state: Any, hook: CommHook) -> None:
         self._inner = (state, hook)
 
     def _make_hook(self) -> CommHook:
-        def tierckpt_hook(
-            state: object, bucket: dist.GradBucket
-        ) -> torch.futures.Future[torch.Tensor]:
+        def tierckpt_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             inner = self._inner
             future = inner[1](inner[0], bucket) if inner else _allreduce(bucket)
             self.release(bucket.parameters())
@@ -75,7 +80,7 @@ class Checkpointer(tierckpt.Checkpointer):
 
         # DDP checks the annotations at run time, by identity.
         tierckpt_hook.__annotations__ = {
-            "bucket": dist.GradBucket,
+            "bucket": GradBucket,
             "return": torch.futures.Future[torch.Tensor],
         }
         return tierckpt_hook
@@ -89,7 +94,7 @@ def _find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     return _find_ddp(inner) if isinstance(inner, torch.nn.Module) else None
 
 
-def _allreduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _allreduce(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean over all ranks, bit for bit as DDP without a hook computes it.
 
     DDP multiplies by the reciprocal of the world size before it sums, torch's own `allreduce_hook`
@@ -99,7 +104,8 @@ def _allreduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     buffer.mul_(1.0 / dist.get_world_size())
     work = dist.all_reduce(buffer, async_op=True)
     assert work is not None
-    return work.get_future().then(_first)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+    return future
 
 
 def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
@@ -123,20 +129,21 @@ def wrap(
     """
     checkpointer = Checkpointer(model, optimizer, **settings)
     optimizer.checkpointer = checkpointer  # type: ignore[attr-defined]
-    checkpointer.restored = checkpointer.restore() if restore else tierckpt.Restored(0)
+    if restore:
+        checkpointer.restore()
     if close_at_exit:
         atexit.register(_close_at_exit, checkpointer)
     return optimizer
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> None:
-    import sys
-
     failed = getattr(sys, "last_value", None) is not None
-    if failed or (dist.is_available() and not dist.is_initialized() and checkpointer.group.size > 1):
+    if failed or (
+        dist.is_available() and not dist.is_initialized() and checkpointer.group.size > 1
+    ):
         checkpointer.abandon()
     else:
         checkpointer.close()
 
 
-__all__ = ["Checkpointer", "unwrap", "wrap"]
+__all__ = ["Checkpointer", "wrap"]

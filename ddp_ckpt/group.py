@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from tierckpt import SingleGroup
 from tierckpt.group import Group, Pending
 
@@ -30,7 +31,9 @@ class TorchGroup:
 
     def __init__(self) -> None:
         if not dist.is_gloo_available():
-            raise RuntimeError("this torch has no gloo, which checkpoints need to agree on versions")
+            raise RuntimeError(
+                "this torch has no gloo, which checkpoints need to agree on versions"
+            )
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._group: Any = dist.new_group(backend="gloo")

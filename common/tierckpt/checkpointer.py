@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,9 @@ from .slots import JobDirectory, Slot, job_id_of
 from .snapshot import Copier, Head, Phase, Plan, Snapshot, SnapshotError
 from .state import TrainingState, label_optimizers, refuse_model
 
+if TYPE_CHECKING:
+    from .cuda import CudaLane
+
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
@@ -43,9 +46,7 @@ SLOW_BARRIER_SECONDS = 1e-3
 class _Ballot:
     """A vote under way: the reduction, and which versions its states are about."""
 
-    def __init__(
-        self, pending: Pending, memory: VersionId | None, local: VersionId | None
-    ) -> None:
+    def __init__(self, pending: Pending, memory: VersionId | None, local: VersionId | None) -> None:
         self._pending = pending
         self.memory = memory
         self.local = local
@@ -101,13 +102,16 @@ class Checkpointer:
         """Completed optimizer steps."""
         self.iteration = 0
         """Calls of `step()`."""
+        self.restored = Restored(0)
+        """What the last `restore()` did."""
         self._job = JobDirectory.at(
             self.config.shm_dir, self.config.job_id or job_id_of(self.config.path)
         )
         self._store = LocalStore(self.config.path)
         self._host = host_id()
         self._lock_fd = self._claim_job()
-        self._pool = SlotPool(self._job, self.group.rank, self.config.slots, self._notice)
+        slots = self.config.slots or (3 if self._uses_cuda() else 2)
+        self._pool = SlotPool(self._job, self.group.rank, slots, self._notice)
         self._pool.adopt()
         self._copier = Copier()
         self._schedule = Schedule(self.config)
@@ -118,6 +122,7 @@ class Checkpointer:
         self._snapshot: Snapshot | None = None
         self._finished: deque[Snapshot] = deque()
         self._plan: Plan | None = None
+        self._lane: CudaLane | None = None
         self._asked = False
         self._explicit = False
         self._closed = False
@@ -183,7 +188,8 @@ class Checkpointer:
             version: only this version; RestoreError when it is not there.
             strict: raise StateMismatchError when the structure differs; else load what fits.
         """
-        return self._restore(version, strict)
+        self.restored = self._restore(version, strict)
+        return self.restored
 
     def close(self) -> None:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
@@ -195,6 +201,7 @@ class Checkpointer:
             return
         safe = True
         try:
+            self._finish_snapshot()
             if self._local_enabled() and not self._nothing_new():
                 self._save_now()
             self._agent.wait(None)
@@ -215,8 +222,6 @@ class Checkpointer:
     def abandon(self) -> None:
         """End without a final checkpoint, leaving everything for a successor; not collective."""
         if not self._closed:
-            if self._snapshot is not None:
-                self._snapshot.fail(SnapshotError("the job ended in the middle of an iteration"))
             self._shut_down(remove=False)
 
     def __enter__(self) -> Checkpointer:
@@ -313,15 +318,16 @@ class Checkpointer:
         def choose_slot(blocks: int, image_bytes: int) -> Slot:
             return self._choose_slot(protected, blocks, image_bytes)
 
-        return Snapshot(
-            Head(self._job.job, self.version, self._id().generation, self._lineage, self._at()),
-            self._plan,
-            levels,
-            node,
-            arena,
-            choose_slot,
-            self._on_done,
-        )
+        head = Head(self._job.job, self.version, self._id().generation, self._lineage, self._at())
+        parts = (head, self._plan, levels, node, arena, choose_slot, self._on_done)
+        if self._plan.device.type == "cuda":
+            from . import cuda
+
+            if self._lane is None:
+                self._lane = cuda.CudaLane(self._plan.device)
+                self._pool.on_map, self._pool.on_unmap = cuda.page_lock, cuda.page_unlock
+            return cuda.CudaSnapshot(*parts, lane=self._lane)
+        return Snapshot(*parts)
 
     def _pack_own(self) -> tuple[dict[str, Any], tree.Arena]:
         arena = tree.Arena()
@@ -381,9 +387,7 @@ class Checkpointer:
             local_free=int(not self._agent.busy() and not self._local.open),
             memory_state=self._fates["memory"].get(memory, PENDING) if memory else DONE,
             local_state=self._fates["local"].get(local, PENDING) if local else DONE,
-            memory_time_left=_time_left(
-                self.config.memory.every_seconds, now - self._clock_memory
-            ),
+            memory_time_left=_time_left(self.config.memory.every_seconds, now - self._clock_memory),
             local_time_left=_time_left(self.config.local.every_seconds, now - self._clock_local),
             no_request=int(not self._asked),
         )
@@ -418,7 +422,10 @@ class Checkpointer:
                 severity=logging.ERROR,
             )
         self._resolve_local(agreed.local_state, self._ballot.local)
-        for fates, ledger in ((self._fates["memory"], self._memory), (self._fates["local"], self._local)):
+        for fates, ledger in (
+            (self._fates["memory"], self._memory),
+            (self._fates["local"], self._local),
+        ):
             for id_ in [i for i in fates if i not in ledger.open]:
                 del fates[id_]
         return agreed
@@ -607,6 +614,9 @@ class Checkpointer:
 
     def _save_now(self) -> None:
         """Blocking: the present state to memory and local. Collective."""
+        if self._snapshot is not None:
+            self._snapshot.barrier()
+            self._snapshot.wait_done()
         self._finish_snapshot()
         self._agent.wait(None)
         self._collect()
@@ -623,6 +633,9 @@ class Checkpointer:
                 self._commit(id_, slot)
         else:
             self._boundary(force=True)
+            if self._snapshot is not None:
+                self._snapshot.barrier()
+                self._snapshot.wait_done()
             self._finish_snapshot()
         self._agent.wait(None)
         self._collect()
@@ -677,7 +690,7 @@ class Checkpointer:
         seen = max(self._steps_seen.values(), default=0)
         return self.config.boundary == "auto" and not self._explicit and seen >= 2
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: torch.nn.Module, *_: Any) -> None:
         if self._since and self._automatic() and module.training and torch.is_grad_enabled():
             self._boundary()
@@ -690,6 +703,9 @@ class Checkpointer:
         return begun == 0 or (self._local.safe is not None and self._local.safe.version == begun)
 
     # --- attaching and ending ------------------------------------------------------------------
+
+    def _uses_cuda(self) -> bool:
+        return any(p.is_cuda for p in self.state.walk().params)
 
     def _local_enabled(self) -> bool:
         return self.config.local.every_steps > 0 or self.config.local.every_seconds > 0
@@ -710,7 +726,8 @@ class Checkpointer:
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 raise ConfigError(
-                    f"rank {rank} and rank 0 have different settings:\n  {theirs}\n  {everyone[0]}\n"
+                    f"rank {rank} and rank 0 have different settings:\n  {theirs}\n"
+                    f"  {everyone[0]}\n"
                     "All ranks need the same arguments, environment variables and file."
                 )
 
@@ -732,7 +749,11 @@ class Checkpointer:
         self._closed = True
         for hook in self._hooks:
             hook.remove()
+        if self._snapshot is not None:  # the copier would wait for what is never released
+            self._snapshot.fail(SnapshotError("the job ended in the middle of an iteration"))
         self._copier.close()
+        if self._lane is not None:
+            self._lane.close()
         self._agent.close()
         self._plan = self._snapshot = None
         self._pool.close(remove)

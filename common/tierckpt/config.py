@@ -45,7 +45,7 @@ class LocalConfig:
 
     every_steps: int = 0
     every_seconds: float = 60.0
-    """By default once a minute: a bound on what is lost that does not depend on the step's length."""
+    """By default once a minute: a bound on what is lost, however long a step is."""
     keep_last: int = 2
     """Keep so many of the newest complete versions (at least 1)."""
     keep_every: int = 0
@@ -62,9 +62,9 @@ class Config:
     """Whose successor may take over what is in memory; empty: made from `path`."""
     shm_dir: str = "/dev/shm"
     """Memory file system for the slots."""
-    slots: int = 2
-    """Slots per rank. Two are enough to be always safe; a third lets a version be taken to memory
-    while another one is still being written to disk."""
+    slots: int = 0
+    """Slots per rank; 0: two, or three with a GPU. Two are enough to be always safe; a third lets a
+    version be taken to memory while another one is still being written to disk or drained."""
     when_busy: str = "skip"
     """When a checkpoint is due and no slot is free: `skip` it, or `wait` for one."""
     release: str = "auto"
@@ -85,7 +85,8 @@ class Config:
         _one_of("when_busy", self.when_busy, ("skip", "wait"))
         _one_of("release", self.release, ("auto", "backward", "forward"))
         _one_of("boundary", self.boundary, ("auto", "explicit"))
-        _at_least("slots", self.slots, 2)
+        if self.slots:
+            _at_least("slots", self.slots, 2)
         _at_least("local_keep_last", self.local.keep_last, 1)
         for name in ("memory_every_steps", "memory_every_seconds", "memory_linger_seconds"):
             _at_least(name, getattr(self.memory, name.removeprefix("memory_")), 0)
@@ -141,7 +142,9 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
     flat: dict[str, Any] = {}
     for key, value in content.items():
-        inner = {f"{key}_{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+        inner = (
+            {f"{key}_{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+        )
         flat.update({k: _convert(k, v, f"the file {path}") for k, v in inner.items()})
     return flat
 
@@ -177,7 +180,9 @@ def _build(flat: Mapping[str, Any]) -> Config:
             inner[table][name] = value
         else:
             outer[key] = value
-    return Config(memory=MemoryConfig(**inner["memory"]), local=LocalConfig(**inner["local"]), **outer)
+    return Config(
+        memory=MemoryConfig(**inner["memory"]), local=LocalConfig(**inner["local"]), **outer
+    )
 
 
 def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
@@ -186,5 +191,5 @@ def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
 
 
 def _at_least(name: str, value: float, least: float) -> None:
-    if value < least:
+    if not value >= least:  # NaN is not
         raise ConfigError(f"{name} is {value}; it must be {least} or more")

@@ -64,7 +64,9 @@ Callback = Callable[[Event], None]
 class EventLog:
     """Sends events on. Used by the training thread; never raises into it."""
 
-    def __init__(self, rank: int, folder: str | None = None, callback: Callback | None = None) -> None:
+    def __init__(
+        self, rank: int, folder: str | None = None, callback: Callback | None = None
+    ) -> None:
         self.rank = rank
         self.counts: dict[str, int] = {}
         """How many events there were, by `name` and `name/level`."""
@@ -86,13 +88,15 @@ class EventLog:
             self.counts[key] = self.counts.get(key, 0) + 1
         if logger.isEnabledFor(event.severity):
             logger.log(event.severity, "%s", event.text())
-        try:
-            if self._file is not None:
-                self._file.write(json.dumps(asdict(event), separators=(",", ":")) + "\n")
-            for callback in self._callbacks:
-                callback(event)
-        except Exception:
-            logger.exception("an event receiver failed; the event was: %s", event.text())
+        for receive in (self._write, *self._callbacks):
+            try:
+                receive(event)
+            except Exception:
+                logger.exception("an event receiver failed; the event was: %s", event.text())
+
+    def _write(self, event: Event) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(asdict(event), separators=(",", ":")) + "\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -45,10 +45,10 @@ def parse(text: str) -> list[Rule]:
         action, at, rest = part.partition("@")
         point, _, conditions = rest.partition(":")
         known = action in ("kill", "stop") or hasattr(errno, action.upper())
-        if not at or not point or not known:
+        pairs = [c.partition("=") for c in conditions.split(",") if c]
+        if not at or not point or not known or not all(sign for _, sign, _ in pairs):
             raise ValueError(f"{FAULTS_VARIABLE}: cannot read {part!r}; form: kill@seal:version=3")
-        pairs = dict(c.split("=", 1) for c in conditions.split(",") if c)
-        rules.append(Rule(part, action, point, pairs))
+        rules.append(Rule(part, action, point, {k: v for k, _, v in pairs}))
     return rules
 
 

@@ -52,9 +52,7 @@ class Inventory:
 
 def take_inventory(job: JobDirectory, store: LocalStore, host: str) -> Inventory:
     """Look at memory and disk of this machine. Reads manifests only."""
-    found = [
-        Found(m.key, Place("memory", host, str(path)), m.lineage) for path, m in job.sealed()
-    ]
+    found = [Found(m.key, Place("memory", host, str(path)), m.lineage) for path, m in job.sealed()]
     problems = []
     directory = str(store.directory.resolve())
     keys = []

@@ -132,7 +132,7 @@ def plan_layout(
 
     The same specs in the same order always give the same layout. Pieces are ordered by falling
     item size, so that each is aligned to its own items without holes (safetensors allows none);
-    within a size, pieces that fill blocks by themselves come first, small ones are packed behind.
+    within a size and device, pieces that fill blocks come first, small ones are packed behind.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not in a job of {ranks} rank(s)")
@@ -144,10 +144,10 @@ def plan_layout(
             chosen.append((spec, start, stop, False))
     chosen += [(spec, 0, spec.numel, True) for spec in own]
 
-    def order(item: tuple[TensorSpec, int, int, bool]) -> tuple[int, bool, bool]:
+    def order(item: tuple[TensorSpec, int, int, bool]) -> tuple[int, bool, str, bool]:
         spec, start, stop, is_own = item
         small = (stop - start) * spec.itemsize_bytes < BLOCK_BYTES // 2
-        return (-spec.itemsize_bytes, is_own, small)
+        return (-spec.itemsize_bytes, is_own, spec.device, small)
 
     pieces: list[Piece] = []
     offset = 0
@@ -155,6 +155,11 @@ def plan_layout(
         pieces.append(Piece(spec, start, stop, offset, is_own))
         offset += pieces[-1].nbytes
     return Layout(rank, ranks, tuple(pieces), tuple(_cut_blocks(pieces)), offset)
+
+
+def _apart(one: Piece, other: Piece) -> bool:
+    """True when two pieces cannot share a block: copied at other times, or from other devices."""
+    return one.own != other.own or one.spec.device != other.spec.device
 
 
 def _cut_blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
@@ -167,7 +172,7 @@ def _cut_blocks(pieces: Sequence[Piece]) -> Iterator[Block]:
 
     for index, piece in enumerate(pieces):
         size = piece.nbytes
-        if pack and (pack_bytes + size > BLOCK_BYTES or pieces[index - 1].own != piece.own):
+        if pack and (pack_bytes + size > BLOCK_BYTES or _apart(pieces[index - 1], piece)):
             yield packed(pieces[index - 1].own)
             pack = []
         if size < BLOCK_BYTES // 2:

@@ -78,8 +78,9 @@ class LocalStore:
                 self._sync_directory()
                 self._write_small(self.directory / f".{key.stem}.manifest.tmp", record, manifest)
         except OSError:
-            # No manifest, so no shard; give the space back at once, the device may be full.
-            for path in (temp, data):
+            # No shard, so no manifest, which goes first (it is there when the last fsync failed);
+            # give the space back at once, the device may be full.
+            for path in (record, temp, data):
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
             raise

@@ -119,7 +119,9 @@ def retired(
     ours = {generation for generation, _ in lineage}
     past = sorted((i for i in held if i <= safe and i.generation in ours), reverse=True)
     line = [i for i in past if on_lineage(i, lineage)]
-    gone = [i for i in line[max(keep_last, 1) :] if not (keep_every and i.version % keep_every == 0)]
+    gone = [
+        i for i in line[max(keep_last, 1) :] if not (keep_every and i.version % keep_every == 0)
+    ]
     if safe.generation == lineage[-1][0]:
         gone += [i for i in past if not on_lineage(i, lineage)]
     return sorted(gone)

@@ -115,12 +115,16 @@ class Schedule:
         memory, local = self.config.memory, self.config.local
         asked = agreed.no_request == 0
         due = set()
-        if asked or agreed.memory_time_left == 0 or _crossed(
-            self.last_memory, version, memory.every_steps
+        if (
+            asked
+            or agreed.memory_time_left == 0
+            or _crossed(self.last_memory, version, memory.every_steps)
         ):
             due.add("memory")
-        if asked or agreed.local_time_left == 0 or _crossed(
-            self.last_local, version, local.every_steps
+        if (
+            asked
+            or agreed.local_time_left == 0
+            or _crossed(self.last_local, version, local.every_steps)
         ):
             due.add("local")
         return due

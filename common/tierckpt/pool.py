@@ -41,6 +41,9 @@ class SlotPool:
         """Adopted slots that an agent of the life before may still be reading."""
         self._lock = threading.Lock()
         self._on_notice = on_notice
+        self.on_map: Callable[[Slot], None] = _nothing
+        """Called with a slot before it is first filled (a GPU wants its memory page-locked)."""
+        self.on_unmap: Callable[[Slot], None] = _nothing
 
     def adopt(self) -> None:
         """Take over the slots that an earlier life of this rank left on this machine."""
@@ -95,10 +98,13 @@ class SlotPool:
         if slot is not None:
             slot.unseal()
             if slot.seal_bytes >= seal_bytes and image_bytes <= slot.image_bytes <= image_bytes * 2:
+                self.on_map(slot)
                 return slot
             self.slots[index] = None
+            self.on_unmap(slot)
             slot.remove()
         self.slots[index] = made = self._create(index, seal_bytes, image_bytes)
+        self.on_map(made)
         return made
 
     def _create(self, index: int, seal_bytes: int, image_bytes: int) -> Slot:
@@ -147,9 +153,14 @@ class SlotPool:
         """Unmap all slots, and delete them if `remove`."""
         for slot in self.slots:
             if slot is not None:
+                self.on_unmap(slot)
                 if remove:
                     slot.remove()
                 else:
                     slot.close()
         self.slots = [None] * len(self.slots)
         self._held = [None] * len(self.slots)
+
+
+def _nothing(slot: Slot) -> None:
+    """No GPU, nothing to do."""

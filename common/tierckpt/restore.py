@@ -106,7 +106,9 @@ def verify(image: Image) -> ShardHeader:
         raise CorruptShardError(f"bytes 0 to {offset} (the header) differ from their checksum")
     header = decode_header(view)
     total = offset + header.data_bytes
-    if (len(header.block_bytes) + 1) * DIGEST_BYTES != len(digests) or total != manifest.image_bytes:
+    if (len(header.block_bytes) + 1) * DIGEST_BYTES != len(
+        digests
+    ) or total != manifest.image_bytes:
         raise CorruptShardError("the header and the manifest do not belong together")
     for index, nbytes in enumerate(header.block_bytes, start=1):
         expected = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
@@ -192,9 +194,9 @@ class Restorer:
             summaries.update(said)
         if failed:
             attempt.close()
-            for key, place, error in failed:
+            for key, place, why in failed:
                 self._bad.add((key, place))
-                self.rejected.append(f"{key} on level {place.level} ({place.where}): {error}")
+                self.rejected.append(f"{key} on level {place.level} ({place.where}): {why}")
                 self._on_reject(self.rejected[-1])
             return None
         for source in plan.sources:
@@ -224,9 +226,7 @@ def _summary(image: Image, header: ShardHeader) -> tuple[bytes, bytes, bytes]:
     return head, image.manifest.encode(), _tree_of(image, header)
 
 
-def visit_images(
-    attempt: Attempt, group: Group, visit: Callable[[int, memoryview], None]
-) -> None:
+def visit_images(attempt: Attempt, group: Group, visit: Callable[[int, memoryview], None]) -> None:
     """Show every rank every shard, one after the other: mapped, or broadcast by its reader."""
     for source in attempt.plan.sources:
         image = attempt.images.get(source.shard)
@@ -246,7 +246,7 @@ def _broadcast(image: Image | None, nbytes: int, source: Source, group: Group) -
         buffer.copy_(torch.frombuffer(image.view, dtype=torch.uint8)[:nbytes])
     for low in range(0, nbytes, BROADCAST_BYTES):
         group.broadcast(buffer[low : low + BROADCAST_BYTES], source.reader)
-    return memoryview(buffer.numpy())
+    return memoryview(buffer.numpy().data)
 
 
 class Loader:
@@ -465,7 +465,7 @@ def load(
     saved = tree.decode(encoded)
     loader = Loader(state, attempt.headers, group.rank, group.size)
     differences = loader.differences() + loader.extra_differences(saved)
-    found = next((d for d in group.all_gather_object(differences) if d), [])
+    found: list[str] = next((d for d in group.all_gather_object(differences) if d), [])
     if found and strict:
         raise StateMismatchError(f"Version {attempt.plan.id}", found)
     loader.prepare()

@@ -66,6 +66,8 @@ class Slot:
         populate = getattr(mmap, "MAP_POPULATE", 0)
         self._map = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED | populate)
         self.seal_bytes = int.from_bytes(self._map[8:16], "little")
+        self.registered_address = 0
+        """Address of the image while it is page-locked for a GPU."""
 
     @classmethod
     def create(cls, path: Path | None, name: str, seal_bytes: int, image_bytes: int) -> Slot:
@@ -97,7 +99,7 @@ class Slot:
         except FileNotFoundError:
             return None
         head = os.pread(fd, 16, 0)
-        sound = head[:8] == _MAGIC and PAGE_BYTES <= int.from_bytes(head[8:], "little")
+        sound = head[:8] == _MAGIC and int.from_bytes(head[8:], "little") >= PAGE_BYTES
         if not sound or int.from_bytes(head[8:], "little") > os.fstat(fd).st_size:
             os.close(fd)
             return None
@@ -200,7 +202,9 @@ class JobDirectory:
         """Make the folder, readable by this user alone."""
         self.root.mkdir(mode=0o700, exist_ok=True)
         if self.root.stat().st_uid != os.getuid():
-            raise PermissionError(f"{self.root} belongs to another user; set shm_dir to another place")
+            raise PermissionError(
+                f"{self.root} belongs to another user; set shm_dir to another place"
+            )
         self.path.mkdir(mode=0o700, exist_ok=True)
 
     def lock_rank(self, rank: int, patience_seconds: float = 15.0) -> int:

@@ -36,7 +36,6 @@ from .shardfile import encode_header
 from .slots import Slot
 from .state import TrainingState, Walk
 
-
 BIND_PATIENCE_SECONDS = 30.0
 """The barrier waits this long for a slot, then lets the training go on without the snapshot."""
 
@@ -87,6 +86,7 @@ class Plan:
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure = state.structure()
         self.has_odd = bool(walk.odd)
+        self.device = next((t.device for t in walk.striped if t.is_cuda), torch.device("cpu"))
         self._containers = state.containers()
         self._values = _values(self._containers)
         self._tensors = [t for t in walk.striped if not t.is_inference()]
@@ -211,7 +211,9 @@ class _Buffers:
     def _look(self) -> None:
         self._pointers = [t.data_ptr() for t in self._live]
         self._flat = [tree.flat(t) for t in self._live]
-        self._views = all(f.data_ptr() == p for f, p in zip(self._flat, self._pointers, strict=True))
+        self._views = all(
+            f.data_ptr() == p for f, p in zip(self._flat, self._pointers, strict=True)
+        )
 
     def fit(self, live: list[torch.Tensor]) -> bool:
         """Follow buffers that were replaced by others like them; False when the layout changed."""
@@ -340,16 +342,20 @@ class Snapshot:
         self.release_all()
         with self._changed:
             bound = self._changed.wait_for(
-                lambda: self._binding is not None or self.phase is not Phase.OPEN, BIND_PATIENCE_SECONDS
+                lambda: self._binding is not None or self.phase is not Phase.OPEN,
+                BIND_PATIENCE_SECONDS,
             )
         if not bound:
             self.fail(SnapshotError("no slot could be claimed in time; another rank is stuck"))
         while self.work():
             pass
-        with self._changed:
-            while self.phase is Phase.OPEN:
-                self._changed.wait()
+        self.wait_done()
         self.clock.barrier += time.perf_counter() - begin
+
+    def wait_done(self) -> None:
+        """Return when it is sealed or has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.phase is not Phase.OPEN)
 
     # --- copier thread, and the training thread inside the barrier ------------------------------
 
@@ -406,15 +412,11 @@ class Snapshot:
 
     def _seal(self) -> None:
         try:
-            if self.plan.counters() != self._counters:
-                raise SnapshotError(
-                    "tensors were changed between the boundary and the optimizer's step (their "
-                    "version counters moved); change weights before the boundary, i.e. before "
-                    "step() of the checkpointer"
-                )
+            self._check_before_seal()
             self._write_head_and_tree()
             faults.point("seal", version=self.head.version)
-            assert self.slot is not None and self.manifest is not None
+            assert self.slot is not None
+            assert self.manifest is not None
             self.slot.seal(self.manifest.encode())
             faults.point("sealed", version=self.head.version)
         except Exception as error:
@@ -422,6 +424,18 @@ class Snapshot:
             return
         self.clock.sealed_after = time.monotonic() - self.started_seconds
         self._end(Phase.SEALED)
+
+    def _check_before_seal(self) -> None:
+        self._check_counters()
+
+    def _check_counters(self) -> None:
+        """Raise SnapshotError when somebody changed what was being copied."""
+        if self.plan.counters() != self._counters:
+            raise SnapshotError(
+                "tensors were changed between the boundary and the optimizer's step (their "
+                "version counters moved); change weights before the boundary, i.e. before "
+                "step() of the checkpointer"
+            )
 
     def _write_head_and_tree(self) -> None:
         """The header, the tree with its padding, and the manifest over all of it."""
@@ -493,4 +507,3 @@ class Copier(threading.Thread):
             if snapshot is None:
                 return
             snapshot.run()
-

@@ -286,9 +286,10 @@ def check_extra(name: str, obj: Any) -> None:
     """Raise UnsupportedStateError when `obj` has no way to give and take its state."""
     if isinstance(obj, (torch.Generator, np.random.Generator)):
         return
-    if not (callable(getattr(obj, "state_dict", None)) and callable(
-        getattr(obj, "load_state_dict", None)
-    )):
+    if not (
+        callable(getattr(obj, "state_dict", None))
+        and callable(getattr(obj, "load_state_dict", None))
+    ):
         raise UnsupportedStateError(
             f"extra[{name!r}] is a {type(obj).__name__} without state_dict() and "
             "load_state_dict(); give it both, or wrap it in an object that has them."
@@ -367,13 +368,13 @@ class _NumpyRng:
         self._packed: list[Any] = []
 
     def pack(self) -> list[Any]:
-        generator = np.random.get_bit_generator()
+        generator = np.random.mtrand.get_bit_generator()
         memory = b""
         if type(generator) is np.random.MT19937:
             memory = ctypes.string_at(generator.ctypes.state_address, self._MT19937_BYTES)
         if not memory or memory != self._memory or self._packed[3]:
             kind, keys, *rest = np.random.get_state(legacy=True)
-            self._packed = [kind, base64.b64encode(keys).decode(), *rest]
+            self._packed = [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), *rest]
             self._memory = memory
         return list(self._packed)
 
@@ -382,7 +383,7 @@ _numpy_rng = _NumpyRng()
 
 
 def _text_of(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy()).decode()
+    return base64.b64encode(state.numpy().tobytes()).decode()
 
 
 def _state_of(text: str) -> torch.Tensor:
@@ -403,7 +404,9 @@ def load_rng(value: dict[str, Any]) -> list[str]:
         if index < available:
             torch.cuda.set_rng_state(_state_of(state), index)
         else:
-            problems.append(f"RNG of cuda:{index} was saved, this process has {available} device(s)")
+            problems.append(
+                f"RNG of cuda:{index} was saved, this process has {available} device(s)"
+            )
     return problems
 
 

@@ -8,6 +8,7 @@ path to it, since code found in a checkpoint is never run.
 
 from __future__ import annotations
 
+import ast
 import base64
 import collections
 import json
@@ -222,7 +223,8 @@ def _sequence(value: Any, path: str, keep: KeepTensor) -> list[Any]:
 
 
 def _ordered_set(value: Any, path: str, keep: KeepTensor) -> list[Any]:
-    return _sequence(sorted(value, key=lambda v: (type(v).__name__, v)), path, keep)
+    # By repr: members need not be comparable with each other.
+    return _sequence(sorted(value, key=lambda v: (type(v).__name__, repr(v))), path, keep)
 
 
 def _pack_array(value: np.ndarray, path: str, keep: KeepTensor) -> dict[str, Any]:
@@ -231,12 +233,28 @@ def _pack_array(value: np.ndarray, path: str, keep: KeepTensor) -> dict[str, Any
     # As bytes: numpy has types that torch lacks (strings, dates, structures, long doubles).
     raw = torch.from_numpy(np.frombuffer(value.tobytes(), dtype=np.uint8).copy())
     node = keep(raw, path)
-    return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "v": node}
+    text = _dtype_text(value.dtype)
+    if _dtype_of_text(text) != value.dtype:
+        raise UnsupportedStateError(
+            f"{path} is a numpy array of type {value.dtype!r}, which has no name of its own in "
+            "numpy; convert it first"
+        )
+    return {TAG: "array", "dtype": text, "shape": list(value.shape), "v": node}
 
 
 def _unpack_array(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> np.ndarray:
     raw = tensor(node["v"]).numpy().tobytes()
-    return np.frombuffer(raw, dtype=np.dtype(node["dtype"])).reshape(node["shape"]).copy()
+    return np.frombuffer(raw, dtype=_dtype_of_text(node["dtype"])).reshape(node["shape"]).copy()
+
+
+def _dtype_text(dtype: np.dtype) -> str:
+    """As in the header of an .npy file; numpy's short name would forget a structure's fields."""
+    return dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
+
+
+def _dtype_of_text(text: str) -> np.dtype:
+    descr: Any = ast.literal_eval(text) if text.startswith("[") else text
+    return np.lib.format.descr_to_dtype(descr)
 
 
 def _unpack_items(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> list[Any]:

@@ -51,7 +51,9 @@ def run(
     journals = {rank: read(folder, rank) for rank in (0, 1)}
     show(journals[0], journals[1], progress, task)
     if job.returncode != 0 or not all("done" in j[-1] for j in journals.values()):
-        sys.exit(f"The run {name!r} failed (exit {job.returncode}):\n{(folder / 'log').read_text()}")
+        sys.exit(
+            f"The run {name!r} failed (exit {job.returncode}):\n{(folder / 'log').read_text()}"
+        )
     return journals
 
 
@@ -123,7 +125,9 @@ def restart(journals: dict[int, list[Record]]) -> dict[str, float | str]:
     }
 
 
-def picture(path: Path, plain: dict[int, str], killed: dict[int, str], at: int, ms: list[float]) -> None:
+def picture(
+    path: Path, plain: dict[int, str], killed: dict[int, str], at: int, ms: list[float]
+) -> None:
     """Both loss curves, and the stalls."""
     import matplotlib as mpl
 
@@ -131,10 +135,14 @@ def picture(path: Path, plain: dict[int, str], killed: dict[int, str], at: int, 
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    left.plot([float.fromhex(plain[s]) for s in sorted(plain)], lw=4, color="0.8", label="undisturbed")
+    left.plot(
+        [float.fromhex(plain[s]) for s in sorted(plain)], lw=4, color="0.8", label="undisturbed"
+    )
     left.plot([float.fromhex(killed[s]) for s in sorted(killed)], lw=1, label="rank 1 killed")
     left.axvline(at, color="tab:red", ls=":", label=f"SIGKILL in step {at}")
-    left.set(xlabel="step", ylabel="loss of rank 0", yscale="log", title="the same curve, bit for bit")
+    left.set(
+        xlabel="step", ylabel="loss of rank 0", yscale="log", title="the same curve, bit for bit"
+    )
     left.legend()
     right.hist(ms, bins=40)
     right.axvline(statistics.median(ms), color="tab:red", ls=":", label="median")
@@ -178,11 +186,12 @@ def main() -> None:
     console.print(f"loss curves of both ranks equal, bit for bit, in all three runs: {same}")
     console.print(
         f"stall per checkpoint: median {statistics.median(ms):.2f} ms, "
-        f"p99 {sorted(ms)[int(0.99 * len(ms))]:.2f} ms ({len(ms)} to memory; rank 0: {len(saved)} to disk)"
+        f"p99 {sorted(ms)[int(0.99 * len(ms))]:.2f} ms "
+        f"({len(ms)} to memory; rank 0: {len(saved)} to disk)"
     )
     console.print(
-        f"median step: {step_ms(plain):.1f} ms without checkpoints, {step_ms(calm):.1f} ms with one at "
-        f"every step: {overhead:+.1f}%"
+        f"median step: {step_ms(plain):.1f} ms without checkpoints, {step_ms(calm):.1f} ms "
+        f"with one at every step: {overhead:+.1f}%"
     )
     console.print(
         f"killed in step {back['killed']}, resumed at step {back['step']} from {back['level']}: "

@@ -15,7 +15,6 @@ import signal
 import time
 from pathlib import Path
 
-import ddp_ckpt  # <-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -23,6 +22,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, TensorDataset
+
+import ddp_ckpt  # <-
 
 BATCH = 64
 

@@ -1,0 +1,55 @@
+"""For tests: ranks as threads, suites that a Group or a store must pass, a tiny training job.
+
+The suites are plain classes; subclass one, say how to make what is under test, and pytest finds
+the rest:
+
+    from tierckpt.testing import StoreConformance
+
+    class TestMyStore(StoreConformance):
+        def make_store(self, directory):
+            return MyStore(directory)
+
+They need pytest. Put `pytest.register_assert_rewrite("tierckpt.testing")` into your conftest.py,
+before anything imports this package, and failures show the values that were compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .faults import injected
+    from .groupsuite import GroupConformance
+    from .jobs import TinyJob, run_in_child
+    from .storesuite import StoreConformance
+    from .threads import GroupAbortedError, ThreadGroup, run_ranks
+
+_HOME = {
+    "GroupAbortedError": "threads",
+    "GroupConformance": "groupsuite",
+    "StoreConformance": "storesuite",
+    "ThreadGroup": "threads",
+    "TinyJob": "jobs",
+    "injected": "faults",
+    "run_in_child": "jobs",
+    "run_ranks": "threads",
+}
+
+__all__ = [
+    "GroupAbortedError",
+    "GroupConformance",
+    "StoreConformance",
+    "ThreadGroup",
+    "TinyJob",
+    "injected",
+    "run_in_child",
+    "run_ranks",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{home}", __name__), name)

@@ -1,0 +1,180 @@
+"""Ranks as threads of one process: what a job of N ranks does, tested without a launcher."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class GroupAbortedError(RuntimeError):
+    """Another rank of the job failed or took too long; what is waited for will not come."""
+
+
+class _Round:
+    """One collective: what each rank brought to it."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        self.kind = kind
+        self.brought: dict[int, Any] = {}
+        self.complete = False
+        self._size = size
+
+    def bring(self, rank: int, value: Any) -> None:
+        self.brought[rank] = value
+        self.complete = len(self.brought) == self._size
+
+
+class _Meeting:
+    """Where the ranks meet: matches their n-th calls with each other."""
+
+    def __init__(self, size: int, patience_seconds: float) -> None:
+        self.size = size
+        self.patience_seconds = patience_seconds
+        self.aborted = ""
+        self._rounds: dict[int, _Round] = {}
+        self._changed = threading.Condition()
+
+    def enter(self, number: int, kind: str, rank: int, value: Any) -> _Round:
+        """Bring `value` to call `number`; returns at once."""
+        with self._changed:
+            self._refuse_if_aborted()
+            round_ = self._rounds.setdefault(number, _Round(kind, self.size))
+            if round_.kind != kind:
+                raise RuntimeError(f"rank {rank} calls {kind} where another calls {round_.kind}")
+            round_.bring(rank, value)
+            if round_.complete:
+                del self._rounds[number]
+            self._changed.notify_all()
+            return round_
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready`; GroupAbortedError when that is not to be hoped for any more."""
+        with self._changed:
+            came = self._changed.wait_for(lambda: ready() or self.aborted, self.patience_seconds)
+            if not ready():
+                self._refuse_if_aborted()
+            if not came:
+                raise GroupAbortedError(f"a rank did not come within {self.patience_seconds} s")
+
+    def abort(self, reason: str) -> None:
+        """Wake everybody who waits, with an error."""
+        with self._changed:
+            self.aborted = self.aborted or reason
+            self._changed.notify_all()
+
+    def _refuse_if_aborted(self) -> None:
+        if self.aborted:
+            raise GroupAbortedError(self.aborted)
+
+
+class _Reduction:
+    """See `tierckpt.group.Pending`."""
+
+    def __init__(self, meeting: _Meeting, round_: _Round) -> None:
+        self._meeting = meeting
+        self._round = round_
+
+    def wait(self) -> list[int]:
+        """The result. Any thread; may be called again."""
+        self._meeting.wait(lambda: self._round.complete)
+        return [min(column) for column in zip(*self._round.brought.values(), strict=True)]
+
+
+class ThreadGroup:
+    """A `tierckpt.Group` whose ranks are threads; `run_ranks` makes one for each.
+
+    As strict as the real ones: objects are pickled, so no rank sees another's; ranks that call
+    different collectives, or fewer, get an error instead of a wrong answer. When a rank fails, the
+    others' calls raise GroupAbortedError.
+    """
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank = rank
+        self.size = meeting.size
+        self._meeting = meeting
+        self._calls = 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See `tierckpt.Group`."""
+        round_ = self._enter("all_gather_object", pickle.dumps(value))
+        self._meeting.wait(lambda: round_.complete)
+        return [pickle.loads(round_.brought[rank]) for rank in range(self.size)]
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """See `tierckpt.Group`."""
+        sent = buffer.clone() if self.rank == source else None
+        round_ = self._enter(f"broadcast from {source}", sent)
+        if self.rank != source:
+            self._meeting.wait(lambda: source in round_.brought)
+            buffer.copy_(round_.brought[source])
+
+    def all_reduce_min(self, values: list[int]) -> _Reduction:
+        """See `tierckpt.Group`."""
+        return _Reduction(self._meeting, self._enter("all_reduce_min", list(values)))
+
+    def barrier(self) -> None:
+        """See `tierckpt.Group`."""
+        round_ = self._enter("barrier", None)
+        self._meeting.wait(lambda: round_.complete)
+
+    def close(self) -> None:
+        """See `tierckpt.Group`."""
+
+    def _enter(self, kind: str, value: Any) -> _Round:
+        self._calls += 1
+        return self._meeting.enter(self._calls, kind, self.rank, value)
+
+
+def run_ranks(
+    size: int, program: Callable[[ThreadGroup], T], timeout_seconds: float = 120.0
+) -> list[T]:
+    """Run `program(group)` on `size` threads; returns what they returned, in rank order.
+
+    Raises what the first failing rank raised; TimeoutError, with the stacks of the ranks that are
+    stuck, when they are not done in time. Never waits longer than `timeout_seconds` and a bit.
+    """
+    meeting = _Meeting(size, timeout_seconds)
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = program(ThreadGroup(rank, meeting))
+        except BaseException as error:
+            failures.append(error)
+            meeting.abort(f"rank {rank} failed: {error!r}")
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}", daemon=True)
+        for rank in range(size)
+    ]
+    deadline = time.monotonic() + timeout_seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [t for t in threads if t.is_alive()]
+    stacks = "\n".join(f"{t.name}:\n{_stack(t)}" for t in stuck)
+    if stuck:
+        meeting.abort("the ranks' time is over")
+        for thread in stuck:
+            thread.join(min(5.0, timeout_seconds))
+    if failures and not (stuck and isinstance(failures[0], GroupAbortedError)):
+        raise failures[0]
+    if stuck:
+        raise TimeoutError(f"not done after {timeout_seconds} s:\n{stacks}")
+    return [results[rank] for rank in range(size)]
+
+
+def _stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or -1)
+    return "".join(traceback.format_stack(frame)) if frame else "(just ended)"
