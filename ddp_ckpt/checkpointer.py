@@ -97,11 +97,15 @@ def _find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
 def _allreduce(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean over all ranks, bit for bit as DDP without a hook computes it.
 
-    DDP multiplies by the reciprocal of the world size before it sums, torch's own `allreduce_hook`
-    divides; the two differ in the last bit when the world size is no power of two.
+    DDP multiplies by the reciprocal of the world size before it sums, but divides sparse gradients,
+    as torch's own `allreduce_hook` does all; the two differ in the last bit when the world size is
+    no power of two.
     """
     buffer = bucket.buffer()
-    buffer.mul_(1.0 / dist.get_world_size())
+    if buffer.is_sparse:
+        buffer.div_(dist.get_world_size())
+    else:
+        buffer.mul_(1.0 / dist.get_world_size())
     work = dist.all_reduce(buffer, async_op=True)
     assert work is not None
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)

@@ -344,13 +344,20 @@ class Loader:
         """Find or make a place for every tensor; memory for new optimizer state is taken here."""
         for name, spec in {**self.specs, **self.own_specs}.items():
             live = self._live.get(name)
+            if not name.startswith(FIXED) and not self._param_fits(_path(name)[0]):
+                continue
             if live is not None and _same(spec, live):
                 if tree.spec_of(live, name).stride != spec.stride or not tree.is_dense(live):
                     self._reordered.append((tree.empty(spec, "cpu"), live))
                     live = self._reordered[-1][0]
                 self._targets[name] = live
-            elif not name.startswith(FIXED) and self._param_of(name) is not None:
+            elif not name.startswith(FIXED):
                 self._targets[name] = self._make(name, spec)
+
+    def _param_fits(self, parameter: str) -> bool:
+        """False when the state that an optimizer kept for the parameter is no use to it now."""
+        saved, live = self.specs.get(f"model/{parameter}"), self._live.get(f"model/{parameter}")
+        return live is not None and (saved is None or _same(saved, live))
 
     def _param_of(self, name: str) -> torch.Tensor | None:
         return self._live.get(f"model/{_path(name)[0]}")
@@ -409,8 +416,9 @@ class Loader:
                 target = self._targets[name]
                 wanted.setdefault(path, {})[key] = live_of.get(id(target), target)
         for full, values in saved["odd"].items():
-            if full.startswith(f"{label}/"):
-                wanted.setdefault(full.split("/", 1)[1], {}).update(values)
+            path = full.split("/", 1)[1]
+            if full.startswith(f"{label}/") and self._param_fits(path):
+                wanted.setdefault(path, {}).update(values)
         for group in optimizer.param_groups:
             for param in group["params"]:
                 _replace_state(optimizer, param, wanted.get(self.state.name_of(param), {}))

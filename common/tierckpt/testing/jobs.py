@@ -43,14 +43,17 @@ class TinyJob:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None,
         *,
         seed: int = 0,
         model: torch.nn.Module | None = None,
         on_step: Callable[[TinyJob], None] | None = None,
         **settings: Any,
     ) -> None:
-        """`settings` go to the Checkpointer; by default every step is taken to both levels."""
+        """`settings` go to the Checkpointer; by default every step is taken to both levels.
+
+        Without a `path` there is no Checkpointer: that is the run to compare with.
+        """
         seed_everything(seed)
         self.model = tiny_model() if model is None else model
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
@@ -60,8 +63,11 @@ class TinyJob:
         self.losses: dict[int, float] = {}
         self.events: list[Event] = []
         self.on_step = on_step
+        self._checkpointer: Checkpointer | None = None
+        if path is None:
+            return
         defaults = {"local_every_steps": 1, "local_every_seconds": 0.0, "when_busy": "wait"}
-        self.checkpointer = Checkpointer(
+        self._checkpointer = Checkpointer(
             self.model,
             self.optimizer,
             extra={"scheduler": self.scheduler},
@@ -70,6 +76,12 @@ class TinyJob:
             path=path,
             **{**defaults, **settings},
         )
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """It must have been given a path."""
+        assert self._checkpointer is not None
+        return self._checkpointer
 
     def restore(self, version: int | None = None, strict: bool = True) -> Restored:
         """Bring back the newest version, and go on from there."""
@@ -82,7 +94,8 @@ class TinyJob:
         while self.iteration < until:
             self.train_one()
             self.iteration += 1
-            self.checkpointer.step()
+            if self._checkpointer is not None:
+                self._checkpointer.step()
             if self.on_step is not None:
                 self.on_step(self)
         return self

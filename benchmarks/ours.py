@@ -1,0 +1,127 @@
+"""Tierckpt itself, behind the same interface as its peers."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from pathlib import Path
+from typing import Any
+
+from methods import Job, Method
+
+NEVER = 1_000_000_000  # an interval that enables a level and never comes due by itself
+DRAIN_LIMIT_S = 60.0
+
+
+class OursMemory(Method):
+    """Down to the memory level: sealed in shared memory, survives the trainer's death."""
+
+    name = "ours-memory"
+    title = "ours, to memory"
+    fsync = "-"
+    level = "memory"
+    final = "sealed"  # the event that ends a version at this level
+    slots = 2
+
+    @classmethod
+    def missing(cls) -> str | None:
+        try:
+            importlib.import_module("ddp_ckpt")
+        except ImportError as error:
+            return f"not installed ({error})"
+        return None
+
+    def setup(self, job: Job) -> None:
+        self.job = job
+        self._open: set[int] = set()  # asked for, and neither finished, skipped nor failed
+        self._begun: dict[int, float] = {}  # version -> perf_counter() at its boundary
+        self._ahead = 0  # the trainer's versions less ours, which start where we were attached
+        self._checkpointer = importlib.import_module("ddp_ckpt").Checkpointer(
+            job.model,
+            job.optimizer,
+            path=str(job.directory),
+            memory_every_steps=NEVER if self.level == "memory" else 0,
+            local_every_steps=NEVER if self.level == "local" else 0,
+            local_every_seconds=0,
+            slots=self.slots,
+            shm_dir=str(job.memory),
+            boundary="explicit",
+            on_event=self._event,
+        )
+
+    def boundary(self, version: int, due: bool) -> None:
+        if due:
+            self._open.add(version)
+            self._begun[version] = time.perf_counter()
+            self._interval_ended(at=-1)
+        self._checkpointer.step()
+        if due:
+            # What had to be skipped would stay due; here it counts as not taken.
+            self._interval_ended(at=self._checkpointer.version)
+        self._ahead = version - self._checkpointer.version
+
+    def _interval_ended(self, at: int) -> None:
+        """Pretend that the level's interval last ended at version `at`, on all ranks alike.
+
+        `save()` would not do: it takes effect once all ranks have learned of it, a step later,
+        and goes to all levels. In a real job the interval is what makes a version due.
+        """
+        setattr(self._checkpointer._schedule, f"last_{self.level}", at)
+
+    def _event(self, event: Any) -> None:
+        """Collect what the checkpointer tells: on the training thread, at a later boundary."""
+        version = event.version + self._ahead
+        phases = self.details.setdefault(version, {})
+        phases.update(event.seconds)
+        if (event.name, event.level) == (self.final, self.level):
+            end = self._end(event, version)
+            self.durable[version] = end
+            phases["nbytes"] = float(event.nbytes)
+            # Where the writing was on the common clock: the shards of one version may be
+            # written side by side or one after the other.
+            phases["write_end"] = end - phases.get("commit", 0.0)
+            self._open.discard(version)
+        elif event.name in ("skipped", "failed"):
+            self._open.discard(version)
+
+    def _end(self, event: Any, version: int) -> float:
+        """perf_counter() at which the version was finished, not at which we are told of it."""
+        return self._begun[version] + float(event.seconds["sealed_after"])
+
+    def drain(self) -> None:
+        # What the next boundary would do, without taking another version.
+        self._checkpointer._finish_snapshot()
+        if not self._checkpointer._agent.wait(DRAIN_LIMIT_S):
+            raise TimeoutError(f"{self.name}: {sorted(self._open)} are not committed")
+        self._checkpointer._collect()
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class OursLocal(OursMemory):
+    """Down to the local level: manifest committed, file and directory fsync'ed."""
+
+    name = "ours-local"
+    title = "ours, to local"
+    fsync = "yes"
+    level = "local"
+    final = "committed"
+
+    def _end(self, event: Any, version: int) -> float:
+        """The rename that makes the manifest appear, as the file system has recorded it.
+
+        The event is heard up to a step later. The times of the two clocks differ by a constant.
+        """
+        now, offset = time.perf_counter(), time.time() - time.perf_counter()
+        shard = f"s{self.job.rank:05d}of{self.job.world:05d}"
+        found = self.job.directory.rglob(f"v{event.version:010d}.*.{shard}.manifest")
+        return max((_changed(path) - offset for path in found), default=now)
+
+
+def _changed(path: Path) -> float:
+    """Unix time of the last change of the inode: a rename is one."""
+    return path.stat().st_ctime_ns / 1e9
+
+
+OURS = (OursMemory, OursLocal)

@@ -1,0 +1,135 @@
+"""CPU seconds and memory of a family of processes, read from outside.
+
+A family is every process that carries a mark in its environment: the ranks, what they start, and
+daemons that left them and belong to init by now. Nothing has to cooperate.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+MARK = "STALL_FAMILY"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Family:
+    """All processes with `STALL_FAMILY=<token>` in the environment they were started with."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+        self._needle = f"{MARK}={token}".encode()
+        # The environment of a process never changes for us and reading it is not free.
+        self._known: dict[tuple[int, str], bool] = {}
+
+    def pids(self) -> list[int]:
+        return [pid for pid in _all_pids() if self._has(pid)]
+
+    def _has(self, pid: int) -> bool:
+        try:
+            born = _stat_fields(pid)[19]
+            key = (pid, born)
+            if not self._known.get(key):
+                # A fork that has not exec'ed yet shows its parent's environment, and one that
+                # is just exec'ing an empty one: "no" is asked again, "yes" is for good.
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                self._known[key] = self._needle in environment.split(b"\0")
+            return self._known[key]
+        except (OSError, IndexError):
+            return False  # gone, or not ours to read
+
+    def cpu_seconds(self) -> float:
+        """User and system time of all living members and of the children they have reaped."""
+        return sum(_cpu_seconds(pid) for pid in self.pids())
+
+    def kill(self) -> None:
+        """End every member. For the case that asking did not help."""
+        for pid in self.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+class MemorySampler:
+    """Peak memory of a family between `with` and its end, sampled by a thread.
+
+    Sampling walks page tables and takes the lock that page faults want, so it is done in blocks
+    of its own, never in one that is timed.
+    """
+
+    def __init__(self, family: Family, interval_s: float = 0.02) -> None:
+        self._family = family
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self.peak = {"Rss": 0, "Pss": 0}
+
+    def __enter__(self) -> MemorySampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            totals = dict.fromkeys(self.peak, 0)
+            for pid in self._family.pids():
+                for key, size in memory_bytes(pid).items():
+                    totals[key] += size
+            for key, total in totals.items():
+                self.peak[key] = max(self.peak[key], total)
+
+
+def memory_bytes(pid: int) -> dict[str, int]:
+    """Rss and Pss of one process in bytes; both 0 if it is gone.
+
+    Pss divides a page by the number of processes that map it: over a family that shares its
+    checkpoint buffers, its sum is the memory used, while the sum of Rss counts a buffer once for
+    each process that has touched it.
+    """
+    sizes = {"Rss": 0, "Pss": 0}
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return sizes
+    for line in lines:
+        key, _, rest = line.partition(":")
+        if key in sizes:
+            sizes[key] = int(rest.split()[0]) * 1024
+    return sizes
+
+
+def machine_busy_seconds() -> float:
+    """CPU seconds that all cores were not idle since boot, stolen time included."""
+    counts = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = counts
+    return (user + nice + system + irq + softirq + steal) / _TICKS
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a living process, all threads, plus that of its reaped children.
+
+    /proc's own utime and stime count in ticks of 10 ms, too coarse for one checkpoint. The
+    process's CPU clock has nanoseconds; clock_getcpuclockid(3) is this arithmetic.
+    """
+    try:
+        own = time.clock_gettime((~pid << 3) | 2)
+        fields = _stat_fields(pid)
+        return own + (int(fields[13]) + int(fields[14])) / _TICKS
+    except (OSError, IndexError):
+        return 0.0
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """/proc/<pid>/stat after the command name: 13, 14 are cutime, cstime; 19 the start time."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]

@@ -1,0 +1,204 @@
+"""One rank of one method's training: a process that trains on command and times itself.
+
+Started by harness.Team, never by hand. It reads commands from a pipe (a descriptor number is its
+only argument), runs blocks of steps, and answers with plain dictionaries. Between commands it is
+blocked in a read and costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import models
+import registry
+from methods import Job, Method, Setting
+
+
+class Trainer:
+    """The training loop of one rank and the clock around it."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.device = torch.device(setting.device)
+        torch.set_num_threads(1)
+        if self._cuda():
+            torch.cuda.set_device(0)  # all ranks share one GPU
+        dist.init_process_group(setting.backend, rank=self.rank, world_size=self.world)
+        self.workload = models.build(setting.model, setting.batch, self.device)
+        self.model = DistributedDataParallel(self.workload.model)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+        # The base class does nothing: what is measured before `attach` is training alone.
+        self.method: Method = Method()
+        self.version = 0
+        self.unmarked = False  # a step was completed whose boundary was not called yet
+        self.marking = False  # boundaries are called in blocks with checkpoints only
+        self.awaited: int | None = None  # the checkpoint whose copies this step may wait for
+        self.calls: dict[int, dict[str, float]] = {}
+        self.call_cpu_s = 0.0
+
+    def attach(self) -> None:
+        """Set up the method on a training that runs already."""
+        setting = self.setting
+        self.method = registry.METHODS[setting.method]()
+        self.unmarked = False
+        job = Job(
+            model=self.model,
+            optimizer=self.optimizer,
+            directory=Path(setting.directory),
+            memory=Path(setting.memory),
+            rank=self.rank,
+            world=self.world,
+            device=self.device,
+        )
+        self.method.setup(job)
+
+    def state_bytes(self) -> int:
+        """Bytes of model and optimizer state, once: the payload of a checkpoint."""
+        tensors = list(self.workload.model.state_dict().values())
+        for slots in self.optimizer.state.values():
+            tensors += [value for value in slots.values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def iterate(self, due: bool = False) -> None:
+        """Boundary of the step before, then one training step.
+
+        The boundary comes first so that the steps after a checkpoint, which pay for it, fall
+        into the same block as its call.
+        """
+        if self.unmarked and self.marking:
+            self._timed_boundary(due)
+        self.optimizer.zero_grad()
+        torch.autograd.backward(self.workload.loss(self.model))
+        self._timed_wait()
+        self.optimizer.step()
+        self.version += 1
+        self.unmarked = True
+
+    def _timed_boundary(self, due: bool) -> None:
+        start, cpu = time.perf_counter(), time.thread_time()
+        self.method.boundary(self.version, due)
+        end = time.perf_counter()
+        self.call_cpu_s += time.thread_time() - cpu
+        if due:
+            self.calls[self.version] = {"start": start, "call": end - start, "wait": 0.0}
+            self.awaited = self.version
+
+    def _timed_wait(self) -> None:
+        start, cpu = time.perf_counter(), time.thread_time()
+        self.method.before_optimizer_step()
+        end = time.perf_counter()
+        self.call_cpu_s += time.thread_time() - cpu
+        if self.awaited is not None:  # only the step after a checkpoint may have to wait
+            self.calls[self.awaited]["wait"] = end - start
+            self.awaited = None
+
+    def synchronize(self) -> None:
+        if self._cuda():
+            torch.cuda.synchronize()
+
+    def block(self, steps: int, checkpoints: bool) -> dict[str, Any]:
+        """One warm-up step, `steps` timed ones, one to settle, and a drain.
+
+        The settling step lets a method that copies during the *next* step finish its last
+        checkpoint; it is part of a plain block, too, so that CPU-seconds compare.
+        """
+        self.calls, self.call_cpu_s = {}, 0.0
+        # What a method does at every boundary, due or not, is part of its cost, not of the
+        # plain training that it is compared with.
+        self.marking = checkpoints
+        main_cpu = time.thread_time()
+        if self._cuda():
+            torch.cuda.reset_peak_memory_stats()
+        self.iterate()
+        dist.barrier()
+        self.synchronize()
+        start = time.perf_counter()
+        ends = []
+        for index in range(steps):
+            self.iterate(due=checkpoints and index % self.setting.every == 0)
+            ends.append(time.perf_counter())
+        self.synchronize()
+        ends[-1] = time.perf_counter()
+        self.iterate()
+        self._drain()
+        return {
+            "start": start,
+            "ends": ends,
+            "main_cpu_s": time.thread_time() - main_cpu,
+            "call_cpu_s": self.call_cpu_s,
+            "gpu_peak_bytes": self._gpu_peak_bytes(),
+            "checkpoints": self._harvest(),
+        }
+
+    def _cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _gpu_peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated() if self._cuda() else 0
+
+    def _drain(self) -> None:
+        cpu = time.thread_time()
+        self.method.drain()
+        self.call_cpu_s += time.thread_time() - cpu
+
+    def _harvest(self) -> dict[int, dict[str, Any]]:
+        """Timings of this block's checkpoints; `durable` is missing where one was skipped."""
+        result: dict[int, dict[str, Any]] = {}
+        for version, call in self.calls.items():
+            result[version] = {**call, "details": self.method.details.get(version, {})}
+            if version in self.method.durable:
+                result[version]["durable"] = self.method.durable[version]
+        return result
+
+    def close(self) -> None:
+        self.method.close()
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def answer(self, command: str, arguments: dict[str, Any]) -> Any:
+        """Run one command of the parent."""
+        if command == "block":
+            return self.block(**arguments)
+        if command == "attach":
+            return self.attach()
+        if command == "sweep":
+            return self.method.sweep() if self.rank == 0 else None
+        if command == "close":
+            return self.close()
+        raise ValueError(f"unknown command {command!r}")
+
+
+def main() -> None:
+    pipe = Connection(int(sys.argv[1]))
+    trainer: Trainer | None = None
+    # A parent that has died closes the pipe: end quietly, whatever was going on.
+    with suppress(EOFError, BrokenPipeError):
+        try:
+            trainer = Trainer(pipe.recv())
+            trainer.iterate()  # the optimizer's state appears with its first step
+            pipe.send(("ok", trainer.state_bytes()))
+            command = ""
+            while command != "close":
+                command, arguments = pipe.recv()
+                pipe.send(("ok", trainer.answer(command, arguments)))
+        except (EOFError, BrokenPipeError):
+            raise
+        except Exception:
+            pipe.send(("error", traceback.format_exc()))
+            pipe.poll(None)  # the parent ends this process; leaving now would abort the others
+
+
+if __name__ == "__main__":  # DCP's daemon imports this file again
+    main()
