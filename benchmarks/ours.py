@@ -89,11 +89,8 @@ class OursMemory(Method):
         return self._begun[version] + float(event.seconds["sealed_after"])
 
     def drain(self) -> None:
-        # What the next boundary would do, without taking another version.
-        self._checkpointer._finish_snapshot()
-        if not self._checkpointer._agent.wait(DRAIN_LIMIT_S):
+        if not self._checkpointer.wait(DRAIN_LIMIT_S):
             raise TimeoutError(f"{self.name}: {sorted(self._open)} are not committed")
-        self._checkpointer._collect()
 
     def close(self) -> None:
         self._checkpointer.close()

@@ -77,7 +77,7 @@ class AgentClient:
         with self._lock:
             try:
                 if self._channel is None or self._dead():
-                    self._bury("the agent ended")
+                    self._mourn()
                     self.start()
                 assert self._channel is not None
                 fds = [] if slot.path else [slot.fd]
@@ -108,10 +108,8 @@ class AgentClient:
         """What the agent said since the last call. Never blocks."""
         with self._lock:
             self._receive()
-            if self._dead() and self._channel is not None:
-                self._receive()
-                code = self._process.returncode if self._process else None
-                self._bury(f"the agent ended unexpectedly (exit status {code})")
+            if self._dead():
+                self._mourn()
             heard, self._heard = self._heard, []
             return heard
 
@@ -148,6 +146,17 @@ class AgentClient:
 
     def _dead(self) -> bool:
         return self._process is None or self._process.poll() is not None
+
+    def _mourn(self) -> None:
+        """Hear a dead agent's last words; its end is news even when it had nothing to do."""
+        if self._channel is None:
+            return  # there was none, or it is buried already
+        self._receive()
+        code = self._process.returncode if self._process else None
+        reason = f"the agent ended unexpectedly (exit status {code})"
+        if not self._pending:
+            self._heard.append({"op": "problem", "error": f"{reason}; the next commit starts one"})
+        self._bury(reason)
 
     def _receive(self) -> None:
         while self._channel is not None:

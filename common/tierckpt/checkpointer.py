@@ -191,6 +191,19 @@ class Checkpointer:
         self.restored = self._restore(version, strict)
         return self.restored
 
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Return when all that was taken is sealed and committed, or has failed; between steps.
+
+        Not collective. False when that took longer than `timeout_seconds`.
+        """
+        if self._snapshot is not None:
+            self._snapshot.barrier()
+            self._snapshot.wait_done()
+        self._finish_snapshot()
+        done = self._agent.wait(timeout_seconds)
+        self._collect()
+        return done
+
     def close(self) -> None:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
 
@@ -614,12 +627,7 @@ class Checkpointer:
 
     def _save_now(self) -> None:
         """Blocking: the present state to memory and local. Collective."""
-        if self._snapshot is not None:
-            self._snapshot.barrier()
-            self._snapshot.wait_done()
-        self._finish_snapshot()
-        self._agent.wait(None)
-        self._collect()
+        self.wait()
         id_ = VersionId(self._id().generation, self.version + max(self._since.values(), default=0))
         sealed_here = self._pool.find(id_) is not None and id_ in (
             self._memory.safe,
@@ -633,12 +641,7 @@ class Checkpointer:
                 self._commit(id_, slot)
         else:
             self._boundary(force=True)
-            if self._snapshot is not None:
-                self._snapshot.barrier()
-                self._snapshot.wait_done()
-            self._finish_snapshot()
-        self._agent.wait(None)
-        self._collect()
+        self.wait()
         self._settle()
 
     def _settle(self) -> None:
@@ -760,6 +763,7 @@ class Checkpointer:
         os.close(self._lock_fd)
         if remove:
             self._job.lock_path(self.group.rank).unlink(missing_ok=True)
+            self._job.remove_orphans()
             self._job.remove_if_unused()
         self.group.close()
         self.log.close()

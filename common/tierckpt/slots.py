@@ -191,7 +191,8 @@ class JobDirectory:
     @staticmethod
     def at(shm_dir: str | os.PathLike[str], job: str) -> JobDirectory:
         """The folder of `job` under `shm_dir`, private to this user."""
-        return JobDirectory(Path(shm_dir) / f"tierckpt-{os.getuid()}", job)
+        # Absolute: agents work in another directory.
+        return JobDirectory(Path(os.path.abspath(shm_dir)) / f"tierckpt-{os.getuid()}", job)
 
     @property
     def path(self) -> Path:
@@ -270,6 +271,15 @@ class JobDirectory:
         for path in _listdir(self.path):
             path.unlink(missing_ok=True)
         self.remove_if_unused()
+
+    def remove_orphans(self) -> None:
+        """Delete segments of ranks that no living trainer on this machine is: the life before had
+        more ranks, or had them elsewhere."""
+        for path in self.segments():
+            lock = self.lock_path(int(path.name[1:].partition(".")[0]))
+            if _path_lockable(lock):
+                path.unlink(missing_ok=True)
+                lock.unlink(missing_ok=True)
 
     def remove_if_unused(self) -> None:
         """Delete the folder unless somebody else still has something in it."""
