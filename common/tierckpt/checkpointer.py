@@ -321,7 +321,7 @@ class Checkpointer:
         self._rng_after_step = None
         node = {
             **rng,
-            "odd": self.state.pack_odd(odd, arena.keep),
+            "odd": self.state.group_odd(odd),
             "groups": self.state.pack_groups(arena.keep),
             "extra": self.state.pack_extra(self.state.extra, arena),
         }
@@ -558,12 +558,12 @@ class Checkpointer:
         self._collect()
         inventories = self._share_inventory()
         found = [i.found for i in inventories]
-        for place, problem in (p for i in inventories for p in i.problems):
-            if self.group.rank == 0:
-                self._reject(f"{place.where}: {problem}")
         generation = 1 + max(i.generation for i in inventories)
         inventory_seconds = time.perf_counter() - begin
         restorer = Restorer(self.group, found, self._reject)
+        for place, problem in dict.fromkeys(p for i in inventories for p in i.problems):
+            restorer.rejected.append(f"{place.where}: {problem}")
+            self._reject(restorer.rejected[-1])
         attempt = restorer.find(version)
         if attempt is None:
             if version is not None:
@@ -720,7 +720,6 @@ class Checkpointer:
         self.state.buffer_entries(walk)
         arena = tree.Arena()
         self.state.pack_groups(arena.keep)
-        self.state.pack_odd(walk.odd, arena.keep)
         self.state.pack_extra({**self.state.extra, **self.state.extra_per_rank}, arena)
 
     def _check_alike(self) -> None:

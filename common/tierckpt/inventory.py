@@ -53,7 +53,7 @@ class Inventory:
 def take_inventory(job: JobDirectory, store: LocalStore, host: str) -> Inventory:
     """Look at memory and disk of this machine. Reads manifests only."""
     found = [Found(m.key, Place("memory", host, str(path)), m.lineage) for path, m in job.sealed()]
-    problems = []
+    problems = [(Place("memory", host, str(path)), error) for path, error in job.damaged()]
     directory = str(store.directory.resolve())
     keys = []
     with contextlib.suppress(NotADirectoryError):

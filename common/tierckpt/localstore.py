@@ -105,7 +105,7 @@ class LocalStore:
         """
         removed = []
         for path in self.directory.glob(f".*.s{shard:05d}of*"):
-            if _unlocked(path):
+            if path != self._spare(shard) and _unlocked(path):
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
                     removed.append(path.name)

@@ -418,7 +418,8 @@ class Loader:
         for full, values in saved["odd"].items():
             path = full.split("/", 1)[1]
             if full.startswith(f"{label}/") and self._param_fits(path):
-                wanted.setdefault(path, {}).update(values)
+                found = wanted.setdefault(path, {})
+                found.update({k: _with_entries(v, found) for k, v in values.items()})
         for group in optimizer.param_groups:
             for param in group["params"]:
                 _replace_state(optimizer, param, wanted.get(self.state.name_of(param), {}))
@@ -448,6 +449,17 @@ def _replace_state(
     for key in set(kept) - set(values):
         del kept[key]
     kept.update({k: _on_device(v, param) for k, v in values.items()})
+
+
+def _with_entries(value: Any, tensors: dict[str, Any]) -> Any:
+    """`value` with tensors, taken out of `tensors`, in place of `Entry`s."""
+    if isinstance(value, tree.Entry):
+        return tensors.pop(value.key)
+    if isinstance(value, dict):
+        return type(value)((k, _with_entries(v, tensors)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_entries(v, tensors) for v in value)
+    return value
 
 
 def _on_device(value: Any, param: torch.Tensor) -> Any:

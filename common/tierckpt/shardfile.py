@@ -36,7 +36,7 @@ _SAFETENSORS_DTYPE = {
     "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
-    # Not F8_E8M0: safetensors knows it, its loader for torch does not, and fails for the whole file.
+    # Not F8_E8M0: safetensors knows it; its loader for torch does not, and rejects the whole file.
 }
 
 

@@ -256,6 +256,16 @@ class JobDirectory:
             if manifest is not None:
                 yield path, manifest
 
+    def damaged(self) -> Iterator[tuple[Path, str]]:
+        """Every slot that says it is sealed and whose manifest cannot be read, and why."""
+        for path in self.segments():
+            try:
+                _read_seal(path)
+            except (CorruptShardError, FormatError) as error:
+                yield path, str(error)
+            except OSError:
+                continue
+
     def alive(self) -> bool:
         """True while any trainer or agent of this job lives."""
         return any(not _path_lockable(p) for p in _listdir(self.path))
@@ -308,17 +318,21 @@ class JobDirectory:
 def read_seal(path: Path) -> Manifest | None:
     """The manifest of the slot at `path` without mapping its image; None when not sealed."""
     try:
-        with path.open("rb") as file:
-            head = file.read(_SEAL_HEAD_BYTES)
-            if head[:8] != _MAGIC:
-                return None
-            length = int.from_bytes(head[16:24], "little")
-            area = int.from_bytes(head[8:16], "little")
-            if not 0 < length <= area - _SEAL_HEAD_BYTES:
-                return None
-            return Manifest.decode(file.read(length))
+        return _read_seal(path)
     except (OSError, CorruptShardError, FormatError):
         return None
+
+
+def _read_seal(path: Path) -> Manifest | None:
+    with path.open("rb") as file:
+        head = file.read(_SEAL_HEAD_BYTES)
+        if head[:8] != _MAGIC:
+            return None
+        length = int.from_bytes(head[16:24], "little")
+        area = int.from_bytes(head[8:16], "little")
+        if not 0 < length <= area - _SEAL_HEAD_BYTES:
+            return None
+        return Manifest.decode(file.read(length))
 
 
 def _path_lockable(path: Path) -> bool:

@@ -39,7 +39,7 @@ class Walk:
     state: list[tuple[torch.Tensor, torch.Tensor, int, str]]
     """Optimizer state: (tensor, its parameter, optimizer index, key)."""
     odd: list[tuple[torch.Tensor, int, str, Any]]
-    """Optimizer state that is not a plain tensor: (parameter, optimizer index, key, value)."""
+    """Optimizer state that is no tensor: (parameter, optimizer index, key, packed value)."""
     buffers: list[torch.Tensor]
 
     @property
@@ -86,7 +86,8 @@ class TrainingState:
     def walk(self) -> Walk:
         """Collect the tensors. For a new layout only: see `containers` for the quick look."""
         params = {id(p): p for m in self._modules for p in m._parameters.values() if p is not None}
-        state, odd = [], []
+        state: list[tuple[torch.Tensor, torch.Tensor, int, str]] = []
+        odd: list[tuple[torch.Tensor, int, str, Any]] = []
         for index, optimizer in enumerate(self.optimizers.values()):
             for group in optimizer.param_groups:
                 for param in group["params"]:
@@ -94,8 +95,12 @@ class TrainingState:
                     for key, value in optimizer.state.get(param, _NOTHING).items():
                         if isinstance(value, torch.Tensor):
                             state.append((value, param, index, key))
-                        else:
-                            odd.append((param, index, key, value))
+                            continue
+                        # LBFGS keeps lists of tensors: striped like any, the list is odd.
+                        inner: list[tuple[str, torch.Tensor]] = []
+                        node = tree.pack(value, key, tree.entries_into(inner))
+                        state += [(tensor, param, index, path) for path, tensor in inner]
+                        odd.append((param, index, key, node))
         return Walk(list(params.values()), state, odd, self.live_buffers())
 
     def containers(self) -> list[dict[Any, Any]]:
@@ -164,16 +169,15 @@ class TrainingState:
 
     # --- the rank tree -------------------------------------------------------------------------
 
-    def pack_odd(
-        self, odd: Sequence[tuple[torch.Tensor, int, str, Any]], keep: tree.KeepTensor
-    ) -> dict[str, Any]:
-        """Optimizer state that is not a plain tensor: numbers, None, lists of tensors (LBFGS)."""
+    def group_odd(
+        self, odd: Sequence[tuple[torch.Tensor, int, str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """A walk's odd state by parameter: numbers, None, lists of tensors (LBFGS)."""
         labels = list(self.optimizers)
-        packed: dict[str, dict[str, Any]] = {}
-        for param, index, key, value in odd:
-            path = f"{labels[index]}/{self.name_of(param)}"
-            packed.setdefault(path, {})[key] = tree.pack(value, f"{path}/{key}", keep)
-        return packed
+        grouped: dict[str, dict[str, Any]] = {}
+        for param, index, key, node in odd:
+            grouped.setdefault(f"{labels[index]}/{self.name_of(param)}", {})[key] = node
+        return grouped
 
     def pack_groups(self, keep: tree.KeepTensor) -> dict[str, Any]:
         """Options of every param group (learning rate, betas, ...)."""

@@ -14,6 +14,7 @@ import collections
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ from .layout import TensorSpec
 
 TAG = "~"
 """Key of a dict that stands for something JSON has no word for."""
+
+INLINE_BYTES = 16 * 1024
+"""Arrays up to this size go into the JSON itself."""
 
 KeepTensor = Callable[[torch.Tensor, str], dict[str, Any]]
 """Called with a tensor and its path; keeps it somewhere and returns the node to stand for it."""
@@ -64,13 +68,32 @@ def unpack(node: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
     if TAG not in node:
         return {k: unpack(v, tensor) for k, v in node.items()}
     kind = node[TAG]
-    if kind in ("tensor", "item", "entry"):
+    if kind == "entry":
+        return Entry(node["v"])
+    if kind in ("tensor", "item"):
         value = tensor(node)
         return value.item() if kind == "item" else value
     unpacker = _UNPACKERS.get(kind)
     if unpacker is None:
         raise FormatError(f"a tree holds a node of unknown kind {kind!r}")
     return unpacker(node, tensor)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Stands in a decoded tree for a tensor that is an entry of the shards, under this key."""
+
+    key: str
+
+
+def entries_into(found: list[tuple[str, torch.Tensor]]) -> KeepTensor:
+    """A `KeepTensor` that keeps (path, tensor) in `found`, to be stored as entries."""
+
+    def keep(tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        found.append((path, tensor))
+        return {TAG: "entry", "v": path}
+
+    return keep
 
 
 class Arena:
@@ -230,6 +253,9 @@ def _ordered_set(value: Any, path: str, keep: KeepTensor) -> list[Any]:
 def _pack_array(value: np.ndarray, path: str, keep: KeepTensor) -> dict[str, Any]:
     if value.dtype.hasobject:
         raise UnsupportedStateError(f"{path} is a numpy array of Python objects; convert it first")
+    if value.nbytes <= INLINE_BYTES:
+        text = base64.b64encode(value.tobytes()).decode()
+        return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "b": text}
     # As bytes: numpy has types that torch lacks (strings, dates, structures, long doubles).
     raw = torch.from_numpy(np.frombuffer(value.tobytes(), dtype=np.uint8).copy())
     node = keep(raw, path)
@@ -243,7 +269,7 @@ def _pack_array(value: np.ndarray, path: str, keep: KeepTensor) -> dict[str, Any
 
 
 def _unpack_array(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> np.ndarray:
-    raw = tensor(node["v"]).numpy().tobytes()
+    raw = base64.b64decode(node["b"]) if "b" in node else tensor(node["v"]).numpy().tobytes()
     return np.frombuffer(raw, dtype=_dtype_of_text(node["dtype"])).reshape(node["shape"]).copy()
 
 

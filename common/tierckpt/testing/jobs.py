@@ -6,6 +6,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,18 @@ class TinyJob:
         self.optimizer.step()
         self.scheduler.step()
         self.losses[self.iteration] = loss.item()
+
+    def settle(self, timeout_seconds: float = 60.0) -> None:
+        """Wait until the version of the last boundary is in memory, and the agent has no work."""
+        snapshot = self.checkpointer._snapshot
+        deadline = time.monotonic() + timeout_seconds
+        while snapshot and not any(s is snapshot for s in self.checkpointer._finished):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"v{snapshot.head.version} is still being copied")
+            time.sleep(0.001)
+        if not self.checkpointer._agent.wait(timeout_seconds):
+            raise TimeoutError("the agent is still writing")
+        self.checkpointer._collect()
 
     def fingerprint(self) -> str:
         """Hash of every bit that the next steps depend on."""

@@ -174,24 +174,24 @@ class StoreConformance:
         for hit in range(1, MOST_OPERATIONS):
             directory, log = tmp_path / f"eio{hit}", tmp_path / f"eio{hit}.log"
             store = self.make_store(directory)
-            fired = False
+            error = None
             with injected(f"eio@file:hit={hit}"):
                 try:
                     for _ in storeprogram.work(store, log):
                         pass
-                except OSError as error:
-                    assert "injected" in str(error)
-                    fired = True
-            if not fired:
+                except OSError as caught:
+                    error = caught
+            if error is None:
                 assert hit > 20, "the store does not announce its operations"
                 return
+            assert "injected" in str(error)
             at = f"after an error at operation {hit}"
             begun, finished = _read_log(log)
             if begun == finished:
                 pytest.fail(f"{at}: it came outside all work")
             if begun[-1].startswith("commit") and begun[-1] not in finished:
-                failed = key_of(int(begun[-1].split()[1]))
-                assert failed not in store.keys(), f"{at}: the failed commit exists"
+                failed, there = key_of(int(begun[-1].split()[1])), store.keys()
+                assert failed not in there, f"{at}: the failed commit exists"
             self._check_survivors(store, begun, finished, at)
             self._check_going_on(store, directory, at)
         pytest.fail("the sweep does not end")
