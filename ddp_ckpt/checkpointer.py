@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
 
-from .group import current_group
+from .group import TorchGroup, current_group
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 else:
     GradBucket = dist.GradBucket
+
+MEET_SECONDS = 30.0
+"""At the end of a process: how long to wait for the other ranks before ending alone."""
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -46,21 +50,18 @@ class Checkpointer(tierckpt.Checkpointer):
         **settings: Any,
     ) -> None:
         ddp = _find_ddp(model)
-        chainable = ddp is not None and not getattr(ddp, "_comm_hooks", [])
-        self.releases_by_layer = chainable
-        self._inner = comm_hook
-        if comm_hook is not None and not chainable:
+        hook = _Hook.of(ddp) if ddp is not None else None
+        self.releases_by_layer = hook is not None
+        if comm_hook is not None and hook is None:
             raise tierckpt.ConfigError(
                 "comm_hook was given, but the model is no DistributedDataParallel module or has a "
                 "communication hook already; give the hook here and do not register it yourself"
             )
-        super().__init__(model, optimizer, group=current_group(), **settings)
-        if ddp is not None and chainable:
-            self._ddp = ddp
-            self._bucket_view = bool(ddp.gradient_as_bucket_view)
-            ddp.register_comm_hook(None, self._make_hook())
-            # A hook that the user registers from now on is chained, instead of refused by DDP.
-            ddp.register_comm_hook = self._set_inner  # type: ignore[method-assign]
+        group = current_group(ddp.process_group if ddp is not None else None)
+        super().__init__(model, optimizer, group=group, **settings)
+        if hook is not None:
+            hook.release = self.release
+            hook.inner = comm_hook or hook.inner
         elif ddp is not None:
             self._notice(
                 "the model has a communication hook already: layers are copied from the forward "
@@ -68,13 +69,22 @@ class Checkpointer(tierckpt.Checkpointer):
                 logging.INFO,
             )
 
-    def _set_inner(self, state: Any, hook: CommHook) -> None:
-        self._inner = (state, hook)
 
-    def _make_hook(self) -> CommHook:
+class _Hook:
+    """What is registered with DDP: the reduction, then the release of the bucket's layers.
+
+    DDP takes one hook in a module's life, so there is one of these for a module; checkpointers
+    that follow each other take turns.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.inner: tuple[Any, CommHook] | None = None
+        self.release: Callable[[Iterable[torch.Tensor]], None] = _release_nothing
+        self.group = ddp.process_group
+
         def tierckpt_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            inner = self._inner
-            future = inner[1](inner[0], bucket) if inner else _allreduce(bucket)
+            inner = self.inner
+            future = inner[1](inner[0], bucket) if inner else _allreduce(bucket, self.group)
             self.release(bucket.parameters())
             return future
 
@@ -83,7 +93,25 @@ class Checkpointer(tierckpt.Checkpointer):
             "bucket": GradBucket,
             "return": torch.futures.Future[torch.Tensor],
         }
-        return tierckpt_hook
+        ddp.register_comm_hook(None, tierckpt_hook)
+        # A hook that the user registers from now on is chained, instead of refused by DDP.
+        ddp.register_comm_hook = self.set_inner  # type: ignore[method-assign]
+
+    @classmethod
+    def of(cls, ddp: DistributedDataParallel) -> _Hook | None:
+        """The module's hook, registered if need be; None when the user has one registered."""
+        known = getattr(ddp.register_comm_hook, "__self__", None)
+        if isinstance(known, _Hook):
+            return known
+        return None if getattr(ddp, "_comm_hooks", []) else cls(ddp)
+
+    def set_inner(self, state: Any, hook: CommHook) -> None:
+        """In place of DDP's `register_comm_hook`."""
+        self.inner = (state, hook)
+
+
+def _release_nothing(params: Iterable[torch.Tensor]) -> None:
+    """Before there is a checkpointer."""
 
 
 def _find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
@@ -94,7 +122,9 @@ def _find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
     return _find_ddp(inner) if isinstance(inner, torch.nn.Module) else None
 
 
-def _allreduce(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _allreduce(
+    bucket: GradBucket, group: dist.ProcessGroup | None
+) -> torch.futures.Future[torch.Tensor]:
     """The mean over all ranks, bit for bit as DDP without a hook computes it.
 
     DDP multiplies by the reciprocal of the world size before it sums, but divides sparse gradients,
@@ -103,10 +133,10 @@ def _allreduce(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """
     buffer = bucket.buffer()
     if buffer.is_sparse:
-        buffer.div_(dist.get_world_size())
+        buffer.div_(dist.get_world_size(group))
     else:
-        buffer.mul_(1.0 / dist.get_world_size())
-    work = dist.all_reduce(buffer, async_op=True)
+        buffer.mul_(1.0 / dist.get_world_size(group))
+    work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
     return future
@@ -131,23 +161,29 @@ def wrap(
     boundary is the next forward pass. With `restore`, the newest version is brought back at once.
     With `close_at_exit`, a script that ends without an exception gets its final checkpoint.
     """
-    checkpointer = Checkpointer(model, optimizer, **settings)
+    checkpointer = Checkpointer(model, optimizer, **{"boundary": "forward", **settings})
     optimizer.checkpointer = checkpointer  # type: ignore[attr-defined]
     if restore:
         checkpointer.restore()
     if close_at_exit:
-        atexit.register(_close_at_exit, checkpointer)
+        atexit.register(_close_at_exit, checkpointer, os.getpid())
     return optimizer
 
 
-def _close_at_exit(checkpointer: Checkpointer) -> None:
+def _close_at_exit(checkpointer: Checkpointer, pid: int) -> None:
+    """Close if all ranks get here; else every rank by itself makes durable what it has.
+
+    A rank may have ended with an error that cannot be seen from here, and scripts destroy the
+    process group before they end, so this must not enter a collective that could hang.
+    """
+    if os.getpid() != pid:
+        return  # a forked child's copy
+    group = checkpointer.group
     failed = getattr(sys, "last_value", None) is not None
-    if failed or (
-        dist.is_available() and not dist.is_initialized() and checkpointer.group.size > 1
-    ):
-        checkpointer.abandon()
-    else:
+    if not failed and (not isinstance(group, TorchGroup) or group.meet(MEET_SECONDS)):
         checkpointer.close()
+    else:
+        checkpointer.abandon(commit_newest=not failed)
 
 
 __all__ = ["Checkpointer", "wrap"]

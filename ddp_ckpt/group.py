@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import torch
@@ -22,21 +23,26 @@ class _PendingReduce:
 
 
 class TorchGroup:
-    """All ranks of the default process group, over gloo and CPU memory.
+    """All ranks of a process group (default: all of the job), over gloo and CPU memory.
 
     A group of its own: collectives of two users on one gloo group match by order only, and DDP
     launches its from the autograd thread (sharing the default group deadlocks). Creating one is
     collective.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, members: dist.ProcessGroup | None = None) -> None:
         if not dist.is_gloo_available():
             raise RuntimeError(
                 "this torch has no gloo, which checkpoints need to agree on versions"
             )
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        self._group: Any = dist.new_group(backend="gloo")
+        self.rank = dist.get_rank(members)
+        self.size = dist.get_world_size(members)
+        self._ranks = dist.get_process_group_ranks(members)
+        # Only the members of a part of the job come here, so only they may be needed.
+        part = self.size < dist.get_world_size()
+        self._group: Any = dist.new_group(
+            self._ranks, backend="gloo", use_local_synchronization=part
+        )
         self._minimum = dist.AllreduceOptions()
         self._minimum.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
 
@@ -48,7 +54,7 @@ class TorchGroup:
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """See Group."""
-        dist.broadcast(buffer, src=source, group=self._group)
+        dist.broadcast(buffer, src=self._ranks[source], group=self._group)
 
     def all_reduce_min(self, values: list[int]) -> Pending:
         """See Group."""
@@ -60,6 +66,17 @@ class TorchGroup:
         """See Group."""
         dist.barrier(group=self._group)
 
+    def meet(self, timeout_seconds: float) -> bool:
+        """True when all ranks call it in time; never hangs. For the end of a process."""
+        if self._group is None or not dist.is_initialized():
+            return False
+        try:
+            patience = datetime.timedelta(seconds=timeout_seconds)
+            dist.monitored_barrier(self._group, timeout=patience)
+        except RuntimeError:
+            return False
+        return True
+
     def close(self) -> None:
         """See Group."""
         if self._group is not None and dist.is_initialized():
@@ -67,8 +84,8 @@ class TorchGroup:
         self._group = None
 
 
-def current_group() -> Group:
-    """A TorchGroup when torch.distributed is initialised with several ranks, else a SingleGroup."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return TorchGroup()
+def current_group(members: dist.ProcessGroup | None = None) -> Group:
+    """A TorchGroup of `members` (default: the job) if they are several, else a SingleGroup."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(members) > 1:
+        return TorchGroup(members)
     return SingleGroup()

@@ -1,11 +1,38 @@
-"""The tier of a test is the directory it is in: tests/unit, tests/store, ..."""
+"""The tier of a test is the directory it is in: tests/unit, tests/store, ...
 
+After every test, whatever its tier, nothing may be left of it: no thread, no file descriptor, no
+process, nothing in shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Cheapest first: what a unit test finds need not be waited for.
 TIERS = ("unit", "store", "dist", "crash", "gpu")
+
+ROOT = Path(__file__).resolve().parents[1]
+# What tests start finds the packages wherever it is started.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT), str(ROOT / "common"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
+pytest.register_assert_rewrite("tierckpt.testing")
+
+# No deadline: the machine may be busy. The same examples every time: a red run can be repeated.
+settings.register_profile("tests", deadline=None, derandomize=True, database=None, max_examples=50)
+settings.load_profile("tests")
 
 
 def tier_of(item: pytest.Item) -> str:
@@ -19,3 +46,109 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(tier_of(item))
     items.sort(key=lambda item: TIERS.index(tier_of(item)))
+
+
+# --- shared memory of our own --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shm_root() -> Iterator[Path]:
+    """Nothing here touches the shared memory of real jobs, not even a test that forgets shm_dir."""
+    parent = Path("/dev/shm")
+    root = parent / f"tierckpt-test-{os.getpid()}"
+    root.mkdir()
+    before = os.environ.get("TIERCKPT_SHM_DIR")
+    os.environ["TIERCKPT_SHM_DIR"] = str(root)
+    yield root
+    shutil.rmtree(root, ignore_errors=True)
+    if before is None:
+        del os.environ["TIERCKPT_SHM_DIR"]
+    else:
+        os.environ["TIERCKPT_SHM_DIR"] = before
+
+
+@pytest.fixture
+def shm_dir(shm_root: Path) -> Iterator[Path]:
+    """A folder in shared memory for this test alone; what the test leaves there is removed."""
+    folder = shm_root / uuid.uuid4().hex[:8]
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+# --- leaks ---------------------------------------------------------------------------------------
+
+# Whatever this run starts, however deep, has this in its environment.
+RUN_MARK = f"PYTEST_TIERCKPT_RUN={uuid.uuid4().hex}"
+os.environ.update([RUN_MARK.split("=")])
+
+# An agent finishes its work before it ends, and the machine may be busy.
+PATIENCE_SECONDS = 20.0
+# Started by multiprocessing for the whole run.
+HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+# Fixtures of the session that start processes when a test first asks: such tests are not checked.
+SHARED = {"ranks"}
+
+failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    item.stash[failed] = item.stash.get(failed, False) or report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[None]:
+    """Fails the test that leaves a thread, a descriptor, a process or shared memory behind."""
+    before = belongings(shm_root)
+    yield
+    if SHARED & set(request.fixturenames):
+        return
+    if request.node.stash.get(failed, False):
+        return  # its traceback keeps alive what it would have closed
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while left := belongings(shm_root) - before:
+        gc.collect()
+        if time.monotonic() > deadline:
+            pytest.fail("left behind:\n" + "\n".join(sorted(left)))
+        time.sleep(0.01)
+
+
+def belongings(shm_root: Path) -> set[str]:
+    return {*_threads(), *_descriptors(), *_processes(), *_segments(shm_root)}
+
+
+def _threads() -> Iterator[str]:
+    for thread in threading.enumerate():
+        yield f"thread {thread.name} ({thread.ident})"
+
+
+def _descriptors() -> Iterator[str]:
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if not target.startswith(("/proc/", "/dev/nvidia")):
+                yield f"descriptor {fd} of {target}"
+
+
+def _processes() -> Iterator[str]:
+    mark = RUN_MARK.encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if int(pid) == os.getpid() or mark not in _read(f"/proc/{pid}/environ"):
+                continue
+            command = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")
+            if not any(helper in command for helper in HELPERS):
+                yield f"process {pid}: {command[:300]}"
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _segments(shm_root: Path) -> Iterator[str]:
+    for path in shm_root.rglob("*"):
+        yield f"shared memory {path}"

@@ -55,8 +55,8 @@ class Agent:
         self.settings = settings
         self.channel = channel
         self.store = LocalStore(settings.directory)
-        self._slots: dict[int, Slot] = {}
-        """Mapped slots by inode: mapping a large segment anew for every commit costs."""
+        self._slots: dict[tuple[int, int], Slot] = {}
+        """Mapped slots by device and inode: mapping a large segment anew for every commit costs."""
 
     def serve(self) -> None:
         """Serve until the trainer is gone and everything is written."""
@@ -64,6 +64,8 @@ class Agent:
         while True:
             data, fds, _, _ = socket.recv_fds(self.channel, MESSAGE_BYTES, 1)
             if not data:
+                with contextlib.suppress(OSError):
+                    self.store.drop_spare(self.settings.shard)
                 return
             message = json.loads(data)
             if message["op"] == "commit":
@@ -92,7 +94,9 @@ class Agent:
             manifest = self._sealed(slot, key)
             self.store.create()
             with slot.image() as image, image[: _image_bytes(manifest)] as shard:
-                times = self.store.commit(key, shard, manifest)
+                times = self.store.commit(
+                    key, shard, manifest, lambda: slot.manifest_bytes() == manifest
+                )
                 nbytes = len(shard)
         except OSError as error:
             self._say(op="failed", error=_text(error), **where)
@@ -100,20 +104,22 @@ class Agent:
         finally:
             if slot is not None:
                 unpin(slot.fd)
+                if slot.path is None:  # passed with the message, and will be again
+                    self._slots.pop(_file_of(slot.fd)).close()
         self._say(op="committed", nbytes=nbytes, **asdict(times), **where)
 
     def _slot(self, segment: str | None, fds: list[int]) -> Slot:
         """Map the slot, or find it mapped; pinned, so that a restarted trainer lets it be."""
-        for inode, slot in list(self._slots.items()):
+        for file, slot in list(self._slots.items()):
             if slot.path is not None and os.fstat(slot.fd).st_nlink == 0:
-                self._slots.pop(inode).close()  # the trainer made a new one: give the memory back
+                self._slots.pop(file).close()  # the trainer made a new one: give the memory back
         if segment is None:
             found: Slot | None = Slot(fds[0], "passed", None)
         else:
-            found = self._slots.get(_inode(segment)) or Slot.open(Path(segment))
+            found = self._slots.get(_file_of(segment)) or Slot.open(Path(segment))
         if found is None:
             raise FileNotFoundError(f"slot {segment} is gone")
-        slot = self._slots.setdefault(os.fstat(found.fd).st_ino, found)
+        slot = self._slots.setdefault(_file_of(found.fd), found)
         if slot is not found:
             found.close()
         pin(slot.fd)
@@ -155,11 +161,12 @@ def _image_bytes(manifest: bytes) -> int:
     return int(json.loads(manifest.partition(b"\n")[0])["image_bytes"])
 
 
-def _inode(path: str) -> int:
+def _file_of(path: str | int) -> tuple[int, int]:
     try:
-        return os.stat(path).st_ino
+        found = os.stat(path)
     except FileNotFoundError:
-        return -1
+        return (-1, -1)
+    return (found.st_dev, found.st_ino)
 
 
 def _text(error: OSError) -> str:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ class AgentClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._heard: list[dict[str, Any]] = []
+        # A forked child (a DataLoader's worker) would keep the socket open when we are killed.
+        mine = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close_in_child(mine()))
 
     def start(self) -> None:
         """Start the process; OSError when that is not possible."""
@@ -189,3 +193,9 @@ class AgentClient:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+def _close_in_child(client: AgentClient | None) -> None:
+    if client is not None and client._channel is not None:
+        client._channel.close()
+        client._channel = None

@@ -29,15 +29,19 @@ from .inventory import Inventory, plan_restore, take_inventory
 from .localstore import LocalStore
 from .naming import Lineage, ShardKey, VersionId
 from .policy import BROKEN, DONE, PENDING, Decision, Ledger, Schedule, Vote
-from .pool import NoSlotError, SlotPool
+from .pool import NoSlotError, SlotPool, too_small
 from .restore import Restored, Restorer, load
-from .slots import JobDirectory, Slot, job_id_of
+from .slots import JobDirectory, Slot, job_id_of, seal_area_bytes
 from .snapshot import Copier, Head, Phase, Plan, Snapshot, SnapshotError
 from .state import TrainingState, label_optimizers, refuse_model
 
 if TYPE_CHECKING:
     from .cuda import CudaLane
 
+WAIT_SECONDS = 60.0
+AUTOMATIC_AFTER_STEPS = 16
+"""So many steps of an optimizer without a call of `step()` mean that there will be none. (A loop
+may well make several optimizer steps in one iteration.)"""
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
@@ -111,8 +115,9 @@ class Checkpointer:
         self._host = host_id()
         self._lock_fd = self._claim_job()
         slots = self.config.slots or (3 if self._uses_cuda() else 2)
-        self._pool = SlotPool(self._job, self.group.rank, slots, self._notice)
+        self._pool = SlotPool(self._job, self.group.rank, slots, self._notice_later)
         self._pool.adopt()
+        self._check_room(slots)
         self._copier = Copier()
         self._schedule = Schedule(self.config)
         self._memory, self._local = Ledger(), Ledger()
@@ -121,6 +126,11 @@ class Checkpointer:
         self._ballot: _Ballot | None = None
         self._snapshot: Snapshot | None = None
         self._finished: deque[Snapshot] = deque()
+        self._said: deque[tuple[str, dict[str, Any]]] = deque()
+        """Events that other threads have; the training thread emits them."""
+        self._life = ""
+        self._ahead = 0
+        self._stepping = False
         self._plan: Plan | None = None
         self._lane: CudaLane | None = None
         self._asked = False
@@ -156,6 +166,7 @@ class Checkpointer:
         accumulation, a step skipped by the GradScaler) is counted and otherwise passed over.
         """
         self._explicit = True
+        self._rng_after_step = None
         self.iteration += 1
         if self._since:
             self._boundary()
@@ -212,30 +223,48 @@ class Checkpointer:
         """
         if self._closed:
             return
-        safe = True
+        safe = False
         try:
-            self._finish_snapshot()
             if self._local_enabled() and not self._nothing_new():
                 self._save_now()
-            self._agent.wait(None)
-            self._collect()
+            self.wait()
             durable = self._nothing_new() or self._local.safe == self._id()
-            safe = all(self.group.all_gather_object(durable or not self._local_enabled()))
+            safe = durable or not self._local_enabled()
+        except Exception as error:
+            self._notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
+        try:
+            safe = all(self.group.all_gather_object(safe))
         except Exception as error:
             safe = False
-            self._notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
+            self._notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
         if not safe:
             self._notice(
                 f"v{self.version} is not durable everywhere; what is in memory stays there "
                 f"({self._job.path})",
                 logging.ERROR,
             )
+        elif not self._lineage and self._pool.holds_anything():
+            safe = False  # the life before is in there, and nobody restored it
         self._shut_down(remove=safe)
 
-    def abandon(self) -> None:
-        """End without a final checkpoint, leaving everything for a successor; not collective."""
-        if not self._closed:
-            self._shut_down(remove=False)
+    def abandon(self, commit_newest: bool = False) -> None:
+        """End without a final checkpoint, leaving everything for a successor; not collective.
+
+        With `commit_newest` the newest version in memory is written to local first.
+        """
+        if self._closed:
+            return
+        if commit_newest:
+            self.wait(WAIT_SECONDS)
+            taken = [*self._memory.open, *filter(None, [self._memory.safe])]
+            sealed = [i for i in taken if self._pool.find(i) is not None]
+            known = [*self._local.open, self._local.safe]
+            if sealed and self._local_enabled() and max(sealed) not in known:
+                slot = self._pool.find(max(sealed))
+                assert slot is not None
+                self._commit(max(sealed), slot)
+                self.wait(WAIT_SECONDS)
+        self._shut_down(remove=False)
 
     def __enter__(self) -> Checkpointer:
         """For `with`."""
@@ -289,6 +318,9 @@ class Checkpointer:
             self._snapshot = None
         while self._finished:
             self._report(self._finished.popleft())
+        while self._said:
+            name, values = self._said.popleft()
+            self._emit(name, **values)
 
     def _open_snapshot(self, levels: tuple[str, ...]) -> Snapshot | None:
         """Capture what changes first. A failure here breaks the version, not the training."""
@@ -331,7 +363,14 @@ class Checkpointer:
         def choose_slot(blocks: int, image_bytes: int) -> Slot:
             return self._choose_slot(protected, blocks, image_bytes)
 
-        head = Head(self._job.job, self.version, self._id().generation, self._lineage, self._at())
+        head = Head(
+            job=self._job.job,
+            version=self.version,
+            generation=self._id().generation,
+            life=self._life,
+            lineage=self._lineage,
+            iteration=self._at(),
+        )
         parts = (head, self._plan, levels, node, arena, choose_slot, self._on_done)
         if self._plan.device.type == "cuda":
             from . import cuda
@@ -352,20 +391,22 @@ class Checkpointer:
 
     def _choose_slot(self, protected: set[VersionId], blocks: int, image_bytes: int) -> Slot:
         """Copier thread: a slot, waiting for the proof that an older version is superseded."""
+        seal_bytes = seal_area_bytes(blocks, len(self._lineage))
         try:
-            return self._pool.choose(protected, self._agent.pinned(), blocks, image_bytes)
+            return self._pool.choose(protected, self._agent.pinned(), seal_bytes, image_bytes)
         except NoSlotError:
             pass
         # The vote launched at this version's own boundary: when it is complete, every rank has
         # entered this iteration, so what it says of the version before is the last word.
         ballot = self._ballot
-        assert ballot is not None
+        if ballot is None:
+            raise SnapshotError("the versions were settled meanwhile")
         agreed = ballot.result()
         if ballot.memory is not None and agreed.memory_state == DONE:
             protected = {ballot.memory, *(v for v in protected if v > ballot.memory)}
         elif ballot.memory is not None and agreed.memory_state == BROKEN:
             protected = protected - {ballot.memory}
-        return self._pool.choose(protected, self._agent.pinned(), blocks, image_bytes)
+        return self._pool.choose(protected, self._agent.pinned(), seal_bytes, image_bytes)
 
     def _on_done(self, snapshot: Snapshot) -> None:
         """Sealed or failed; on the thread that did it."""
@@ -386,6 +427,16 @@ class Checkpointer:
         error = self._agent.commit(key, slot)
         if error:
             self._fates["local"][id_] = BROKEN
+            self._said.append(("failed", self._local_failure(id_, error)))
+
+    def _local_failure(self, id_: VersionId, error: str) -> dict[str, Any]:
+        return {
+            "version": id_.version,
+            "level": "local",
+            "message": f"{error}; training goes on, {self.config.path} is behind",
+            "behind_since": self._local.safe.version if self._local.safe else None,
+            "severity": logging.ERROR,
+        }
 
     # --- agreement -----------------------------------------------------------------------------
 
@@ -439,8 +490,9 @@ class Checkpointer:
             (self._fates["memory"], self._memory),
             (self._fates["local"], self._local),
         ):
-            for id_ in [i for i in fates if i not in ledger.open]:
-                del fates[id_]
+            for id_ in list(fates):  # the copier thread may add one any time
+                if id_ not in ledger.open:
+                    fates.pop(id_, None)
         return agreed
 
     def _resolve_local(self, state: int, candidate: VersionId | None) -> None:
@@ -502,14 +554,7 @@ class Checkpointer:
             elif op == "failed":
                 id_ = VersionId(message["generation"], message["version"])
                 self._fates["local"][id_] = BROKEN
-                self._emit(
-                    "failed",
-                    version=id_.version,
-                    level="local",
-                    message=f"{message['error']}; training goes on, {self.config.path} is behind",
-                    behind_since=self._local.safe.version if self._local.safe else None,
-                    severity=logging.ERROR,
-                )
+                self._emit("failed", **self._local_failure(id_, message["error"]))
             elif op == "cleaned":
                 names = ", ".join(message["names"])
                 self._notice(f"removed what a killed writer left half-done: {names}", logging.INFO)
@@ -518,6 +563,10 @@ class Checkpointer:
 
     def _emit(self, name: str, **values: Any) -> None:
         self.log.emit(name, **{"version": self.version, **values})
+
+    def _notice_later(self, text: str, severity: int) -> None:
+        """From another thread: the training thread will say it."""
+        self._said.append(("notice", {"message": text, "severity": severity}))
 
     def _notice(self, text: str, severity: int) -> None:
         self.log.emit("notice", message=text, severity=severity, version=self.version)
@@ -529,7 +578,7 @@ class Checkpointer:
 
     def _at(self) -> int:
         """What `restore()` will return: calls of `step()`, or versions if it is never called."""
-        return self.iteration if self._explicit else self.version
+        return self.iteration + self._ahead if self._explicit else self.version
 
     def _share_inventory(self) -> list[Inventory]:
         mine = take_inventory(self._job, self._store, self._host)
@@ -539,7 +588,7 @@ class Checkpointer:
         """First boundary without a restore: a fresh start, in a generation of its own."""
         inventories = self._share_inventory()
         generation = 1 + max(i.generation for i in inventories)
-        self._lineage = ((generation, 0),)
+        self._lineage, self._life = ((generation, 0),), inventories[0].token
         old = plan_restore([i.found for i in inventories])
         if old is not None and self.group.rank == 0:
             self._notice(
@@ -559,6 +608,7 @@ class Checkpointer:
         inventories = self._share_inventory()
         found = [i.found for i in inventories]
         generation = 1 + max(i.generation for i in inventories)
+        self._life = inventories[0].token
         inventory_seconds = time.perf_counter() - begin
         restorer = Restorer(self.group, found, self._reject)
         for place, problem in dict.fromkeys(p for i in inventories for p in i.problems):
@@ -568,6 +618,10 @@ class Checkpointer:
         if attempt is None:
             if version is not None:
                 raise RestoreError(f"no complete, sound v{version} was found on any level")
+            if self.version > 0:
+                raise RestoreError(
+                    f"nothing sound was found on any level; the live state stays at v{self.version}"
+                )
             if restorer.rejected:
                 self._notice("nothing sound was found: starting from scratch", logging.ERROR)
             self._lineage = ((generation, 0),)
@@ -593,10 +647,15 @@ class Checkpointer:
         self.version, self.iteration = result.version, int(result)
         self._since.clear()
         self._plan = None
-        self._lineage = (*lineage, (generation, result.version))
+        # Lives of which nothing is left any more cannot be confused with anything.
+        oldest = min(f.key.id.generation for i in found for f in i)
+        kept = tuple(entry for entry in lineage if entry[0] >= oldest)
+        self._lineage = (*kept, (generation, result.version))
+        self._rng_after_step = None
         self._schedule.start_at(result.version)
         id_ = VersionId(result.generation, result.version)
-        self._memory = Ledger(safe=id_ if set(result.levels) == {"memory"} else None)
+        # Even when some shards came from elsewhere: those in memory may be the only ones.
+        self._memory = Ledger(safe=id_ if "memory" in result.levels else None)
         on_disk = plan_restore([[f for f in i if f.place.level == "local"] for i in found])
         self._local = Ledger(safe=on_disk.id if on_disk and on_disk.id <= id_ else None)
         self._ballot = None
@@ -633,6 +692,7 @@ class Checkpointer:
             self._memory.safe,
             *self._memory.open,
         )
+        self._ahead = int(bool(self._since))  # the loop's own step() for it is still to come
         if all(self.group.all_gather_object(sealed_here)):
             slot = self._pool.find(id_)
             assert slot is not None
@@ -640,7 +700,12 @@ class Checkpointer:
                 self._local.open.append(id_)
                 self._commit(id_, slot)
         else:
+            # Where it was sealed all the same, it is void: all ranks' shards are of one moment.
+            self._pool.void(id_)
+            for ledger in (self._memory, self._local):
+                ledger.open = [i for i in ledger.open if i != id_]
             self._boundary(force=True)
+        self._ahead = 0
         self.wait()
         self._settle()
 
@@ -668,18 +733,28 @@ class Checkpointer:
 
     def _install_hooks(self, model: torch.nn.Module) -> None:
         for label, optimizer in self.state.optimizers.items():
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_pre_hook(self._barrier(label)))
             self._hooks.append(optimizer.register_step_post_hook(self._counter(label)))
-        if self.config.boundary == "auto":
+        if self.config.boundary != "explicit":
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
 
-    def _before_step(self, *_: Any) -> None:
+    def _barrier(self, label: str) -> Callable[..., None]:
         """The barrier: nothing may change before its copy is complete."""
-        if self._snapshot is not None:
-            self._finish_snapshot()
+
+        def before_step(_: Any, args: Any = (), kwargs: Any = None) -> None:
+            closure = args[0] if args else (kwargs or {}).get("closure")
+            if callable(closure) and label in self._since and self._automatic():
+                # The forward passes come inside the step, too late for a boundary.
+                self._boundary()
+            self._stepping = True
+            if self._snapshot is not None:
+                self._finish_snapshot()
+
+        return before_step
 
     def _counter(self, label: str) -> Callable[..., None]:
         def after_step(*_: Any) -> None:
+            self._stepping = False
             self._since[label] = self._since.get(label, 0) + 1
             self._steps_seen[label] = self._steps_seen.get(label, 0) + 1
             if self._automatic():
@@ -689,13 +764,17 @@ class Checkpointer:
         return after_step
 
     def _automatic(self) -> bool:
-        """True when `step()` is evidently never called: two steps went by without it."""
+        """True when `step()` is evidently never called."""
+        if self._explicit or self.config.boundary == "explicit":
+            return False
         seen = max(self._steps_seen.values(), default=0)
-        return self.config.boundary == "auto" and not self._explicit and seen >= 2
+        return self.config.boundary == "forward" or seen >= AUTOMATIC_AFTER_STEPS
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: torch.nn.Module, *_: Any) -> None:
-        if self._since and self._automatic() and module.training and torch.is_grad_enabled():
+        if not self._since or self._stepping or not self._automatic():
+            return
+        if module.training and torch.is_grad_enabled():
             self._boundary()
 
     def _nothing_new(self) -> bool:
@@ -733,6 +812,23 @@ class Checkpointer:
                     "All ranks need the same arguments, environment variables and file."
                 )
 
+    def _check_room(self, slots: int) -> None:
+        """Say now, in bytes, when shared memory will not do."""
+        walk = self.state.walk()
+        held = sum(t.nbytes for t in walk.striped)
+        if not walk.state:  # most optimizers will make two values for every parameter
+            held *= 3
+        needed = slots * held // self.group.size + slots * sum(b.nbytes for b in walk.buffers)
+        found = os.statvfs(self.config.shm_dir)
+        free = found.f_bavail * found.f_frsize
+        have = sum(s.nbytes for s in self._pool.slots if s is not None)
+        if needed > free + have:
+            self._notice(
+                f"{self.config.shm_dir} has {free} bytes free, and this rank needs about {needed} "
+                f"for {slots} slots: {too_small(self.config.shm_dir)}",
+                logging.ERROR,
+            )
+
     def _claim_job(self) -> int:
         self._job.create()
         for job in self._job.remove_dead_jobs(self.config.memory.linger_seconds):
@@ -759,9 +855,10 @@ class Checkpointer:
         self._agent.close()
         self._plan = self._snapshot = None
         self._pool.close(remove)
-        os.close(self._lock_fd)
         if remove:
             self._job.lock_path(self.group.rank).unlink(missing_ok=True)
+        self._job.unlock_rank(self.group.rank, self._lock_fd)
+        if remove:
             self._job.remove_orphans()
             self._job.remove_if_unused()
         self.group.close()

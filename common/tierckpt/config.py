@@ -71,8 +71,8 @@ class Config:
     """When copying starts: `backward` (with each layer's allreduce), `forward` (at once), or
     `auto`: backward, until the barrier turns out to wait for it."""
     boundary: str = "auto"
-    """`auto`: the next forward is the boundary when `step()` is never called; `explicit`: only
-    `step()` is."""
+    """`explicit`: only `step()` is the boundary; `forward`: the next forward pass after an
+    optimizer's step is; `auto`: the same once `step()` has evidently never been called."""
     agent_nice: int = 10
     """CPU niceness of the agent."""
     events_dir: str = ""
@@ -84,7 +84,7 @@ class Config:
         """Check the values. Raises ConfigError."""
         _one_of("when_busy", self.when_busy, ("skip", "wait"))
         _one_of("release", self.release, ("auto", "backward", "forward"))
-        _one_of("boundary", self.boundary, ("auto", "explicit"))
+        _one_of("boundary", self.boundary, ("auto", "explicit", "forward"))
         if self.slots:
             _at_least("slots", self.slots, 2)
         _at_least("local_keep_last", self.local.keep_last, 1)
@@ -173,13 +173,15 @@ def _convert(key: str, value: Any, source: str) -> Any:
 
 def _build(flat: Mapping[str, Any]) -> Config:
     inner: dict[str, dict[str, Any]] = {"memory": {}, "local": {}}
-    outer: dict[str, Any] = {}
+    # Absolute from the start: the agent has another working directory, and a job may change its.
+    outer: dict[str, Any] = {"path": Config.path}
     for key, value in flat.items():
         table, _, name = key.partition("_")
         if table in inner:
             inner[table][name] = value
         else:
             outer[key] = value
+    outer.update({k: os.path.abspath(outer[k]) for k in ("path", "shm_dir") if outer.get(k)})
     return Config(
         memory=MemoryConfig(**inner["memory"]), local=LocalConfig(**inner["local"]), **outer
     )

@@ -122,8 +122,10 @@ class CudaSnapshot(Snapshot):
     def run(self) -> None:
         """Copier thread: feed, and hash what arrived, until the snapshot is done."""
         self.bind()
-        while self.phase is Phase.OPEN:
-            try:
+        if not self._enter():
+            return
+        with self._leaving():
+            while self.phase is Phase.OPEN:
                 with self._feeding:
                     fed = len(self._flying) < BATCHES_IN_FLIGHT and self._feed(BATCH_BYTES)
                 if not fed and self._flying:
@@ -132,8 +134,8 @@ class CudaSnapshot(Snapshot):
                     with self._changed:
                         if not self._todo and not self._flying and self.phase is Phase.OPEN:
                             self._changed.wait()
-            except Exception as error:
-                self.fail(error)
+            # After a failure: nothing may write to the slot once it is given back.
+            self.lane.stream.synchronize()
 
     def barrier(self) -> None:
         """Return when the compute stream is told to wait for what still reads the live tensors."""
@@ -224,7 +226,10 @@ class CudaSnapshot(Snapshot):
             low = start + self.plan.layout.blocks[block].offset
             return digest(binding.view[low : low + self.plan.layout.blocks[block].nbytes])
 
-        found = list(self.lane.hashers.map(hash_block, batch.blocks))
+        try:
+            found = list(self.lane.hashers.map(hash_block, batch.blocks))
+        except RuntimeError:  # the interpreter is ending and takes no new work
+            found = [hash_block(block) for block in batch.blocks]
         with self._changed:
             for block, value in zip(batch.blocks, found, strict=True):
                 self._digests[block] = value

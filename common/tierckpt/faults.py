@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,7 +84,8 @@ def _fire(rule: Rule) -> None:
     if rule.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif rule.action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: one meant for the process leaves it running until another thread took it.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     else:
         code = getattr(errno, rule.action.upper())
         raise OSError(code, f"{os.strerror(code)} (injected by {rule.text!r})")

@@ -6,7 +6,7 @@ and then plan alike, without talking again.
 
 from __future__ import annotations
 
-import contextlib
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +37,7 @@ class Found:
     key: ShardKey
     place: Place
     lineage: Lineage
+    life: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,25 @@ class Inventory:
     """Manifests that could not be read, and why."""
     generation: int
     """The newest generation seen, also in what is not restorable."""
+    token: str = ""
+    """A random name; rank 0's becomes that of the life that begins now."""
 
 
 def take_inventory(job: JobDirectory, store: LocalStore, host: str) -> Inventory:
     """Look at memory and disk of this machine. Reads manifests only."""
-    found = [Found(m.key, Place("memory", host, str(path)), m.lineage) for path, m in job.sealed()]
+    found = [
+        Found(m.key, Place("memory", host, str(path)), m.lineage, m.life)
+        for path, m in job.sealed()
+    ]
     problems = [(Place("memory", host, str(path)), error) for path, error in job.damaged()]
     directory = str(store.directory.resolve())
-    keys = []
-    with contextlib.suppress(NotADirectoryError):
+    keys: list[ShardKey] = []
+    try:
         keys = store.keys()
+    except NotADirectoryError:
+        pass  # said at attach; there is nothing in there
+    except OSError as error:
+        problems.append((Place("local", host, directory), str(error)))
     for key in keys:
         try:
             manifest = Manifest.decode(store.read_manifest(key))
@@ -68,9 +78,12 @@ def take_inventory(job: JobDirectory, store: LocalStore, host: str) -> Inventory
         except (OSError, CorruptShardError, FormatError) as error:
             problems.append((Place("local", host, f"{directory}/{key.stem}"), str(error)))
         else:
-            found.append(Found(key, Place("local", host, directory), manifest.lineage))
+            found.append(
+                Found(key, Place("local", host, directory), manifest.lineage, manifest.life)
+            )
     generations = [f.key.id.generation for f in found] + [k.id.generation for k in keys]
-    return Inventory(tuple(found), tuple(problems), max(generations, default=0))
+    newest = max(generations, default=0)
+    return Inventory(tuple(found), tuple(problems), newest, secrets.token_hex(8))
 
 
 @dataclass(frozen=True)
@@ -103,39 +116,35 @@ def plan_restore(
     inventories: Sequence[Sequence[Found]],
     bad: frozenset[tuple[ShardKey, Place]] = frozenset(),
     version: int | None = None,
-    allowed: frozenset[VersionId] | None = None,
 ) -> RestorePlan | None:
     """The newest version whose every shard is somewhere, each shard from its cheapest place.
 
-    `bad` are copies found damaged; `version` asks for that one only; `allowed` restricts the
-    choice. None when there is no such version. Same inputs, same plan: every rank calls this.
+    All shards of a version are of one life. `bad` are copies found damaged; `version` asks for that
+    one only. None when there is no such version. Same inputs, same plan: every rank calls this.
     """
-    seen: dict[ShardKey, dict[Place, list[int]]] = {}
+    seen: dict[tuple[str, ShardKey], dict[Place, list[int]]] = {}
     lineages: dict[VersionId, Lineage] = {}
     for rank, inventory in enumerate(inventories):
         for item in inventory:
             lineages[item.key.id] = item.lineage
             if (item.key, item.place) not in bad:
-                seen.setdefault(item.key, {}).setdefault(item.place, []).append(rank)
+                places = seen.setdefault((item.life, item.key), {})
+                places.setdefault(item.place, []).append(rank)
     for id_ in newest_first(lineages.items()):
         if version is not None and id_.version != version:
             continue
-        if allowed is not None and id_ not in allowed:
-            continue
-        for shards in sorted({k.shards for k in seen if k.id == id_}):
+        for life, shards in sorted({(life, k.shards) for life, k in seen if k.id == id_}):
             keys = [ShardKey(id_, s, shards) for s in range(shards)]
-            if all(k in seen for k in keys):
-                return RestorePlan(id_, tuple(_assign(keys, seen, len(inventories))))
+            if all((life, k) in seen for k in keys):
+                places_of = {k: seen[life, k] for k in keys}
+                return RestorePlan(id_, tuple(_assign(places_of, len(inventories))))
     return None
 
 
-def _assign(
-    keys: Sequence[ShardKey], seen: dict[ShardKey, dict[Place, list[int]]], ranks: int
-) -> Iterator[Source]:
+def _assign(places_of: dict[ShardKey, dict[Place, list[int]]], ranks: int) -> Iterator[Source]:
     """Pick a place and a reader for every shard; readers as evenly loaded as places allow."""
     load = [0] * ranks
-    for key in keys:
-        places = seen[key]
+    for key, places in places_of.items():
         place = min(places, key=lambda p: (LEVELS.index(p.level), p))
         readers = places[place]
         home = key.shard if key.shard in readers and load[key.shard] == 0 else None

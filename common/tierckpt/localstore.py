@@ -19,6 +19,7 @@ import fcntl
 import mmap
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +57,17 @@ class LocalStore:
 
     # --- writing -------------------------------------------------------------------------------
 
-    def commit(self, key: ShardKey, image: memoryview, manifest: bytes) -> CommitTimes:
+    def commit(
+        self,
+        key: ShardKey,
+        image: memoryview,
+        manifest: bytes,
+        still_sealed: Callable[[], bool] = lambda: True,
+    ) -> CommitTimes:
         """Make the shard exist, durably. After an OSError it does not, and older ones still do.
 
-        `image` must not change meanwhile; its length is a multiple of PAGE_BYTES.
+        `image` must not change meanwhile; its length is a multiple of PAGE_BYTES. `still_sealed` is
+        asked after the last byte was read: False means it did change, and is an OSError.
         """
         data, record = self._data(key), self._manifest(key)
         temp = self.directory / f".{key.stem}.tmp"
@@ -74,6 +82,8 @@ class LocalStore:
             with _LockedFile(temp) as file:
                 file.write(image)
                 written = time.perf_counter()
+                if not still_sealed():
+                    raise FileNotFoundError(f"the slot of {key} was refilled while it was written")
                 self._rename(temp, data)
                 self._sync_directory()
                 self._write_small(self.directory / f".{key.stem}.manifest.tmp", record, manifest)
@@ -90,12 +100,17 @@ class LocalStore:
         """Make the shard not exist; its file is kept for reuse if none is kept yet."""
         self._unlink(self._manifest(key))
         self._sync_directory()  # before the data changes its name: never a manifest without data
-        spare = self._spare(key.shard)
-        if spare.exists():
-            self._unlink(self._data(key))
+        spare, data = self._spare(key.shard), self._data(key)
+        linked = data.exists() and data.stat().st_nlink > 1  # somebody's hard link keeps it
+        if linked or spare.exists():
+            self._unlink(data)
         else:
             with contextlib.suppress(FileNotFoundError):
-                self._rename(self._data(key), spare)
+                self._rename(data, spare)
+
+    def drop_spare(self, shard: int) -> None:
+        """Remove the file that was kept for reuse."""
+        self._spare(shard).unlink(missing_ok=True)
 
     def clean(self, shard: int) -> list[str]:
         """Remove what a writer of `shard` left half-done when it was killed; returns the names.
@@ -105,6 +120,10 @@ class LocalStore:
         """
         removed = []
         for path in self.directory.glob(f".*.s{shard:05d}of*"):
+            stem = path.name.removeprefix(".").removesuffix(".manifest.tmp")
+            data = self.directory / f"{stem}{DATA_SUFFIX}"
+            if data.exists() and not _unlocked(data):
+                continue  # a living writer is about to rename this manifest
             if path != self._spare(shard) and _unlocked(path):
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()

@@ -105,6 +105,8 @@ class Schedule:
     last_local: int = 0
     skipping: frozenset[str] = frozenset()
     """Levels whose due version was already reported as skipped."""
+    requested: frozenset[str] = frozenset()
+    """Levels that a user's request has not reached yet."""
 
     def start_at(self, version: int) -> None:
         """After a restore: nothing is due before the intervals have passed again."""
@@ -131,10 +133,13 @@ class Schedule:
 
     def decide(self, version: int, agreed: Vote) -> Decision:
         """Take or skip; a version that had to be skipped stays due."""
-        due = self.due(version, agreed)
+        if agreed.no_request == 0:
+            self.requested = frozenset({"memory", "local"})
+        due = self.due(version, agreed) | self.requested
         if not due:
             return Decision()
-        wait = self.config.when_busy == "wait" and not (agreed.slot_free and agreed.local_free)
+        busy = not agreed.slot_free or ("local" in due and not agreed.local_free)
+        wait = busy and self.config.when_busy == "wait"
         skipped: list[tuple[str, str]] = []
         take = set(due)
         if not wait and not agreed.slot_free:
@@ -148,6 +153,7 @@ class Schedule:
             take.add("memory")
         if "local" in take:
             self.last_local = version
+        self.requested -= take
         fresh = tuple(s for s in skipped if s[0] not in self.skipping)
         self.skipping = frozenset(level for level, _ in skipped)
         return Decision(tuple(sorted(take, reverse=True)), fresh, wait)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from .naming import VersionId
-from .slots import JobDirectory, Slot, seal_area_bytes
+from .slots import JobDirectory, Slot
 
 
 class NoSlotError(Exception):
@@ -56,7 +56,7 @@ class SlotPool:
                 self._foreign.add(index)
 
     def choose(
-        self, protected: set[VersionId], pinned: set[str], blocks: int, image_bytes: int
+        self, protected: set[VersionId], pinned: set[str], seal_bytes: int, image_bytes: int
     ) -> Slot:
         """An unsealed slot of at least that size, marked as being filled until `filled`.
 
@@ -66,7 +66,7 @@ class SlotPool:
             index = self._free_index(protected, pinned)
             self._filling.add(index)
         try:
-            return self._make_ready(index, seal_area_bytes(blocks), image_bytes)
+            return self._make_ready(index, seal_bytes, image_bytes)
         except BaseException:
             with self._lock:
                 self._filling.discard(index)
@@ -118,10 +118,8 @@ class SlotPool:
             self.volatile = True
             self._on_notice(
                 f"{self.job.root.parent} has no room for a slot of {seal_bytes + image_bytes} "
-                f"bytes ({len(self.slots)} per rank are needed): this rank's slots are private "
-                "memory now and DO NOT survive a killed process; only the local level does. Give "
-                "the container more shared memory (docker run --shm-size, an emptyDir of medium "
-                "Memory in Kubernetes), or set shm_dir to a larger memory file system",
+                f"bytes ({len(self.slots)} per rank are needed): "
+                f"{too_small(str(self.job.root.parent))}",
                 logging.ERROR,
             )
         return Slot.create(None, path.name, seal_bytes, image_bytes)
@@ -149,6 +147,19 @@ class SlotPool:
         """The slot that holds `id_`, sealed."""
         return self.slots[self._held.index(id_)] if id_ in self._held else None
 
+    def void(self, id_: VersionId) -> None:
+        """Unseal the slot that holds `id_`, if one does: the version is to be taken again."""
+        with self._lock:
+            for index in [i for i, held in enumerate(self._held) if held == id_]:
+                slot = self.slots[index]
+                assert slot is not None
+                slot.unseal()
+                self._held[index] = None
+
+    def holds_anything(self) -> bool:
+        """True when some slot is sealed."""
+        return any(self._held)
+
     def close(self, remove: bool) -> None:
         """Unmap all slots, and delete them if `remove`."""
         for slot in self.slots:
@@ -160,6 +171,15 @@ class SlotPool:
                     slot.close()
         self.slots = [None] * len(self.slots)
         self._held = [None] * len(self.slots)
+
+
+def too_small(shm_dir: str) -> str:
+    """What follows from too little shared memory, and the way out."""
+    return (
+        "slots that do not fit are private memory and DO NOT survive a killed process; only the "
+        f"local level does. Give {shm_dir} more memory (docker run --shm-size, an emptyDir of "
+        "medium Memory in Kubernetes), or set shm_dir to a larger memory file system"
+    )
 
 
 def _nothing(slot: Slot) -> None:

@@ -49,9 +49,11 @@ def job_id_of(path: str | os.PathLike[str]) -> str:
     return f"{slug[:40]}-{hashlib.sha256(real.encode()).hexdigest()[:12]}"
 
 
-def seal_area_bytes(blocks: int) -> int:
-    """Room for a manifest with the digests of the header and `blocks` blocks (base64)."""
-    return round_up(_SEAL_HEAD_BYTES + 2048 + (blocks + 1) * DIGEST_BYTES * 4 // 3, PAGE_BYTES)
+def seal_area_bytes(blocks: int, lives: int = 1) -> int:
+    """Room for a manifest with the digests of the header and `blocks` blocks (base64), and the
+    lineage of `lives` lives."""
+    digests = (blocks + 1) * DIGEST_BYTES * 4 // 3
+    return round_up(_SEAL_HEAD_BYTES + 2048 + 48 * lives + digests, PAGE_BYTES)
 
 
 class Slot:
@@ -170,13 +172,24 @@ def unpin(fd: int) -> None:
     fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
-def _lockable(fd: int) -> bool:
+_locked_here: dict[Path, int] = {}
+"""Lock files that this process holds (by path, the process's id): POSIX locks do not exclude their
+own process, and closing any descriptor of the file would drop them."""
+
+
+def _try_lock(fd: int) -> bool:
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
         raise
+    return True
+
+
+def _lockable(fd: int) -> bool:
+    if not _try_lock(fd):
+        return False
     fcntl.lockf(fd, fcntl.LOCK_UN)
     return True
 
@@ -209,33 +222,44 @@ class JobDirectory:
         self.path.mkdir(mode=0o700, exist_ok=True)
 
     def lock_rank(self, rank: int, patience_seconds: float = 15.0) -> int:
-        """Become the living trainer of `rank`; returns a descriptor to keep open.
+        """Become the living trainer of `rank`; returns a descriptor for `unlock_rank`.
 
         A predecessor that was killed a moment ago may take the kernel some time to tear down, so
         this waits `patience_seconds` before it raises JobBusyError.
         """
         path = self.lock_path(rank)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if _locked_here.get(path) == os.getpid():
+            raise self._busy(rank, str(os.getpid()))
         deadline = time.monotonic() + patience_seconds
         while True:
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    raise
-                if time.monotonic() > deadline:
-                    owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-                    os.close(fd)
-                    raise JobBusyError(
-                        f"rank {rank} of job {self.job!r} is already running on this machine "
-                        f"(process {owner}). Two jobs cannot write to one path: give this one "
-                        "another path, or another job_id if it really is another job."
-                    ) from None
-                time.sleep(0.05)
+            self.create()
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if _try_lock(fd):
+                # Its last owner may have removed the file between our open and our lock.
+                if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
+                    break
+            elif time.monotonic() > deadline:
+                owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                os.close(fd)
+                raise self._busy(rank, owner)
+            os.close(fd)
+            time.sleep(0.05)
+        _locked_here[path] = os.getpid()
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         return fd
+
+    def unlock_rank(self, rank: int, fd: int) -> None:
+        """The inverse of `lock_rank`."""
+        _locked_here.pop(self.lock_path(rank), None)
+        os.close(fd)
+
+    def _busy(self, rank: int, owner: str) -> JobBusyError:
+        return JobBusyError(
+            f"rank {rank} of job {self.job!r} is already running on this machine (process "
+            f"{owner}). Two jobs cannot write to one path: give this one another path, or another "
+            "job_id if it really is another job."
+        )
 
     def segments(self) -> list[Path]:
         """Files of all slots of this job, of any rank."""
@@ -336,6 +360,8 @@ def _read_seal(path: Path) -> Manifest | None:
 
 
 def _path_lockable(path: Path) -> bool:
+    if _locked_here.get(path) == os.getpid():
+        return False
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except (FileNotFoundError, IsADirectoryError):

@@ -16,10 +16,11 @@ Any failure makes the snapshot FAILED, never the training: it is then never seal
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -38,6 +39,9 @@ from .state import TrainingState, Walk
 
 BIND_PATIENCE_SECONDS = 30.0
 """The barrier waits this long for a slot, then lets the training go on without the snapshot."""
+
+
+JOIN_PATIENCE_SECONDS = 10.0
 
 
 class SnapshotError(Exception):
@@ -272,6 +276,7 @@ class Head:
     job: str
     version: int
     generation: int
+    life: str
     lineage: Lineage
     iteration: int
 
@@ -288,7 +293,7 @@ class Snapshot:
     """The packed rank tree, and the tensors in it."""
     arena: tree.Arena
     choose_slot: Callable[[int, int], Slot]
-    """(blocks, image bytes) -> an unsealed slot of that size. Copier thread; may wait, may raise."""
+    """(blocks, image bytes) -> an unsealed slot of that size. Copier thread; may wait or raise."""
     on_done: Callable[[Snapshot], None]
     """Called once, by the thread that sealed or failed it."""
     clock: Clock = field(default_factory=Clock)
@@ -305,9 +310,10 @@ class Snapshot:
         self._held = set(self.plan.striped_blocks)
         self._left = len(blocks)
         self._in_flight = 0
+        """Threads that are at work on the slot."""
+        self._reporting = self._reported = False
         self._digests: list[bytes] = [b""] * len(blocks)
         self._binding: Binding | None = None
-        self._finishing = False
         self._counters = self.plan.counters()
         self._header = b""
         self._data_bytes = 0
@@ -349,56 +355,76 @@ class Snapshot:
             self.fail(SnapshotError("no slot could be claimed in time; another rank is stuck"))
         while self.work():
             pass
-        self.wait_done()
+        with self._changed:
+            self._changed.wait_for(lambda: self._reported or self.phase is Phase.FAILED)
         self.clock.barrier += time.perf_counter() - begin
 
     def wait_done(self) -> None:
-        """Return when it is sealed or has failed."""
+        """Return when it is sealed or has failed, and `on_done` has heard of it."""
         with self._changed:
-            self._changed.wait_for(lambda: self.phase is not Phase.OPEN)
+            self._changed.wait_for(lambda: self._reported)
 
     # --- copier thread, and the training thread inside the barrier ------------------------------
 
+    def _enter(self) -> bool:
+        """Before anything that touches the slot; False when it is over."""
+        with self._changed:
+            if self.phase is not Phase.OPEN:
+                return False
+            self._in_flight += 1
+            return True
+
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Around it: the slot is given back after the last one left."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise  # a KeyboardInterrupt in the barrier
+        finally:
+            with self._changed:
+                self._in_flight -= 1
+            self._report()
+
     def bind(self) -> None:
         """Claim a slot and void what it held; copier thread only."""
-        try:
+        if not self._enter():
+            return
+        with self._leaving():
             self._tree = tree.encode(self.node, self.arena.tensors)
             self._header, self._data_bytes = self.plan.header(len(self._tree))
             blocks = len(self.plan.layout.blocks) + 1
-            slot = self.choose_slot(blocks, len(self._header) + self._data_bytes)
+            self.slot = self.choose_slot(blocks, len(self._header) + self._data_bytes)
             faults.point("refill", version=self.head.version)
-            binding = Binding(slot)
-        except Exception as error:
-            self.fail(error)
-            return
-        with self._changed:
-            self.slot, self._binding = slot, binding
-            self._changed.notify_all()
-        if self._left == 0:  # more ranks than pieces: this one has its small state only
-            self._seal()
+            binding = Binding(self.slot)
+            with self._changed:
+                if self.phase is Phase.OPEN:
+                    self._binding = binding
+                    self._changed.notify_all()
+            if self._left == 0:  # more ranks than pieces: this one has its small state only
+                self._seal()
 
     def work(self) -> bool:
         """Copy one released block, if there is one."""
         with self._changed:
-            if self.phase is not Phase.OPEN or not self._todo or self._binding is None:
+            binding = self._binding
+            if self.phase is not Phase.OPEN or not self._todo or binding is None:
                 return False
             block = self._todo.popleft()
             self._in_flight += 1
-        begin = time.perf_counter()
-        try:
+        with self._leaving():
+            begin = time.perf_counter()
             faults.point("copy", version=self.head.version, block=block)
-            found = self._binding.copy_block(self.plan, block, len(self._header))
-        except Exception as error:
-            self.fail(error)
-            return False
-        with self._changed:
-            self._digests[block] = found
-            self.clock.copy += time.perf_counter() - begin
-            self._in_flight -= 1
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._seal()
+            found = binding.copy_block(self.plan, block, len(self._header))
+            with self._changed:
+                self._digests[block] = found
+                self.clock.copy += time.perf_counter() - begin
+                self._left -= 1
+                last = self._left == 0
+            if last:
+                self._seal()
         return True
 
     def run(self) -> None:
@@ -411,17 +437,14 @@ class Snapshot:
                         self._changed.wait()
 
     def _seal(self) -> None:
-        try:
-            self._check_before_seal()
-            self._write_head_and_tree()
-            faults.point("seal", version=self.head.version)
-            assert self.slot is not None
-            assert self.manifest is not None
-            self.slot.seal(self.manifest.encode())
-            faults.point("sealed", version=self.head.version)
-        except Exception as error:
-            self.fail(error)
-            return
+        """With everything copied, by the thread that copied the last block."""
+        self._check_before_seal()
+        self._write_head_and_tree()
+        faults.point("seal", version=self.head.version)
+        assert self.slot is not None
+        assert self.manifest is not None
+        self.slot.seal(self.manifest.encode())
+        faults.point("sealed", version=self.head.version)
         self.clock.sealed_after = time.monotonic() - self.started_seconds
         self._end(Phase.SEALED)
 
@@ -452,6 +475,7 @@ class Snapshot:
             job=self.head.job,
             version=self.head.version,
             generation=self.head.generation,
+            life=self.head.life,
             lineage=self.head.lineage,
             iteration=self.head.iteration,
             shard=self.plan.layout.rank,
@@ -465,18 +489,26 @@ class Snapshot:
 
     def fail(self, error: BaseException) -> None:
         """Give the snapshot up. Any thread."""
-        if self.phase is Phase.OPEN:
-            self.error = f"{type(error).__name__}: {error}"
-            self._end(Phase.FAILED)
+        self._end(Phase.FAILED, f"{type(error).__name__}: {error}")
+        self._report()
 
-    def _end(self, phase: Phase) -> None:
+    def _end(self, phase: Phase, error: str = "") -> None:
         with self._changed:
-            if self.phase is not Phase.OPEN:
+            if self.phase is Phase.OPEN:
+                self.phase, self.error = phase, error
+                self._binding = None
+                self._changed.notify_all()
+
+    def _report(self) -> None:
+        """Call `on_done`, once, when it is over and nobody is at work on the slot any more."""
+        with self._changed:
+            if self.phase is Phase.OPEN or self._in_flight or self._reporting:
                 return
-            self.phase = phase
-            self._binding = None
-            self._changed.notify_all()
+            self._reporting = True
         self.on_done(self)
+        with self._changed:
+            self._reported = True
+            self._changed.notify_all()
 
 
 class Copier(threading.Thread):
@@ -497,7 +529,7 @@ class Copier(threading.Thread):
         """End the thread after what is queued."""
         self._queue.append(None)
         self._wake.release()
-        self.join()
+        self.join(JOIN_PATIENCE_SECONDS)  # it is a daemon; another rank may never answer it
 
     def run(self) -> None:
         """The loop."""
@@ -506,4 +538,7 @@ class Copier(threading.Thread):
             snapshot = self._queue.popleft()
             if snapshot is None:
                 return
-            snapshot.run()
+            try:
+                snapshot.run()
+            except Exception as error:  # e.g. in `on_done`: that version is lost, not the thread
+                snapshot.fail(error)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import array
 import base64
-import ctypes
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import torch
 import xxhash
 
 from . import tree
-from .errors import UnsupportedStateError
+from .errors import ConfigError, UnsupportedStateError
 
 _GROUP_KEYS_NOT_STORED = ("params", "param_names")
 
@@ -64,6 +63,7 @@ class TrainingState:
         self.extra_per_rank = dict(extra_per_rank or {})
         self._modules: list[torch.nn.Module] = []
         self._buffer_slots: list[tuple[dict[str, Any], str]] | None = None
+        self._buffer_count = 0
         self._names: dict[int, str] = {}
         for optimizer in self.optimizers.values():
             _refuse_optimizer(optimizer)
@@ -89,6 +89,7 @@ class TrainingState:
         state: list[tuple[torch.Tensor, torch.Tensor, int, str]] = []
         odd: list[tuple[torch.Tensor, int, str, Any]] = []
         for index, optimizer in enumerate(self.optimizers.values()):
+            _refuse_odd_keys(optimizer)
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     params.setdefault(id(param), param)
@@ -110,13 +111,16 @@ class TrainingState:
         up costs some 30 nanoseconds a tensor, a walk twenty times as much.
         """
         found: list[dict[Any, Any]] = [m._parameters for m in self._modules]
+        found += [m._modules for m in self._modules]
         for optimizer in self.optimizers.values():
             found += optimizer.state.values()
         return found
 
     def live_buffers(self) -> list[torch.Tensor]:
         """Every persistent buffer, once."""
-        if self._buffer_slots is None:
+        count = sum([len(m._buffers) for m in self._modules])
+        if self._buffer_slots is None or count != self._buffer_count:
+            self._buffer_count = count
             self._buffer_slots = [
                 (m._buffers, name)
                 for m in self._modules
@@ -254,6 +258,11 @@ def label_optimizers(
     if isinstance(optimizers, torch.optim.Optimizer):
         return {"optimizer": optimizers}
     if isinstance(optimizers, Mapping):
+        for label in optimizers:
+            if not label or "/" in str(label):
+                raise ConfigError(f"optimizer name {label!r}: it must be text without '/'")
+            if label in ("model", "buffer"):
+                raise ConfigError(f"optimizer name {label!r} is taken; choose another one")
         return dict(optimizers)
     return {f"optimizer{i}": o for i, o in enumerate(optimizers)}
 
@@ -270,6 +279,23 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "package is for replicated state. Use the inner optimizer class directly, or "
             "torch.distributed.checkpoint."
         )
+
+
+def _refuse_odd_keys(optimizer: torch.optim.Optimizer) -> None:
+    """State that does not belong to a parameter has no name under which it could come back."""
+    name = type(optimizer).__name__
+    for owner, values in optimizer.state.items():
+        if not isinstance(owner, torch.Tensor):
+            raise UnsupportedStateError(
+                f"{name}.state[{owner!r}] belongs to no parameter. Give the object that keeps it a "
+                "state_dict() and load_state_dict(), and pass it as extra={...}."
+            )
+        for key in values:
+            if not isinstance(key, str) or "/" in key:
+                raise UnsupportedStateError(
+                    f"{name} keeps state under the key {key!r}; only text without '/' can be "
+                    "stored. Pass an object with state_dict() that wraps it as extra={...}."
+                )
 
 
 def refuse_model(model: torch.nn.Module) -> None:
@@ -345,45 +371,17 @@ def load_extra(obj: Any, value: Any) -> None:
 def pack_rng() -> dict[str, Any]:
     """State of the process-wide generators: python, numpy, torch CPU, every CUDA device in use."""
     version, words, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
     cuda = []
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         # Philox keeps seed and offset on the host: nothing is read back from a device here.
         cuda = [_text_of(torch.cuda.get_rng_state(i)) for i in range(torch.cuda.device_count())]
     return {
         "python": [version, base64.b64encode(array.array("I", words)).decode(), gauss],
-        "numpy": _numpy_rng.pack(),
+        "numpy": [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), *rest],
         "torch": _text_of(torch.get_rng_state()),
         "cuda": cuda,
     }
-
-
-class _NumpyRng:
-    """numpy's global generator, read in full (0.1 ms) only when it was used since the last time.
-
-    What is compared is the generator's own memory, at the address that numpy publishes. The one
-    thing not in there, a second normal deviate kept for later, can only come into being by drawing
-    from the generator; so when none was kept and the memory is unchanged, nothing was used.
-    """
-
-    _MT19937_BYTES = 624 * 4 + 4
-
-    def __init__(self) -> None:
-        self._memory = b""
-        self._packed: list[Any] = []
-
-    def pack(self) -> list[Any]:
-        generator = np.random.mtrand.get_bit_generator()
-        memory = b""
-        if type(generator) is np.random.MT19937:
-            memory = ctypes.string_at(generator.ctypes.state_address, self._MT19937_BYTES)
-        if not memory or memory != self._memory or self._packed[3]:
-            kind, keys, *rest = np.random.get_state(legacy=True)
-            self._packed = [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), *rest]
-            self._memory = memory
-        return list(self._packed)
-
-
-_numpy_rng = _NumpyRng()
 
 
 def _text_of(state: torch.Tensor) -> str:

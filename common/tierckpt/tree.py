@@ -253,19 +253,18 @@ def _ordered_set(value: Any, path: str, keep: KeepTensor) -> list[Any]:
 def _pack_array(value: np.ndarray, path: str, keep: KeepTensor) -> dict[str, Any]:
     if value.dtype.hasobject:
         raise UnsupportedStateError(f"{path} is a numpy array of Python objects; convert it first")
-    if value.nbytes <= INLINE_BYTES:
-        text = base64.b64encode(value.tobytes()).decode()
-        return {TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "b": text}
-    # As bytes: numpy has types that torch lacks (strings, dates, structures, long doubles).
-    raw = torch.from_numpy(np.frombuffer(value.tobytes(), dtype=np.uint8).copy())
-    node = keep(raw, path)
     text = _dtype_text(value.dtype)
     if _dtype_of_text(text) != value.dtype:
         raise UnsupportedStateError(
             f"{path} is a numpy array of type {value.dtype!r}, which has no name of its own in "
             "numpy; convert it first"
         )
-    return {TAG: "array", "dtype": text, "shape": list(value.shape), "v": node}
+    node = {TAG: "array", "dtype": text, "shape": list(value.shape)}
+    if value.nbytes <= INLINE_BYTES:
+        return {**node, "b": base64.b64encode(value.tobytes()).decode()}
+    # As bytes: numpy has types that torch lacks (strings, dates, structures, long doubles).
+    raw = torch.from_numpy(np.frombuffer(value.tobytes(), dtype=np.uint8).copy())
+    return {**node, "v": keep(raw, path)}
 
 
 def _unpack_array(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> np.ndarray:

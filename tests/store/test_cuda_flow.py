@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tierckpt
 import torch
+
+import tierckpt
 from tierckpt import cuda, snapshot
 
 

@@ -107,7 +107,7 @@ class StoreConformance:
             image[:4] = b"mine"  # private to this map
             assert is_sound(store, key_of(1))
 
-    # --- what is retired is gone -------------------------------------------------------------------
+    # --- what is retired is gone -----------------------------------------------------------------
 
     def test_a_retired_shard_is_gone_and_the_others_are_not(self, store: Any) -> None:
         """Nothing but the named shard."""
@@ -139,7 +139,7 @@ class StoreConformance:
         assert store.keys() == [key_of(6), key_of(7)]
         assert counts[-1] == counts[-3]
 
-    # --- what was left half-done is cleaned up -----------------------------------------------------
+    # --- what was left half-done is cleaned up ---------------------------------------------------
 
     def test_a_shard_without_manifest_is_no_shard_and_is_cleaned(
         self, store: Any, tmp_path: Path
@@ -167,7 +167,7 @@ class StoreConformance:
         assert self.data_file(tmp_path, key_of(1, 1, 2)).exists()
         assert stranger.read_text() == "not ours"
 
-    # --- faults ------------------------------------------------------------------------------------
+    # --- faults ----------------------------------------------------------------------------------
 
     def test_failing_at_any_operation_loses_nothing_committed(self, tmp_path: Path) -> None:
         """An input/output error at the k-th operation, for every k; then the store goes on."""

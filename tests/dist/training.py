@@ -1,0 +1,207 @@
+"""Small data-parallel jobs that scenarios run: what they compute depends on seed, rank and
+iteration alone, and on dropout, that is on the random streams a checkpoint has to bring back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_ckpt
+import tierckpt
+from tests import exact
+
+WIDTH = 24
+ROWS = 6
+
+
+class Net(nn.Module):
+    """Enough layers for many buckets, dropout, and (if wanted) BatchNorm and a side branch."""
+
+    def __init__(self, norm: bool = False, branch: bool = False, layers: int = 4) -> None:
+        super().__init__()
+        steps: list[nn.Module] = []
+        for _ in range(layers):
+            steps += [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2)]
+            steps += [nn.BatchNorm1d(WIDTH)] if norm else []
+        self.body = nn.Sequential(*steps)
+        self.branch = nn.Linear(WIDTH, WIDTH) if branch else None
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, use_branch: bool = False) -> torch.Tensor:
+        x = self.body(x)
+        if self.branch is not None and use_branch:
+            x = x + self.branch(x)
+        return self.head(x)
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8, sparse=True)
+
+    def forward(self, x: torch.Tensor, use_branch: bool = False) -> torch.Tensor:
+        return self.table((9 * x.abs()).long() % 50)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def batch(iteration: int, part: int = 0) -> torch.Tensor:
+    """This rank's data: all are different."""
+    source = torch.Generator().manual_seed(10_000 * rank() + 100 * part + iteration)
+    return torch.randn(ROWS, WIDTH, generator=source)
+
+
+@dataclass
+class Job:
+    """A training script's objects."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizers[0]
+
+    @property
+    def bare(self) -> nn.Module:
+        return tierckpt.state.unwrap(self.model)
+
+    def loss(self, iteration: int, part: int = 0) -> torch.Tensor:
+        # The branch is used by some ranks only, in turn.
+        uses_branch = (iteration + rank()) % 2 == 0
+        return self.model(batch(iteration, part).to(self.dtype), uses_branch).square().mean()
+
+    def iterate(self, iteration: int) -> str:
+        """One whole iteration; the digest of the gradients in it."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.loss(iteration).backward()
+        gradients = exact.digest(exact.gradients(self.bare))
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return gradients
+
+    def image(self) -> dict[str, Any]:
+        return {**self.replicated(), **exact.buffers(self.bare), **exact.streams()}
+
+    def replicated(self) -> dict[str, Any]:
+        return exact.replicated(self.bare, *self.optimizers)
+
+    def digest(self) -> str:
+        return exact.digest(self.image())
+
+
+def make_job(
+    net: Callable[[], nn.Module] = Net,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+    **ddp: Any,
+) -> Job:
+    """A job on the process group of this process, if there is one."""
+    torch.manual_seed(seed)
+    model = net().to(dtype)
+    wrapped = DistributedDataParallel(model, **ddp) if dist.is_initialized() else model
+    torch.manual_seed(1000 * seed + rank())  # dropout differs by rank
+    return Job(wrapped, [optimizer(model.parameters(), lr=0.01)], dtype)
+
+
+@dataclass
+class Place:
+    """Where a job's checkpoints go."""
+
+    path: str
+    shm: str
+
+    @staticmethod
+    def under(tmp_path: Path, shm_dir: Path) -> Place:
+        return Place(str(tmp_path / "ckpts"), str(shm_dir))
+
+    def segments(self) -> list[Path]:
+        """Files in the memory file system."""
+        return [p for p in Path(self.shm).rglob("*") if p.is_file()]
+
+    def shards(self) -> list[Path]:
+        """Files of shards on disk."""
+        return sorted(Path(self.path).glob("v*.safetensors"))
+
+
+Events = list[tierckpt.Event]
+
+
+@dataclass
+class Attached:
+    """A checkpointer and what it reported."""
+
+    ckpt: ddp_ckpt.Checkpointer
+    events: Events = field(default_factory=list)
+
+    def versions(self, name: str, level: str) -> list[int]:
+        return [e.version for e in self.events if (e.name, e.level) == (name, level)]
+
+    def said(self, text: str) -> list[tierckpt.Event]:
+        return [e for e in self.events if text in e.text()]
+
+
+def attach(job: Job, place: Place, **settings: Any) -> Attached:
+    """By default a version to memory at every step, and nothing to disk."""
+    events: Events = []
+    defaults: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
+    several = len(job.optimizers) > 1
+    ckpt = ddp_ckpt.Checkpointer(
+        job.model,
+        settings.pop("optimizer", job.optimizers if several else job.optimizer),
+        path=place.path,
+        shm_dir=place.shm,
+        on_event=events.append,
+        **{**defaults, **settings},
+    )
+    return Attached(ckpt, events)
+
+
+def train(job: Job, ckpt: tierckpt.Checkpointer, iterations: Iterable[int]) -> dict[int, str]:
+    """The ordinary loop: digests of the state after each iteration."""
+    course = {}
+    for iteration in iterations:
+        job.iterate(iteration)
+        ckpt.step()
+        course[iteration + 1] = job.digest()
+    return course
+
+
+def crash_after(job: Job, attached: Attached, iterations: int) -> dict[int, str]:
+    """Train, and end as a crash would: in the middle of the iteration after the last boundary."""
+    course = train(job, attached.ckpt, range(iterations))
+    job.iterate(iterations)
+    attached.ckpt.abandon()
+    return course
+
+
+@contextmanager
+def working_in(folder: Path) -> Any:
+    folder.mkdir(parents=True, exist_ok=True)
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+sgd = partial(torch.optim.SGD, momentum=0.9)
+fused_adamw = partial(torch.optim.AdamW, fused=True)

@@ -1,0 +1,21 @@
+"""Other processes, which say a line when they are where the test wants them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def python(program: str, *arguments: object) -> subprocess.Popen[str]:
+    """Start `program`; it ends when its standard input does, or sooner."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Close its pipes and wait for it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    process.stdout.close()
+    process.wait(60)

@@ -1,0 +1,80 @@
+"""The local level's store: the suite that every store must pass, and what is its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.store.processes import end, python
+from tierckpt.localstore import LocalStore
+from tierckpt.testing import StoreConformance
+from tierckpt.testing.storeprogram import commit_one, content_of, is_sound, key_of
+
+
+class TestLocalStore(StoreConformance):
+    factory = "tierckpt.localstore:LocalStore"
+
+
+def made(directory: Path) -> LocalStore:
+    store = LocalStore(directory)
+    store.create()
+    return store
+
+
+def test_a_retired_file_is_written_over_by_the_next_version(tmp_path: Path) -> None:
+    store = made(tmp_path)
+    commit_one(store, key_of(1), pages=5)
+    inode = store._data(key_of(1)).stat().st_ino
+    store.retire(key_of(1))
+    commit_one(store, key_of(2), pages=2)
+    assert store._data(key_of(2)).stat().st_ino == inode
+    assert store._data(key_of(2)).read_bytes() == content_of(key_of(2), pages=2)
+
+
+def test_one_retired_file_is_kept_and_a_restart_does_not_take_it_for_rubbish(
+    tmp_path: Path,
+) -> None:
+    store = made(tmp_path)
+    for version in (1, 2, 3):
+        commit_one(store, key_of(version))
+    for version in (1, 2):
+        store.retire(key_of(version))
+    names = [p.name for p in tmp_path.iterdir()]
+    assert len(names) == 3
+    assert made(tmp_path).clean(0) == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(names)
+
+
+def test_what_a_living_writer_has_open_is_not_cleaned_away(tmp_path: Path) -> None:
+    """The agent of a trainer that was just killed may still be at its last version."""
+    temp = tmp_path / f".{key_of(7).stem}.tmp"
+    writer = python(
+        "import sys; from pathlib import Path; from tierckpt.localstore import _LockedFile\n"
+        "with _LockedFile(Path(sys.argv[1])): print('open', flush=True); sys.stdin.read()",
+        temp,
+    )
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "open\n"
+        assert made(tmp_path).clean(0) == []
+        assert temp.exists()
+    finally:
+        end(writer)
+    assert made(tmp_path).clean(0) == [temp.name]
+
+
+def test_memory_that_is_not_aligned_is_written_all_the_same(tmp_path: Path) -> None:
+    """Direct I/O refuses it; the page cache does not."""
+    store = made(tmp_path)
+    shifted = memoryview(bytearray(b"x" + content_of(key_of(1))))[1:]
+    times = store.commit(key_of(1), shifted, b"whatever")
+    assert not times.direct or times.write_seconds >= 0
+    assert store._data(key_of(1)).read_bytes() == content_of(key_of(1))
+
+
+def test_names_of_others_are_no_shards(tmp_path: Path) -> None:
+    store = made(tmp_path)
+    commit_one(store, key_of(1))
+    for name in ("notes.manifest", ".v0000000002.g000001.s00000of00001.manifest", "v3.manifest"):
+        (tmp_path / name).write_text("")
+    assert store.keys() == [key_of(1)]
+    assert is_sound(store, key_of(1))

@@ -1,0 +1,314 @@
+"""Slots: sealed or not, at every instruction; whose they are; and when they are removed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.store.processes import end, python
+from tests.store.shards import IMAGE_BYTES, manifest
+from tierckpt.errors import TierckptError
+from tierckpt.manifest import Manifest
+from tierckpt.slots import (
+    JobBusyError,
+    JobDirectory,
+    Slot,
+    job_id_of,
+    pin,
+    read_seal,
+    seal_area_bytes,
+    unpin,
+)
+
+SEAL_BYTES = seal_area_bytes(1)
+LENGTH = slice(16, 24)
+"""Where a slot keeps the length of its manifest, which seals it."""
+
+
+@pytest.fixture
+def job(shm_dir: Path) -> JobDirectory:
+    made = JobDirectory.at(shm_dir, "job")
+    made.create()
+    return made
+
+
+@pytest.fixture
+def slot(job: JobDirectory) -> Iterator[Slot]:
+    made = Slot.create(job.slot_path(0, 0), "r0", SEAL_BYTES, IMAGE_BYTES)
+    yield made
+    made.remove()
+
+
+# --- sealing -------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_sealed_by_its_manifest_and_void_without(slot: Slot) -> None:
+    assert slot.path is not None
+    assert slot.manifest() is read_seal(slot.path) is None
+    slot.seal(manifest(7).encode())
+    assert slot.manifest() == read_seal(slot.path) == manifest(7)
+    slot.unseal()
+    assert slot.manifest() is read_seal(slot.path) is None
+
+
+def test_the_image_is_as_large_as_asked_for_and_apart_from_the_seal(slot: Slot) -> None:
+    slot.seal(manifest().encode())
+    with slot.image() as image:
+        assert len(image) == slot.image_bytes == IMAGE_BYTES
+        image[:] = b"\xff" * IMAGE_BYTES
+    assert slot.manifest() == manifest()
+
+
+def test_a_successor_opens_what_was_left(slot: Slot) -> None:
+    slot.seal(manifest(3).encode())
+    with slot.image() as image:
+        image[-4:] = b"tail"
+    assert slot.path is not None
+    other = Slot.open(slot.path)
+    assert other is not None
+    assert other.manifest() == manifest(3)
+    with other.image() as image:
+        assert image[-4:] == b"tail"
+    other.close()
+
+
+def test_a_writer_killed_while_sealing_leaves_a_seal_or_none(slot: Slot) -> None:
+    """Its memory operations, in their order; any prefix of them may be all that was done."""
+    encoded = manifest(5).encode()
+    assert slot.path is not None
+    with slot.path.open("r+b") as raw:
+        for done in range(0, len(encoded), 7):
+            raw.seek(24)
+            raw.write(encoded[:done])
+            raw.flush()
+            assert read_seal(slot.path) is None
+            assert slot.manifest() is None
+        raw.seek(24)
+        raw.write(encoded)
+        raw.seek(LENGTH.start)
+        raw.write(len(encoded).to_bytes(8, "little"))
+        raw.flush()
+    assert read_seal(slot.path) == slot.manifest() == manifest(5)
+
+
+def test_a_seal_over_a_torn_manifest_is_no_seal(slot: Slot) -> None:
+    encoded = manifest(5).encode()
+    assert slot.path is not None
+    slot.seal(encoded[:-9] + b"x" * 9)
+    assert slot.manifest() is read_seal(slot.path) is None
+    assert slot.manifest_bytes() is not None
+
+
+def test_a_manifest_that_does_not_fit_is_refused(slot: Slot) -> None:
+    with pytest.raises(TierckptError, match="the seal area has"):
+        slot.seal(bytes(SEAL_BYTES))
+    assert slot.manifest() is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"TCKPSLOT", b"x" * 5000, b"TCKPSLOT" + (1 << 40).to_bytes(8, "little") + bytes(9000)],
+    ids=["empty", "magic only", "foreign", "larger than itself"],
+)
+def test_files_that_are_no_slots_are_not_opened(job: JobDirectory, content: bytes) -> None:
+    path = job.slot_path(0, 0)
+    path.write_bytes(content)
+    assert Slot.open(path) is None
+    assert read_seal(path) is None
+    assert list(job.sealed()) == []
+
+
+def test_a_slot_that_is_gone_is_not_opened(job: JobDirectory) -> None:
+    assert Slot.open(job.slot_path(0, 9)) is None
+    assert read_seal(job.slot_path(0, 9)) is None
+
+
+def test_room_for_the_manifest_of_any_number_of_blocks() -> None:
+    for blocks in (0, 1, 100, 10_000):
+        full = Manifest(
+            **{**manifest().__dict__, "digests": bytes(8 * (blocks + 1)), "job": "j" * 60}
+        )
+        assert len(full.encode()) <= seal_area_bytes(blocks) - 24
+
+
+def test_another_process_that_reads_a_slot_is_seen(slot: Slot) -> None:
+    reader = python(
+        "import sys; from pathlib import Path; from tierckpt.slots import Slot, pin\n"
+        "slot = Slot.open(Path(sys.argv[1])); pin(slot.fd); print('pinned', flush=True)\n"
+        "sys.stdin.read()",
+        slot.path,
+    )
+    try:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "pinned\n"
+        assert slot.in_use_elsewhere()
+    finally:
+        reader.kill()
+        end(reader)
+    assert not slot.in_use_elsewhere(), "the kernel lets go for it"
+
+
+def test_our_own_pin_is_not_elsewhere(slot: Slot) -> None:
+    pin(slot.fd)
+    assert not slot.in_use_elsewhere()
+    unpin(slot.fd)
+
+
+# --- whose they are ------------------------------------------------------------------------------
+
+HOLD_RANK = (
+    "import sys; from tierckpt.slots import JobDirectory\n"
+    "job = JobDirectory.at(sys.argv[1], sys.argv[2]); job.create(); job.lock_rank(0)\n"
+    "print('locked', flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def living(shm_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """A trainer of job `job`, in a process of its own."""
+    process = python(HOLD_RANK, shm_dir, "job")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+    end(process)
+
+
+def test_a_rank_that_lives_in_another_process_is_busy(
+    job: JobDirectory, living: subprocess.Popen[str]
+) -> None:
+    with pytest.raises(JobBusyError) as caught:
+        job.lock_rank(0, patience_seconds=0.1)
+    assert f"process {living.pid}" in str(caught.value)
+    assert "give this one another path, or another job_id" in str(caught.value)
+    os.close(job.lock_rank(1, patience_seconds=0.1))
+
+
+def test_a_rank_that_was_killed_is_free_at_once(
+    job: JobDirectory, living: subprocess.Popen[str]
+) -> None:
+    living.send_signal(signal.SIGKILL)
+    os.close(job.lock_rank(0))
+
+
+def test_a_rank_that_is_just_dying_is_waited_for(
+    job: JobDirectory, living: subprocess.Popen[str]
+) -> None:
+    killer = python(
+        "import sys, os, time; time.sleep(0.3); os.kill(int(sys.argv[1]), 9)", living.pid
+    )
+    os.close(job.lock_rank(0, patience_seconds=60))
+    end(killer)
+
+
+def test_only_its_owner_may_look_into_a_jobs_folder(job: JobDirectory) -> None:
+    assert job.root.stat().st_mode & 0o777 == job.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_of_another_user_is_not_used(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = JobDirectory.at(shm_dir, "job")
+    mine.create()
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(PermissionError, match="set shm_dir to another place"):
+        mine.create()
+
+
+def test_job_ids_are_told_apart_by_the_place_not_by_its_spelling(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    assert (
+        job_id_of(tmp_path / "a")
+        == job_id_of(f"{tmp_path}/b/../a/")
+        == job_id_of(tmp_path / "link")
+    )
+    assert job_id_of(tmp_path / "a") != job_id_of(tmp_path / "b" / "a")
+    for odd in ("/", "/x/ä ö", "/x/" + "long" * 40):
+        assert job_id_of(odd).replace("-", "").replace("_", "").replace(".", "").isalnum()
+        assert len(job_id_of(odd)) < 60
+
+
+# --- the dead ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(shm_dir: Path) -> JobDirectory:
+    """Another job's folder, with a sealed slot in it, last heard of an hour ago."""
+    made = JobDirectory.at(shm_dir, "other")
+    made.create()
+    left = Slot.create(made.slot_path(0, 0), "r0", SEAL_BYTES, IMAGE_BYTES)
+    left.seal(manifest(created=time.time() - 3600, job="other").encode())
+    left.close()
+    os.utime(made.path, (time.time() - 3600,) * 2)
+    return made
+
+
+def test_a_dead_job_is_removed_when_nobody_came_back(
+    job: JobDirectory, other: JobDirectory
+) -> None:
+    assert job.remove_dead_jobs(linger_seconds=3000) == ["other"]
+    assert not other.path.exists()
+    assert job.path.exists()
+
+
+def test_a_dead_job_is_waited_for(job: JobDirectory, other: JobDirectory) -> None:
+    assert job.remove_dead_jobs(linger_seconds=4000) == []
+    assert len(list(other.sealed())) == 1
+
+
+def test_a_dead_job_that_sealed_a_moment_ago_is_waited_for(
+    job: JobDirectory, other: JobDirectory
+) -> None:
+    slot = Slot.open(other.slot_path(0, 0))
+    assert slot is not None
+    slot.seal(manifest(created=time.time(), job="other").encode())
+    slot.close()
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+
+
+def test_a_living_job_is_never_removed(
+    other: JobDirectory, shm_dir: Path, living: subprocess.Popen[str]
+) -> None:
+    assert JobDirectory.at(shm_dir, "job").alive()
+    assert other.remove_dead_jobs(linger_seconds=-1) == []
+    living.kill()
+    living.wait(60)
+    assert other.remove_dead_jobs(linger_seconds=-1) == ["job"]
+
+
+def test_a_job_never_removes_itself(job: JobDirectory) -> None:
+    assert job.remove_dead_jobs(linger_seconds=-1) == []
+    assert job.path.exists()
+
+
+def test_a_second_trainer_in_the_same_process_is_refused_too(job: JobDirectory) -> None:
+    """A notebook whose cell is run again."""
+    first = job.lock_rank(0)
+    try:
+        with pytest.raises(JobBusyError):
+            os.close(job.lock_rank(0, patience_seconds=0.1))
+    finally:
+        os.close(first)
+
+
+def test_a_job_of_the_same_process_stays_locked_when_another_one_is_made(
+    shm_dir: Path, job: JobDirectory
+) -> None:
+    first = job.lock_rank(0)
+    try:
+        JobDirectory.at(shm_dir, "second").remove_dead_jobs(linger_seconds=3600)
+        probe = python(HOLD_RANK.replace("lock_rank(0)", "lock_rank(0, 0.1)"), shm_dir, "job")
+        assert probe.stdout is not None
+        said = probe.stdout.readline()
+        end(probe)
+        assert said == "", "another process took the rank of a living trainer"
+    finally:
+        os.close(first)

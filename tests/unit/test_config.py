@@ -1,0 +1,205 @@
+"""Settings: where they come from, which one wins, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.config import (
+    NOT_SETTINGS,
+    Config,
+    LocalConfig,
+    MemoryConfig,
+    known_settings,
+    load_config,
+)
+from tierckpt.errors import ConfigError
+
+NAME = {str: "text", int: 7, float: 2.5}
+"""A valid value of each type, for settings that take any."""
+CHOICES = {"when_busy": "wait", "release": "forward", "boundary": "explicit"}
+
+
+def value_for(setting: str, kind: type) -> Any:
+    return CHOICES.get(setting, NAME[kind])
+
+
+def read(config: Config, setting: str) -> Any:
+    table, _, rest = setting.partition("_")
+    return (
+        getattr(getattr(config, table), rest)
+        if table in ("memory", "local")
+        else getattr(config, setting)
+    )
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "tierckpt.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_any_source_the_defaults_hold() -> None:
+    assert load_config({}, {}) == Config(path=os.path.abspath("ckpts"))
+
+
+def test_paths_are_absolute_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config({"path": "here", "shm_dir": "there"}, {})
+    monkeypatch.chdir("/")
+    assert (config.path, config.shm_dir) == (str(tmp_path / "here"), str(tmp_path / "there"))
+
+
+def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
+    for setting, kind in known_settings().items():
+        value = value_for(setting, kind)
+        text = f"{setting} = {value!r}\n".replace("'", '"')
+        for config in (
+            load_config({setting: value}, {}),
+            load_config({}, {f"TIERCKPT_{setting.upper()}": str(value)}),
+            load_config({}, {}, toml(tmp_path, text)),
+        ):
+            expected = os.path.abspath(value) if setting in ("path", "shm_dir") else value
+            assert read(config, setting) == expected
+            assert type(read(config, setting)) is kind
+
+
+def test_the_flat_names_are_all_the_fields() -> None:
+    inner = {"memory": MemoryConfig, "local": LocalConfig}
+    expected = {f.name for f in dataclasses.fields(Config)} - set(inner)
+    for table, kind in inner.items():
+        expected |= {f"{table}_{f.name}" for f in dataclasses.fields(kind)}
+    assert set(known_settings()) == expected
+
+
+def test_arguments_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = toml(tmp_path, "slots = 3\nlocal_keep_last = 3\nmemory_every_steps = 3\n")
+    environment = {"TIERCKPT_SLOTS": "4", "TIERCKPT_LOCAL_KEEP_LAST": "4"}
+    config = load_config({"slots": 5}, environment, file)
+    assert (config.slots, config.local.keep_last, config.memory.every_steps) == (5, 4, 3)
+
+
+def test_an_argument_of_none_is_no_argument() -> None:
+    assert load_config({"slots": None}, {"TIERCKPT_SLOTS": "4"}).slots == 4
+
+
+def test_tables_in_the_file_are_the_same_settings(tmp_path: Path) -> None:
+    file = toml(tmp_path, "slots = 4\n[local]\nevery_steps = 9\n[memory]\nevery_seconds = 1\n")
+    config = load_config({}, {}, file)
+    assert (config.slots, config.local.every_steps, config.memory.every_seconds) == (4, 9, 1.0)
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+    file = toml(tmp_path, "slots = 4\n")
+    assert load_config({}, {"TIERCKPT_CONFIG": str(file)}).slots == 4
+    other = tmp_path / "other.toml"
+    other.write_text("slots = 6\n")
+    assert load_config({}, {"TIERCKPT_CONFIG": str(file)}, other).slots == 6
+
+
+def test_variables_that_are_not_settings_are_let_be() -> None:
+    environment = {f"TIERCKPT_{name}": "" for name in NOT_SETTINGS} | {"PATH": "/bin"}
+    assert load_config({}, environment) == load_config({}, {})
+
+
+def test_a_path_may_be_a_path(tmp_path: Path) -> None:
+    assert load_config({"path": tmp_path}, {}).path == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "suggestion"),
+    [
+        ("local_every_step", "local_every_steps"),
+        ("localeverysteps", "local_every_steps"),
+        ("keep_last", "local_keep_last"),
+        ("slot", "slots"),
+        ("memory_linger", "memory_linger_seconds"),
+        ("when_buzy", "when_busy"),
+    ],
+)
+def test_an_unknown_setting_is_answered_with_the_nearest(
+    wrong: str, suggestion: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"'{wrong}' in the arguments; did you mean '{suggestion}'"
+    ):
+        load_config({wrong: 1}, {})
+    variable = f"TIERCKPT_{wrong.upper()}"
+    with pytest.raises(ConfigError, match=f"variable {variable}; did you mean '{suggestion}'"):
+        load_config({}, {variable: "1"})
+    with pytest.raises(ConfigError, match=rf"tierckpt\.toml; did you mean '{suggestion}'"):
+        load_config({}, {}, toml(tmp_path, f"{wrong} = 1\n"))
+
+
+def test_an_unknown_setting_without_a_near_one_lists_all() -> None:
+    with pytest.raises(ConfigError, match=r"'zzz'.*Valid ones: path, job_id.*local_keep_every"):
+        load_config({"zzz": 1}, {})
+
+
+def test_an_unknown_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="locl_every_steps"):
+        load_config({}, {}, toml(tmp_path, "[locl]\nevery_steps = 3\n"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("slots", 2.0),
+        ("slots", "two"),
+        ("slots", "2.5"),
+        ("slots", True),
+        ("slots", [2]),
+        ("path", 3),
+        ("local_every_seconds", "soon"),
+        ("local_every_seconds", False),
+        ("local_every_seconds", {"a": 1}),
+        ("when_busy", 1),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name(setting: str, value: Any) -> None:
+    kind = known_settings()[setting].__name__
+    with pytest.raises(ConfigError, match=f"{setting} in the arguments is .*must be {kind}"):
+        load_config({setting: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("slots", 1),
+        ("local_keep_last", 0),
+        ("local_keep_every", -1),
+        ("local_every_steps", -1),
+        ("local_every_seconds", -0.5),
+        ("local_every_seconds", float("nan")),
+        ("memory_every_steps", -1),
+        ("memory_every_seconds", -1.0),
+        ("memory_linger_seconds", -1.0),
+        ("when_busy", "panic"),
+        ("release", "later"),
+        ("boundary", "none"),
+        ("path", ""),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        load_config({setting: value}, {})
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml"):
+        load_config({}, {}, tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match=r"tierckpt\.toml"):
+        load_config({}, {}, toml(tmp_path, "slots = = 3"))
+
+
+def test_a_config_error_is_a_value_error_too() -> None:
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_what_a_job_runs_with_does_not_change_under_it() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().slots = 3  # type: ignore[misc]

@@ -1,0 +1,102 @@
+"""Events: everybody who listens hears all of them, and nobody who fails stops the training."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from tierckpt.events import Event, EventLog
+
+
+def fail(event: Event) -> None:
+    raise RuntimeError(f"no ear for {event.name}")
+
+
+def test_events_are_lines_of_json(tmp_path: Path) -> None:
+    log = EventLog(3, str(tmp_path / "deep" / "events"))
+    log.emit(
+        "sealed", level="memory", version=7, nbytes=10, seconds={"copy": 0.5}, message='a "b"\n'
+    )
+    log.emit("failed", level="local", behind_since=5)
+    log.close()
+    text = (tmp_path / "deep" / "events" / "events-r00003.jsonl").read_text()
+    first, second = (json.loads(line) for line in text.splitlines())
+    assert first["rank"] == 3
+    assert (first["name"], first["version"], first["seconds"]) == ("sealed", 7, {"copy": 0.5})
+    assert first["message"] == 'a "b"\n'
+    assert (second["behind_since"], second["level"]) == (5, "local")
+    assert set(first) == set(Event.__dataclass_fields__)
+
+
+def test_a_restarted_job_appends_to_the_file(tmp_path: Path) -> None:
+    for life in range(2):
+        log = EventLog(0, str(tmp_path))
+        log.emit("notice", version=life)
+        log.close()
+    lines = (tmp_path / "events-r00000.jsonl").read_text().splitlines()
+    assert [json.loads(line)["version"] for line in lines] == [0, 1]
+
+
+def test_a_line_is_there_as_soon_as_the_event_is(tmp_path: Path) -> None:
+    log = EventLog(0, str(tmp_path))
+    log.emit("notice", message="read me")
+    assert "read me" in (tmp_path / "events-r00000.jsonl").read_text()
+    log.close()
+
+
+def test_events_are_counted_by_name_and_by_level() -> None:
+    log = EventLog(0)
+    for level in ("memory", "memory", "local"):
+        log.emit("failed", level=level)
+    log.emit("sealed", level="memory")
+    assert log.counts == {
+        "failed": 3,
+        "failed/memory": 2,
+        "failed/local": 1,
+        "sealed": 1,
+        "sealed/memory": 1,
+    }
+
+
+def test_a_failing_callback_is_reported_and_keeps_nothing_from_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[Event] = []
+    log = EventLog(0, str(tmp_path), callback=fail)
+    log.add_callback(heard.append)
+    log.emit("sealed", version=3)
+    log.close()
+    assert [e.version for e in heard] == [3]
+    assert '"version":3' in (tmp_path / "events-r00000.jsonl").read_text()
+    assert "no ear for sealed" in caplog.text
+    assert log.counts["sealed"] == 1
+
+
+def test_a_file_that_cannot_be_written_keeps_nothing_from_the_callbacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[Event] = []
+    log = EventLog(0, str(tmp_path), callback=heard.append)
+    assert log._file is not None
+    log._file.close()  # as good as a full disk: every write raises
+    log.emit("sealed", version=3)
+    assert [e.version for e in heard] == [3]
+    assert "an event receiver failed" in caplog.text
+    log.close()
+
+
+def test_severity_decides_what_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog(2)
+    with caplog.at_level(logging.INFO, logger="tierckpt"):
+        log.emit("sealed", version=1)
+        log.emit("failed", version=2, level="local", behind_since=1, severity=logging.ERROR)
+    assert [r.levelno for r in caplog.records] == [logging.ERROR]
+    assert caplog.records[0].getMessage() == "[rank 2] failed v2 local (behind since v1)"
+
+
+def test_an_event_in_words() -> None:
+    event = Event("committed", "local", 4, 1, 2_500_000, {"write": 0.25}, message="fine")
+    assert event.text() == "[rank 1] committed v4 to local 2.5 MB (write 250.0 ms) - fine"

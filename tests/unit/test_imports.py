@@ -1,0 +1,42 @@
+"""What is light stays light: the agent and the command line start without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "numpy")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "tierckpt",
+        "tierckpt.agent",
+        "tierckpt.config",
+        "tierckpt.events",
+        "tierckpt.inventory",
+        "tierckpt.localstore",
+        "tierckpt.policy",
+        "tierckpt.slots",
+        "tierckpt.testing",
+        "tierckpt.testing.storeprogram",
+    ],
+)
+def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
+    program = f"import sys, {module}; print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    import tierckpt
+    import tierckpt.testing
+
+    for package in (tierckpt, tierckpt.testing):
+        for name in package.__all__:
+            assert getattr(package, name) is not None
+        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+            _ = package.nonsense

@@ -1,0 +1,151 @@
+"""The plan of a restart: the newest version that can be put together, from the cheapest places."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierckpt.inventory import LEVELS, Found, Place, plan_restore
+from tierckpt.naming import Lineage, ShardKey, VersionId, newest_first
+
+HOSTS = ("a", "b")
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[list[Found]], frozenset[tuple[ShardKey, Place]]]:
+    """Some ranks on two hosts, what each sees, and which of that is known to be bad."""
+    lineages: dict[int, Lineage] = {1: ((1, 0),)}
+    if draw(st.booleans()):
+        lineages[2] = ((1, 0), (2, draw(st.integers(0, 3))))
+    if draw(st.booleans()):
+        lineages[3] = draw(st.sampled_from([((3, 0),), (*lineages[max(lineages)], (3, 4))]))
+    everything = [
+        Found(
+            ShardKey(VersionId(g, v), s, n),
+            Place(level, host, f"/{level}/{copy}"),
+            lineage,
+        )
+        for g, lineage in lineages.items()
+        for v in range(1, 5)
+        for n in (1, 2)
+        for s in range(n)
+        for level in LEVELS
+        for host in HOSTS
+        for copy in (0, 1)
+    ]
+    there = draw(st.sets(st.sampled_from(everything), max_size=40))
+    hosts = draw(st.lists(st.sampled_from(HOSTS), min_size=1, max_size=4))
+    inventories = []
+    for host in hosts:
+        seen = [f for f in sorted(there, key=str) if f.place.host == host]
+        blind = draw(st.sets(st.integers(0, max(len(seen) - 1, 0)), max_size=2))
+        inventories.append([f for i, f in enumerate(seen) if i not in blind])
+    known = sorted({(f.key, f.place) for i in inventories for f in i}, key=str)
+    bad = draw(st.sets(st.sampled_from(known), max_size=6)) if known else set()
+    return inventories, frozenset(bad)
+
+
+def possible(
+    inventories: list[list[Found]], bad: frozenset[tuple[ShardKey, Place]]
+) -> list[tuple[VersionId, int]]:
+    """By trying everything: versions with a number of shards that are all somewhere."""
+    seen = {(f.key, f.place) for i in inventories for f in i}
+    good = {key for key, place in seen - bad}
+    return sorted(
+        (id_, shards)
+        for id_ in {key.id for key, _ in seen}
+        for shards in (1, 2)
+        if all(ShardKey(id_, s, shards) in good for s in range(shards))
+    )
+
+
+@given(worlds(), st.none() | st.integers(1, 5))
+@settings(max_examples=150)
+def test_against_trying_everything(
+    world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Place]]], version: int | None
+) -> None:
+    inventories, bad = world
+    plan = plan_restore(inventories, bad, version)
+    line = newest_first((f.key.id, f.lineage) for i in inventories for f in i)
+    choice = [
+        (id_, shards)
+        for id_, shards in possible(inventories, bad)
+        if id_ in line and version in (None, id_.version)
+    ]
+    if not choice:
+        assert plan is None
+        return
+    assert plan is not None
+    best = max(id_ for id_, _ in choice)
+    assert plan.id == best
+    assert (best, len(plan.sources)) in choice
+    assert [s.shard for s in plan.sources] == list(range(len(plan.sources)))
+    for source in plan.sources:
+        key = ShardKey(best, source.shard, len(plan.sources))
+        viewers = {
+            place: [
+                r
+                for r, i in enumerate(inventories)
+                if (key, place) in {(f.key, f.place) for f in i}
+            ]
+            for place in {f.place for i in inventories for f in i}
+        }
+        places = [p for p, ranks in viewers.items() if ranks and (key, p) not in bad]
+        assert source.place in places
+        assert LEVELS.index(source.place.level) == min(LEVELS.index(p.level) for p in places)
+        assert source.reader in viewers[source.place]
+        assert source.direct == (len(viewers[source.place]) == len(inventories))
+
+
+@given(worlds(), st.randoms(use_true_random=False))
+def test_the_order_of_looking_does_not_matter(
+    world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Place]]], chance: object
+) -> None:
+    inventories, bad = world
+    shuffled = [list(i) for i in inventories]
+    for inventory in shuffled:
+        chance.shuffle(inventory)  # type: ignore[attr-defined]
+    assert plan_restore(shuffled, bad) == plan_restore(inventories, bad)
+
+
+def found(version: int, shard: int, shards: int, level: str = "memory", where: str = "x") -> Found:
+    key = ShardKey(VersionId(1, version), shard, shards)
+    return Found(key, Place(level, "a", f"{where}{shard}"), ((1, 0),))
+
+
+def test_each_rank_reads_its_own_shard_when_it_can() -> None:
+    inventory = [found(3, shard, 4) for shard in range(4)]
+    plan = plan_restore([inventory] * 4)
+    assert plan is not None
+    assert [s.reader for s in plan.sources] == [0, 1, 2, 3]
+    assert plan.levels == {"memory": 4}
+
+
+def test_reading_is_spread_when_the_world_size_changed() -> None:
+    inventory = [found(3, shard, 9) for shard in range(9)]
+    plan = plan_restore([inventory] * 3)
+    assert plan is not None
+    readers = [s.reader for s in plan.sources]
+    assert [readers.count(r) for r in range(3)] == [3, 3, 3]
+
+
+def test_levels_may_be_mixed_within_a_version() -> None:
+    plan = plan_restore([[found(3, 0, 2), found(3, 1, 2, "local"), found(3, 0, 2, "local")]])
+    assert plan is not None
+    assert plan.levels == {"memory": 1, "local": 1}
+
+
+def test_shards_of_two_lives_never_make_a_version() -> None:
+    """Lives that did not see each other's nodes may have taken the same generation number."""
+    mine, theirs = found(11, 0, 2), dataclasses.replace(found(11, 1, 2), life="another")
+    assert plan_restore([[mine], [theirs]]) is None
+    plan = plan_restore([[mine], [theirs], [found(11, 1, 2)]])
+    assert plan is not None
+    assert [s.reader for s in plan.sources] == [0, 2]
+
+
+def test_nothing_gives_no_plan() -> None:
+    assert plan_restore([[], []]) is None
+    assert plan_restore([[found(3, 0, 2)], []]) is None

@@ -1,0 +1,140 @@
+"""The manifest: it comes back as it was, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.manifest import DIGEST_BYTES, Manifest, digest
+from tierckpt.naming import ShardKey, VersionId
+
+numbers = st.integers(0, 2**62)
+manifests = st.builds(
+    Manifest,
+    job=st.text(max_size=30),
+    version=numbers,
+    generation=numbers,
+    life=st.text(max_size=16),
+    lineage=st.lists(st.tuples(numbers, numbers), max_size=4).map(tuple),
+    iteration=numbers,
+    shard=numbers,
+    shards=numbers,
+    image_bytes=numbers,
+    header_bytes=numbers,
+    rank_state_bytes=numbers,
+    digests=st.binary(max_size=80),
+    created_seconds=st.floats(allow_nan=False, allow_infinity=False),
+)
+
+EXAMPLE = Manifest(
+    job="ckpts-0123456789ab",
+    version=12,
+    generation=3,
+    life="5eed",
+    lineage=((1, 0), (3, 10)),
+    iteration=14,
+    shard=1,
+    shards=2,
+    image_bytes=12288,
+    header_bytes=4096,
+    rank_state_bytes=77,
+    digests=bytes(range(24)),
+    created_seconds=1700000000.25,
+)
+
+
+@given(manifests)
+def test_it_comes_back_as_it_was(manifest: Manifest) -> None:
+    assert Manifest.decode(manifest.encode()) == manifest
+
+
+@given(manifests)
+@settings(max_examples=25)
+def test_every_truncation_is_rejected(manifest: Manifest) -> None:
+    encoded = manifest.encode()
+    for length in range(len(encoded)):
+        with pytest.raises(CorruptShardError):
+            Manifest.decode(encoded[:length])
+
+
+def test_every_flipped_bit_is_rejected() -> None:
+    encoded = EXAMPLE.encode()
+    for position in range(8 * len(encoded)):
+        damaged = bytearray(encoded)
+        damaged[position // 8] ^= 1 << position % 8
+        with pytest.raises(CorruptShardError):
+            Manifest.decode(bytes(damaged))
+
+
+def test_what_follows_it_is_rejected() -> None:
+    with pytest.raises(CorruptShardError):
+        Manifest.decode(EXAMPLE.encode() + b"\0")
+
+
+def test_it_names_its_shard() -> None:
+    assert EXAMPLE.id == VersionId(3, 12)
+    assert EXAMPLE.key == ShardKey(VersionId(3, 12), 1, 2)
+
+
+def sign(values: object) -> bytes:
+    """Anything, with a checksum that holds."""
+    text = json.dumps(values).encode()
+    return text + b"\n" + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
+
+
+def values_of(manifest: Manifest) -> dict[str, object]:
+    return dict(json.loads(manifest.encode().partition(b"\n")[0]))
+
+
+def test_a_newer_major_version_is_refused_and_says_what_to_do() -> None:
+    newer = values_of(EXAMPLE) | {"format_version": "2.0"}
+    with pytest.raises(FormatError, match=r"format version 2\.0.*reads up to 1\.x.*newer"):
+        Manifest.decode(sign(newer))
+
+
+def test_a_newer_minor_version_is_read() -> None:
+    newer = values_of(EXAMPLE) | {"format_version": "1.9", "added_later": [1, 2]}
+    assert Manifest.decode(sign(newer)) == EXAMPLE
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        [],
+        "text",
+        None,
+        {},
+        {"format": "something-else"},
+        {"format": "tierckpt-manifest"},
+        {"format": "tierckpt-manifest", "format_version": "one"},
+        values_of(EXAMPLE) | {"lineage": [[1]]},
+        values_of(EXAMPLE) | {"lineage": 7},
+        values_of(EXAMPLE) | {"digests": 7},
+        {k: v for k, v in values_of(EXAMPLE).items() if k != "iteration"},
+    ],
+)
+def test_intact_bytes_that_are_no_manifest_are_refused(stranger: object) -> None:
+    with pytest.raises(FormatError):
+        Manifest.decode(sign(stranger))
+
+
+def test_a_digest_sees_every_bit() -> None:
+    block = bytes(range(64))
+    seen = {digest(block)}
+    for position in range(8 * len(block)):
+        damaged = bytearray(block)
+        damaged[position // 8] ^= 1 << position % 8
+        seen.add(digest(memoryview(damaged)))
+    assert len(seen) == 1 + 8 * len(block)
+    assert {len(d) for d in seen} == {DIGEST_BYTES}
+
+
+def test_manifests_are_values() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EXAMPLE.version = 1  # type: ignore[misc]

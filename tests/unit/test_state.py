@@ -1,0 +1,346 @@
+"""The training state: names, what is found, and what is refused with a way out."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tierckpt import state
+from tierckpt.errors import UnsupportedStateError
+from tierckpt.state import TrainingState, label_optimizers, refuse_model, unwrap
+
+
+def trained(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainingState:
+    """One step, so that there is optimizer state."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.ones_like(param)
+        optimizer.step()
+    return TrainingState(model, label_optimizers(optimizers))
+
+
+def names_of(found: TrainingState) -> list[str]:
+    return [name for name, _, _ in found.entries(found.walk())]
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")  # another backend's compiler is seconds away
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_names_are_those_of_the_users_own_module() -> None:
+    model = nn.Sequential(collections.OrderedDict(body=nn.Linear(2, 2), head=nn.Linear(2, 1)))
+    plain = names_of(TrainingState(model, {}))
+    assert plain == ["model/body.weight", "model/body.bias", "model/head.weight", "model/head.bias"]
+    assert names_of(TrainingState(compiled(model), {})) == plain
+    assert names_of(TrainingState(nn.DataParallel(model), {})) == plain
+    assert names_of(TrainingState(nn.DataParallel(compiled(model)), {})) == plain
+    model.body = compiled(model.body)
+    assert names_of(TrainingState(model, {})) == plain
+
+
+def test_unwrapping_stops_at_the_users_own_module() -> None:
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(1, 1)
+
+    mine = Mine()
+    assert unwrap(nn.DataParallel(compiled(mine))) is mine
+
+
+def test_tied_weights_are_there_once_under_their_first_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU(), nn.Linear(3, 3, bias=False))
+    model[2].weight = model[0].weight
+    found = trained(model, torch.optim.SGD(model.parameters(), lr=1, momentum=0.9))
+    assert names_of(found) == ["model/0.weight", "optimizer0/0.weight/momentum_buffer"]
+
+
+def test_several_optimizers_keep_their_states_apart() -> None:
+    model = nn.Linear(2, 2)
+    found = trained(
+        model,
+        torch.optim.SGD([model.weight], lr=1, momentum=0.9),
+        torch.optim.Adam([model.weight, model.bias], lr=1),
+    )
+    assert set(names_of(found)) == {
+        "model/weight",
+        "model/bias",
+        "optimizer0/weight/momentum_buffer",
+        *(
+            f"optimizer1/{param}/{key}"
+            for param in ("weight", "bias")
+            for key in ("step", "exp_avg", "exp_avg_sq")
+        ),
+    }
+    assert found.structure() == {
+        "optimizer0": {"class": "SGD", "groups": [["weight"]]},
+        "optimizer1": {"class": "Adam", "groups": [["weight", "bias"]]},
+    }
+
+
+def test_optimizers_are_labelled() -> None:
+    one, two = (torch.optim.SGD([torch.zeros(1, requires_grad=True)]) for _ in range(2))
+    assert label_optimizers(one) == {"optimizer": one}
+    assert label_optimizers([one, two]) == {"optimizer0": one, "optimizer1": two}
+    assert label_optimizers({"gen": one, "disc": two}) == {"gen": one, "disc": two}
+
+
+def test_a_parameter_outside_the_model_is_named_by_its_place_in_the_optimizer() -> None:
+    model = nn.Linear(2, 2)
+    outside = torch.zeros(2, requires_grad=True)
+    found = TrainingState(
+        model, {"opt": torch.optim.SGD([{"params": model.parameters()}, {"params": [outside]}])}
+    )
+    assert names_of(found)[-1] == "model/opt.group1.param0"
+
+
+def test_a_group_added_later_is_found() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1, momentum=0.9)
+    found = trained(model, optimizer)
+    before = found.group_sizes(), found.structure()
+    late = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [*model[1].parameters(), late], "lr": 0.5})
+    trained(model, optimizer)
+    found.refresh_names()
+    names = names_of(found)
+    assert "optimizer0/1.weight/momentum_buffer" in names
+    assert "model/optimizer0.group1.param2" in names
+    assert found.group_sizes() != before[0]
+    assert found.structure() != before[1]
+
+
+def test_frozen_parameters_and_buffers_belong_to_the_state_and_volatile_buffers_do_not() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].weight.requires_grad_(False)
+    model.register_buffer("scratch", torch.zeros(3), persistent=False)
+    model.register_buffer("none", None)
+    found = TrainingState(model, {})
+    assert "model/0.weight" in names_of(found)
+    buffers = [name for name, _ in found.buffer_entries(found.walk())]
+    assert buffers == [
+        "buffer/1.running_mean",
+        "buffer/1.running_var",
+        "buffer/1.num_batches_tracked",
+    ]
+
+
+def test_a_shared_buffer_is_there_once() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    model[1].running_mean = model[0].running_mean
+    found = TrainingState(model, {})
+    names = [name for name, _ in found.buffer_entries(found.walk())]
+    assert len(names) == len(set(names)) == 5
+
+
+def test_optimizer_state_that_is_no_tensor_goes_into_the_tree() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    found = TrainingState(model, {"opt": optimizer})
+    walk = found.walk()
+    packed = found.group_odd(walk.odd)["opt/weight"]
+    assert {"func_evals", "n_iter", "old_dirs"} <= set(packed)
+    live = optimizer.state[model.weight]
+    assert packed["func_evals"] == live["func_evals"]
+    # A list of tensors is odd, the tensors in it are striped like any others.
+    named = {name: tensor for name, tensor, _ in found.entries(walk)}
+    assert live["old_dirs"]
+    for index, tensor in enumerate(live["old_dirs"]):
+        assert packed["old_dirs"][index] == {"~": "entry", "v": f"old_dirs[{index}]"}
+        assert named[f"opt/weight/old_dirs[{index}]"] is tensor
+
+
+# --- what is refused, and what is said about it --------------------------------------------------
+
+
+def refused(make: Callable[[], Any]) -> str:
+    with pytest.raises(UnsupportedStateError) as caught:
+        make()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["FullyShardedDataParallel", "FSDPModule"])
+def test_sharded_models_are_refused(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), type(kind, (nn.Module,), {})())
+    said = refused(lambda: refuse_model(model))
+    assert "'1'" in said
+    assert "torch.distributed.checkpoint" in said
+
+
+def test_a_subclass_of_a_sharded_model_is_refused() -> None:
+    base = type("FSDPModule", (nn.Module,), {})
+    said = refused(lambda: refuse_model(type("Mine", (base,), {})()))
+    assert "(root)" in said
+
+
+def test_a_sharding_optimizer_is_refused() -> None:
+    param = torch.zeros(1, requires_grad=True)
+    kind = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    said = refused(lambda: TrainingState(nn.Linear(1, 1), {"o": kind([param])}))
+    assert "inner optimizer class" in said
+
+
+def test_an_optimizer_that_is_none_is_refused() -> None:
+    said = refused(lambda: TrainingState(nn.Linear(1, 1), {"o": object()}))  # type: ignore[dict-item]
+    assert "object is not a torch.optim.Optimizer" in said
+
+
+def with_weight(weight: torch.Tensor) -> TrainingState:
+    model = nn.Linear(2, 2)
+    del model.weight
+    model._parameters["weight"] = weight  # type: ignore[assignment]
+    return TrainingState(model, {})
+
+
+@pytest.mark.parametrize(
+    ("make", "way_out"),
+    [
+        (lambda: nn.Parameter(torch.eye(2).to_sparse()), "Keep it dense"),
+        (lambda: nn.Parameter(torch.empty(2, 2, device="meta")), "Materialise"),
+        (lambda: torch.ones(1).expand(2, 2), "clone"),
+        (nn.parameter.UninitializedParameter, "Run one forward pass"),
+        (lambda: torch.ones(2).as_subclass(type("Odd", (torch.Tensor,), {})), "extra="),
+    ],
+    ids=["sparse", "meta", "expanded", "lazy", "subclass"],
+)
+def test_a_parameter_that_cannot_be_taken_is_named_with_a_way_out(
+    make: Callable[[], torch.Tensor], way_out: str
+) -> None:
+    found = with_weight(make())
+    said = refused(lambda: found.entries(found.walk()))
+    assert said.startswith("model/weight is ")
+    assert way_out in said
+
+
+def test_a_lazy_module_is_refused_by_name() -> None:
+    found = TrainingState(nn.Sequential(nn.LazyLinear(3)), {})
+    said = refused(lambda: found.entries(found.walk()))
+    assert said.startswith("model/0.weight")
+    assert "forward pass" in said
+
+
+def test_a_buffer_that_cannot_be_taken_is_named() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.ones(1).expand(3))
+    found = TrainingState(model, {})
+    assert refused(lambda: found.buffer_entries(found.walk())).startswith("buffer/mask is expanded")
+
+
+def test_optimizer_state_that_cannot_be_taken_is_named() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.bias]["odd"] = torch.eye(2).to_sparse()
+    found = TrainingState(model, {"opt": optimizer})
+    assert refused(lambda: found.entries(found.walk())).startswith("opt/bias/odd is of layout")
+
+
+def test_a_sharded_tensor_is_refused_with_a_way_out() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+        found = with_weight(nn.Parameter(sharded))
+        said = refused(lambda: found.entries(found.walk()))
+        assert "DTensor" in said
+        assert "torch.distributed.checkpoint" in said
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("thing", [object(), 3, {"state_dict": 1}], ids=["object", "3", "dict"])
+def test_an_extra_without_state_is_refused_by_name(thing: Any) -> None:
+    said = refused(lambda: TrainingState(nn.Linear(1, 1), {}, {"loader": thing}))
+    assert "extra['loader']" in said
+    assert "load_state_dict" in said
+
+
+# --- random streams ------------------------------------------------------------------------------
+
+
+def draws() -> tuple[Any, ...]:
+    import random
+
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(3).tolist(),
+    )
+
+
+@pytest.fixture
+def streams_put_back() -> Any:
+    saved = state.pack_rng()
+    yield
+    state.load_rng(saved)
+
+
+@pytest.mark.usefixtures("streams_put_back")
+def test_all_random_streams_are_taken_up_where_they_were() -> None:
+    draws()  # odd numbers of normal deviates: the second of a pair is kept for later
+    saved = state.pack_rng()
+    expected = [draws() for _ in range(3)]
+    assert state.load_rng(saved) == []
+    assert [draws() for _ in range(3)] == expected
+
+
+@pytest.mark.usefixtures("streams_put_back")
+def test_looking_does_not_draw() -> None:
+    np.random.seed(5)
+    expected = [np.random.rand() for _ in range(4)]
+    np.random.seed(5)
+    found = []
+    for _ in range(4):
+        state.pack_rng()
+        found.append(np.random.rand())
+    assert found == expected
+
+
+@pytest.mark.usefixtures("streams_put_back")
+def test_numpys_kept_deviate_is_not_lost_when_a_seed_comes_again() -> None:
+    np.random.seed(5)
+    np.random.randn()
+    np.random.randn()
+    state.pack_rng()  # none is kept now
+    np.random.seed(5)
+    np.random.randn()  # one is kept, with the generator where it was before
+    saved = state.pack_rng()
+    expected = np.random.randn()
+    state.load_rng(saved)
+    assert np.random.randn() == expected
+
+
+@pytest.mark.usefixtures("streams_put_back")
+def test_ranks_that_the_checkpoint_did_not_have_get_streams_of_their_own() -> None:
+    saved = state.pack_rng()
+    drawn = []
+    for rank in (3, 4, 3):
+        state.load_rng(saved)
+        state.derive_rng(rank)
+        drawn.append(draws())
+    assert drawn[0] == drawn[2]
+    assert all(a != b for a, b in zip(drawn[0], drawn[1], strict=True))
