@@ -59,6 +59,7 @@ class Checkpointer(tierckpt.Checkpointer):
             )
         group = current_group(ddp.process_group if ddp is not None else None)
         super().__init__(model, optimizer, group=group, **settings)
+        self._hook = hook
         if hook is not None:
             hook.release = self.release
             hook.inner = comm_hook or hook.inner
@@ -68,6 +69,16 @@ class Checkpointer(tierckpt.Checkpointer):
                 "pass on. Pass it as comm_hook=(state, hook) to copy under the allreduce",
                 logging.INFO,
             )
+
+    def pack_adapter(self) -> Any:
+        """The order of DDP's buckets."""
+        return {"buckets": self._hook.order()} if self._hook is not None else None
+
+    def load_adapter(self, value: Any) -> None:
+        """Make DDP's buckets those of the saved run; for two ranks any buckets sum alike."""
+        order = (value or {}).get("buckets")
+        if self._hook is not None and order and self.group.size > 2:
+            self._hook.prime(order)
 
 
 class _Hook:
@@ -81,11 +92,25 @@ class _Hook:
         self.inner: tuple[Any, CommHook] | None = None
         self.release: Callable[[Iterable[torch.Tensor]], None] = _release_nothing
         self.group = ddp.process_group
+        self._ddp = ddp
+        self._buckets: list[list[torch.Tensor]] = []
+        """Parameters of the buckets of the newest backward pass, in order."""
+        self._passes = 0
+        self._priming = False
 
         def tierckpt_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             inner = self.inner
+            params = bucket.parameters()
+            if bucket.index() == 0:
+                self._buckets = []
+                self._passes += 1
+            self._buckets.append(params)
+            if self._priming:
+                future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+                future.set_result(bucket.buffer())
+                return future
             future = inner[1](inner[0], bucket) if inner else _allreduce(bucket, self.group)
-            self.release(bucket.parameters())
+            self.release(params)
             return future
 
         # DDP checks the annotations at run time, by identity.
@@ -105,9 +130,46 @@ class _Hook:
             return known
         return None if getattr(ddp, "_comm_hooks", []) else cls(ddp)
 
+    def order(self) -> list[int]:
+        """The parameters in the order of the buckets, once DDP has found its final one."""
+        if self._passes < 2:
+            return []
+        number = {id(p): i for i, p in enumerate(self._ddp.module.parameters())}
+        return [number[id(p)] for bucket in self._buckets for p in bucket]
+
+    def prime(self, order: list[int]) -> None:
+        """Let a new DDP module have the buckets of the one before from its first pass on.
+
+        DDP starts with provisional buckets and makes the final ones after its first backward pass,
+        in the order in which gradients came. Other buckets are other sums: three ranks and more
+        round differently in the first step after a restart. So the first pass is played: zero
+        gradients come in the saved order, and nothing is reduced.
+        """
+        ddp = self._ddp
+        params = list(ddp.module.parameters())
+        final = ddp.find_unused_parameters or getattr(ddp, "static_graph", False)
+        # An embedding with sparse gradients cannot be played a dense zero.
+        sparse = any(getattr(m, "sparse", False) is True for m in ddp.module.modules())
+        if final or sparse or self._passes or sorted(order) != _trained(params):
+            return
+        self._priming = True
+        try:
+            ddp.reducer.prepare_for_forward()
+            ddp.reducer.prepare_for_backward([])
+            for index in order:
+                torch.autograd.backward([params[index]], [torch.zeros_like(params[index])])
+        finally:
+            self._priming = False
+            for param in params:
+                param.grad = None
+
     def set_inner(self, state: Any, hook: CommHook) -> None:
         """In place of DDP's `register_comm_hook`."""
         self.inner = (state, hook)
+
+
+def _trained(params: list[torch.nn.Parameter]) -> list[int]:
+    return [i for i, p in enumerate(params) if p.requires_grad]
 
 
 def _release_nothing(params: Iterable[torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ All public methods are for the training thread, and all ranks call them alike.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -277,6 +278,13 @@ class Checkpointer:
         else:
             self.abandon()
 
+    def pack_adapter(self) -> Any:
+        """What an adapter wants to find again after a restart, as JSON has it; per rank."""
+        return None
+
+    def load_adapter(self, value: Any) -> None:
+        """An adapter's own, after a restore; `value` is what `pack_adapter` returned."""
+
     def register(self, name: str, obj: Any, per_rank: bool = False) -> None:
         """Add an object to `extra` after construction, before the first boundary or restore."""
         state_module.check_extra(name, obj)
@@ -356,6 +364,7 @@ class Checkpointer:
             "odd": self.state.group_odd(odd),
             "groups": self.state.pack_groups(arena.keep),
             "extra": self.state.pack_extra(self.state.extra, arena),
+            "adapter": self.pack_adapter(),
         }
         protected = self._memory.protected()
         protected.discard(self._id())
@@ -628,7 +637,8 @@ class Checkpointer:
             return self._restored(Restored(0), restorer, inventory_seconds, begin)
         try:
             load_begin = time.perf_counter()
-            manifest, notices = load(self.state, attempt, self.group, strict)
+            manifest, notices, adapter = load(self.state, attempt, self.group, strict)
+            self.load_adapter(adapter)
             for text in notices:
                 self._notice(text, logging.WARNING)
             result = Restored(manifest.iteration)
@@ -739,7 +749,7 @@ class Checkpointer:
             self._hooks.append(model.register_forward_pre_hook(self._before_forward))
 
     def _barrier(self, label: str) -> Callable[..., None]:
-        """The barrier: nothing may change before its copy is complete."""
+        """Hook of an optimizer that runs before each of its steps."""
 
         def before_step(_: Any, args: Any = (), kwargs: Any = None) -> None:
             closure = args[0] if args else (kwargs or {}).get("closure")
@@ -747,10 +757,14 @@ class Checkpointer:
                 # The forward passes come inside the step, too late for a boundary.
                 self._boundary()
             self._stepping = True
-            if self._snapshot is not None:
-                self._finish_snapshot()
+            self._before_step()
 
         return before_step
+
+    def _before_step(self) -> None:
+        """The barrier: nothing may change before its copy is complete."""
+        if self._snapshot is not None:
+            self._finish_snapshot()
 
     def _counter(self, label: str) -> Callable[..., None]:
         def after_step(*_: Any) -> None:
@@ -802,8 +816,12 @@ class Checkpointer:
         self.state.pack_extra({**self.state.extra, **self.state.extra_per_rank}, arena)
 
     def _check_alike(self) -> None:
-        """Ranks decide alike without talking, so they must start from the same settings."""
-        everyone = self.group.all_gather_object(self.config)
+        """Ranks decide alike without talking, so they must start from the same settings.
+
+        Places may differ: a node's own disk may have the node's name in its path.
+        """
+        mine = dataclasses.replace(self.config, path="-", shm_dir="-", events_dir="-", job_id="-")
+        everyone = self.group.all_gather_object(mine)
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 raise ConfigError(

@@ -130,7 +130,8 @@ class LocalStore:
                     removed.append(path.name)
         for path in self.directory.glob(f"*.s{shard:05d}of*{DATA_SUFFIX}"):
             key = ShardKey.parse(path.name.removesuffix(DATA_SUFFIX))
-            if key and not self._manifest(key).exists() and _unlocked(path):
+            # In this order: a writer that lets go of the lock has made its manifest before.
+            if key and _unlocked(path) and not self._manifest(key).exists():
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
                     removed.append(path.name)

@@ -18,7 +18,7 @@ import torch
 
 from . import state as state_module
 from . import tree
-from .errors import CorruptShardError, FormatError, StateMismatchError
+from .errors import CorruptShardError, FormatError, RestoreError, StateMismatchError
 from .group import Group
 from .inventory import Found, Place, RestorePlan, Source, plan_restore
 from .layout import Piece, TensorSpec
@@ -194,16 +194,10 @@ class Restorer:
             summaries.update(said)
         if failed:
             attempt.close()
-            for key, place, why in failed:
-                self._bad.add((key, place))
-                self.rejected.append(f"{key} on level {place.level} ({place.where}): {why}")
-                self._on_reject(self.rejected[-1])
+            self._reject(failed)
             return None
-        for source in plan.sources:
-            if source.direct and source.shard not in attempt.images:
-                key = ShardKey(plan.id, source.shard, len(plan.sources))
-                attempt.images[source.shard] = image = open_image(key, source.place)
-                headers[source.shard] = decode_header(image.view)
+        if not self._map_all(plan, attempt, headers):
+            return None
         headers.update({s: decode_header(h) for s, (h, _, _) in summaries.items()})
         attempt.headers = [headers[s.shard] for s in plan.sources]
         mine = self.group.rank % len(plan.sources)
@@ -214,6 +208,32 @@ class Restorer:
             _, record, encoded = summaries[mine]
             attempt.own = (Manifest.decode(record), encoded)
         return attempt
+
+    def _map_all(
+        self, plan: RestorePlan, attempt: Attempt, headers: dict[int, ShardHeader]
+    ) -> bool:
+        """Map what the other readers verified and this rank sees too; False if any rank cannot."""
+        failures: list[tuple[ShardKey, Place, str]] = []
+        for source in plan.sources:
+            if source.direct and source.shard not in attempt.images:
+                key = ShardKey(plan.id, source.shard, len(plan.sources))
+                try:
+                    attempt.images[source.shard] = image = open_image(key, source.place)
+                    headers[source.shard] = decode_header(image.view)
+                except (OSError, CorruptShardError, FormatError) as error:
+                    failures.append((key, source.place, str(error)))
+        failed = [f for theirs in self.group.all_gather_object(failures) for f in theirs]
+        if failed:
+            attempt.close()
+            self._reject(failed)
+        return not failed
+
+    def _reject(self, failed: list[tuple[ShardKey, Place, str]]) -> None:
+        for key, place, why in failed:
+            if (key, place) not in self._bad:
+                self._bad.add((key, place))
+                self.rejected.append(f"{key} on level {place.level} ({place.where}): {why}")
+                self._on_reject(self.rejected[-1])
 
 
 def _tree_of(image: Image, header: ShardHeader) -> bytes:
@@ -474,25 +494,36 @@ def _on_device(value: Any, param: torch.Tensor) -> Any:
 
 def load(
     state: TrainingState, attempt: Attempt, group: Group, strict: bool
-) -> tuple[Manifest, list[str]]:
-    """Load a verified version; returns this rank's manifest and notices for the user.
+) -> tuple[Manifest, list[str], Any]:
+    """Load a verified version; returns this rank's manifest, notices, and the adapter's own.
 
     Raises StateMismatchError on all ranks, with nothing changed on any, if the structure of any
-    rank's live state differs and `strict` is True.
+    rank's live state differs and `strict` is True; RestoreError on all if any rank has no memory
+    for what it would have to create, or fails in some other way before the first change.
     """
     assert attempt.own is not None
     manifest, encoded = attempt.own
-    saved = tree.decode(encoded)
-    loader = Loader(state, attempt.headers, group.rank, group.size)
-    differences = loader.differences() + loader.extra_differences(saved)
-    found: list[str] = next((d for d in group.all_gather_object(differences) if d), [])
+    differences: list[str] = []
+    trouble = ""
+    try:
+        saved = tree.decode(encoded)
+        loader = Loader(state, attempt.headers, group.rank, group.size)
+        differences = loader.differences() + loader.extra_differences(saved)
+        loader.prepare()
+    except Exception as error:  # a rank that raised alone would leave the others waiting for it
+        trouble = f"rank {group.rank}: {type(error).__name__}: {error}"
+    everyone = group.all_gather_object((differences, trouble))
+    failed = [theirs for _, theirs in everyone if theirs]
+    if failed:
+        raise RestoreError(f"{attempt.plan.id} cannot be loaded; nothing was changed: {failed[0]}")
+    found: list[str] = next((d for d, _ in everyone if d), [])
     if found and strict:
         raise StateMismatchError(f"Version {attempt.plan.id}", found)
-    loader.prepare()
     with torch.no_grad():
         visit_images(attempt, group, loader.load_shard)
         loader.finish(saved)
-    return manifest, loader.notices + [f"accepted (strict=False): {d}" for d in differences]
+    notices = loader.notices + [f"accepted (strict=False): {d}" for d in differences]
+    return manifest, notices, saved.get("adapter")
 
 
 def _put(target: torch.Tensor, piece: Piece, data: torch.Tensor) -> None:

@@ -201,11 +201,6 @@ def saved_now_with_a_late_hand_over(place: Place) -> tuple[int, list[str]]:
     return rank(), durable
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the barrier ends when the snapshot is sealed, before on_done has handed it on: "
-    "save(now=True) then finds nothing to wait for",
-)
 def test_save_now_waits_for_the_hand_over_too(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     place = Place.under(tmp_path, shm_dir)
     for _, durable in ranks(2).run(saved_now_with_a_late_hand_over, place):

@@ -15,6 +15,7 @@ import ddp_ckpt
 from tests import exact
 from tests.dist.rankpool import ROOT
 from tests.dist.training import Place, attach, make_job, sgd
+from tierckpt.checkpointer import AUTOMATIC_AFTER_STEPS
 
 SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
 
@@ -149,8 +150,46 @@ def forwards_that_are_no_boundary(place: Place) -> list[int]:
 
 def test_only_a_training_forward_is_a_boundary(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     for versions in ranks(2).run(forwards_that_are_no_boundary, Place.under(tmp_path, shm_dir)):
-        # Two steps must go by before it is clear that step() is never called.
-        assert versions == [0, 0, 2, 3, 4]
+        assert versions == [0, 1, 2, 3, 4]
+
+
+def many_steps_in_one_iteration(place: Place) -> list[int]:
+    """A loop that does call step(), but only after its optimizer has made several steps."""
+    job = make_job()
+    attached = attach(job, place)
+    versions = []
+    for iteration in range(10):
+        job.iterate(iteration)
+        versions.append(attached.ckpt.version)
+    attached.ckpt.step()
+    attached.ckpt.abandon()
+    return [*versions, attached.ckpt.version]
+
+
+def test_no_boundary_is_guessed_in_the_first_iteration(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for versions in ranks(2).run(many_steps_in_one_iteration, Place.under(tmp_path, shm_dir)):
+        assert versions == [0] * 10 + [10]
+
+
+def step_never_called(place: Place) -> list[int]:
+    job = make_job()
+    attached = attach(job, place)
+    versions = []
+    for iteration in range(AUTOMATIC_AFTER_STEPS + 4):
+        job.iterate(iteration)
+        versions.append(attached.ckpt.version)
+    attached.ckpt.abandon()
+    return versions
+
+
+def test_a_loop_that_never_calls_step_is_found_out(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for versions in ranks(2).run(step_never_called, Place.under(tmp_path, shm_dir)):
+        late = AUTOMATIC_AFTER_STEPS
+        assert versions == [0] * late + [late, late + 1, late + 2, late + 3]
 
 
 def explicit_boundary(place: Place) -> tuple[Any, ...]:

@@ -119,36 +119,20 @@ def trained_with_and_without(variant: str, place: Place) -> dict[str, Any]:
 def test_every_iteration_is_bit_for_bit_as_without(
     variant: str, size: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """As plain DDP, whose model and optimizer were copied to new objects where ours crashed."""
+    """As plain DDP that was never disturbed, from the first iteration to the last.
+
+    Where DDP cannot be shown its buckets before the first pass: as plain DDP, whose state was
+    copied to new objects where ours crashed. On three ranks it sums in another order then.
+    """
+    options = VARIANTS[variant]
+    primed = variant not in ("static graph", "unused parameters", "sparse gradients")
     place = Place.under(tmp_path, shm_dir)
     for told in ranks(size).run(trained_with_and_without, variant, place):
         assert told["complaints"] == []
         assert told["restored"] == (CRASH, {"memory": size})
         assert told["found"] == told["plain"][CRASH - 1][1]
-        assert told["course"] == told["restarted"]
+        assert told["course"] == told["plain" if primed else "restarted"]
         assert told["sealed"] == CRASH
-
-
-@pytest.mark.parametrize(
-    "size",
-    [
-        2,
-        pytest.param(
-            3,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="DDP orders its buckets anew after the first iteration of a process, so "
-                "three ranks add up the first gradients after a restart in another order",
-            ),
-        ),
-    ],
-)
-def test_a_crash_leaves_no_trace_in_the_course(
-    size: int, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for told in ranks(size).run(trained_with_and_without, "default", place):
-        assert told["course"] == told["plain"]
 
 
 # --- communication hooks -------------------------------------------------------------------------
