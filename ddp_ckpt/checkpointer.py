@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
+from tierckpt.checkpointer import Unattached
 
 from .group import TorchGroup, current_group
 
@@ -162,6 +163,9 @@ class _Hook:
             self._priming = False
             for param in params:
                 param.grad = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Unattached, ())
 
     def set_inner(self, state: Any, hook: CommHook) -> None:
         """In place of DDP's `register_comm_hook`."""

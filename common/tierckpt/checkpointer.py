@@ -267,6 +267,10 @@ class Checkpointer:
                 self.wait(WAIT_SECONDS)
         self._shut_down(remove=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """`copy.deepcopy(model)` and `torch.save(model)` take the hooks along, and not us."""
+        return (Unattached, ())
+
     def __enter__(self) -> Checkpointer:
         """For `with`."""
         return self
@@ -881,6 +885,19 @@ class Checkpointer:
             self._job.remove_if_unused()
         self.group.close()
         self.log.close()
+
+
+class Unattached:
+    """What a copy of a model has where the original has our hooks: every call does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _do_nothing
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """See Unattached."""
 
 
 def _time_left(interval_seconds: float, passed_seconds: float) -> int:

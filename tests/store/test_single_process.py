@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import tierckpt
 from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.naming import ShardKey
 from tierckpt.snapshot import Snapshot
@@ -430,3 +432,24 @@ def test_not_strict_loads_what_fits_and_leaves_the_rest(
         accepted = [e.message for e in job.heard("notice") if "accepted" in e.message]
         assert len(accepted) == 2
         job.run(6)
+
+
+def test_a_hooked_model_can_be_copied_and_saved(tmp_path: Path, shm_dir: Path) -> None:
+    """An EMA copy of the model must not drag the checkpointer along, or call it."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tierckpt.Checkpointer(
+        model, optimizer, path=tmp_path / "c", shm_dir=shm_dir, boundary="forward"
+    ) as ckpt:
+        ckpt.restore()
+        twin = copy.deepcopy(model)
+        torch.save(model, tmp_path / "whole.pt")
+        loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+        for each in (twin, loaded):
+            assert torch.equal(each(torch.ones(3)), model(torch.ones(3)))
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        twin(torch.ones(3))
+        assert ckpt.version == 0  # the twin's forward pass is no boundary of ours
+        model(torch.ones(3))
+        assert ckpt.version == 1
