@@ -22,14 +22,15 @@ from . import state as state_module
 from . import tree
 from .agent import AgentSettings
 from .agentclient import AgentClient
+from .agreement import Agreement
 from .config import Config, load_config
 from .errors import ConfigError, RestoreError
 from .events import Callback, EventLog
-from .group import Group, Pending, SingleGroup, host_id
+from .group import Group, SingleGroup, host_id
 from .inventory import Inventory, plan_restore, take_inventory
 from .localstore import LocalStore
 from .naming import Lineage, ShardKey, VersionId
-from .policy import BROKEN, DONE, PENDING, Decision, Ledger, Schedule, Vote
+from .policy import BROKEN, DONE, Decision, Schedule
 from .pool import NoSlotError, SlotPool, too_small
 from .restore import Restored, Restorer, load
 from .slots import JobDirectory, Slot, job_id_of, seal_area_bytes
@@ -46,19 +47,6 @@ may well make several optimizer steps in one iteration.)"""
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
-
-
-class _Ballot:
-    """A vote under way: the reduction, and which versions its states are about."""
-
-    def __init__(self, pending: Pending, memory: VersionId | None, local: VersionId | None) -> None:
-        self._pending = pending
-        self.memory = memory
-        self.local = local
-
-    def result(self) -> Vote:
-        """What all ranks agreed on, waiting for it. Any thread."""
-        return Vote.unpack(self._pending.wait())
 
 
 class Checkpointer:
@@ -121,10 +109,8 @@ class Checkpointer:
         self._check_room(slots)
         self._copier = Copier()
         self._schedule = Schedule(self.config)
-        self._memory, self._local = Ledger(), Ledger()
+        self._agreement = Agreement(self.group, self.config, self._retire)
         self._lineage: Lineage = ()
-        self._fates: dict[str, dict[VersionId, int]] = {"memory": {}, "local": {}}
-        self._ballot: _Ballot | None = None
         self._snapshot: Snapshot | None = None
         self._finished: deque[Snapshot] = deque()
         self._said: deque[tuple[str, dict[str, Any]]] = deque()
@@ -134,13 +120,11 @@ class Checkpointer:
         self._stepping = False
         self._plan: Plan | None = None
         self._lane: CudaLane | None = None
-        self._asked = False
         self._explicit = False
         self._closed = False
         self._since: dict[str, int] = {}
         """Steps of each optimizer since the last boundary."""
         self._steps_seen: dict[str, int] = {}
-        self._clock_memory = self._clock_local = time.monotonic()
         self._slow_barriers = 0
         self._release_early = self.config.release == "forward" or not self.releases_by_layer
         self._rng_after_step: tuple[Any, tree.Arena] | None = None
@@ -185,7 +169,7 @@ class Checkpointer:
         on this rank (or an event said why not).
         """
         if not now:
-            self._asked = True
+            self._agreement.ask()
             return
         self._save_now()
 
@@ -229,7 +213,7 @@ class Checkpointer:
             if self._local_enabled() and not self._nothing_new():
                 self._save_now()
             self.wait()
-            durable = self._nothing_new() or self._local.safe == self._id()
+            durable = self._nothing_new() or self._agreement.local.safe == self._id()
             safe = durable or not self._local_enabled()
         except Exception as error:
             self._notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
@@ -257,9 +241,10 @@ class Checkpointer:
             return
         if commit_newest:
             self.wait(WAIT_SECONDS)
-            taken = [*self._memory.open, *filter(None, [self._memory.safe])]
+            memory, local = self._agreement.memory, self._agreement.local
+            taken = [*memory.open, *filter(None, [memory.safe])]
             sealed = [i for i in taken if self._pool.find(i) is not None]
-            known = [*self._local.open, self._local.safe]
+            known = [*local.open, local.safe]
             if sealed and self._local_enabled() and max(sealed) not in known:
                 slot = self._pool.find(max(sealed))
                 assert slot is not None
@@ -303,7 +288,9 @@ class Checkpointer:
         self._since.clear()
         if not self._lineage:
             self._begin_life()
-        agreed = self._read_ballot()
+        agreed, broken = self._agreement.read()
+        if broken is not None:
+            self._fail(broken.version, "the snapshot failed on some rank; it is void on all")
         self._collect()
         decision = self._schedule.decide(self.version, agreed)
         if force:
@@ -315,7 +302,11 @@ class Checkpointer:
             self._agent.wait(None)
             self._collect()
         snapshot = self._open_snapshot(decision.take) if decision.take else None
-        self._launch_ballot()
+        self._agreement.launch(
+            self._id(),
+            slot_free=self._pool.has_room(self._agreement.needed(), self._agent.pinned()),
+            local_free=not self._agent.busy(),
+        )
         self._snapshot = snapshot
         if snapshot is not None:
             self._copier.submit(snapshot)
@@ -338,21 +329,13 @@ class Checkpointer:
         """Capture what changes first. A failure here breaks the version, not the training."""
         id_ = self._id()
         # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
-        self._memory.open.append(id_)
-        self._clock_memory = time.monotonic()
-        if "local" in levels:
-            self._local.open.append(id_)
-            self._clock_local = time.monotonic()
+        self._agreement.open(id_, levels)
         try:
             return self._capture(levels)
         except Exception as error:
-            self._fates["memory"][id_] = self._fates["local"][id_] = BROKEN
-            self._emit(
-                "failed",
-                level="memory",
-                message=f"the state could not be captured: {error}",
-                severity=logging.ERROR,
-            )
+            self._agreement.tell("memory", id_, BROKEN)
+            self._agreement.tell("local", id_, BROKEN)
+            self._fail(self.version, f"the state could not be captured: {error}")
             return None
 
     def _capture(self, levels: tuple[str, ...]) -> Snapshot:
@@ -370,8 +353,7 @@ class Checkpointer:
             "extra": self.state.pack_extra(self.state.extra, arena),
             "adapter": self.pack_adapter(),
         }
-        protected = self._memory.protected()
-        protected.discard(self._id())
+        protected = self._agreement.protected(self._id())
 
         def choose_slot(blocks: int, image_bytes: int) -> Slot:
             return self._choose_slot(protected, blocks, image_bytes)
@@ -408,17 +390,7 @@ class Checkpointer:
         try:
             return self._pool.choose(protected, self._agent.pinned(), seal_bytes, image_bytes)
         except NoSlotError:
-            pass
-        # The vote launched at this version's own boundary: when it is complete, every rank has
-        # entered this iteration, so what it says of the version before is the last word.
-        ballot = self._ballot
-        if ballot is None:
-            raise SnapshotError("the versions were settled meanwhile")
-        agreed = ballot.result()
-        if ballot.memory is not None and agreed.memory_state == DONE:
-            protected = {ballot.memory, *(v for v in protected if v > ballot.memory)}
-        elif ballot.memory is not None and agreed.memory_state == BROKEN:
-            protected = protected - {ballot.memory}
+            protected = self._agreement.last_word(protected)
         return self._pool.choose(protected, self._agent.pinned(), seal_bytes, image_bytes)
 
     def _on_done(self, snapshot: Snapshot) -> None:
@@ -431,101 +403,35 @@ class Checkpointer:
                 assert snapshot.slot is not None
                 self._commit(id_, snapshot.slot)
             else:
-                self._fates["local"][id_] = BROKEN
-        self._fates["memory"][id_] = DONE if sealed else BROKEN
+                self._agreement.tell("local", id_, BROKEN)
+        self._agreement.tell("memory", id_, DONE if sealed else BROKEN)
         self._finished.append(snapshot)
 
     def _commit(self, id_: VersionId, slot: Slot) -> None:
         key = ShardKey(id_, self.group.rank, self.group.size)
         error = self._agent.commit(key, slot)
         if error:
-            self._fates["local"][id_] = BROKEN
+            self._agreement.tell("local", id_, BROKEN)
             self._said.append(("failed", self._local_failure(id_, error)))
 
+    def _retire(self, safe: VersionId) -> None:
+        self._agent.retire(safe, self._lineage)
+
     def _local_failure(self, id_: VersionId, error: str) -> dict[str, Any]:
+        safe = self._agreement.local.safe
         return {
             "version": id_.version,
             "level": "local",
             "message": f"{error}; training goes on, {self.config.path} is behind",
-            "behind_since": self._local.safe.version if self._local.safe else None,
+            "behind_since": safe.version if safe else None,
             "severity": logging.ERROR,
         }
-
-    # --- agreement -----------------------------------------------------------------------------
-
-    def _launch_ballot(self) -> None:
-        """One small asynchronous reduction; read at the next boundary, or by the copier."""
-        newest = self._id()
-        memory = next((v for v in self._memory.open if v != newest), None)
-        local = next((v for v in self._local.open if v != newest), None)
-        now = time.monotonic()
-        vote = Vote(
-            slot_free=int(self._pool.has_room(self._needed(), self._agent.pinned())),
-            local_free=int(not self._agent.busy() and not self._local.open),
-            memory_state=self._fates["memory"].get(memory, PENDING) if memory else DONE,
-            local_state=self._fates["local"].get(local, PENDING) if local else DONE,
-            memory_time_left=_time_left(self.config.memory.every_seconds, now - self._clock_memory),
-            local_time_left=_time_left(self.config.local.every_seconds, now - self._clock_local),
-            no_request=int(not self._asked),
-        )
-        self._asked = False
-        self._ballot = _Ballot(self.group.all_reduce_min(vote.pack()), memory, local)
-
-    def _needed(self) -> list[VersionId]:
-        """Versions whose slots are out of reach at the next boundary.
-
-        By then the newest one is sealed, and proves what is older superseded (see
-        `_choose_slot`); but not before those that are still being copied are done.
-        """
-        opened = self._memory.open
-        if not opened:
-            return [self._memory.safe] if self._memory.safe else []
-        fates = self._fates["memory"]
-        return [i for i in opened[:-1] if fates.get(i, PENDING) == PENDING] + opened[-1:]
-
-    def _read_ballot(self) -> Vote:
-        """What was agreed on since the last boundary; the ledgers move on."""
-        if self._ballot is None:
-            return Vote()
-        agreed = self._ballot.result()
-        broken = self._memory.resolve(agreed.memory_state, self._ballot.memory)
-        if broken is not None:
-            self._emit(
-                "failed",
-                version=broken.version,
-                level="memory",
-                message="the snapshot failed on some rank; it is void on all",
-                behind_since=self._memory.safe.version if self._memory.safe else None,
-                severity=logging.ERROR,
-            )
-        self._resolve_local(agreed.local_state, self._ballot.local)
-        for fates, ledger in (
-            (self._fates["memory"], self._memory),
-            (self._fates["local"], self._local),
-        ):
-            for id_ in list(fates):  # the copier thread may add one any time
-                if id_ not in ledger.open:
-                    fates.pop(id_, None)
-        return agreed
-
-    def _resolve_local(self, state: int, candidate: VersionId | None) -> None:
-        before = self._local.safe
-        self._local.resolve(state, candidate)
-        if self._local.safe is not None and self._local.safe != before:
-            self._agent.retire(self._local.safe, self._lineage)
 
     # --- reports -------------------------------------------------------------------------------
 
     def _report(self, snapshot: Snapshot) -> None:
         if snapshot.phase is Phase.FAILED:
-            self._emit(
-                "failed",
-                version=snapshot.head.version,
-                level="memory",
-                message=snapshot.error,
-                behind_since=self._memory.safe.version if self._memory.safe else None,
-                severity=logging.ERROR,
-            )
+            self._fail(snapshot.head.version, snapshot.error)
             return
         assert snapshot.manifest is not None
         self._emit(
@@ -553,7 +459,7 @@ class Checkpointer:
             op = message["op"]
             if op == "committed":
                 id_ = VersionId(message["generation"], message["version"])
-                self._fates["local"][id_] = DONE
+                self._agreement.tell("local", id_, DONE)
                 self._emit(
                     "committed",
                     version=id_.version,
@@ -566,13 +472,25 @@ class Checkpointer:
                 )
             elif op == "failed":
                 id_ = VersionId(message["generation"], message["version"])
-                self._fates["local"][id_] = BROKEN
+                self._agreement.tell("local", id_, BROKEN)
                 self._emit("failed", **self._local_failure(id_, message["error"]))
             elif op == "cleaned":
                 names = ", ".join(message["names"])
                 self._notice(f"removed what a killed writer left half-done: {names}", logging.INFO)
             else:
                 self._notice(f"local level: {message['error']}", logging.ERROR)
+
+    def _fail(self, version: int, why: str) -> None:
+        """A version is lost in memory, and therefore everywhere."""
+        safe = self._agreement.memory.safe
+        self._emit(
+            "failed",
+            version=version,
+            level="memory",
+            message=why,
+            behind_since=safe.version if safe else None,
+            severity=logging.ERROR,
+        )
 
     def _emit(self, name: str, **values: Any) -> None:
         self.log.emit(name, **{"version": self.version, **values})
@@ -669,10 +587,11 @@ class Checkpointer:
         self._schedule.start_at(result.version)
         id_ = VersionId(result.generation, result.version)
         # Even when some shards came from elsewhere: those in memory may be the only ones.
-        self._memory = Ledger(safe=id_ if "memory" in result.levels else None)
         on_disk = plan_restore([[f for f in i if f.place.level == "local"] for i in found])
-        self._local = Ledger(safe=on_disk.id if on_disk and on_disk.id <= id_ else None)
-        self._ballot = None
+        self._agreement.restart(
+            memory=id_ if "memory" in result.levels else None,
+            local=on_disk.id if on_disk and on_disk.id <= id_ else None,
+        )
 
     def _restored(
         self, result: Restored, restorer: Restorer, inventory_seconds: float, begin: float
@@ -703,45 +622,25 @@ class Checkpointer:
         self.wait()
         id_ = VersionId(self._id().generation, self.version + max(self._since.values(), default=0))
         sealed_here = self._pool.find(id_) is not None and id_ in (
-            self._memory.safe,
-            *self._memory.open,
+            self._agreement.memory.safe,
+            *self._agreement.memory.open,
         )
         self._ahead = int(bool(self._since))  # the loop's own step() for it is still to come
         if all(self.group.all_gather_object(sealed_here)):
             slot = self._pool.find(id_)
             assert slot is not None
-            if self._local_enabled() and id_ != self._local.safe and id_ not in self._local.open:
-                self._local.open.append(id_)
+            local = self._agreement.local
+            if self._local_enabled() and id_ != local.safe and id_ not in local.open:
+                local.open.append(id_)
                 self._commit(id_, slot)
         else:
             # Where it was sealed all the same, it is void: all ranks' shards are of one moment.
             self._pool.void(id_)
-            for ledger in (self._memory, self._local):
-                ledger.open = [i for i in ledger.open if i != id_]
+            self._agreement.forget(id_)
             self._boundary(force=True)
         self._ahead = 0
         self.wait()
-        self._settle()
-
-    def _settle(self) -> None:
-        """Learn the fate of everything that is open. Collective."""
-        mine = {
-            level: {i: fates.get(i, PENDING) for i in ledger.open}
-            for level, fates, ledger in (
-                ("memory", self._fates["memory"], self._memory),
-                ("local", self._fates["local"], self._local),
-            )
-        }
-        everyone = self.group.all_gather_object(mine)
-        for level, ledger in (("memory", self._memory), ("local", self._local)):
-            for id_ in list(ledger.open):
-                state = min(e[level].get(id_, BROKEN) for e in everyone)
-                state = BROKEN if state == PENDING else state
-                if level == "local":
-                    self._resolve_local(state, id_)
-                else:
-                    ledger.resolve(state, id_)
-        self._ballot = None
+        self._agreement.settle()
 
     # --- hooks ---------------------------------------------------------------------------------
 
@@ -800,7 +699,8 @@ class Checkpointer:
         begun = self._lineage[-1][1] if self._lineage else 0
         if self._since or self.version != begun:
             return False
-        return begun == 0 or (self._local.safe is not None and self._local.safe.version == begun)
+        durable = self._agreement.local.safe
+        return begun == 0 or (durable is not None and durable.version == begun)
 
     # --- attaching and ending ------------------------------------------------------------------
 
@@ -898,7 +798,3 @@ class Unattached:
 
 def _do_nothing(*_: Any, **__: Any) -> None:
     """See Unattached."""
-
-
-def _time_left(interval_seconds: float, passed_seconds: float) -> int:
-    return int(not (interval_seconds > 0 and passed_seconds >= interval_seconds))

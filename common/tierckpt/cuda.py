@@ -29,7 +29,7 @@ import torch
 from . import faults
 from .manifest import digest
 from .slots import Slot
-from .snapshot import BIND_PATIENCE_SECONDS, Phase, Snapshot, SnapshotError
+from .snapshot import Phase, Snapshot, SnapshotError
 
 BATCH_BYTES = 64 * 1024 * 1024
 """Fed to the side stream at once."""
@@ -140,15 +140,7 @@ class CudaSnapshot(Snapshot):
     def barrier(self) -> None:
         """Return when the compute stream is told to wait for what still reads the live tensors."""
         begin = time.perf_counter()
-        faults.point("barrier", version=self.head.version)
-        self.release_all()
-        with self._changed:
-            bound = self._changed.wait_for(
-                lambda: self._binding is not None or self.phase is not Phase.OPEN,
-                BIND_PATIENCE_SECONDS,
-            )
-        if not bound:
-            self.fail(SnapshotError("no slot could be claimed in time; another rank is stuck"))
+        self._release_rest()
         try:
             with self._feeding:
                 self._let_go()

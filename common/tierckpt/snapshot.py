@@ -344,6 +344,15 @@ class Snapshot:
     def barrier(self) -> None:
         """Return when the optimizer may change the tensors: sealed, or given up."""
         begin = time.perf_counter()
+        self._release_rest()
+        while self.work():
+            pass
+        with self._changed:
+            self._changed.wait_for(lambda: self._reported or self.phase is Phase.FAILED)
+        self.clock.barrier += time.perf_counter() - begin
+
+    def _release_rest(self) -> None:
+        """The barrier's beginning: release all, and see that there is a slot to copy to."""
         faults.point("barrier", version=self.head.version)
         self.release_all()
         with self._changed:
@@ -353,11 +362,6 @@ class Snapshot:
             )
         if not bound:
             self.fail(SnapshotError("no slot could be claimed in time; another rank is stuck"))
-        while self.work():
-            pass
-        with self._changed:
-            self._changed.wait_for(lambda: self._reported or self.phase is Phase.FAILED)
-        self.clock.barrier += time.perf_counter() - begin
 
     def wait_done(self) -> None:
         """Return when it is sealed or has failed, and `on_done` has heard of it."""

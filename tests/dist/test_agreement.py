@@ -300,7 +300,7 @@ def with_a_killed_agent(busy: bool, place: Place) -> dict[str, Any]:
     ckpt._agent.wait(None)
     train(job, ckpt, range(8, 11))
     ckpt.save(now=True)
-    durable, starts = ckpt._local.safe, ckpt._agent.starts
+    durable, starts = ckpt._agreement.local.safe, ckpt._agent.starts
     digest = job.digest()
     ckpt.abandon()
     again = make_job(seed=2)

@@ -1,0 +1,175 @@
+"""Agreement: how ranks come to know the same of every version, without waiting for each other.
+
+At every boundary each rank launches one small asynchronous reduction of its vote, and reads the one
+of the boundary before. `policy` says what a vote is and what follows from it; this module keeps
+the books: the ledgers, this rank's own knowledge, and the vote under way.
+
+For the training thread, but for `tell` and `last_word`, which the copier thread calls too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from .config import Config
+from .group import Group, Pending
+from .naming import VersionId
+from .policy import BROKEN, DONE, PENDING, Ledger, Vote
+
+
+class _Ballot:
+    """A vote under way: the reduction, and which versions its states are about."""
+
+    def __init__(self, pending: Pending, memory: VersionId | None, local: VersionId | None) -> None:
+        self._pending = pending
+        self.memory = memory
+        self.local = local
+
+    def result(self) -> Vote:
+        """What all ranks agreed on, waiting for it. Any thread."""
+        return Vote.unpack(self._pending.wait())
+
+
+class Agreement:
+    """See the module's text. Every rank's is alike, but for what it was told."""
+
+    def __init__(
+        self, group: Group, config: Config, on_local_safe: Callable[[VersionId], None]
+    ) -> None:
+        """`on_local_safe` hears of every version that became durable on all ranks."""
+        self._group = group
+        self._config = config
+        self._on_local_safe = on_local_safe
+        self._ballot: _Ballot | None = None
+        self._asked = False
+        self._known: dict[str, dict[VersionId, int]] = {"memory": {}, "local": {}}
+        """By level: how the versions under way are doing here."""
+        self.restart(None, None)
+
+    def restart(self, memory: VersionId | None, local: VersionId | None) -> None:
+        """Begin with these versions as safe, after a restore."""
+        self.memory, self.local = Ledger(safe=memory), Ledger(safe=local)
+        self._since_memory = self._since_local = time.monotonic()
+        self._ballot = None
+
+    def open(self, id_: VersionId, levels: Iterable[str]) -> None:
+        """A version is being taken, on all ranks."""
+        self.memory.open.append(id_)
+        self._since_memory = time.monotonic()
+        if "local" in levels:
+            self.local.open.append(id_)
+            self._since_local = time.monotonic()
+
+    def forget(self, id_: VersionId) -> None:
+        """A version is to be taken again."""
+        for ledger in (self.memory, self.local):
+            ledger.open = [i for i in ledger.open if i != id_]
+
+    def ask(self) -> None:
+        """The user wants a checkpoint; all ranks learn of it with the next vote."""
+        self._asked = True
+
+    def tell(self, level: str, id_: VersionId, state: int) -> None:
+        """How a version is doing on this rank (DONE, BROKEN). Any thread."""
+        self._known[level][id_] = state
+
+    # --- voting --------------------------------------------------------------------------------
+
+    def launch(self, newest: VersionId, slot_free: bool, local_free: bool) -> None:
+        """Cast this rank's vote; `newest` is the version of this boundary, too young to judge."""
+        memory = next((v for v in self.memory.open if v != newest), None)
+        local = next((v for v in self.local.open if v != newest), None)
+        now, config = time.monotonic(), self._config
+        vote = Vote(
+            slot_free=int(slot_free),
+            local_free=int(local_free and not self.local.open),
+            memory_state=self._state("memory", memory),
+            local_state=self._state("local", local),
+            memory_time_left=_time_left(config.memory.every_seconds, now - self._since_memory),
+            local_time_left=_time_left(config.local.every_seconds, now - self._since_local),
+            no_request=int(not self._asked),
+        )
+        self._asked = False
+        self._ballot = _Ballot(self._group.all_reduce_min(vote.pack()), memory, local)
+
+    def _state(self, level: str, id_: VersionId | None) -> int:
+        return DONE if id_ is None else self._known[level].get(id_, PENDING)
+
+    def read(self) -> tuple[Vote, VersionId | None]:
+        """What was agreed on since the last boundary, and the version that broke by it, if any."""
+        if self._ballot is None:
+            return Vote(), None
+        agreed = self._ballot.result()
+        broken = self.memory.resolve(agreed.memory_state, self._ballot.memory)
+        self._resolve_local(agreed.local_state, self._ballot.local)
+        for known, ledger in (
+            (self._known["memory"], self.memory),
+            (self._known["local"], self.local),
+        ):
+            for id_ in list(known):  # the copier thread may add one any time
+                if id_ not in ledger.open:
+                    known.pop(id_, None)
+        return agreed, broken
+
+    def _resolve_local(self, state: int, candidate: VersionId | None) -> None:
+        before = self.local.safe
+        self.local.resolve(state, candidate)
+        if self.local.safe is not None and self.local.safe != before:
+            self._on_local_safe(self.local.safe)
+
+    def settle(self) -> None:
+        """Learn the fate of everything that is open; what is not done by now is broken.
+
+        Collective and waiting: for the end, and for a save on demand.
+        """
+        mine = {
+            level: {i: self._state(level, i) for i in ledger.open}
+            for level, ledger in (("memory", self.memory), ("local", self.local))
+        }
+        everyone = self._group.all_gather_object(mine)
+        for level, ledger in (("memory", self.memory), ("local", self.local)):
+            for id_ in list(ledger.open):
+                state = min(theirs[level].get(id_, BROKEN) for theirs in everyone)
+                state = BROKEN if state == PENDING else state
+                if level == "local":
+                    self._resolve_local(state, id_)
+                else:
+                    ledger.resolve(state, id_)
+        self._ballot = None
+
+    # --- what follows for slots ----------------------------------------------------------------
+
+    def protected(self, newest: VersionId) -> set[VersionId]:
+        """Versions in memory that must not be overwritten, by what is known at this boundary."""
+        return self.memory.protected() - {newest}
+
+    def last_word(self, protected: set[VersionId]) -> set[VersionId]:
+        """The same, after the vote of this very boundary. Copier thread; waits.
+
+        When that vote is complete, every rank has entered this iteration, so what it says of the
+        version before is final: sealed everywhere, it supersedes what is older; broken anywhere,
+        it is void itself.
+        """
+        ballot = self._ballot
+        if ballot is None or ballot.memory is None:
+            return protected
+        state = ballot.result().memory_state
+        if state == DONE:
+            return {ballot.memory, *(v for v in protected if v > ballot.memory)}
+        return protected - {ballot.memory} if state == BROKEN else protected
+
+    def needed(self) -> list[VersionId]:
+        """Versions whose slots are out of reach at the next boundary.
+
+        By then the newest one is sealed, and proves what is older superseded (see `last_word`);
+        but not before those that are still being copied are done.
+        """
+        opened = self.memory.open
+        if not opened:
+            return [self.memory.safe] if self.memory.safe else []
+        return [i for i in opened[:-1] if self._state("memory", i) == PENDING] + opened[-1:]
+
+
+def _time_left(interval_seconds: float, passed_seconds: float) -> int:
+    return int(not (interval_seconds > 0 and passed_seconds >= interval_seconds))
