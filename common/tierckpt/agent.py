@@ -91,13 +91,12 @@ class Agent:
         try:
             faults.point("agent", version=key.id.version)
             slot = self._slot(message["segment"], fds)
-            manifest = self._sealed(slot, key)
+            manifest, nbytes = self._sealed(slot, key)
             self.store.create()
-            with slot.image() as image, image[: _image_bytes(manifest)] as shard:
+            with slot.image() as image, image[:nbytes] as shard:
                 times = self.store.commit(
                     key, shard, manifest, lambda: slot.manifest_bytes() == manifest
                 )
-                nbytes = len(shard)
         except OSError as error:
             self._say(op="failed", error=_text(error), **where)
             return
@@ -125,11 +124,12 @@ class Agent:
         pin(slot.fd)
         return slot
 
-    def _sealed(self, slot: Slot, key: ShardKey) -> bytes:
-        manifest = slot.manifest()
-        if manifest is None or manifest.key != key:
+    def _sealed(self, slot: Slot, key: ShardKey) -> tuple[bytes, int]:
+        """The manifest's bytes, and the length of the shard that it is about."""
+        encoded, manifest = slot.manifest_bytes(), slot.manifest()
+        if encoded is None or manifest is None or manifest.key != key:
             raise FileNotFoundError(f"{key} is no longer in slot {slot.name}")
-        return manifest.encode()
+        return encoded, manifest.image_bytes
 
     def _retire(self, message: dict[str, Any]) -> None:
         """Apply retention to this rank's shards, and to those of ranks that are no more."""
@@ -155,10 +155,6 @@ class Agent:
     def _say(self, **message: Any) -> None:
         with contextlib.suppress(OSError):  # the trainer is gone: nobody to tell
             self.channel.send(json.dumps(message).encode())
-
-
-def _image_bytes(manifest: bytes) -> int:
-    return int(json.loads(manifest.partition(b"\n")[0])["image_bytes"])
 
 
 def _file_of(path: str | int) -> tuple[int, int]:

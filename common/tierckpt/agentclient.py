@@ -139,7 +139,7 @@ class AgentClient:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_seconds)
-            # A zombie's warning is no use to anybody: from here on the agent is on its own.
+            # Popen would warn about a child that still runs; this one may, on its own.
             self._process.returncode = self._process.returncode or 0
         with self._lock:
             if self._channel is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from .config import Config
 from .group import Group, Pending
 from .naming import VersionId
-from .policy import BROKEN, DONE, PENDING, Ledger, Vote
+from .policy import BROKEN, DONE, PENDING, Ledger, Vote, superseded_by
 
 
 class _Ballot:
@@ -156,7 +156,7 @@ class Agreement:
             return protected
         state = ballot.result().memory_state
         if state == DONE:
-            return {ballot.memory, *(v for v in protected if v > ballot.memory)}
+            return superseded_by(ballot.memory, protected)
         return protected - {ballot.memory} if state == BROKEN else protected
 
     def needed(self) -> list[VersionId]:

@@ -130,7 +130,7 @@ class Checkpointer:
         self._rng_after_step: tuple[Any, tree.Arena] | None = None
         self._agent = AgentClient(
             AgentSettings(
-                directory=os.path.abspath(self.config.path),
+                directory=self.config.path,
                 shard=self.group.rank,
                 shards=self.group.size,
                 keep_last=self.config.local.keep_last,

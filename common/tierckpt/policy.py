@@ -55,6 +55,11 @@ class Vote:
         return Vote(*values)
 
 
+def superseded_by(safe: VersionId, protected: set[VersionId]) -> set[VersionId]:
+    """What of `protected` is left to protect once `safe` is known to be complete on all ranks."""
+    return {safe, *(v for v in protected if v > safe)}
+
+
 @dataclass
 class Ledger:
     """What is known, on every rank alike, of the versions taken to one level, oldest first."""
@@ -79,9 +84,8 @@ class Ledger:
 
     def protected(self, also_safe: VersionId | None = None) -> set[VersionId]:
         """Versions that must not be overwritten; `also_safe` is one just learned to be safe."""
-        if also_safe is not None:
-            return {also_safe, *(v for v in self.open if v > also_safe)}
-        return {*self.open, *([self.safe] if self.safe else [])}
+        known = {*self.open, *([self.safe] if self.safe else [])}
+        return known if also_safe is None else superseded_by(also_safe, known)
 
 
 @dataclass(frozen=True)
