@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tierckpt
-import tierckpt.checkpointer
+import tierckpt.agreement
 from tests.dist.training import Attached, Job, Place, attach, make_job, rank, train
 from tierckpt.snapshot import Snapshot
 
@@ -101,7 +101,7 @@ def with_skewed_clocks(place: Place) -> tuple[list[int], list[int]]:
     """Rank 1's clock shows another time, and runs three times as fast."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
-        patch.setattr(tierckpt.checkpointer, "time", clock)
+        patch.setattr(tierckpt.agreement, "time", clock)
         job = make_job()
         attached = attach(job, place, memory_every_steps=0, memory_every_seconds=30)
         for iteration in range(20):
