@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
 from tierckpt.checkpointer import Unattached
+from tierckpt.scripts import serve
 
-from .group import TorchGroup, current_group
+from .group import current_group
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 else:
     GradBucket = dist.GradBucket
 
-MEET_SECONDS = 30.0
-"""At the end of a process: how long to wait for the other ranks before ending alone."""
-
-CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+Reduced = torch.futures.Future[torch.Tensor]
+CommHook = Callable[[Any, GradBucket], Reduced]
 
 
 class Checkpointer(tierckpt.Checkpointer):
@@ -91,7 +87,7 @@ class _Hook:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.inner: tuple[Any, CommHook] | None = None
-        self.release: Callable[[Iterable[torch.Tensor]], None] = _release_nothing
+        self.release: Callable[[Iterable[torch.Tensor], Reduced], None] = _release_nothing
         self.group = ddp.process_group
         self._ddp = ddp
         self._buckets: list[list[torch.Tensor]] = []
@@ -111,7 +107,7 @@ class _Hook:
                 future.set_result(bucket.buffer())
                 return future
             future = inner[1](inner[0], bucket) if inner else _allreduce(bucket, self.group)
-            self.release(params)
+            self.release(params, future)
             return future
 
         # DDP checks the annotations at run time, by identity.
@@ -176,7 +172,7 @@ def _trained(params: list[torch.nn.Parameter]) -> list[int]:
     return [i for i, p in enumerate(params) if p.requires_grad]
 
 
-def _release_nothing(params: Iterable[torch.Tensor]) -> None:
+def _release_nothing(params: Iterable[torch.Tensor], reduction: Reduced) -> None:
     """Before there is a checkpointer."""
 
 
@@ -229,27 +225,8 @@ def wrap(
     """
     checkpointer = Checkpointer(model, optimizer, **{"boundary": "forward", **settings})
     optimizer.checkpointer = checkpointer  # type: ignore[attr-defined]
-    if restore:
-        checkpointer.restore()
-    if close_at_exit:
-        atexit.register(_close_at_exit, checkpointer, os.getpid())
+    serve(checkpointer, restore, close_at_exit)
     return optimizer
-
-
-def _close_at_exit(checkpointer: Checkpointer, pid: int) -> None:
-    """Close if all ranks get here; else every rank by itself makes durable what it has.
-
-    A rank may have ended with an error that cannot be seen from here, and scripts destroy the
-    process group before they end, so this must not enter a collective that could hang.
-    """
-    if os.getpid() != pid:
-        return  # a forked child's copy
-    group = checkpointer.group
-    failed = getattr(sys, "last_value", None) is not None
-    if not failed and (not isinstance(group, TorchGroup) or group.meet(MEET_SECONDS)):
-        checkpointer.close()
-    else:
-        checkpointer.abandon(commit_newest=not failed)
 
 
 __all__ = ["Checkpointer", "wrap"]

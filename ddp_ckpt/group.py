@@ -67,7 +67,7 @@ class TorchGroup:
         dist.barrier(group=self._group)
 
     def meet(self, timeout_seconds: float) -> bool:
-        """True when all ranks call it in time; never hangs. For the end of a process."""
+        """See Group."""
         if self._group is None or not dist.is_initialized():
             return False
         try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .callbacks import Callbacks
     from .checkpointer import Checkpointer
     from .config import Config, load_config
     from .errors import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .restore import Restored
 
 _HOME = {
+    "Callbacks": "callbacks",
     "Checkpointer": "checkpointer",
     "Config": "config",
     "load_config": "config",
@@ -44,6 +46,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Callbacks",
     "Checkpointer",
     "Config",
     "ConfigError",

@@ -23,6 +23,7 @@ from . import tree
 from .agent import AgentSettings
 from .agentclient import AgentClient
 from .agreement import Agreement
+from .callbacks import CallbackList, Callbacks
 from .config import Config, load_config
 from .errors import ConfigError, RestoreError
 from .events import Callback, EventLog
@@ -36,6 +37,7 @@ from .restore import Restored, Restorer, load
 from .slots import JobDirectory, Slot, job_id_of, seal_area_bytes
 from .snapshot import Copier, Head, Phase, Plan, Snapshot, SnapshotError
 from .state import TrainingState, label_optimizers, refuse_model
+from .trace import open_trace
 
 if TYPE_CHECKING:
     from .cuda import CudaLane
@@ -60,6 +62,7 @@ class Checkpointer:
             scaler); also torch and numpy generators.
         extra_per_rank: objects whose state is each rank's own (sampler, data loader).
         on_event: called with every `Event`, on the training thread.
+        callbacks: see `Callbacks`; `add_callbacks` adds more.
         config_file: TOML file with settings.
         settings: any field of `Config`, by its flat name (`local_every_steps=10`).
 
@@ -81,6 +84,7 @@ class Checkpointer:
         extra: Mapping[str, Any] | None = None,
         extra_per_rank: Mapping[str, Any] | None = None,
         on_event: Callback | None = None,
+        callbacks: Iterable[Callbacks] = (),
         config_file: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
@@ -91,6 +95,7 @@ class Checkpointer:
         self._check_state()
         self._check_alike()
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
+        self._callbacks = CallbackList(callbacks)
         self.version = 0
         """Completed optimizer steps."""
         self.iteration = 0
@@ -117,7 +122,8 @@ class Checkpointer:
         """Events that other threads have; the training thread emits them."""
         self._life = ""
         self._ahead = 0
-        self._stepping = False
+        self._stepping: set[str] = set()
+        """Optimizers whose step has begun."""
         self._plan: Plan | None = None
         self._lane: CudaLane | None = None
         self._explicit = False
@@ -141,6 +147,9 @@ class Checkpointer:
         self._start_agent()
         self._hooks: list[Any] = []
         self._install_hooks(model)
+        self._trace = open_trace(self.config, self.group.rank, self.state.name_of, self.log)
+        if self._trace is not None:  # behind the barrier's hooks: what they wait is no update
+            self._hooks += self._trace.watch(self.state.optimizers)
 
     # --- the recipe ----------------------------------------------------------------------------
 
@@ -156,10 +165,20 @@ class Checkpointer:
         if self._since:
             self._boundary()
 
-    def release(self, params: Iterable[torch.Tensor]) -> None:
-        """The reduction of these parameters' gradients was launched: their layer may be copied."""
+    def release(
+        self, params: Iterable[torch.Tensor], reduction: torch.futures.Future[Any] | None = None
+    ) -> None:
+        """The reduction of these parameters' gradients was launched: their layer may be copied.
+
+        An adapter that has the reduction's future gives it along, for the trace to see its end.
+        """
+        if self._trace is not None:
+            params = list(params)
+            self._trace.released(params, self.version, reduction)
         if self._snapshot is not None:
             self._snapshot.release(params)
+        if self._callbacks:
+            self._callbacks.call("on_allreduce_launched", params)
 
     def save(self, now: bool = False) -> None:
         """Ask for a checkpoint to memory and local, whatever the intervals say.
@@ -185,6 +204,7 @@ class Checkpointer:
             strict: raise StateMismatchError when the structure differs; else load what fits.
         """
         self.restored = self._restore(version, strict)
+        self._callbacks.call("on_restored", self.restored)
         return self.restored
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
@@ -192,13 +212,48 @@ class Checkpointer:
 
         Not collective. False when that took longer than `timeout_seconds`.
         """
+        self.complete()
+        done = self._agent.wait(timeout_seconds)
+        self._collect()
+        return done
+
+    def complete(self) -> None:
+        """Return when the version that is being copied is sealed, or has failed; not collective.
+
+        Between two steps; also in the middle of an iteration, as long as no optimizer has begun its
+        step.
+        """
         if self._snapshot is not None:
             self._snapshot.barrier()
             self._snapshot.wait_done()
         self._finish_snapshot()
-        done = self._agent.wait(timeout_seconds)
-        self._collect()
-        return done
+
+    def carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
+        """Go on from the live state instead of a stored one; instead of `restore()`, all ranks.
+
+        For ranks that were regrouped with nobody lost. All say the same.
+
+        Args:
+            version: optimizer steps that the live state has behind it, on every rank.
+            iteration: calls of `step()` before this one.
+            lineage: that of the checkpointer before.
+        """
+        inventories = self._share_inventory()
+        self._life = inventories[0].token
+        live = Restored(iteration)
+        live.version, live.generation = version, lineage[-1][0] if lineage else 0
+        found = [i.found for i in inventories]
+        self._continue_from(lineage, live, 1 + max(i.generation for i in inventories), found)
+
+    @property
+    def steps_made(self) -> int:
+        """Completed optimizer steps, those since the last boundary included."""
+        return self.version + max(self._since.values(), default=0)
+
+    @property
+    def lineage(self) -> Lineage:
+        """The lives this state comes from; see `naming.Lineage`."""
+        return self._lineage
 
     def close(self) -> None:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
@@ -274,6 +329,10 @@ class Checkpointer:
     def load_adapter(self, value: Any) -> None:
         """An adapter's own, after a restore; `value` is what `pack_adapter` returned."""
 
+    def add_callbacks(self, callbacks: Callbacks) -> None:
+        """Have these called from now on."""
+        self._callbacks.add(callbacks)
+
     def register(self, name: str, obj: Any, per_rank: bool = False) -> None:
         """Add an object to `extra` after construction, before the first boundary or restore."""
         state_module.check_extra(name, obj)
@@ -309,10 +368,14 @@ class Checkpointer:
         )
         self._snapshot = snapshot
         if snapshot is not None:
+            snapshot.trace = self._trace
             self._copier.submit(snapshot)
             if self._release_early:
                 snapshot.release_all()
             snapshot.clock.boundary = time.perf_counter() - begin
+        if self._trace is not None:
+            self._trace = self._trace.boundary(self.version, begin)
+        self._callbacks.call("on_step_boundary", self.version)
 
     def _finish_snapshot(self) -> None:
         """The barrier, and what the snapshot has to report."""
@@ -493,7 +556,9 @@ class Checkpointer:
         )
 
     def _emit(self, name: str, **values: Any) -> None:
-        self.log.emit(name, **{"version": self.version, **values})
+        event = self.log.emit(name, **{"version": self.version, **values})
+        if name in ("sealed", "committed"):
+            self._callbacks.call(f"on_{name}", event)
 
     def _notice_later(self, text: str, severity: int) -> None:
         """From another thread: the training thread will say it."""
@@ -587,11 +652,8 @@ class Checkpointer:
         self._schedule.start_at(result.version)
         id_ = VersionId(result.generation, result.version)
         # Even when some shards came from elsewhere: those in memory may be the only ones.
-        on_disk = plan_restore([[f for f in i if f.place.level == "local"] for i in found])
-        self._agreement.restart(
-            memory=id_ if "memory" in result.levels else None,
-            local=on_disk.id if on_disk and on_disk.id <= id_ else None,
-        )
+        memory = id_ if "memory" in result.levels else _newest_on("memory", found, id_)
+        self._agreement.restart(memory, _newest_on("local", found, id_))
 
     def _restored(
         self, result: Restored, restorer: Restorer, inventory_seconds: float, begin: float
@@ -620,7 +682,7 @@ class Checkpointer:
     def _save_now(self) -> None:
         """Blocking: the present state to memory and local. Collective."""
         self.wait()
-        id_ = VersionId(self._id().generation, self.version + max(self._since.values(), default=0))
+        id_ = VersionId(self._id().generation, self.steps_made)
         sealed_here = self._pool.find(id_) is not None and id_ in (
             self._agreement.memory.safe,
             *self._agreement.memory.open,
@@ -659,19 +721,29 @@ class Checkpointer:
             if callable(closure) and label in self._since and self._automatic():
                 # The forward passes come inside the step, too late for a boundary.
                 self._boundary()
-            self._stepping = True
-            self._before_step()
+            self._stepping.add(label)
+            self._before_step(label)
 
         return before_step
 
-    def _before_step(self) -> None:
+    def _before_step(self, label: str) -> None:
         """The barrier: nothing may change before its copy is complete."""
         if self._snapshot is not None:
             self._finish_snapshot()
 
+    def _made_step(self, label: str) -> bool:
+        """False when the step that just ended was none of the training's."""
+        return True
+
     def _counter(self, label: str) -> Callable[..., None]:
+        """Hook that runs after each step; a step inside another (Horovod's) fires it twice."""
+
         def after_step(*_: Any) -> None:
-            self._stepping = False
+            if label not in self._stepping:
+                return
+            self._stepping.discard(label)
+            if not self._made_step(label):
+                return
             self._since[label] = self._since.get(label, 0) + 1
             self._steps_seen[label] = self._steps_seen.get(label, 0) + 1
             if self._automatic():
@@ -724,7 +796,9 @@ class Checkpointer:
 
         Places may differ: a node's own disk may have the node's name in its path.
         """
-        mine = dataclasses.replace(self.config, path="-", shm_dir="-", events_dir="-", job_id="-")
+        mine = dataclasses.replace(
+            self.config, path="-", shm_dir="-", events_dir="-", trace_dir="-", job_id="-"
+        )
         everyone = self.group.all_gather_object(mine)
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
@@ -784,7 +858,15 @@ class Checkpointer:
             self._job.remove_orphans()
             self._job.remove_if_unused()
         self.group.close()
+        if self._trace is not None:
+            self._trace.close()
         self.log.close()
+
+
+def _newest_on(level: str, found: list[Any], limit: VersionId) -> VersionId | None:
+    """The newest version, up to `limit`, that is complete on this level alone."""
+    plan = plan_restore([[f for f in i if f.place.level == level] for i in found])
+    return plan.id if plan and plan.id <= limit else None
 
 
 class Unattached:

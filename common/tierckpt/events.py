@@ -81,7 +81,7 @@ class EventLog:
         """Call `callback` with every event from now on, on the training thread."""
         self._callbacks.append(callback)
 
-    def emit(self, name: str, **values: Any) -> None:
+    def emit(self, name: str, **values: Any) -> Event:
         """Make an event and send it on; a failing receiver is reported, not raised."""
         event = Event(name=name, rank=self.rank, **values)
         for key in (name, f"{name}/{event.level}"):
@@ -93,6 +93,7 @@ class EventLog:
                 receive(event)
             except Exception:
                 logger.exception("an event receiver failed; the event was: %s", event.text())
+        return event
 
     def _write(self, event: Event) -> None:
         if self._file is not None:

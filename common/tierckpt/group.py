@@ -44,6 +44,13 @@ class Group(Protocol):
         """Return when every rank has called it."""
         ...
 
+    def meet(self, timeout_seconds: float) -> bool:
+        """True when all ranks call it in time; never hangs or raises. For the end of a process.
+
+        After a False the group may be good for nothing but `close`.
+        """
+        ...
+
     def close(self) -> None:
         """Give up what the group holds."""
         ...
@@ -76,6 +83,10 @@ class SingleGroup:
 
     def barrier(self) -> None:
         """See Group."""
+
+    def meet(self, timeout_seconds: float) -> bool:
+        """See Group."""
+        return True
 
     def close(self) -> None:
         """See Group."""

@@ -93,6 +93,19 @@ class GroupConformance:
             folder.mkdir()
             assert self.run(size, partial(_meet, str(folder))) == [size * 3] * size
 
+    def test_ranks_meet_at_the_end_when_all_come(self) -> None:
+        """And more than once."""
+        for size in self.sizes:
+            assert self.run(size, _meet_at_the_end) == [[True, True]] * size
+
+    def test_who_is_alone_at_the_end_is_told_so(self, tmp_path: Path) -> None:
+        """A rank that waits for one that never comes goes on after the time it gave."""
+        for size in self.sizes[1:]:
+            folder = tmp_path / str(size)
+            folder.mkdir()
+            alone = self.run(size, partial(_meet_without_the_last, str(folder)))
+            assert alone[:-1] == [False] * (size - 1)
+
 
 def _identity(group: Group) -> tuple[int, int]:
     assert isinstance(group, Group)
@@ -198,3 +211,19 @@ def _meet(folder: str, group: Group) -> int:
         group.barrier()
         seen += len(list(Path(folder).glob(f"{turn}-*")))
     return seen
+
+
+def _meet_at_the_end(group: Group) -> list[bool]:
+    return [group.meet(PATIENCE_SECONDS), group.meet(PATIENCE_SECONDS)]
+
+
+def _meet_without_the_last(folder: str, group: Group) -> bool | None:
+    """The last rank lives, and does not come while the others wait."""
+    done = [Path(folder) / str(rank) for rank in range(group.size - 1)]
+    if group.rank == group.size - 1:
+        for mark in done:
+            _wait_for(mark)
+        return None
+    met = group.meet(0.2)
+    done[group.rank].touch()
+    return met

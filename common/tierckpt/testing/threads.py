@@ -56,14 +56,15 @@ class _Meeting:
             self._changed.notify_all()
             return round_
 
-    def wait(self, ready: Callable[[], bool]) -> None:
+    def wait(self, ready: Callable[[], bool], patience_seconds: float = 0.0) -> None:
         """Wait until `ready`; GroupAbortedError when that is not to be hoped for any more."""
+        patience_seconds = patience_seconds or self.patience_seconds
         with self._changed:
-            came = self._changed.wait_for(lambda: ready() or self.aborted, self.patience_seconds)
+            came = self._changed.wait_for(lambda: ready() or self.aborted, patience_seconds)
             if not ready():
                 self._refuse_if_aborted()
             if not came:
-                raise GroupAbortedError(f"a rank did not come within {self.patience_seconds} s")
+                raise GroupAbortedError(f"a rank did not come within {patience_seconds} s")
 
     def abort(self, reason: str) -> None:
         """Wake everybody who waits, with an error."""
@@ -125,6 +126,15 @@ class ThreadGroup:
         """See `tierckpt.Group`."""
         round_ = self._enter("barrier", None)
         self._meeting.wait(lambda: round_.complete)
+
+    def meet(self, timeout_seconds: float) -> bool:
+        """See `tierckpt.Group`."""
+        round_ = self._enter("meet", None)
+        try:
+            self._meeting.wait(lambda: round_.complete, timeout_seconds)
+        except GroupAbortedError:
+            return False
+        return True
 
     def close(self) -> None:
         """See `tierckpt.Group`."""

@@ -1,0 +1,71 @@
+"""Callbacks: what a user may hang on a job's checkpoints; the same for every adapter.
+
+class Watch(tierckpt.Callbacks):
+    def on_sealed(self, event):
+        print(f"v{event.version} is in memory after {event.seconds['sealed_after']:.3f} s")
+
+ckpt.add_callbacks(Watch())
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from .events import Event
+    from .restore import Restored
+
+logger = logging.getLogger("tierckpt")
+
+
+class Callbacks:
+    """Subclass it and override what you need.
+
+    All methods are called on the training thread, on every rank, and must not enter a collective of
+    their own unless all ranks do. What they raise is logged, and training goes on.
+    """
+
+    def on_allreduce_launched(self, params: Iterable[torch.Tensor]) -> None:
+        """The reduction of these parameters' gradients is under way (during the backward pass)."""
+
+    def on_step_boundary(self, version: int) -> None:
+        """A boundary was passed: the state is that after `version` optimizer steps.
+
+        Whether or not a checkpoint is taken there. If one is, nothing may be changed in the state
+        before the next optimizer step.
+        """
+
+    def on_sealed(self, event: Event) -> None:
+        """This rank's shard of `event.version` is complete in memory; heard one boundary later."""
+
+    def on_committed(self, event: Event) -> None:
+        """This rank's shard of `event.version` is durable on `event.level`."""
+
+    def on_restored(self, restored: Restored) -> None:
+        """`restore()` is done, also when it found nothing (`restored.levels` is then empty)."""
+
+
+class CallbackList:
+    """Calls everybody's callbacks; never raises. Training thread."""
+
+    def __init__(self, registered: Iterable[Callbacks] = ()) -> None:
+        self._registered = list(registered)
+
+    def __bool__(self) -> bool:
+        return bool(self._registered)
+
+    def add(self, callbacks: Callbacks) -> None:
+        """Register one more."""
+        self._registered.append(callbacks)
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call the method `name` of all."""
+        for callbacks in self._registered:
+            try:
+                getattr(callbacks, name)(*args)
+            except Exception:
+                logger.exception("%s of %r failed", name, callbacks)

@@ -1,0 +1,38 @@
+"""Horovod adapter: checkpoints from callbacks in Horovod's own `DistributedOptimizer`.
+
+import horovod.torch as hvd, horovod_ckpt
+
+hvd.init()
+optimizer = horovod_ckpt.DistributedOptimizer(
+    optimizer, named_parameters=model.named_parameters(), model=model, path="ckpts"
+)
+start = optimizer.checkpointer.restore()
+for step in range(start, steps):
+    ...; loss.backward(); optimizer.step()
+    optimizer.checkpointer.step()
+optimizer.checkpointer.close()
+"""
+
+from __future__ import annotations
+
+from tierckpt import Callbacks, __version__
+
+try:
+    from .checkpointer import Checkpointer
+    from .group import HorovodGroup
+    from .optimizer import DistributedOptimizer, install
+except ImportError as error:
+    raise ImportError(
+        "horovod_ckpt needs Horovod built for the torch in use, and importing it failed: "
+        f"{error}. In a checkout of Tierckpt `make horovod` builds it; "
+        "`pip install tierckpt[horovod]` does where its compilers are set up"
+    ) from error
+
+__all__ = [
+    "Callbacks",
+    "Checkpointer",
+    "DistributedOptimizer",
+    "HorovodGroup",
+    "__version__",
+    "install",
+]
