@@ -18,6 +18,7 @@ share, and is found again after every process was lost.
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class TorchState(State):  # type: ignore[misc]
         self.checkpointer: Checkpointer | None = None
         self.restored: Restored | None = None
         self._live: _Live | None = None
-        close_at_exit(lambda: self.checkpointer)
+        self._close = close_at_exit(lambda: self.checkpointer)
 
     # --- what Horovod calls --------------------------------------------------------------------
 
@@ -108,6 +109,8 @@ class TorchState(State):  # type: ignore[misc]
         """Bring all ranks to the same state: a live one if there is, else the newest version from
         the cheapest level, else rank 0's."""
         self._let_go()
+        atexit.unregister(self._close)  # Horovod, started again, registered its end behind ours
+        atexit.register(self._close)
         ckpt = self.checkpointer = self._attach()
         everyone = ckpt.group.all_gather_object(self._live)
         lives = [live for live in everyone if live is not None]

@@ -21,8 +21,11 @@ def serve(checkpointer: Checkpointer, restore: bool, ends_with_script: bool) -> 
         close_at_exit(lambda: checkpointer)
 
 
-def close_at_exit(current: Callable[[], Checkpointer | None]) -> None:
+def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], None]:
     """When the process ends, close the checkpointer that `current()` then gives, if any.
+
+    Returns what was registered with `atexit`, which calls in reverse order: who starts the
+    communication library anew has to register it again, to be called before that is shut down.
 
     Close if all ranks get there; else every rank by itself makes durable what it has. A rank may
     have ended with an error that cannot be seen from here, and scripts end their communication
@@ -40,4 +43,4 @@ def close_at_exit(current: Callable[[], Checkpointer | None]) -> None:
         else:
             checkpointer.abandon(commit_newest=not failed)
 
-    atexit.register(close)
+    return atexit.register(close)

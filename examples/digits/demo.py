@@ -1,8 +1,9 @@
 """The demo: a two-rank job loses a process to SIGKILL and carries on as if nothing had happened.
 
-Three runs of `train.py` under torchrun: without checkpoints, with a checkpoint at every step, and
-the same with rank 1 killed in the middle of a step. Prints whether the loss curves are equal bit
-for bit and what the checkpoints cost, and saves a picture.
+Three runs of `train.py` under torchrun, or of `train_horovod.py` under horovodrun: without
+checkpoints, with a checkpoint at every step, and the same with rank 1 killed in the middle of a
+step. Prints whether the loss curves are equal bit for bit and what the checkpoints cost, and saves
+a picture.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -25,15 +27,38 @@ HERE = Path(__file__).resolve().parent
 Record = dict[str, object]
 
 
-def run(
-    name: str, steps: int, work: Path, options: list[str], progress: Progress
-) -> dict[int, list[Record]]:
-    """Run one job under torchrun; returns the journal lines of both ranks."""
-    folder = work / name.replace(" ", "-")
-    folder.mkdir(parents=True)
+def torchrun(folder: Path, elastic: bool) -> list[str]:
+    """The command that starts two processes, and starts them again when one dies."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.1"]
-    command += [str(HERE / "train.py"), "--steps", str(steps), "--journal", str(folder)]
+    return [*command, str(HERE / "train.py")]
+
+
+def horovodrun(folder: Path, elastic: bool) -> list[str]:
+    """The same with Horovod. It replaces a dead process on another host only, so this machine
+    has three names; the third is the spare."""
+    command = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "2"]
+    command += ["--network-interfaces", "lo"]
+    if elastic:
+        hosts = folder / "hosts.sh"
+        names = ("localhost", "127.0.0.1", socket.gethostname())
+        hosts.write_text("#!/bin/sh\n" + "".join(f"echo {name}:1\n" for name in names))
+        hosts.chmod(0o755)
+        command += ["--min-np", "2", "--max-np", "2", "--host-discovery-script", str(hosts)]
+    return [*command, sys.executable, str(HERE / "train_horovod.py")]
+
+
+LAUNCHERS = {"torchrun": torchrun, "horovodrun": horovodrun}
+
+
+def run(
+    launcher: str, name: str, steps: int, work: Path, options: list[str], progress: Progress
+) -> dict[int, list[Record]]:
+    """Run one job; returns the journal lines of both ranks."""
+    folder = work / name.replace(" ", "-")
+    folder.mkdir(parents=True)
+    command = LAUNCHERS[launcher](folder, "--plain" not in options)
+    command += ["--steps", str(steps), "--journal", str(folder)]
     command += ["--path", str(folder / "ckpts"), *options]
     task = progress.add_task(name, total=steps, note="starting two processes")
     with (folder / "log").open("w") as log:
@@ -50,7 +75,7 @@ def run(
             job.wait()
     journals = {rank: read(folder, rank) for rank in (0, 1)}
     show(journals[0], journals[1], progress, task)
-    if job.returncode != 0 or not all("done" in j[-1] for j in journals.values()):
+    if job.returncode != 0 or not all(any("done" in r for r in j) for j in journals.values()):
         sys.exit(
             f"The run {name!r} failed (exit {job.returncode}):\n{(folder / 'log').read_text()}"
         )
@@ -155,6 +180,7 @@ def picture(
 def main() -> None:
     """Run it all."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--picture", type=Path, default=Path("demo.png"))
     args = parser.parse_args()
@@ -170,10 +196,10 @@ def main() -> None:
     )
     try:
         with Progress(*columns, console=console) as progress:
-            plain = run("no checkpoints", args.steps, work, ["--plain"], progress)
-            calm = run("a checkpoint every step", args.steps, work, [], progress)
+            plain = run(args.launcher, "no checkpoints", args.steps, work, ["--plain"], progress)
+            calm = run(args.launcher, "a checkpoint every step", args.steps, work, [], progress)
             kill = ["--kill-step", str(kill_step)]
-            killed = run("the same, and a SIGKILL", args.steps, work, kill, progress)
+            killed = run(args.launcher, "the same, and a SIGKILL", args.steps, work, kill, progress)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -1,0 +1,111 @@
+"""What both versions of the example train: the net, the data, and a journal for the demo."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DistributedSampler, TensorDataset
+
+import tierckpt
+
+BATCH = 64
+
+
+def build_model() -> nn.Module:
+    """A net that learns the digits in a minute, with everything that makes resuming hard."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 3, padding=1),
+        nn.BatchNorm2d(128),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(128 * 16, 128),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(128, 10),
+    )
+
+
+def options(description: str | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--path", default="ckpts", help="where checkpoints go")
+    parser.add_argument("--journal", type=Path, help="folder for one JSON line a step")
+    parser.add_argument("--plain", action="store_true", help="no checkpoints at all")
+    parser.add_argument("--kill-step", type=int, default=-1, help="SIGKILL rank 1 in this step")
+    return parser.parse_args()
+
+
+class Batches:
+    """The batch of any step: a shuffled sampler per epoch, so a resumed job draws the same ones."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        images, labels = load_digits(return_X_y=True)
+        x = torch.from_numpy(images.astype(np.float32) / 16).reshape(-1, 1, 8, 8)
+        self.data = TensorDataset(x, torch.from_numpy(labels))
+        self.sampler = DistributedSampler(
+            self.data, ranks, rank, shuffle=True, seed=7, drop_last=True
+        )
+        self.per_epoch = len(self.sampler) // BATCH
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    def of_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images and labels of this rank in this step."""
+        epoch, index = divmod(step, self.per_epoch)
+        if epoch != self._epoch:
+            self.sampler.set_epoch(epoch)
+            self._epoch, self._order = epoch, torch.tensor(list(self.sampler))
+        chosen = self._order[index * BATCH : (index + 1) * BATCH]
+        images = self.data.tensors[0][chosen]
+        return images + 0.05 * torch.randn_like(images), self.data.tensors[1][chosen]
+
+
+class Journal:
+    """Where the demo reads what happened: one JSON line a step, in a file for each rank."""
+
+    def __init__(self, folder: Path | None, rank: Callable[[], int]) -> None:
+        self._folder = folder
+        self._rank = rank  # asked each time: under elastic Horovod it changes
+        self._files: dict[int, TextIO] = {}
+
+    def write(self, **values: object) -> None:
+        """Add a line."""
+        if self._folder is not None:
+            rank = self._rank()
+            if rank not in self._files:
+                self._files[rank] = (self._folder / f"steps-r{rank}.jsonl").open("a", buffering=1)
+            self._files[rank].write(json.dumps(values) + "\n")
+
+    def event(self, event: tierckpt.Event) -> None:
+        """Add what happened to a checkpoint; for `on_event`."""
+        self.write(
+            event=event.name,
+            version=event.version,
+            level=event.level,
+            seconds=event.seconds,
+            at=time.time(),
+        )
+
+    def killed(self, step: int) -> None:
+        """Say so, and die as a process dies that the system kills."""
+        self.write(killed=step, at=time.time())
+        os.kill(os.getpid(), signal.SIGKILL)
