@@ -5,26 +5,32 @@ VENV ?= .venv
 ifndef PY
 PY := $(VENV)/bin/python
 READY := $(VENV)/.tierckpt-ready
+else
+HOROVOD_ARGS := --check
 endif
 PYTEST := $(PY) -m pytest
-BENCHMARKS := benchmarks/stall.py
+BENCHMARKS := benchmarks/stall.py benchmarks/coding.py
 
-.PHONY: help venv demo test test-unit test-store test-dist test-crash test-gpu coverage lint format bench clean
+.PHONY: help venv horovod horovod-for-tests demo demo-horovod test test-unit test-store test-dist test-crash test-gpu coverage lint format bench clean
 
 help:
 	@echo 'make demo        train a small classifier, kill it, see it resume to the bit'
+	@echo 'make demo-horovod  the same under elastic Horovod'
 	@echo 'make test        all tiers, cheapest first'
 	@echo 'make test-TIER   one tier: unit store dist crash gpu (gpu is skipped without CUDA)'
 	@echo 'make lint        formatting, lint and strict types; make format repairs the first two'
 	@echo 'make coverage    all tiers, with the lines that no test runs'
 	@echo 'make bench       every benchmark at toy size'
 	@echo 'make venv        only the environment (.venv) that the others make and reuse'
+	@echo 'make horovod     Horovod for the torch in .venv, built once (minutes) and cached; with MPI if it is there'
 	@echo 'make clean       remove build products and caches; .venv stays'
 	@echo
 	@echo 'PYTHON=python3.12           make .venv from this Python; its torch is used if it has one'
 	@echo 'TORCH_INSTALL_ARGS="..."    what pip is to install as torch, e.g. with --index-url'
 	@echo 'VENV="$$VIRTUAL_ENV"         install into this environment instead of .venv'
 	@echo 'PY=python                   use this Python as it is, and install nothing'
+	@echo 'HOROVOD_WITHOUT_MPI=1       build Horovod without MPI, though there is an MPI compiler'
+	@echo 'REQUIRE_HOROVOD=1           fail the tests where Horovod is missing; REQUIRE_MPI=1 likewise'
 
 venv: $(READY)
 	@:
@@ -35,17 +41,28 @@ $(VENV)/.tierckpt-ready: setup.cfg tools/bootstrap.py
 	@$(PYTHON) tools/bootstrap.py $(VENV)
 	@touch $@
 
+horovod: $(READY)
+	@$(PY) tools/make_horovod.py $(HOROVOD_ARGS)
+
+# Goes on without, and says so; REQUIRE_HOROVOD=1 makes pytest fail then, REQUIRE_MPI=1 without MPI.
+horovod-for-tests: $(READY)
+	@$(PY) tools/make_horovod.py --for-tests $(HOROVOD_ARGS)
+
 demo: $(READY)
 	$(PY) examples/digits/demo.py
 
+demo-horovod: horovod
+	$(PY) examples/digits/demo.py --launcher horovodrun --picture demo-horovod.png
+
 # One run, so that there is one closing line. tests/conftest.py puts the tiers in order.
-test: $(READY)
+test: horovod-for-tests
 	$(PYTEST)
 
+test-dist test-crash: horovod-for-tests
 test-unit test-store test-dist test-crash test-gpu: test-%: $(READY)
 	$(PYTEST) tests/$*
 
-coverage: $(READY)
+coverage: horovod-for-tests
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest
 	$(PY) -m coverage combine --quiet

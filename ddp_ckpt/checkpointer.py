@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ else:
 
 Reduced = torch.futures.Future[torch.Tensor]
 CommHook = Callable[[Any, GradBucket], Reduced]
+Release = Callable[[Iterable[torch.Tensor], Reduced, float], None]
 
 
 class Checkpointer(tierckpt.Checkpointer):
@@ -87,7 +89,7 @@ class _Hook:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.inner: tuple[Any, CommHook] | None = None
-        self.release: Callable[[Iterable[torch.Tensor], Reduced], None] = _release_nothing
+        self.release: Release = _release_nothing
         self.group = ddp.process_group
         self._ddp = ddp
         self._buckets: list[list[torch.Tensor]] = []
@@ -106,8 +108,9 @@ class _Hook:
                 future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
                 future.set_result(bucket.buffer())
                 return future
+            launched_seconds = time.perf_counter()
             future = inner[1](inner[0], bucket) if inner else _allreduce(bucket, self.group)
-            self.release(params, future)
+            self.release(params, future, launched_seconds)
             return future
 
         # DDP checks the annotations at run time, by identity.
@@ -172,7 +175,9 @@ def _trained(params: list[torch.nn.Parameter]) -> list[int]:
     return [i for i, p in enumerate(params) if p.requires_grad]
 
 
-def _release_nothing(params: Iterable[torch.Tensor], reduction: Reduced) -> None:
+def _release_nothing(
+    params: Iterable[torch.Tensor], reduction: Reduced, launched_seconds: float
+) -> None:
     """Before there is a checkpointer."""
 
 

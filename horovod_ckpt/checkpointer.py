@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,12 +12,15 @@ import horovod.torch as hvd
 import torch
 
 import tierckpt
+from tierckpt.group import Group
 from tierckpt.state import label_optimizers
 
 from .group import current_group
 
 LAUNCHERS = ("_allreduce_grad_async", "_grouped_allreduce_grad_async")
 """Methods that Horovod's backward hooks and `synchronize` look up at each call."""
+Names = str | tuple[str, ...]
+"""What is reduced at once: a parameter, or a group of them."""
 
 
 class Checkpointer(tierckpt.Checkpointer):
@@ -43,6 +49,8 @@ class Checkpointer(tierckpt.Checkpointer):
 
     def restore(self, version: int | None = None, strict: bool = True) -> tierckpt.Restored:
         """See `tierckpt.Checkpointer`; what an iteration cut short launched is dropped."""
+        for reductions in self._reductions.values():
+            reductions.even_out(self.group)
         restored = super().restore(version, strict)
         for reductions in self._reductions.values():
             reductions.forget()
@@ -74,19 +82,15 @@ class Reductions:
         self._release: Callable[[Iterable[torch.Tensor]], None] | None = None
         self._entered = 0
         """Pre-hooks seen since the last whole step."""
-        self._launching = False
-        self.is_adasum = hasattr(optimizer, "_starting_models")
-        """Adasum steps each parameter by itself during the backward pass, and reduces the change:
-        weights change before the launch that would release them."""
-        self.known_before_step = bool(optimizer._grad_accs) and not self.is_adasum
+        self._launched: Counter[Names] = Counter()
+        self.known_before_step = bool(optimizer._grad_accs)
         """Horovod registers no hooks in a job of one."""
 
     def watch(self, release: Callable[[Iterable[torch.Tensor]], None]) -> None:
         """Call `release(parameters)` whenever a reduction was launched."""
         self._release = release
         for name in LAUNCHERS:
-            if hasattr(self._optimizer, name):
-                setattr(self._optimizer, name, self._launcher(getattr(self._optimizer, name)))
+            setattr(self._optimizer, name, self._launcher(getattr(self._optimizer, name)))
 
     def unwatch(self) -> None:
         """The inverse of `watch`."""
@@ -97,35 +101,53 @@ class Reductions:
 
     def _launcher(self, launch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def launch_and_release(what: Any) -> Any:
-            self._launching = True
-            try:
-                handle = launch(what)
-            finally:
-                self._launching = False
+            handle = launch(what)
+            self._launched[self._names(what)] += 1
             if self._release is not None:
                 self._release(what if isinstance(what, tuple) else (what,))
             return handle
 
         return launch_and_release
 
+    def _names(self, what: Any) -> Names:
+        names = self._optimizer._parameter_names
+        return tuple(names[p] for p in what) if isinstance(what, tuple) else names[what]
+
     def step_begins(self) -> bool:
         """A pre-hook fired; True when weights are not changed before the next one fires."""
         self._entered += 1
         optimizer = self._optimizer
         # With reductions under way, a step that synchronizes will first wait for them.
-        return bool(not self.is_adasum and optimizer._should_synchronize and optimizer._handles)
+        return bool(optimizer._should_synchronize and optimizer._handles)
 
     def step_ended(self) -> bool:
         """A post-hook fired; True when that was a step of the training.
 
-        What is none: Adasum's steps for single parameters, and the inner step that
-        `hvd.broadcast_optimizer_state` makes alone to have optimizer state.
+        None is the inner step that `hvd.broadcast_optimizer_state` makes alone to have optimizer
+        state.
         """
-        if self._launching:
-            return False
-        whole = self._entered >= (1 if self.is_adasum else 2)
+        whole = self._entered >= 2
         self._entered = 0
         return whole
+
+    def even_out(self, group: Group) -> None:
+        """Launch what other ranks have launched and this one has not. Collective.
+
+        After an iteration that was cut short, and not at the same point on all ranks, a reduction
+        would wait for ever for the rank that left it out, and Horovod would refuse the next one of
+        its name.
+        """
+        everyone: list[Counter[Names]] = group.all_gather_object(self._launched)
+        missing = functools.reduce(operator.or_, everyone) - self._launched
+        param = {name: p for p, name in self._optimizer._parameter_names.items()}
+        for names in missing:
+            if isinstance(names, str):
+                self._optimizer._allreduce_grad_async(param[names])
+                continue
+            layer = tuple(param[name] for name in names)
+            for p in layer:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            self._optimizer._grouped_allreduce_grad_async(layer)
 
     def forget(self) -> None:
         """Drop what an iteration that was cut short left behind, as Horovod itself does when an
@@ -136,8 +158,9 @@ class Reductions:
         optimizer._should_synchronize = True
         for param in optimizer._allreduce_delay:
             optimizer._allreduce_delay[param] = optimizer.backward_passes_per_step
-        for group in getattr(optimizer, "_group_counts", {}):
+        for group in optimizer._group_counts:
             optimizer._group_counts[group] = 0
+        self._entered = 0
 
 
 def is_horovod(optimizer: Any) -> bool:
@@ -152,6 +175,12 @@ def _check_optimizer(label: str, optimizer: Any) -> None:
             f"{name} is a {type(optimizer).__name__} of {type(optimizer).__module__}, not what "
             "hvd.DistributedOptimizer returned. Horovod's does not share its state with the one "
             "it was made from, so pass the one whose step() is called"
+        )
+    if hasattr(optimizer, "_starting_models"):
+        raise tierckpt.ConfigError(
+            "op=hvd.Adasum is not supported: each rank's optimizer then steps on the rank's own "
+            "gradients, so momentum and the like differ from rank to rank, and a checkpoint has "
+            "one copy of them, of which every rank stores a part. Use hvd.Average or hvd.Sum"
         )
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import horovod.torch as hvd
@@ -30,7 +30,7 @@ from horovod.common.elastic import State
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler, run
 
-from tierckpt import ConfigError, Restored
+from tierckpt import ConfigError, Restored, tree
 from tierckpt.naming import Lineage
 from tierckpt.scripts import close_at_exit
 
@@ -39,6 +39,12 @@ from .checkpointer import Checkpointer
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 logger = logging.getLogger("tierckpt")
+
+INEXACT = (
+    "no level has a complete version that the ranks that are left can reach: training goes on from "
+    "what they have in their models. Weights and optimizer are those of the last step; generators "
+    "and buffers have seen some of the iteration that was cut short"
+)
 
 
 class TorchState(State):  # type: ignore[misc]
@@ -52,9 +58,15 @@ class TorchState(State):  # type: ignore[misc]
             a schedule), and plain values (`epoch=0`): all become attributes. Values must be what
             JSON or a tensor can hold; nothing is pickled.
 
-    A commit is complete when the next iteration's reductions are. The attribute `checkpointer`
-    is the Checkpointer over the ranks that are there now; `restored` is what the last `sync()`
-    brought back.
+    A commit is complete when the next iteration's reductions are. Each takes a version of its own,
+    also when only values changed since the last; but for one between the backward passes of a step
+    (`backward_passes_per_step`), which is passed over: the gradients so far are in no checkpoint.
+
+    The attribute `checkpointer` is the Checkpointer over the ranks that are there now; `restored`
+    is what the last `sync()` brought back.
+
+    Raises ConfigError without a model and an optimizer, UnsupportedStateError for a value that
+    cannot be stored. All methods are for the training thread, and all ranks call them alike.
     """
 
     def __init__(
@@ -64,7 +76,7 @@ class TorchState(State):  # type: ignore[misc]
         tierckpt: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        _check(model, optimizer)
+        _check(model, optimizer, tierckpt or {})
         assert model is not None
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
         self.model = model
@@ -77,7 +89,8 @@ class TorchState(State):  # type: ignore[misc]
         rest = {n: v for n, v in kwargs.items() if n not in self._optimizers}
         self._objects = [n for n, v in rest.items() if hasattr(v, "load_state_dict")]
         self._values = _Values(self, [n for n in rest if n not in self._objects])
-        self.checkpointer: Checkpointer | None = None
+        self._values.check()
+        self.checkpointer: _Checkpointer | None = None
         self.restored: Restored | None = None
         self._live: _Live | None = None
         self._close = close_at_exit(lambda: self.checkpointer)
@@ -91,59 +104,69 @@ class TorchState(State):  # type: ignore[misc]
 
     def restore(self) -> None:
         """A rank failed: let go. The state comes back with the `sync()` that follows."""
-        self._live = None
-        self._let_go()
+        self._let_go(exact=False)
 
     def check_host_updates(self) -> None:
         """See Horovod. Ranks come or go and nobody failed: what is live is newer than any copy."""
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:
-            if self.checkpointer is not None:
-                self._live = _Live.of(self.checkpointer)
-            self._let_go()
+            self._let_go(exact=self.checkpointer is not None and not self.checkpointer.half_way)
             # Horovod would not call sync() when ranks only leave; our ranks are numbered anew.
             raise HostsUpdatedInterrupt(skip_sync=False) from None
 
     def sync(self) -> None:
-        """Bring all ranks to the same state: a live one if there is, else the newest version from
-        the cheapest level, else rank 0's."""
-        self._let_go()
+        """Bring all ranks to the same state.
+
+        That is a live one if ranks came or went and nobody failed; else the newest version, from
+        the cheapest level; and where no level has one, rank 0's at a fresh start, or what the
+        ranks that are left have in their models, and an event says that it is not exact.
+        """
+        self._let_go(exact=False)
         atexit.unregister(self._close)  # Horovod, started again, registered its end behind ours
         atexit.register(self._close)
         ckpt = self.checkpointer = self._attach()
-        everyone = ckpt.group.all_gather_object(self._live)
-        lives = [live for live in everyone if live is not None]
-        self._live, self.restored = None, None
-        if lives:
-            newest = max(lives)
-            if any(live != newest for live in everyone):
-                self._broadcast(everyone.index(newest))
-            for sampler in filter(_is_sampler, map(self.__getattribute__, self._objects)):
-                sampler.reset()  # deals out what is left among the ranks that are there now
-            ckpt.carry_on(newest.version, newest.iteration, newest.lineage)
-            return
-        self.restored = ckpt.restore()
-        if not self.restored.levels:
+        everyone: list[_Live | None] = ckpt.group.all_gather_object(self._live)
+        newest = max(filter(None, everyone), default=None)
+        self.restored = None
+        if newest is None or not newest.exact:
+            self._live = None  # loading may stop half-way
+            self.restored = ckpt.restore()
+            if self.restored.levels:
+                return
+        if newest is None:
             self._broadcast(0)
+            return
+        if not newest.exact:
+            ckpt.log.emit("notice", version=newest.version, severity=logging.ERROR, message=INEXACT)
+        if any(live != newest for live in everyone):
+            self._broadcast(everyone.index(newest))
+        for sampler in filter(_is_sampler, map(self.__getattribute__, self._objects)):
+            sampler.reset()  # deals out what is left among the ranks that are there now
+        ckpt.carry_on(newest.version, newest.iteration, newest.lineage)
+        self._live = None
 
     # --- details -------------------------------------------------------------------------------
 
-    def _attach(self) -> Checkpointer:
+    def _attach(self) -> _Checkpointer:
         optimizers = {n: getattr(self, n) for n in self._optimizers}
         extra = {n: getattr(self, n) for n in self._objects}
-        settings = {"boundary": "explicit", **self._settings}
-        return Checkpointer(
+        return _Checkpointer(
             self.model,
             optimizers if len(optimizers) > 1 else self.optimizer,
-            extra={**extra, "attributes": self._values, **settings.pop("extra", {})},
-            **settings,
+            extra={**extra, "attributes": self._values},
+            **{"boundary": "explicit", **self._settings},
         )
 
-    def _let_go(self) -> None:
+    def _let_go(self, exact: bool) -> None:
+        """Leave the ranks there were, and remember what this one has in its model."""
         ckpt, self.checkpointer = self.checkpointer, None
         if ckpt is None:
             return
+        if ckpt.lineage:
+            self._live = _Live(exact, ckpt.steps_made, ckpt.iteration, ckpt.lineage)
+        elif self._live is not None:  # the sync() that this checkpointer was made for failed
+            self._live = replace(self._live, exact=False)
         # The copy under way is still good: nothing changed yet. Its slot may need another rank's
         # word, and that rank may be the one that is gone.
         try:
@@ -154,26 +177,41 @@ class TorchState(State):  # type: ignore[misc]
 
     def _broadcast(self, root: int) -> None:
         """Horovod's way to one state: `root` sends everything."""
-        hvd.broadcast_parameters(self.model.state_dict(), root_rank=root)
+        # Before the parameters: an optimizer without state is made to have some by a step with
+        # zero gradients, and weight decay moves parameters in that, too.
         for name in self._optimizers:
             hvd.broadcast_optimizer_state(getattr(self, name), root_rank=root)
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=root)
         for name in self._objects:
             value = getattr(self, name)
             value.load_state_dict(hvd.broadcast_object(value.state_dict(), root, name))
         self._values.load_state_dict(hvd.broadcast_object(self._values.state_dict(), root))
 
 
+class _Checkpointer(Checkpointer):
+    """Takes a version at every commit: values may have changed without a step."""
+
+    @property
+    def half_way(self) -> bool:
+        """True while there are gradients that no step has used."""
+        return any(optimizer._handles for optimizer in self.state.optimizers.values())  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""
+        if not self._since and not self.half_way:
+            self._since["commit"] = 1
+        super().step()
+
+
 @dataclass(frozen=True, order=True)
 class _Live:
     """A state that is in the model and the optimizer, alike on all ranks that have it."""
 
+    exact: bool
+    """False where an iteration was cut short: its forward pass has moved generators and buffers."""
     version: int
     iteration: int
     lineage: Lineage
-
-    @staticmethod
-    def of(ckpt: Checkpointer) -> _Live:
-        return _Live(ckpt.steps_made, ckpt.iteration, ckpt.lineage)
 
 
 class _Values:
@@ -183,7 +221,17 @@ class _Values:
         self._owner = owner
         self._names = names
 
+    def check(self) -> None:
+        """Raise UnsupportedStateError, with the attribute's name, for what cannot be stored."""
+        for name in self._names:
+            value = getattr(self._owner, name)
+            tree.pack(value, f"TorchState's attribute {name!r}", tree.Arena().keep)
+
     def state_dict(self) -> dict[str, Any]:
+        if self._owner.checkpointer is None:
+            # It is being made, and looks whether all can be stored. What there is may have become
+            # something that cannot: an event said so at each commit; what comes back is sound.
+            return {}
         return {name: getattr(self._owner, name) for name in self._names}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
@@ -195,9 +243,15 @@ def _is_sampler(value: Any) -> bool:
     return isinstance(value, ElasticSampler)
 
 
-def _check(model: Any, optimizer: Any) -> None:
+def _check(model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
     if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"TorchState needs a model and an optimizer, and got {type(model).__name__} and "
-            f"{type(optimizer).__name__}; for a job without them use hvd.elastic.ObjectState"
+            f"{type(optimizer).__name__}; for a job without them use Horovod's own, "
+            "horovod.torch.elastic.TorchState"
+        )
+    if "extra" in settings:
+        raise ConfigError(
+            "tierckpt={'extra': ...}: give TorchState these objects by name instead "
+            "(TorchState(model, optimizer, schedule=schedule)), so that new ranks get them, too"
         )

@@ -24,14 +24,20 @@ class _PendingReduce:
     def __init__(self, handle: int) -> None:
         self._handle = handle
         self._lock = threading.Lock()
-        self._values: list[int] | None = None
+        self._outcome: list[int] | hvd.HorovodInternalError | None = None
 
     def wait(self) -> list[int]:
-        """See Pending."""
+        """See Pending. Raises HorovodInternalError, every time, when a rank is gone."""
         with self._lock:
-            if self._values is None:
-                self._values = [int(v) for v in _finish(self._handle).tolist()]
-            return self._values
+            if self._outcome is None:
+                try:
+                    self._outcome = [int(v) for v in _finish(self._handle).tolist()]
+                except hvd.HorovodInternalError as error:
+                    # Elastic Horovod must get to see it, also when the copier thread asked first.
+                    self._outcome = error
+            if isinstance(self._outcome, list):
+                return self._outcome
+            raise self._outcome
 
 
 def _finish(handle: int, deadline_seconds: float | None = None) -> torch.Tensor:
@@ -59,14 +65,21 @@ class HorovodGroup:
         self._set = process_set
         self._ranks = list(process_set.ranks or range(self.size))
         self._votes: list[_PendingReduce | None] = [None] * UNDER_WAY
-        self._launched = 0
+        self._launched = self._width = 0
+        """Votes so far, and the length of one."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See Group."""
+        """See Group.
+
+        A rank whose iteration was cut short may have voted once less than the others. It catches
+        up here, before it restores: else the votes of different boundaries would meet.
+        """
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([mine.numel()], dtype=torch.int64)
-        sizes = self._all_gather(size, "tierckpt.sizes").tolist()
+        facts = torch.tensor([[mine.numel(), self._launched, self._width]], dtype=torch.int64)
+        sizes, launched, widths = self._all_gather(facts, "tierckpt.sizes").T.tolist()
         everyone = self._all_gather(mine, "tierckpt.objects")
+        while self._launched < max(launched):
+            self.all_reduce_min([0] * max(widths))
         return [pickle.loads(part.numpy().tobytes()) for part in everyone.split(sizes)]
 
     def _all_gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -85,6 +98,7 @@ class HorovodGroup:
         """See Group."""
         turn = self._launched % UNDER_WAY
         self._launched += 1
+        self._width = len(values)
         before = self._votes[turn]
         if before is not None:
             before.wait()  # long done; Horovod refuses two of one name at a time

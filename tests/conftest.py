@@ -28,6 +28,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT), str(ROOT / "common"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+# A test that kills a trainer does not wait for an agent that waits for the successor.
+os.environ["TIERCKPT_AGENT_LINGER_SECONDS"] = "0"
+
 pytest.register_assert_rewrite("tierckpt.testing")
 
 # No deadline: the machine may be busy. The same examples every time: a red run can be repeated.

@@ -1,17 +1,22 @@
-"""The agent: a process of its own that owns everything after a slot is sealed.
+"""The agent: one process a node that owns everything after a slot is sealed.
 
-It takes sealed slots through the levels behind memory (today: `local`), so that the trainer's
-Python is never disturbed, and goes on when the trainer is killed: it finishes what was handed to
-it and then ends. It runs in a session of its own (launchers kill their workers' process groups)
-at low CPU and I/O priority, and imports neither torch nor numpy.
+It takes sealed slots through the levels behind memory (today: `local`), so that the trainers'
+Python is never disturbed, and goes on when a trainer is killed: it finishes what was handed to it.
+A restarted trainer finds it where it was; it ends when all its trainers have said goodbye, or when
+those that were killed did not come back for `linger_seconds`. It runs in a session of its own
+(launchers kill their workers' process groups) at low CPU and I/O priority, and imports neither
+torch nor numpy.
 
-Trainer and agent talk over a socket pair, one JSON object a message:
+Trainers reach it over a Unix socket in the job's private folder, one JSON object a message:
 
+    -> {"op": "hello", "protocol": 1, "desk": {...}}             first; see DeskSettings
     -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
     -> {"op": "retire", "safe": [generation, version], "lineage": [[generation, version], ...]}
-    <- {"op": "committed" | "failed" | "cleaned" | "problem", ...}
+    -> {"op": "bye"}                                             this trainer ends of its own will
+    <- {"op": "welcome" | "committed" | "failed" | "cleaned" | "problem", ...}
+    <- {"op": "bye", "last": ...}                                last: the agent ends now, too
 
-End of file from the trainer means: finish the queue and end.
+End of file from a trainer without a goodbye means that it was killed.
 """
 
 from __future__ import annotations
@@ -21,152 +26,188 @@ import ctypes
 import json
 import os
 import platform
+import selectors
 import signal
 import socket
+import struct
 import sys
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from . import faults
-from .localstore import LocalStore
-from .naming import ShardKey, VersionId, retired
-from .slots import Slot, pin, unpin
+from .desk import Desk, DeskSettings
+from .slots import JobDirectory, take_lock
 
+PROTOCOL = 1
 MESSAGE_BYTES = 1 << 16
+FIRST_CLIENT_SECONDS = 30.0
+"""An agent that nobody speaks to ends after this."""
+TAKEN = 3
+"""Exit status of an agent that found another one at its place."""
 
 
 @dataclass(frozen=True)
 class AgentSettings:
     """What an agent is told at its start."""
 
-    directory: str
-    shard: int
-    shards: int
-    keep_last: int
-    keep_every: int
+    root: str
+    """Of the job's folder in shared memory."""
+    folder: str
+    index: int = 0
+    """Number 1 is started when number 0 is there and does not answer, and so on."""
     nice: int = 10
+    linger_seconds: float = 60.0
+
+    def place(self) -> Place:
+        """Where it is found."""
+        return Place(JobDirectory(Path(self.root), self.folder), self.index)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the agent number `index` of a job on this node is found."""
+
+    job: JobDirectory
+    index: int
+
+    @property
+    def lock(self) -> Path:
+        """Held by the living agent."""
+        return self.job.path / f"agent{self.index}.lock"
+
+    @property
+    def address(self) -> Path:
+        """Of the socket that it listens at."""
+        return self.job.path / f"agent{self.index}.socket"
+
+    def connect(self) -> socket.socket | None:
+        """A connection to the agent that listens here, at once; None when there is none."""
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel.setblocking(False)
+        try:
+            with self._short() as name:
+                channel.connect(name)
+            if _peer_uid(channel) != os.getuid():
+                raise PermissionError("another user listens here")
+        except OSError:
+            channel.close()
+            return None
+        return channel
+
+    def listen(self) -> socket.socket:
+        """Become the listener; what a dead one left is replaced."""
+        self.address.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with self._short() as name:
+            listener.bind(name)
+        listener.listen(128)
+        return listener
+
+    @contextlib.contextmanager
+    def _short(self) -> Iterator[str]:
+        """The socket's path in less than the 108 bytes that the kernel takes."""
+        fd = os.open(self.job.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{fd}/{self.address.name}"
+        finally:
+            os.close(fd)
 
 
 class Agent:
-    """One rank's agent. Single-threaded: messages wait in the socket while a slot is written."""
+    """Serves every trainer that comes, each at a desk (and in a thread) of its own."""
 
-    def __init__(self, settings: AgentSettings, channel: socket.socket) -> None:
-        self.settings = settings
-        self.channel = channel
-        self.store = LocalStore(settings.directory)
-        self._slots: dict[tuple[int, int], Slot] = {}
-        """Mapped slots by device and inode: mapping a large segment anew for every commit costs."""
+    def __init__(self, linger_seconds: float) -> None:
+        self.linger_seconds = linger_seconds
+        self._lock = threading.Lock()
+        self._desks: dict[tuple[str, int], threading.Lock] = {}
+        """One trainer of a shard at a time: a killed one's work is finished before its successor's
+        begins."""
+        self._serving = 0
+        self._missed: dict[tuple[str, int], float] = {}
+        """Desks whose trainer was killed, and until when to wait for its successor."""
+        self._woken, self._wake = socket.socketpair()
 
-    def serve(self) -> None:
-        """Serve until the trainer is gone and everything is written."""
-        self._prepare()
-        while True:
-            data, fds, _, _ = socket.recv_fds(self.channel, MESSAGE_BYTES, 1)
-            if not data:
-                with contextlib.suppress(OSError):
-                    self.store.drop_spare(self.settings.shard)
-                return
-            message = json.loads(data)
-            if message["op"] == "commit":
-                self._commit(message, fds)
-            elif message["op"] == "retire":
-                self._retire(message)
+    def serve(self, listener: socket.socket) -> None:
+        """Accept trainers until there is nobody to serve, or to wait for, any more."""
+        nobody_before = time.monotonic() + FIRST_CLIENT_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                left = self._patience(nobody_before)
+                if left is not None and left <= 0:
+                    return
+                for key, _ in selector.select(left):
+                    if key.fileobj is listener:
+                        nobody_before = 0
+                        self._accept(listener)
+                    else:
+                        self._woken.recv(1)
 
-    def _prepare(self) -> None:
-        try:
-            self.store.create()
-            removed = self.store.clean(self.settings.shard)
-        except OSError as error:
-            self._say(op="problem", error=_text(error))
-        else:
-            if removed:
-                self._say(op="cleaned", names=removed)
+    def _patience(self, nobody_before: float) -> float | None:
+        """How long to wait for a trainer; None: until those that are here have gone."""
+        with self._lock:
+            if self._serving:
+                return None
+            return max([nobody_before, *self._missed.values()]) - time.monotonic()
 
-    def _commit(self, message: dict[str, Any], fds: list[int]) -> None:
-        key = ShardKey.parse(message["stem"])
-        assert key is not None
-        where = {"version": key.id.version, "generation": key.id.generation}
-        slot = None
-        try:
-            faults.point("agent", version=key.id.version)
-            slot = self._slot(message["segment"], fds)
-            manifest, nbytes = self._sealed(slot, key)
-            self.store.create()
-            with slot.image() as image, image[:nbytes] as shard:
-                times = self.store.commit(
-                    key, shard, manifest, lambda: slot.manifest_bytes() == manifest
-                )
-        except OSError as error:
-            self._say(op="failed", error=_text(error), **where)
+    def close(self) -> None:
+        """Give up what the agent itself holds."""
+        self._woken.close()
+        self._wake.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        channel, _ = listener.accept()
+        if _peer_uid(channel) != os.getuid():
+            channel.close()
             return
-        finally:
-            if slot is not None:
-                unpin(slot.fd)
-                if slot.path is None:  # passed with the message, and will be again
-                    self._slots.pop(_file_of(slot.fd)).close()
-        self._say(op="committed", nbytes=nbytes, **asdict(times), **where)
+        self.attend(channel)
 
-    def _slot(self, segment: str | None, fds: list[int]) -> Slot:
-        """Map the slot, or find it mapped; pinned, so that a restarted trainer lets it be."""
-        for file, slot in list(self._slots.items()):
-            if slot.path is not None and os.fstat(slot.fd).st_nlink == 0:
-                self._slots.pop(file).close()  # the trainer made a new one: give the memory back
-        if segment is None:
-            found: Slot | None = Slot(fds[0], "passed", None)
-        else:
-            found = self._slots.get(_file_of(segment)) or Slot.open(Path(segment))
-        if found is None:
-            raise FileNotFoundError(f"slot {segment} is gone")
-        slot = self._slots.setdefault(_file_of(found.fd), found)
-        if slot is not found:
-            found.close()
-        pin(slot.fd)
-        return slot
-
-    def _sealed(self, slot: Slot, key: ShardKey) -> tuple[bytes, int]:
-        """The manifest's bytes, and the length of the shard that it is about."""
-        encoded, manifest = slot.manifest_bytes(), slot.manifest()
-        if encoded is None or manifest is None or manifest.key != key:
-            raise FileNotFoundError(f"{key} is no longer in slot {slot.name}")
-        return encoded, manifest.image_bytes
-
-    def _retire(self, message: dict[str, Any]) -> None:
-        """Apply retention to this rank's shards, and to those of ranks that are no more."""
-        safe = VersionId(*message["safe"])
-        lineage = tuple((g, v) for g, v in message["lineage"])
-        held = self.store.keys()
-        mine = [k for k in held if self._is_mine(k)]
-        gone = retired(
-            {k.id for k in mine}, safe, lineage, self.settings.keep_last, self.settings.keep_every
+    def attend(self, channel: socket.socket) -> threading.Thread:
+        """Serve the trainer at the other end of `channel`, in a new thread; returns that."""
+        with self._lock:
+            self._serving += 1
+        thread = threading.Thread(
+            target=self._attend, args=(channel,), name="tierckpt-desk", daemon=True
         )
-        for key in mine:
-            if key.id in gone:
-                try:
-                    self.store.retire(key)
-                except OSError as error:
-                    self._say(op="problem", error=f"cannot retire {key}: {_text(error)}")
+        thread.start()
+        return thread
 
-    def _is_mine(self, key: ShardKey) -> bool:
-        if key.shards == self.settings.shards:
-            return key.shard == self.settings.shard
-        return key.shard % self.settings.shards == self.settings.shard
+    def _attend(self, channel: socket.socket) -> None:
+        desk, said_goodbye = None, True
+        try:
+            with channel:
+                hello = json.loads(channel.recv(MESSAGE_BYTES) or b"{}")
+                if hello.get("op") != "hello" or hello.get("protocol") != PROTOCOL:
+                    return  # a tierckpt of another version: it finds no welcome, and starts its own
+                settings = DeskSettings(**hello["desk"])
+                desk = (settings.directory, settings.shard)
+                with self._lock:
+                    self._missed.pop(desk, None)
+                    turn = self._desks.setdefault(desk, threading.Lock())
+                channel.send(json.dumps({"op": "welcome", "pid": os.getpid()}).encode())
+                with turn:
+                    said_goodbye = Desk(settings, channel).serve()
+                if said_goodbye:
+                    with self._lock:
+                        last = self._serving == 1 and not self._missed
+                    channel.send(json.dumps({"op": "bye", "last": last}).encode())
+        except ConnectionError:
+            said_goodbye = False
+        finally:
+            with self._lock:
+                self._serving -= 1
+                if desk is not None and not said_goodbye:
+                    self._missed[desk] = time.monotonic() + self.linger_seconds
+            with contextlib.suppress(OSError):
+                self._wake.send(b"\0")
 
-    def _say(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # the trainer is gone: nobody to tell
-            self.channel.send(json.dumps(message).encode())
 
-
-def _file_of(path: str | int) -> tuple[int, int]:
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return (-1, -1)
-    return (found.st_dev, found.st_ino)
-
-
-def _text(error: OSError) -> str:
-    return f"{type(error).__name__}: {error}"
+def _peer_uid(channel: socket.socket) -> int:
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("iII", credentials)[1])
 
 
 def lower_priority(nice: int) -> None:
@@ -179,16 +220,32 @@ def lower_priority(nice: int) -> None:
         ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, best_effort_lowest)
 
 
+def run(settings: AgentSettings) -> int:
+    """Be the agent; returns the exit status."""
+    place = settings.place()
+    fd = take_lock(place.lock)
+    if fd is None:
+        return TAKEN
+    lower_priority(settings.nice)
+    listener = place.listen()
+    try:
+        Agent(settings.linger_seconds).serve(listener)
+    finally:
+        # Only the one who holds the lock may remove these, and the lock goes last.
+        listener.close()
+        place.address.unlink(missing_ok=True)
+        place.lock.unlink(missing_ok=True)
+        os.close(fd)
+        place.job.remove_if_unused()
+    return 0
+
+
 def main() -> None:
-    """Entry point of the child process: settings in argv, socket on descriptor argv[2]."""
-    # The agent ends when its trainer has: signals meant for the job must not cut a write short.
+    """Entry point of the process: settings in argv."""
+    # The agent ends when its trainers have: signals meant for the job must not cut a write short.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    settings = AgentSettings(**json.loads(sys.argv[1]))
-    lower_priority(settings.nice)
-    channel = socket.socket(fileno=int(sys.argv[2]))
-    with contextlib.suppress(ConnectionResetError):
-        Agent(settings, channel).serve()
+    sys.exit(run(AgentSettings(**json.loads(sys.argv[1]))))
 
 
 if __name__ == "__main__":

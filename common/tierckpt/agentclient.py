@@ -1,6 +1,7 @@
-"""The training side of the agent: starts it, hands it sealed slots, hears how it went.
+"""The training side of the agent: finds or starts it, hands it sealed slots, hears how it went.
 
-`commit` may be called by the copier thread, everything else by the training thread.
+`commit` may be called by the copier thread, everything else by the training thread. Nothing here
+waits for the agent but `wait` and `close`: what it cannot be told yet is kept until it is there.
 """
 
 from __future__ import annotations
@@ -14,62 +15,69 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import asdict
+from collections import deque
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from .agent import MESSAGE_BYTES, AgentSettings
+from .agent import MESSAGE_BYTES, PROTOCOL, TAKEN, Agent, AgentSettings
+from .desk import DeskSettings
 from .naming import Lineage, ShardKey, VersionId
 from .slots import Slot
 
+ANSWER_SECONDS = 5.0
+"""An agent that does not bid welcome for so long is passed over for another."""
+START_SECONDS = 60.0
+"""A new agent that cannot be reached for so long is given up; the next commit tries again."""
+JOIN_SECONDS = 2.0
+"""So long the other ranks of a node leave it to the first one to start the agent."""
+AGAIN_SECONDS = 0.5
+"""An agent that found another one in its place is started again after this at the earliest."""
+MOST_AGENTS = 4
+"""So many are passed over, then the first is asked again."""
+
+Message = tuple[bytes, list[int]]
+"""A message, and the descriptors that go with it."""
+
 
 class AgentClient:
-    """One rank's connection to its agent; a dead agent is started again by the next commit."""
+    """One rank's connection to its node's agent; a dead agent is replaced by the next commit."""
 
-    def __init__(self, settings: AgentSettings) -> None:
+    def __init__(self, settings: AgentSettings, desk: DeskSettings, inline: bool = False) -> None:
+        """`inline`: the agent is a thread of this process (for debugging, and where processes
+        may not be started); it dies with it."""
         self.settings = settings
+        self.desk = desk
         self.starts = 0
+        """Agents that this client started."""
+        self.pid: int | None = None
+        """Process id of the agent, once it said welcome."""
+        self._inline = Agent(0.0) if inline else None
         self._lock = threading.Lock()
         self._pending: dict[VersionId, Slot] = {}
+        self._unsent: deque[Message] = deque()
         self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
         self._channel: socket.socket | None = None
+        self._welcome = False
+        self._since = 0.0
+        """When the connection, or the start of the agent, was begun."""
+        self._start_after = 0.0
+        self._unproved = False
+        """The agent that was started last was never heard of."""
         self._heard: list[dict[str, Any]] = []
         # A forked child (a DataLoader's worker) would keep the socket open when we are killed.
         mine = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(mine()))
 
-    def start(self) -> None:
-        """Start the process; OSError when that is not possible."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        source_root = str(Path(__file__).resolve().parents[1])
-        path = os.pathsep.join([source_root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "tierckpt.agent",
-                        json.dumps(asdict(self.settings)),
-                        str(theirs.fileno()),
-                    ],
-                    pass_fds=[theirs.fileno()],
-                    env={**os.environ, "PYTHONPATH": path},
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                    cwd="/",
-                )
-        except OSError:
-            ours.close()
-            raise
-        ours.setblocking(False)
-        self._channel = ours
-        self.starts += 1
+    def start(self, first: bool = True) -> None:
+        """Connect to the agent, or start it; OSError when it cannot be started.
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the agent, for tests and diagnosis."""
-        return self._process.pid if self._process else None
+        `first`: this is the node's first rank; the others leave the start to it for a while.
+        """
+        with self._lock:
+            self._start_after = 0.0 if first else time.monotonic() + JOIN_SECONDS
+            self._reach()
 
     def commit(self, key: ShardKey, slot: Slot) -> str:
         """Hand over a sealed slot; returns "" or why that was not possible. Never blocks."""
@@ -80,24 +88,21 @@ class AgentClient:
         }
         with self._lock:
             try:
-                if self._channel is None or self._dead():
-                    self._mourn()
-                    self.start()
-                assert self._channel is not None
-                fds = [] if slot.path else [slot.fd]
-                socket.send_fds(self._channel, [json.dumps(message).encode()], fds)
+                self._receive()
+                self._reach()
             except OSError as error:
-                self._bury(f"the agent cannot be reached ({error})")
+                self._bury(f"the agent cannot be started ({error})")
                 return f"{type(error).__name__}: {error}"
             self._pending[key.id] = slot
+            self._send(message, [] if slot.path else [slot.fd])
             return ""
 
     def retire(self, safe: VersionId, lineage: Lineage) -> None:
         """Tell the agent what is safe, so that retention can go on. Never blocks."""
         message = {"op": "retire", "safe": [safe.generation, safe.version], "lineage": lineage}
-        with self._lock, contextlib.suppress(OSError):
-            if self._channel is not None:
-                self._channel.send(json.dumps(message).encode())
+        with self._lock:
+            if self._welcome:
+                self._send(message)
 
     def busy(self) -> int:
         """How many commits are under way."""
@@ -112,8 +117,12 @@ class AgentClient:
         """What the agent said since the last call. Never blocks."""
         with self._lock:
             self._receive()
-            if self._dead():
-                self._mourn()
+            if self._unsent:
+                try:
+                    self._reach()
+                    self._flush()
+                except OSError as error:
+                    self._bury(f"the agent cannot be started ({error})")
             heard, self._heard = self._heard, []
             return heard
 
@@ -131,36 +140,125 @@ class AgentClient:
         return not self._pending
 
     def close(self, timeout_seconds: float = 10.0) -> None:
-        """Let the agent finish and end; it is left alone when it takes longer than that."""
+        """Say goodbye and let the agent finish; it is left alone if that takes longer."""
+        deadline = time.monotonic() + timeout_seconds
         with self._lock:
-            if self._channel is not None:
+            # One that is just starting would wait for somebody to speak to.
+            while (self._unsent or self._starting()) and time.monotonic() < deadline:
+                self._receive()
                 with contextlib.suppress(OSError):
-                    self._channel.shutdown(socket.SHUT_WR)
+                    self._reach()
+                time.sleep(0.005)
+            if self._channel is not None and self._say_goodbye(deadline):
+                # The last of its trainers leaves: wait, so that nothing is left when we return.
+                while self.settings.place().lock.exists() and time.monotonic() < deadline:
+                    time.sleep(0.005)
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+        if self._inline is not None:
+            self._inline.close()
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout_seconds)
-            # Popen would warn about a child that still runs; this one may, on its own.
-            self._process.returncode = self._process.returncode or 0
-        with self._lock:
-            if self._channel is not None:
-                self._channel.close()
-            self._channel = None
+            # It ends soon, or serves others on; Popen would warn about a child that still runs.
+            self._process.returncode = self._process.poll() or 0
 
     # --- with the lock held --------------------------------------------------------------------
 
-    def _dead(self) -> bool:
-        return self._process is None or self._process.poll() is not None
+    def _say_goodbye(self, deadline_seconds: float) -> bool:
+        """Wait until the agent has finished our work; True when it ends, having no other."""
+        assert self._channel is not None
+        last = False
+        with contextlib.suppress(OSError):
+            self._channel.settimeout(max(deadline_seconds - time.monotonic(), 0.01))
+            self._channel.send(b'{"op": "bye"}')
+            while data := self._channel.recv(MESSAGE_BYTES):
+                last = bool(json.loads(data).get("last"))
+        self._drop()
+        return last and self._inline is None
 
-    def _mourn(self) -> None:
-        """Hear a dead agent's last words; its end is news even when it had nothing to do."""
+    def _reach(self) -> None:
+        """Do what can be done at once to be connected. OSError when no agent can be started."""
+        if self._channel is not None:
+            if self._welcome or time.monotonic() - self._since < ANSWER_SECONDS:
+                return
+            self._pass_over()
+        if not self._connect():
+            self._start_process()
+
+    def _connect(self) -> bool:
+        """Connect and say hello; messages follow when the agent has bidden welcome."""
+        if self._inline is not None:
+            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._channel.setblocking(False)
+            self._thread = self._inline.attend(theirs)
+        else:
+            self._channel = self.settings.place().connect()
         if self._channel is None:
-            return  # there was none, or it is buried already
-        self._receive()
-        code = self._process.returncode if self._process else None
-        reason = f"the agent ended unexpectedly (exit status {code})"
-        if not self._pending:
-            self._heard.append({"op": "problem", "error": f"{reason}; the next commit starts one"})
-        self._bury(reason)
+            return False
+        self._since = time.monotonic()
+        hello = {"op": "hello", "protocol": PROTOCOL, "desk": asdict(self.desk)}
+        try:
+            self._channel.send(json.dumps(hello).encode())
+        except OSError:  # it is just ending
+            self._drop()
+        return self._channel is not None
+
+    def _starting(self) -> bool:
+        return self._channel is None and self._process is not None and self._process.poll() is None
+
+    def _start_process(self) -> None:
+        """Start an agent, unless one is just starting."""
+        now = time.monotonic()
+        if self._starting():
+            if now - self._since > START_SECONDS:
+                self._process = None
+                raise TimeoutError(f"a new agent was not there after {START_SECONDS:.0f} s")
+            return
+        status = self._process.returncode if self._process is not None else 0
+        if self._unproved and status not in (0, TAKEN):
+            self._process = None
+            raise ChildProcessError(f"a new agent ended with exit status {status}")
+        if now < self._start_after:
+            return
+        source_root = str(Path(__file__).resolve().parents[1])
+        path = os.pathsep.join([source_root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tierckpt.agent", json.dumps(asdict(self.settings))],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+        self._since, self._start_after = now, now + AGAIN_SECONDS
+        self._unproved = True
+        self.starts += 1
+
+    def _pass_over(self) -> None:
+        """The agent here is stuck. It was told nothing yet."""
+        self._drop()
+        stuck = self.settings.index
+        self.settings = replace(self.settings, index=(stuck + 1) % MOST_AGENTS)
+        self._process = None
+        self._heard.append(
+            {
+                "op": "problem",
+                "error": f"agent {stuck} of this node does not answer; another one is started",
+            }
+        )
+
+    def _send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
+        self._unsent.append((json.dumps(message).encode(), fds or []))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what waits, as far as the agent takes it."""
+        while self._welcome and self._unsent:
+            assert self._channel is not None
+            data, fds = self._unsent[0]
+            try:
+                socket.send_fds(self._channel, [data], fds)
+            except OSError:  # the buffer is full, or it is gone: that will be heard
+                return
+            self._unsent.popleft()
 
     def _receive(self) -> None:
         while self._channel is not None:
@@ -169,17 +267,36 @@ class AgentClient:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                return
-            if not data:
-                return
-            message = json.loads(data)
-            if message["op"] in ("committed", "failed"):
-                id_ = VersionId(message["generation"], message["version"])
-                self._pending.pop(id_, None)
-            self._heard.append(message)
+                data = b""
+            if data:
+                self._hear(json.loads(data))
+            elif self._welcome:
+                self._lose("the agent ended unexpectedly")
+            else:  # it was just ending, or is of another version of tierckpt: see `_reach`
+                self._drop()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message["op"] == "welcome":
+            self._welcome, self.pid, self._unproved = True, message["pid"], False
+            self._flush()
+            return
+        if message["op"] in ("committed", "failed"):
+            self._pending.pop(VersionId(message["generation"], message["version"]), None)
+        self._heard.append(message)
+
+    def _drop(self) -> None:
+        assert self._channel is not None
+        self._channel.close()
+        self._channel, self._welcome = None, False
+
+    def _lose(self, reason: str) -> None:
+        """The agent is no more; its end is news even when it had nothing to do."""
+        if not self._pending:
+            self._heard.append({"op": "problem", "error": f"{reason}; the next commit starts one"})
+        self._bury(reason)
 
     def _bury(self, reason: str) -> None:
-        """The agent is no more: what it had is not committed."""
+        """What was handed over, or was to be, is not committed."""
         for id_ in self._pending:
             self._heard.append(
                 {
@@ -190,9 +307,9 @@ class AgentClient:
                 }
             )
         self._pending.clear()
+        self._unsent.clear()
         if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+            self._drop()
 
 
 def _close_in_child(client: AgentClient | None) -> None:

@@ -25,6 +25,7 @@ from .agentclient import AgentClient
 from .agreement import Agreement
 from .callbacks import CallbackList, Callbacks
 from .config import Config, load_config
+from .desk import DeskSettings
 from .errors import ConfigError, RestoreError
 from .events import Callback, EventLog
 from .group import Group, SingleGroup, host_id
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from .cuda import CudaLane
 
 WAIT_SECONDS = 60.0
+PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
+"""Settings that may differ between ranks."""
 AUTOMATIC_AFTER_STEPS = 16
 """So many steps of an optimizer without a call of `step()` mean that there will be none. (A loop
 may well make several optimizer steps in one iteration.)"""
@@ -93,7 +96,8 @@ class Checkpointer:
         refuse_model(model)
         self.state = TrainingState(model, label_optimizers(optimizer), extra, extra_per_rank)
         self._check_state()
-        self._check_alike()
+        self._host = host_id(self.config.node)
+        first_of_node = self._check_alike()
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         self._callbacks = CallbackList(callbacks)
         self.version = 0
@@ -103,10 +107,11 @@ class Checkpointer:
         self.restored = Restored(0)
         """What the last `restore()` did."""
         self._job = JobDirectory.at(
-            self.config.shm_dir, self.config.job_id or job_id_of(self.config.path)
+            self.config.shm_dir,
+            self.config.job_id or job_id_of(self.config.path),
+            self.config.node,
         )
-        self._store = LocalStore(self.config.path)
-        self._host = host_id()
+        self._store = LocalStore(self.config.directory)
         self._lock_fd = self._claim_job()
         slots = self.config.slots or (3 if self._uses_cuda() else 2)
         self._pool = SlotPool(self._job, self.group.rank, slots, self._notice_later)
@@ -136,15 +141,21 @@ class Checkpointer:
         self._rng_after_step: tuple[Any, tree.Arena] | None = None
         self._agent = AgentClient(
             AgentSettings(
-                directory=self.config.path,
+                root=str(self._job.root),
+                folder=self._job.path.name,
+                nice=self.config.agent_nice,
+                linger_seconds=self.config.agent_linger_seconds,
+            ),
+            DeskSettings(
+                directory=self.config.directory,
                 shard=self.group.rank,
                 shards=self.group.size,
                 keep_last=self.config.local.keep_last,
                 keep_every=self.config.local.keep_every,
-                nice=self.config.agent_nice,
-            )
+            ),
+            inline=self.config.agent == "inline",
         )
-        self._start_agent()
+        self._start_agent(first_of_node)
         self._hooks: list[Any] = []
         self._install_hooks(model)
         self._trace = open_trace(self.config, self.group.rank, self.state.name_of, self.log)
@@ -166,15 +177,19 @@ class Checkpointer:
             self._boundary()
 
     def release(
-        self, params: Iterable[torch.Tensor], reduction: torch.futures.Future[Any] | None = None
+        self,
+        params: Iterable[torch.Tensor],
+        reduction: torch.futures.Future[Any] | None = None,
+        launched_seconds: float | None = None,
     ) -> None:
         """The reduction of these parameters' gradients was launched: their layer may be copied.
 
-        An adapter that has the reduction's future gives it along, for the trace to see its end.
+        For the trace, an adapter gives along what it has: the reduction's future, and when exactly
+        it was launched (`time.perf_counter()`; default: now).
         """
         if self._trace is not None:
             params = list(params)
-            self._trace.released(params, self.version, reduction)
+            self._trace.released(params, self.version, reduction, launched_seconds)
         if self._snapshot is not None:
             self._snapshot.release(params)
         if self._callbacks:
@@ -485,7 +500,7 @@ class Checkpointer:
         return {
             "version": id_.version,
             "level": "local",
-            "message": f"{error}; training goes on, {self.config.path} is behind",
+            "message": f"{error}; training goes on, {self.config.directory} is behind",
             "behind_since": safe.version if safe else None,
             "severity": logging.ERROR,
         }
@@ -791,22 +806,24 @@ class Checkpointer:
         self.state.pack_groups(arena.keep)
         self.state.pack_extra({**self.state.extra, **self.state.extra_per_rank}, arena)
 
-    def _check_alike(self) -> None:
+    def _check_alike(self) -> bool:
         """Ranks decide alike without talking, so they must start from the same settings.
 
-        Places may differ: a node's own disk may have the node's name in its path.
+        Places may differ: a node's own disk may have the node's name in its path. Returns whether
+        this is its node's first rank.
         """
-        mine = dataclasses.replace(
-            self.config, path="-", shm_dir="-", events_dir="-", trace_dir="-", job_id="-"
-        )
-        everyone = self.group.all_gather_object(mine)
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
+        places: dict[str, Any] = dict.fromkeys(PLACES, "-")
+        mine = dataclasses.replace(self.config, **places)
+        everyone = self.group.all_gather_object((mine, self._host))
+        ours = everyone[0][0]
+        for rank, (theirs, _) in enumerate(everyone):
+            if theirs != ours:
                 raise ConfigError(
                     f"rank {rank} and rank 0 have different settings:\n  {theirs}\n"
-                    f"  {everyone[0]}\n"
+                    f"  {ours}\n"
                     "All ranks need the same arguments, environment variables and file."
                 )
+        return [host for _, host in everyone].index(self._host) == self.group.rank
 
     def _check_room(self, slots: int) -> None:
         """Say now, in bytes, when shared memory will not do."""
@@ -831,11 +848,11 @@ class Checkpointer:
             self._notice(f"removed shared memory of the dead job {job}", logging.INFO)
         return self._job.lock_rank(self.group.rank)
 
-    def _start_agent(self) -> None:
+    def _start_agent(self, first_of_node: bool) -> None:
         if not self._local_enabled():
             return
         try:
-            self._agent.start()
+            self._agent.start(first_of_node)
         except OSError as error:
             self._notice(f"the agent could not be started: {error}", logging.ERROR)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -73,10 +74,23 @@ class Config:
     boundary: str = "auto"
     """`explicit`: only `step()` is the boundary; `forward`: the next forward pass after an
     optimizer's step is; `auto`: the same once `step()` has evidently never been called."""
+    node: str = ""
+    """Name of this node, where the host name will not do: several nodes on one machine, in tests.
+    In `path`, `{node}` stands for the node's name."""
+    agent: str = "process"
+    """`process`: one a node, which outlives its trainers; `inline`: a thread of each trainer, for
+    debugging and for places that forbid child processes."""
     agent_nice: int = 10
     """CPU niceness of the agent."""
+    agent_linger_seconds: float = 60.0
+    """An agent whose trainer was killed waits so long for its successor, and then ends."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
+    trace_dir: str = ""
+    """Write what happened when to `<trace_dir>/trace-r<rank>.json`; empty: no file, and no cost."""
+    trace_steps: int = 50
+    """Stop that after so many steps of every life: a few tell all, and a thousand ranks' files stay
+    small."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
 
@@ -84,9 +98,12 @@ class Config:
         """Check the values. Raises ConfigError."""
         _one_of("when_busy", self.when_busy, ("skip", "wait"))
         _one_of("release", self.release, ("auto", "backward", "forward"))
+        _one_of("agent", self.agent, ("process", "inline"))
+        _at_least("agent_linger_seconds", self.agent_linger_seconds, 0)
         _one_of("boundary", self.boundary, ("auto", "explicit", "forward"))
         if self.slots:
             _at_least("slots", self.slots, 2)
+        _at_least("trace_steps", self.trace_steps, 1)
         _at_least("local_keep_last", self.local.keep_last, 1)
         for name in ("memory_every_steps", "memory_every_seconds", "memory_linger_seconds"):
             _at_least(name, getattr(self.memory, name.removeprefix("memory_")), 0)
@@ -94,6 +111,11 @@ class Config:
             _at_least(name, getattr(self.local, name.removeprefix("local_")), 0)
         if not self.path:
             raise ConfigError("path is empty; name the directory that checkpoints go to")
+
+    @property
+    def directory(self) -> str:
+        """`path` on this node."""
+        return self.path.replace("{node}", self.node or socket.gethostname())
 
 
 def known_settings() -> dict[str, type]:

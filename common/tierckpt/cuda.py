@@ -147,6 +147,7 @@ class CudaSnapshot(Snapshot):
         except Exception as error:
             self.fail(error)
         self.clock.barrier += time.perf_counter() - begin
+        self._record("barrier", begin)
 
     def _let_go(self) -> None:
         """Clone or feed the rest, check that nothing was changed, and order the streams."""
@@ -228,6 +229,8 @@ class CudaSnapshot(Snapshot):
             self._left -= len(batch.blocks)
             self.clock.copy += time.perf_counter() - begin
             last = self._left == 0
+        if self.trace is not None:
+            self.trace.copied(self.head.version, self.plan, batch.blocks, begin)
         if last:
             self._seal()
 

@@ -92,11 +92,11 @@ class SingleGroup:
         """See Group."""
 
 
-def host_id() -> str:
-    """This machine: host name, and the boot, so that a reboot is another one."""
+def host_id(node: str = "") -> str:
+    """This node: its name (the host's if none is given), and the boot: a reboot is another one."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
     except OSError:
         boot = ""
-    return f"{socket.gethostname()}/{boot}"
+    return f"{node or socket.gethostname()}/{boot}"

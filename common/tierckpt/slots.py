@@ -172,6 +172,24 @@ def unpin(fd: int) -> None:
     fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
+def take_lock(path: Path) -> int | None:
+    """Make and lock the file, with this process's id in it, until the descriptor is closed.
+
+    None when another process holds it.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not _try_lock(fd):
+            os.close(fd)
+            return None
+        # Its last owner may have removed the file between our open and our lock.
+        if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
+            return fd
+        os.close(fd)
+
+
 _locked_here: dict[Path, int] = {}
 """Lock files that this process holds (by path, the process's id): POSIX locks do not exclude their
 own process, and closing any descriptor of the file would drop them."""
@@ -200,17 +218,19 @@ class JobDirectory:
 
     root: Path
     job: str
+    node: str = ""
+    """Set where several "nodes" share a machine: each has a memory of its own."""
 
     @staticmethod
-    def at(shm_dir: str | os.PathLike[str], job: str) -> JobDirectory:
+    def at(shm_dir: str | os.PathLike[str], job: str, node: str = "") -> JobDirectory:
         """The folder of `job` under `shm_dir`, private to this user."""
         # Absolute: agents work in another directory.
-        return JobDirectory(Path(os.path.abspath(shm_dir)) / f"tierckpt-{os.getuid()}", job)
+        return JobDirectory(Path(os.path.abspath(shm_dir)) / f"tierckpt-{os.getuid()}", job, node)
 
     @property
     def path(self) -> Path:
         """Where the segments are."""
-        return self.root / self.job
+        return self.root / (f"{self.job}@{self.node}" if self.node else self.job)
 
     def create(self) -> None:
         """Make the folder, readable by this user alone."""
@@ -233,20 +253,13 @@ class JobDirectory:
         deadline = time.monotonic() + patience_seconds
         while True:
             self.create()
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if _try_lock(fd):
-                # Its last owner may have removed the file between our open and our lock.
-                if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
-                    break
-            elif time.monotonic() > deadline:
-                owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-                os.close(fd)
-                raise self._busy(rank, owner)
-            os.close(fd)
+            fd = take_lock(path)
+            if fd is not None:
+                break
+            if time.monotonic() > deadline:
+                raise self._busy(rank, path.read_text(errors="replace").strip() or "unknown")
             time.sleep(0.05)
         _locked_here[path] = os.getpid()
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
         return fd
 
     def unlock_rank(self, rank: int, fd: int) -> None:
@@ -326,7 +339,7 @@ class JobDirectory:
         return [
             JobDirectory(self.root, p.name)
             for p in _listdir(self.root)
-            if p.is_dir() and p.name != self.job
+            if p.is_dir() and p.name != self.path.name
         ]
 
     def remove_dead_jobs(self, linger_seconds: float) -> list[str]:
@@ -364,8 +377,10 @@ def _path_lockable(path: Path) -> bool:
         return False
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except (FileNotFoundError, IsADirectoryError):
-        return True
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENXIO):  # the last: a socket
+            return True
+        raise
     try:
         return _lockable(fd)
     finally:

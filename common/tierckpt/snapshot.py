@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,6 +36,9 @@ from .naming import Lineage
 from .shardfile import encode_header
 from .slots import Slot
 from .state import TrainingState, Walk
+
+if TYPE_CHECKING:
+    from .trace import Trace
 
 BIND_PATIENCE_SECONDS = 30.0
 """The barrier waits this long for a slot, then lets the training go on without the snapshot."""
@@ -302,6 +305,8 @@ class Snapshot:
     slot: Slot | None = None
     manifest: Manifest | None = None
     started_seconds: float = field(default_factory=time.monotonic)
+    trace: Trace | None = None
+    """Who records when what happened, if anybody does."""
 
     def __post_init__(self) -> None:
         blocks = self.plan.layout.blocks
@@ -350,6 +355,7 @@ class Snapshot:
         with self._changed:
             self._changed.wait_for(lambda: self._reported or self.phase is Phase.FAILED)
         self.clock.barrier += time.perf_counter() - begin
+        self._record("barrier", begin)
 
     def _release_rest(self) -> None:
         """The barrier's beginning: release all, and see that there is a slot to copy to."""
@@ -400,7 +406,9 @@ class Snapshot:
             self._tree = tree.encode(self.node, self.arena.tensors)
             self._header, self._data_bytes = self.plan.header(len(self._tree))
             blocks = len(self.plan.layout.blocks) + 1
+            begin = time.perf_counter()
             self.slot = self.choose_slot(blocks, len(self._header) + self._data_bytes)
+            self._record("slot", begin)
             faults.point("refill", version=self.head.version)
             binding = Binding(self.slot)
             with self._changed:
@@ -427,6 +435,8 @@ class Snapshot:
                 self.clock.copy += time.perf_counter() - begin
                 self._left -= 1
                 last = self._left == 0
+            if self.trace is not None:
+                self.trace.copied(self.head.version, self.plan, (block,), begin)
             if last:
                 self._seal()
         return True
@@ -442,6 +452,7 @@ class Snapshot:
 
     def _seal(self) -> None:
         """With everything copied, by the thread that copied the last block."""
+        begin = time.perf_counter()
         self._check_before_seal()
         self._write_head_and_tree()
         faults.point("seal", version=self.head.version)
@@ -450,6 +461,7 @@ class Snapshot:
         self.slot.seal(self.manifest.encode())
         faults.point("sealed", version=self.head.version)
         self.clock.sealed_after = time.monotonic() - self.started_seconds
+        self._record("seal", begin)
         self._end(Phase.SEALED)
 
     def _check_before_seal(self) -> None:
@@ -490,6 +502,12 @@ class Snapshot:
             digests=b"".join(digests),
             created_seconds=time.time(),
         )
+
+    def _record(self, kind: str, begin_seconds: float) -> None:
+        """For the trace: something lasted from then until now."""
+        if self.trace is not None:
+            now = time.perf_counter()
+            self.trace.span(kind, begin_seconds, now, version=self.head.version)
 
     def fail(self, error: BaseException) -> None:
         """Give the snapshot up. Any thread."""

@@ -6,22 +6,65 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from tests.dist.rankpool import RankPool
+from tests.dist.rankpool import ALONE, COLLECTIVE_SECONDS, GLOO, LAUNCHERS, MPIRUN, RankPool
+from tests.horovod_here import horovod_missing, mpi_missing
 
-Ranks = Callable[[int], RankPool]
+Ranks = Callable[..., RankPool]
+
+
+def skip_if_missing(kind: str) -> None:
+    """Skip the test that asks for ranks under a launcher that is not here.
+
+    No mark on the test: ranks import test modules, and must not look for Horovod again.
+    """
+    if kind in LAUNCHERS:
+        why_not = mpi_missing() if kind == MPIRUN else horovod_missing()
+        if why_not:
+            pytest.skip(why_not)
+
+
+@pytest.fixture(scope="session")
+def launchable() -> Callable[[str], None]:
+    """For tests that start a launcher by themselves: `launchable(MPIRUN)` skips without one."""
+    return skip_if_missing
+
+
+def environment(kind: str, size: int) -> dict[str, str]:
+    """What a shared pool's ranks have in their environment besides the test's own."""
+    if kind not in LAUNCHERS:
+        return {}
+    settings = {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(COLLECTIVE_SECONDS // 2),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(COLLECTIVE_SECONDS),
+    }
+    if size > 2:
+        # Which gradients are fused depends on time, and sums of three on what they are fused with.
+        settings["HOROVOD_FUSION_THRESHOLD"] = "0"
+        settings["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    return settings
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """`ranks(2)`: a pool of two ranks, shared by all tests."""
-    pools: dict[int, RankPool] = {}
+    """`ranks(2)`, `ranks(2, HOROVODRUN)`: a pool of two ranks, shared by all tests.
 
-    def of_size(size: int) -> RankPool:
-        if size not in pools:
-            pools[size] = RankPool(size, tmp_path_factory.mktemp(f"ranks{size}-"))
-        return pools[size]
+    Horovod's ranks keep talking to each other when they have nothing to do (half a core for three
+    over MPI), so of pools under a launcher only the one asked for last is kept.
+    """
+    pools: dict[tuple[int, str], RankPool] = {}
 
-    yield of_size
+    def of(size: int, kind: str = GLOO) -> RankPool:
+        skip_if_missing(kind)
+        if kind in LAUNCHERS:
+            for other, pool in pools.items():
+                if other != (size, kind) and pool.kind in LAUNCHERS:
+                    pool.kill()
+        if (size, kind) not in pools:
+            folder = tmp_path_factory.mktemp(f"{kind}{size}-")
+            pools[size, kind] = RankPool(size, folder, [environment(kind, size)] * size, kind)
+        return pools[size, kind]
+
+    yield of
     for pool in pools.values():
         pool.kill()
 
@@ -33,9 +76,12 @@ def own_ranks(
     """`own_ranks(env, ...)`: a pool for this test alone, a rank for each environment."""
     pools = []
 
-    def start(env: Sequence[Mapping[str, str]], process_group: bool = True) -> RankPool:
+    def start(
+        env: Sequence[Mapping[str, str]], process_group: bool = True, kind: str = GLOO
+    ) -> RankPool:
+        skip_if_missing(kind)
         folder = tmp_path_factory.mktemp("own-ranks-")
-        pools.append(RankPool(len(env), folder, env, process_group))
+        pools.append(RankPool(len(env), folder, env, kind if process_group else ALONE))
         return pools[-1]
 
     yield start

@@ -2,8 +2,11 @@
 
 A scenario is a function of a test module. `RankPool.run` calls it on all ranks at once, and gives
 back what each returned, or raises with every rank's traceback and output. A pool that failed or
-hung is killed and made anew by the next call, so one bad scenario does not spoil the next. Ranks
-die with the test process, however that dies.
+hung is killed and made anew by the next call, so one bad scenario does not spoil the next.
+
+Ranks hear of scenarios through a FIFO each, since a launcher would keep standard input to itself.
+Its other end is open in the test process alone: when that is gone, however it died, the kernel
+closes it, and the ranks kill themselves.
 
     pool = RankPool(2, folder)
     assert pool.run(my_scenario, "argument") == ["result of rank 0", "result of rank 1"]
@@ -11,12 +14,12 @@ die with the test process, however that dies.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import importlib
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
@@ -32,45 +35,52 @@ ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVE_SECONDS = 60
 """After this a collective whose peer is gone raises, instead of hanging."""
 
+GLOO, ALONE, HOROVODRUN, MPIRUN = "gloo", "alone", "horovodrun", "mpirun"
+"""How ranks come to be a job: a torch.distributed process group, none at all, a launcher."""
+
+LAUNCHERS = {
+    HOROVODRUN: "horovodrun --gloo -np {size} --network-interfaces lo",
+    # Over TCP: shared memory of MPI's own would be left behind by ranks that are killed.
+    MPIRUN: "mpirun -np {size} --allow-run-as-root --oversubscribe --bind-to none "
+    "--mca btl self,tcp --mca btl_tcp_if_include lo --mca oob_tcp_if_include lo "
+    "--mca btl_base_warn_component_unused 0",
+}
+
 
 class RankPool:
-    """`size` processes, joined in a gloo process group unless `process_group` is False.
+    """`size` processes that are one job.
 
     Args:
         size: how many ranks.
         folder: for scripts, logs and results.
-        env: environment variables of each rank, besides the test's own.
-        process_group: initialise torch.distributed.
+        env: environment variables of each rank, besides the test's own; alike under a launcher.
+        kind: GLOO, ALONE, HOROVODRUN or MPIRUN.
     """
 
     def __init__(
-        self,
-        size: int,
-        folder: Path,
-        env: Sequence[Mapping[str, str]] = (),
-        process_group: bool = True,
+        self, size: int, folder: Path, env: Sequence[Mapping[str, str]] = (), kind: str = GLOO
     ) -> None:
         self.size = size
         self.folder = folder
+        self.kind = kind
         self._env = env or [{}] * size
-        self._process_group = process_group
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._started: list[subprocess.Popen[bytes]] = []
+        """The ranks, or the launcher."""
+        self._commands: list[int] = []
         self._calls = self._starts = 0
 
     def run(
         self, scenario: Callable[..., Any], *args: Any, timeout_seconds: float = 150, **kwargs: Any
     ) -> list[Any]:
         """Call `scenario` on every rank; what they returned, in rank order."""
-        if not self._ranks:
+        if not self._started:
             self._start()
         self._calls += 1
         call = self.folder / f"call{self._calls}"
         names = (scenario.__module__, scenario.__qualname__)
         call.write_bytes(pickle.dumps((*names, args, kwargs)))
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(f"{call}\n".encode())
-            rank.stdin.flush()
+        for rank in range(self.size):
+            self._tell(rank, call.name)
         results = self._collect(call, timeout_seconds)
         problems = [text for ok, text in results if not ok]
         if problems:
@@ -80,40 +90,52 @@ class RankPool:
 
     def _start(self) -> None:
         self._starts += 1
-        meeting = self.folder / f"meeting{self._starts}" if self._process_group else "none"
+        home = self.folder / f"start{self._starts}"
+        home.mkdir()
         for rank in range(self.size):
-            with self._log(rank).open("ab") as log:
-                self._ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", __name__, str(rank), str(self.size), str(meeting)],
-                        stdin=subprocess.PIPE,
-                        stdout=log,
-                        stderr=log,
-                        cwd=self.folder,
-                        env={
-                            **os.environ,
-                            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'common'}",
-                            "OMP_NUM_THREADS": "1",
-                            "PYTHONUNBUFFERED": "1",
-                            **self._env[rank],
-                        },
-                    )
-                )
+            fifo = _commands_of(home, rank)
+            os.mkfifo(fifo)
+            # For both, so that opening waits for nobody.
+            self._commands.append(os.open(fifo, os.O_RDWR))
+        serve = [sys.executable, "-m", __name__, self.kind, str(self.size), str(home)]
+        if self.kind in LAUNCHERS:
+            launcher = LAUNCHERS[self.kind].format(size=self.size).split()
+            self._started.append(self._spawn([*launcher, *serve], self._env[0]))
+        else:
+            for rank, env in enumerate(self._env):
+                self._started.append(self._spawn([*serve, str(rank)], env))
 
-    def _log(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.log"
+    def _spawn(self, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with (self.folder / "started.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                env={
+                    **os.environ,
+                    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+                    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'common'}",
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONUNBUFFERED": "1",
+                    "TMPDIR": str(self.folder),
+                    **env,
+                },
+            )
+
+    def _tell(self, rank: int, command: str) -> None:
+        os.write(self._commands[rank], f"{command}\n".encode())
 
     def _collect(self, call: Path, timeout_seconds: float) -> list[tuple[bool, Any]]:
         """Wait for all results; once one rank failed, the others get a moment only."""
         deadline = time.monotonic() + timeout_seconds
         results: dict[int, tuple[bool, Any]] = {}
         while len(results) < self.size:
-            for rank, process in enumerate(self._ranks):
+            for rank in set(range(self.size)) - set(results):
                 # Before looking for the file: a rank may write it, and then be killed.
-                ended = process.poll()
+                ended = self._started[rank % len(self._started)].poll()
                 file = _result_of(call, rank)
-                if rank in results:
-                    continue
                 if file.exists():
                     results[rank] = pickle.loads(file.read_bytes())
                 elif ended is not None:
@@ -124,7 +146,7 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + 5)
             if time.monotonic() > deadline:
                 for rank in set(range(self.size)) - set(results):
-                    self._ranks[rank].send_signal(signal.SIGUSR1)  # dumps its stacks
+                    self._tell(rank, STACKS)
                 time.sleep(1)
                 for rank in set(range(self.size)) - set(results):
                     results[rank] = (False, self._problem(rank, "did not finish"))
@@ -132,17 +154,37 @@ class RankPool:
         return [results[rank] for rank in range(self.size)]
 
     def _problem(self, rank: int, what: str) -> str:
-        tail = self._log(rank).read_text(errors="replace")[-8000:]
-        return f"rank {rank} {what}; the end of its output:\n{tail}"
+        """What a rank that tells nothing itself left in the logs."""
+        logs = [self.folder / "started.log", _log_of(self.folder, rank)]
+        tails = [log.read_text(errors="replace")[-6000:] for log in logs if log.exists()]
+        return f"rank {rank} {what}; the end of its output:\n" + "\n".join(tails)
 
     def kill(self) -> None:
         """End all ranks at once."""
-        for rank in self._ranks:
-            rank.kill()
-            rank.wait()
-            assert rank.stdin is not None
-            rank.stdin.close()
-        self._ranks.clear()
+        for commands in self._commands:
+            os.close(commands)  # which kills the rank
+        for process in self._started:
+            if self.kind not in LAUNCHERS:
+                process.kill()  # perhaps it has not come to reading yet
+            try:
+                process.wait(20)  # a launcher tidies up behind its ranks
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._commands.clear()
+        self._started.clear()
+
+
+STACKS = "stacks"
+"""The command to print what every thread is doing."""
+
+
+def _commands_of(home: Path, rank: int) -> Path:
+    return home / f"commands{rank}"
+
+
+def _log_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
 
 
 def _result_of(call: Path, rank: int) -> Path:
@@ -152,35 +194,59 @@ def _result_of(call: Path, rank: int) -> Path:
 # --- in the rank's process -----------------------------------------------------------------------
 
 
-def _serve(rank: int, size: int, meeting: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    if meeting != "none":
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{meeting}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
-        )
-    for line in sys.stdin:
-        call = Path(line.strip())
-        home = os.getcwd()
+def _serve(kind: str, size: int, home: Path, rank: int) -> None:
+    calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(home, rank, calls), daemon=True).start()
+    _join(kind, size, home, rank)
+    while True:
+        call = home.parent / calls.get()
+        working_directory = os.getcwd()
         print(f"--- {call.name}", flush=True)
         try:
             outcome = (True, _perform(call))
         except BaseException:
             outcome = (False, f"rank {rank}:\n{traceback.format_exc()}")
-        os.chdir(home)
+        os.chdir(working_directory)
         result = _result_of(call, rank)
         unfinished = result.with_name(f"{result.name}.unfinished")
         unfinished.write_bytes(pickle.dumps(outcome))
         unfinished.rename(result)
         gc.collect()
-    # Not sys.exit: gloo's C++ teardown sometimes aborts, which says nothing about any scenario.
-    os._exit(0)
+
+
+def _listen(home: Path, rank: int, calls: queue.SimpleQueue[str]) -> None:
+    """Hand on what the test process says; die with it, whatever the other threads are doing."""
+    with _commands_of(home, rank).open() as commands:
+        for line in commands:
+            if line.strip() == STACKS:
+                faulthandler.dump_traceback()
+            else:
+                calls.put(line.strip())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _join(kind: str, size: int, home: Path, rank: int) -> None:
+    """Become one of a job of `size` ranks."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if kind == GLOO:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{home / 'meeting'}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        )
+    elif kind in LAUNCHERS:
+        if kind == MPIRUN:  # before Horovod, which would not ask for enough support for threads
+            from mpi4py import MPI  # noqa: F401
+        import horovod.torch as hvd
+
+        hvd.init()
+        # A Horovod without MPI takes every process of mpirun for a job of its own.
+        assert (hvd.rank(), hvd.size()) == (rank, size), "the ranks did not find each other"
 
 
 def _perform(call: Path) -> Any:
@@ -192,9 +258,20 @@ def _perform(call: Path) -> Any:
     return value
 
 
-if __name__ == "__main__":
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _rank_of_launcher() -> int:
+    found = [os.environ.get(name) for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")]
+    return int(next(filter(None, found)))
+
+
+def _main(kind: str, size: str, home: str, rank: str = "") -> None:
+    number = int(rank) if rank else _rank_of_launcher()
+    log = os.open(_log_of(Path(home).parent, number), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
-    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    _serve(kind, int(size), Path(home), number)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -34,7 +34,8 @@ def taken(attached: Attached) -> dict[str, list[int]]:
 def with_a_stopped_agent(when_busy: str, place: Place) -> tuple[Any, ...]:
     """Rank 1's agent stands still: with "skip" for eight steps, with "wait" until waited for."""
     job = make_job()
-    attached = attach(job, place, local_every_steps=1, slots=3, when_busy=when_busy)
+    node = f"node{rank()}"
+    attached = attach(job, place, local_every_steps=1, slots=3, when_busy=when_busy, node=node)
     attached.ckpt.save(now=True)
     pid = attached.ckpt._agent.pid
     assert pid is not None
@@ -285,9 +286,11 @@ def test_all_ranks_are_told_of_it(own_ranks: Any, tmp_path: Path, shm_dir: Path)
 def with_a_killed_agent(busy: bool, place: Place) -> dict[str, Any]:
     """Killed on rank 1: between two commits, or with one handed over to it."""
     job = make_job()
-    attached = attach(job, place, local_every_steps=3, slots=3)
+    node = f"node{rank()}"
+    attached = attach(job, place, local_every_steps=3, slots=3, node=node)
     ckpt = attached.ckpt
     train(job, ckpt, range(2))
+    ckpt.save(now=True)  # the agent is there
     victim = ckpt._agent.pid if rank() == 1 else None
     if busy:
         if victim:
@@ -304,7 +307,7 @@ def with_a_killed_agent(busy: bool, place: Place) -> dict[str, Any]:
     digest = job.digest()
     ckpt.abandon()
     again = make_job(seed=2)
-    second = attach(again, place, memory_every_steps=0)
+    second = attach(again, place, memory_every_steps=0, node=node)
     restored = second.ckpt.restore()
     same = again.digest() == digest
     second.ckpt.close()

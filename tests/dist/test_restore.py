@@ -113,7 +113,7 @@ def on_hosts(root: Path, hosts: list[int], crash: bool) -> dict[str, Any]:
     """
     host = hosts[rank()]
     with working_in(root / f"host{host}"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tierckpt.checkpointer, "host_id", lambda: f"host{host}")
+        patch.setattr(tierckpt.checkpointer, "host_id", lambda node: f"host{host}")
         patch.setattr("tierckpt.restore.BROADCAST_BYTES", 1000)
         Path("memory").mkdir(exist_ok=True)
         place = Place("disk", "memory")

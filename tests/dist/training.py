@@ -1,9 +1,15 @@
 """Small data-parallel jobs that scenarios run: what they compute depends on seed, rank and
-iteration alone, and on dropout, that is on the random streams a checkpoint has to bring back."""
+iteration alone, and on dropout, that is on the random streams a checkpoint has to bring back.
+
+By DDP or by Horovod, as the ranks are. Only ranks of a launcher import Horovod, and only they call
+`horovod()`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +22,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ddp_ckpt
 import tierckpt
 from tests import exact
+from tierckpt.state import unwrap
 
 WIDTH = 24
 ROWS = 6
@@ -55,8 +61,20 @@ class Words(nn.Module):
         return self.table((9 * x.abs()).long() % 50)
 
 
+def horovod() -> Any:
+    """The module `horovod.torch`."""
+    return importlib.import_module("horovod.torch")
+
+
+def under_horovod() -> bool:
+    """True in the ranks of a launcher."""
+    return "horovod.torch" in sys.modules and bool(horovod().is_initialized())
+
+
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(horovod().rank()) if under_horovod() else 0
 
 
 def batch(iteration: int, part: int = 0) -> torch.Tensor:
@@ -72,6 +90,7 @@ class Job:
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     dtype: torch.dtype = torch.float32
+    adapter: str = "ddp_ckpt"
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -79,7 +98,7 @@ class Job:
 
     @property
     def bare(self) -> nn.Module:
-        return tierckpt.state.unwrap(self.model)
+        return unwrap(self.model)
 
     def loss(self, iteration: int, part: int = 0) -> torch.Tensor:
         # The branch is used by some ranks only, in turn.
@@ -122,6 +141,100 @@ def make_job(
 
 
 @dataclass
+class HorovodJob(Job):
+    """The same by Horovod."""
+
+    adapter: str = "horovod_ckpt"
+    passes: int = 1
+    """Backward passes for a step."""
+    steps: int = 0
+    """Those of the training, counted by its loop."""
+    phase: str = ""
+    """`backward` or `step` while it is at that."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def iterate(self, iteration: int) -> str:
+        """As above; but only after the step are gradients what they were reduced to."""
+        self.zero_grad()
+        self.backward(iteration)
+        self.step()
+        return self.gradients()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def backward(self, iteration: int) -> None:
+        for part in range(self.passes):
+            loss = self.loss(iteration, part)
+            with self.in_phase("backward"):
+                loss.backward()
+
+    def step(self) -> None:
+        with self.in_phase("step"):
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self.steps += 1
+
+    @contextmanager
+    def in_phase(self, phase: str) -> Any:
+        self.phase = phase
+        yield
+        self.phase = ""
+
+    def gradients(self) -> str:
+        return exact.digest(exact.gradients(self.bare))
+
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def plain_options(hvd: Any, model: nn.Module) -> dict[str, Any]:
+    return {}
+
+
+def in_one(model: nn.Module) -> list[Named]:
+    return [list(model.named_parameters())]
+
+
+def make_horovod_job(
+    net: Callable[[], nn.Module] = Net,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    options: Callable[[Any, nn.Module], dict[str, Any]] = plain_options,
+    parts: Callable[[nn.Module], list[Named]] = in_one,
+    passes: int = 1,
+    seed: int = 1,
+) -> HorovodJob:
+    """A job on the ranks of a launcher.
+
+    Args:
+        net: makes the model.
+        optimizer: makes an optimizer; if it has an attribute `extra`, the job has it too.
+        options: those of `hvd.DistributedOptimizer`.
+        parts: the parameters of each optimizer.
+        passes: backward passes for a step.
+        seed: of everything that is random.
+    """
+    hvd = horovod()
+    torch.manual_seed(seed)
+    model = net()
+    torch.manual_seed(1000 * seed + rank())
+    job = HorovodJob(model, [], passes=passes)
+    for named in parts(model):
+        plain = optimizer([p for _, p in named], lr=0.01)
+        job.extra.update(getattr(plain, "extra", {}))
+        job.optimizers.append(
+            hvd.DistributedOptimizer(
+                plain,
+                named_parameters=named,
+                backward_passes_per_step=passes,
+                **options(hvd, model),
+            )
+        )
+    return job
+
+
+@dataclass
 class Place:
     """Where a job's checkpoints go."""
 
@@ -148,7 +261,7 @@ Events = list[tierckpt.Event]
 class Attached:
     """A checkpointer and what it reported."""
 
-    ckpt: ddp_ckpt.Checkpointer
+    ckpt: tierckpt.Checkpointer
     events: Events = field(default_factory=list)
 
     def versions(self, name: str, level: str) -> list[int]:
@@ -163,7 +276,7 @@ def attach(job: Job, place: Place, **settings: Any) -> Attached:
     events: Events = []
     defaults: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
     several = len(job.optimizers) > 1
-    ckpt = ddp_ckpt.Checkpointer(
+    ckpt: tierckpt.Checkpointer = importlib.import_module(job.adapter).Checkpointer(
         job.model,
         settings.pop("optimizer", job.optimizers if several else job.optimizer),
         path=place.path,

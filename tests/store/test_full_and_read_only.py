@@ -162,7 +162,7 @@ def test_an_agent_that_cannot_be_started_is_a_notice(
 ) -> None:
     from tierckpt.agentclient import AgentClient
 
-    start, calls = AgentClient.start, []
+    start, calls = AgentClient._start_process, []
 
     def fail_at_first(self: AgentClient) -> None:
         calls.append(1)
@@ -170,7 +170,7 @@ def test_an_agent_that_cannot_be_started_is_a_notice(
             raise OSError(errno.EAGAIN, "no more processes")
         start(self)
 
-    monkeypatch.setattr(AgentClient, "start", fail_at_first)
+    monkeypatch.setattr(AgentClient, "_start_process", fail_at_first)
     with TinyJob(tmp_path / "ckpts", **settings) as job:
         job.run(STEPS)
         job.settle()

@@ -21,7 +21,7 @@ from tierckpt.errors import ConfigError
 
 NAME = {str: "text", int: 7, float: 2.5}
 """A valid value of each type, for settings that take any."""
-CHOICES = {"when_busy": "wait", "release": "forward", "boundary": "explicit"}
+CHOICES = {"when_busy": "wait", "release": "forward", "boundary": "explicit", "agent": "inline"}
 
 
 def value_for(setting: str, kind: type) -> Any:

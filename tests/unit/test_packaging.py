@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 # Import package -> where it lies in the repository.
-PACKAGES = {"tierckpt": "common/tierckpt", "ddp_ckpt": "ddp_ckpt"}
+PACKAGES = {"tierckpt": "common/tierckpt", "ddp_ckpt": "ddp_ckpt", "horovod_ckpt": "horovod_ckpt"}
 # An earlier build/ or egg-info would be packed again and hide a file that is no longer there.
 NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
 
@@ -58,7 +58,7 @@ def test_the_metadata_names_licence_and_extras(wheel: Path, metadata: Message) -
     with ZipFile(wheel) as archive:
         (licence,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
         assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
-    extras = {"dev", "demo", "bench", "horovod", "mpi", "s3"}
+    extras = {"dev", "demo", "bench", "horovod", "mpi", "rs", "s3"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
 
 

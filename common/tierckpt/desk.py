@@ -1,0 +1,160 @@
+"""The agent's side of one trainer: its commits, and retention of its shards. One thread."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import faults
+from .localstore import LocalStore
+from .naming import ShardKey, VersionId, retired
+from .slots import Slot, pin, unpin
+
+MESSAGE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class DeskSettings:
+    """What a trainer says of itself."""
+
+    directory: str
+    """Of the local level."""
+    shard: int
+    shards: int
+    keep_last: int
+    keep_every: int
+
+
+class Desk:
+    """Messages wait in the socket while a slot is written."""
+
+    def __init__(self, settings: DeskSettings, channel: socket.socket) -> None:
+        self.settings = settings
+        self.channel = channel
+        self.store = LocalStore(settings.directory)
+        self._slots: dict[tuple[int, int], Slot] = {}
+        """Mapped slots by device and inode: mapping a large segment anew for every commit costs."""
+
+    def serve(self) -> bool:
+        """Serve until the trainer is gone and its work is done; False when it said no goodbye."""
+        self._prepare()
+        try:
+            while True:
+                try:
+                    data, fds, _, _ = socket.recv_fds(self.channel, MESSAGE_BYTES, 1)
+                except ConnectionResetError:
+                    data, fds = b"", []
+                if not data:
+                    return False
+                message = json.loads(data)
+                if message["op"] == "commit":
+                    self._commit(message, fds)
+                elif message["op"] == "retire":
+                    self._retire(message)
+                elif message["op"] == "bye":
+                    return True
+        finally:
+            with contextlib.suppress(OSError):
+                self.store.drop_spare(self.settings.shard)
+            for slot in self._slots.values():
+                slot.close()
+
+    def _prepare(self) -> None:
+        try:
+            self.store.create()
+            removed = self.store.clean(self.settings.shard)
+        except OSError as error:
+            self._say(op="problem", error=_text(error))
+        else:
+            if removed:
+                self._say(op="cleaned", names=removed)
+
+    def _commit(self, message: dict[str, Any], fds: list[int]) -> None:
+        key = ShardKey.parse(message["stem"])
+        assert key is not None
+        where = {"version": key.id.version, "generation": key.id.generation}
+        slot = None
+        try:
+            faults.point("agent", version=key.id.version, shard=key.shard)
+            slot = self._slot(message["segment"], fds)
+            manifest, nbytes = self._sealed(slot, key)
+            self.store.create()
+            with slot.image() as image, image[:nbytes] as shard:
+                times = self.store.commit(
+                    key, shard, manifest, lambda: slot.manifest_bytes() == manifest
+                )
+        except OSError as error:
+            self._say(op="failed", error=_text(error), **where)
+            return
+        finally:
+            if slot is not None:
+                unpin(slot.fd)
+                if slot.path is None:  # passed with the message, and will be again
+                    self._slots.pop(_file_of(slot.fd)).close()
+        self._say(op="committed", nbytes=nbytes, **asdict(times), **where)
+
+    def _slot(self, segment: str | None, fds: list[int]) -> Slot:
+        """Map the slot, or find it mapped; pinned, so that a restarted trainer lets it be."""
+        for file, slot in list(self._slots.items()):
+            if slot.path is not None and os.fstat(slot.fd).st_nlink == 0:
+                self._slots.pop(file).close()  # the trainer made a new one: give the memory back
+        if segment is None:
+            found: Slot | None = Slot(fds[0], "passed", None)
+        else:
+            found = self._slots.get(_file_of(segment)) or Slot.open(Path(segment))
+        if found is None:
+            raise FileNotFoundError(f"slot {segment} is gone")
+        slot = self._slots.setdefault(_file_of(found.fd), found)
+        if slot is not found:
+            found.close()
+        pin(slot.fd)
+        return slot
+
+    def _sealed(self, slot: Slot, key: ShardKey) -> tuple[bytes, int]:
+        """The manifest's bytes, and the length of the shard that it is about."""
+        encoded, manifest = slot.manifest_bytes(), slot.manifest()
+        if encoded is None or manifest is None or manifest.key != key:
+            raise FileNotFoundError(f"{key} is no longer in slot {slot.name}")
+        return encoded, manifest.image_bytes
+
+    def _retire(self, message: dict[str, Any]) -> None:
+        """Apply retention to this rank's shards, and to those of ranks that are no more."""
+        safe = VersionId(*message["safe"])
+        lineage = tuple((g, v) for g, v in message["lineage"])
+        held = self.store.keys()
+        mine = [k for k in held if self._is_mine(k)]
+        gone = retired(
+            {k.id for k in mine}, safe, lineage, self.settings.keep_last, self.settings.keep_every
+        )
+        for key in mine:
+            if key.id in gone:
+                try:
+                    self.store.retire(key)
+                except OSError as error:
+                    self._say(op="problem", error=f"cannot retire {key}: {_text(error)}")
+
+    def _is_mine(self, key: ShardKey) -> bool:
+        if key.shards == self.settings.shards:
+            return key.shard == self.settings.shard
+        return key.shard % self.settings.shards == self.settings.shard
+
+    def _say(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # the trainer is gone: nobody to tell
+            self.channel.send(json.dumps(message).encode())
+
+
+def _file_of(path: str | int) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return (-1, -1)
+    return (found.st_dev, found.st_ino)
+
+
+def _text(error: OSError) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,175 @@
+"""Summary: a timeline in numbers. Pure; `tables` in `command` prints them.
+
+A copy is *hidden under communication* while an allreduce is under way (launched, and not yet done;
+or, more strictly, while its data moves: behind Horovod's negotiation), *under backward* between the
+first launch after a boundary and the barrier, and *under computing* between the boundary and the
+barrier, which is all the time in which weights lie still and the training thread does something
+else. Each copying thread's time counts by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from .intervals import Interval, overlap, union
+from .spans import Span, Timeline
+
+SIZE_FACTOR = 4
+"""Each bucket of message sizes reaches so many times as far as the one before."""
+SMALLEST_BUCKET_BYTES = 1024
+
+STALLS = ("boundary", "barrier")
+KINDS = ("boundary", "barrier", "slot", "copy", "seal", "write", "commit", "trace")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Of some durations in microseconds."""
+
+    count: int
+    min_us: int
+    avg_us: float
+    max_us: int
+
+    @staticmethod
+    def of(durations_us: Iterable[int]) -> Stats:
+        """All zero when there are none."""
+        known = list(durations_us)
+        if not known:
+            return Stats(0, 0, 0.0, 0)
+        return Stats(len(known), min(known), sum(known) / len(known), max(known))
+
+
+@dataclass(frozen=True)
+class SizeBucket:
+    """Allreduces of more than `above_bytes` and at most `upto_bytes`."""
+
+    above_bytes: int
+    upto_bytes: int
+    latency: Stats
+    """From the launch to the end, waiting for the slowest rank included."""
+    moving: Stats
+    """The part behind the negotiation, where there is one."""
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Microseconds of copying, all ranks and threads together, and what was going on meanwhile."""
+
+    copy_us: int = 0
+    communication_us: int = 0
+    moving_us: int = 0
+    backward_us: int = 0
+    computing_us: int = 0
+
+    def share(self, part_us: int) -> float:
+        """Of all copying; 0 when there was none."""
+        return part_us / self.copy_us if self.copy_us else 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """See the module's text."""
+
+    ranks: int
+    steps: int
+    """Boundaries per rank, in the mean."""
+    buckets: tuple[SizeBucket, ...]
+    gaps: Stats
+    """From the end of a weight update to the beginning of the next: weights lie still."""
+    hidden: Hidden
+    durations: dict[str, Stats]
+    """By kind of span."""
+
+
+def summarize(timeline: Timeline) -> Summary:
+    """Compute everything."""
+    ranks = timeline.ranks()
+    boundaries = timeline.of("boundary")
+    return Summary(
+        ranks=len(ranks),
+        steps=round(len(boundaries) / max(1, len(ranks))),
+        buckets=tuple(size_buckets(timeline.of("allreduce"))),
+        gaps=Stats.of(g for rank in ranks for g in update_gaps(timeline, rank)),
+        hidden=_sum(hidden(timeline, rank) for rank in ranks),
+        durations={k: Stats.of(s.us for s in timeline.of(k)) for k in KINDS},
+    )
+
+
+def size_buckets(allreduces: Iterable[Span]) -> Iterator[SizeBucket]:
+    """Those buckets that are not empty, the smallest first."""
+    members: dict[int, list[Span]] = {}
+    for span in allreduces:
+        upto = SMALLEST_BUCKET_BYTES
+        while upto < span.nbytes:
+            upto *= SIZE_FACTOR
+        members.setdefault(upto, []).append(span)
+    for upto in sorted(members):
+        yield SizeBucket(
+            above_bytes=0 if upto == SMALLEST_BUCKET_BYTES else upto // SIZE_FACTOR,
+            upto_bytes=upto,
+            latency=Stats.of(s.latency_us for s in members[upto]),
+            moving=Stats.of(s.us for s in members[upto]),
+        )
+
+
+def update_gaps(timeline: Timeline, rank: int) -> Iterator[int]:
+    """Microseconds between weight updates of one rank; lives are kept apart."""
+    last: int | None = None
+    for span in timeline.of("update", "begin", rank=rank):
+        if span.kind == "begin":
+            last = None
+            continue
+        if last is not None:
+            yield span.begin_us - last
+        last = span.end_us
+
+
+def hidden(timeline: Timeline, rank: int) -> Hidden:
+    """What one rank's copies were hidden under."""
+    copies = _intervals(timeline.of("copy", rank=rank))
+    moving = timeline.communication(rank)
+    backward, computing = windows(timeline, rank)
+    return Hidden(
+        copy_us=sum(end - begin for begin, end in copies),
+        communication_us=overlap(
+            copies, union((s.end_us - s.latency_us, s.end_us) for s in moving)
+        ),
+        moving_us=overlap(copies, union(_intervals(moving))),
+        backward_us=overlap(copies, union(backward)),
+        computing_us=overlap(copies, union(computing)),
+    )
+
+
+def windows(timeline: Timeline, rank: int) -> tuple[list[Interval], list[Interval]]:
+    """Of every step that reached its barrier: (backward, as far as seen; boundary to barrier)."""
+    backward, computing = [], []
+    begin_us: int | None = None
+    launch_us: int | None = None
+    for span in timeline.of("boundary", "release", "barrier", "begin", rank=rank):
+        if span.kind == "barrier" and begin_us is not None:
+            computing.append((begin_us, span.begin_us))
+            if launch_us is not None:
+                backward.append((launch_us, span.begin_us))
+        if span.kind == "release":
+            launch_us = span.begin_us if launch_us is None else launch_us
+        else:
+            begin_us = span.end_us if span.kind == "boundary" else None
+            launch_us = None
+    return backward, computing
+
+
+def _intervals(spans: Iterable[Span]) -> list[Interval]:
+    return [(s.begin_us, s.end_us) for s in spans]
+
+
+def _sum(parts: Iterable[Hidden]) -> Hidden:
+    known = list(parts)
+    return Hidden(
+        copy_us=sum(h.copy_us for h in known),
+        communication_us=sum(h.communication_us for h in known),
+        moving_us=sum(h.moving_us for h in known),
+        backward_us=sum(h.backward_us for h in known),
+        computing_us=sum(h.computing_us for h in known),
+    )

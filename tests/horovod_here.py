@@ -1,0 +1,45 @@
+"""Whether tests can use Horovod and MPI here, for skip marks:
+
+    pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
+
+Found out once a run, and in another process: importing Horovod starts threads in the one that does.
+Where REQUIRE_HOROVOD=1 or REQUIRE_MPI=1 is set, as in the gate, asking fails instead: in a skip
+mark, before the first test is run.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+import pytest
+from horovod_probe import Horovod, probe
+
+
+def horovod_missing() -> str:
+    """Why there is no Horovod that works, beginning with its name; empty: there is one."""
+    return _or_fail("Horovod", _found().missing)
+
+
+def mpi_missing() -> str:
+    """Why no Horovod job can run over MPI, beginning with its name; empty: it can."""
+    return _or_fail("MPI", _found().mpi_missing)
+
+
+@functools.cache
+def _found() -> Horovod:
+    return probe()
+
+
+def _or_fail(name: str, reason: str) -> str:
+    if not reason:
+        return ""
+    variable = f"REQUIRE_{name.upper()}"
+    if os.environ.get(variable, "0") not in ("", "0"):
+        pytest.fail(
+            f"{variable} is set, and there is no {name} for {sys.executable}: {reason}. "
+            "make horovod builds Horovod and says what it needs.",
+            pytrace=False,
+        )
+    return f"no {name}: {reason} (make horovod)"

@@ -1,0 +1,90 @@
+"""The list of users' callbacks: calls all, in order, and never raises."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tierckpt import Callbacks
+from tierckpt.callbacks import CallbackList
+
+
+class Recorder(Callbacks):
+    def __init__(self, calls: list[Any], name: str) -> None:
+        self.calls = calls
+        self.name = name
+
+    def on_step_boundary(self, version: int) -> None:
+        self.calls.append((self.name, version))
+
+
+class Failing(Callbacks):
+    def on_step_boundary(self, version: int) -> None:
+        raise ZeroDivisionError("the user's")
+
+
+def test_all_are_called_in_the_order_in_which_they_came() -> None:
+    calls: list[Any] = []
+    callbacks = CallbackList([Recorder(calls, "a"), Recorder(calls, "b")])
+    callbacks.add(Recorder(calls, "c"))
+    callbacks.call("on_step_boundary", 7)
+    assert calls == [("a", 7), ("b", 7), ("c", 7)]
+
+
+def test_what_one_raises_is_logged_and_the_next_is_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls: list[Any] = []
+    callbacks = CallbackList([Failing(), Recorder(calls, "b")])
+    with caplog.at_level(logging.ERROR, logger="tierckpt"):
+        callbacks.call("on_step_boundary", 1)
+    assert calls == [("b", 1)]
+    (record,) = caplog.records
+    assert "on_step_boundary" in record.getMessage()
+    assert record.exc_info is not None
+    assert "the user's" in str(record.exc_info[1])
+
+
+def test_an_interrupt_is_no_error_of_the_callbacks() -> None:
+    class Interrupted(Callbacks):
+        def on_step_boundary(self, version: int) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CallbackList([Interrupted()]).call("on_step_boundary", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("on_allreduce_launched", []),
+        ("on_step_boundary", 1),
+        ("on_sealed", None),
+        ("on_committed", None),
+        ("on_restored", None),
+    ],
+)
+def test_what_is_not_overridden_does_nothing(
+    name: str, argument: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    CallbackList([Callbacks()]).call(name, argument)
+    assert caplog.records == []
+
+
+def test_an_empty_list_says_so() -> None:
+    """The hot path asks before it prepares arguments."""
+    callbacks = CallbackList()
+    assert not callbacks
+    callbacks.add(Callbacks())
+    assert callbacks
+
+
+def test_the_list_is_not_the_callers() -> None:
+    calls: list[Any] = []
+    given = [Recorder(calls, "a")]
+    callbacks = CallbackList(given)
+    given.clear()
+    callbacks.call("on_step_boundary", 1)
+    assert calls == [("a", 1)]
