@@ -193,6 +193,8 @@ def wait_at_gates(scenario: Scenario, step: int, journal: Journal) -> None:
 
 def prepare_faults(scenario: Scenario, rank: int, journal: Journal) -> None:
     """The rules of this rank, for this process and the agents it starts."""
+    # Each rank has an agent of its own, and so rules of its own: as if on a node of its own.
+    os.environ["TIERCKPT_NODE"] = f"node{rank}"
     os.environ[faults.FIRED_VARIABLE] = str(scenario.marks(rank))
     os.environ[faults.FAULTS_VARIABLE] = scenario.rules.get(str(rank), "")
     faults._rules = faults.parse(os.environ[faults.FAULTS_VARIABLE])

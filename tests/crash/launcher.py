@@ -266,15 +266,17 @@ class Job:
 
     def segments(self) -> list[Path]:
         """Files of this job's slots."""
-        return self._memory().segments()
+        return [path for job in self._memories() for path in job.segments()]
 
     def in_memory_of(self, rank: int) -> dict[int, int]:
         """Generation by version of what this rank has sealed."""
-        sealed = [manifest for _, manifest in self._memory().sealed()]
+        sealed = [manifest for job in self._memories() for _, manifest in job.sealed()]
         return {m.version: m.generation for m in sealed if m.shard == rank}
 
-    def _memory(self) -> JobDirectory:
-        return JobDirectory.at(self.shm_dir, job_id_of(self.store.directory))
+    def _memories(self) -> list[JobDirectory]:
+        """Of all nodes; each rank is on one of its own."""
+        job = job_id_of(self.store.directory)
+        return [JobDirectory.at(self.shm_dir, job, f"node{rank}") for rank in range(RANKS)]
 
     def on_disk(self, rank: int) -> list[ShardKey]:
         keys = self.store.keys()

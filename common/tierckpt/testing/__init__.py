@@ -19,6 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .backendsuite import BackendConformance
     from .faults import injected
     from .groupsuite import GroupConformance
     from .jobs import TinyJob, run_in_child
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .threads import GroupAbortedError, ThreadGroup, run_ranks
 
 _HOME = {
+    "BackendConformance": "backendsuite",
     "GroupAbortedError": "threads",
     "GroupConformance": "groupsuite",
     "StoreConformance": "storesuite",
@@ -37,6 +39,7 @@ _HOME = {
 }
 
 __all__ = [
+    "BackendConformance",
     "GroupAbortedError",
     "GroupConformance",
     "StoreConformance",

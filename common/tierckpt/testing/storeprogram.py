@@ -100,6 +100,7 @@ def make(factory: str, directory: Path) -> Any:
 
 def sweep(factory: str, folder: Path, most: int) -> None:
     """Kill a child at operation k, for every k until one gets through."""
+    importlib.import_module(factory.partition(":")[0])  # once, not in every child
     for hit in range(1, most):
         marks = folder / f"{hit}.marks"
         marks.mkdir()

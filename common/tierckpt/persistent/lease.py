@@ -1,0 +1,172 @@
+"""Two jobs must not share one place: a lease says whose it is.
+
+Only "make this name if it is not there" is needed of the store, which POSIX has as link(2) and S3
+as a conditional put: every holder makes a file with the next number, and of several that try
+exactly one succeeds. The holder renews by overwriting its own file; a lease that was not renewed
+in time may be followed by the next number. (Numbered locks are Chubby's sequencers; here they
+fence nothing, because no job ever writes or removes what another one has.)
+
+Where a store ignores the condition (some S3 look-alikes do), two jobs that begin within the same
+second or so are not told apart. What that costs is room and a confusing list of versions, never a
+version: names carry the life, and retention leaves other jobs' versions alone.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from ..errors import CorruptShardError, FormatError
+from .backend import Backend
+from .clock import Clock
+from .errors import LeaseHeldError
+from .records import seal, unseal
+
+LEASE_SECONDS = 120.0
+
+_NAME = re.compile(r"lease\.(\d{6,})")
+
+
+@dataclass(frozen=True)
+class LeaseRecord:
+    """What a lease's file says."""
+
+    number: int
+    owner: str
+    """For people: job, life, host."""
+    life: str
+    """All members of one life hold the lease together."""
+    expires_seconds: float
+    """Unix time."""
+
+
+class Lease:
+    """One life's hold on a place. Every node's agent has one and calls `ensure` before it flushes.
+
+    It costs a listing and a small read, and a write only once in half of `lease_seconds` for the
+    whole job: whoever of the life comes first then renews it for all. Expiry is judged by Unix
+    time; clocks must agree to well below `lease_seconds`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        life: str,
+        owner: str,
+        clock: Clock,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        self._backend, self.life, self.owner = backend, life, owner
+        self._clock, self.lease_seconds = clock, lease_seconds
+        self._ensured_seconds = float("-inf")
+
+    def keep(self) -> None:
+        """`ensure`, if the last time was a quarter of the lease's time ago. Cheap otherwise."""
+        if self._clock.monotonic() - self._ensured_seconds > self.lease_seconds / 4:
+            self.ensure()
+
+    def held(self) -> bool:
+        """True while this life has the place to itself."""
+        newest = self.newest()
+        return newest is not None and newest.life == self.life and not self._expired(newest)
+
+    def ensure(self) -> int:
+        """Hold the lease from now on for at least half its time; returns its number.
+
+        Raises LeaseHeldError when another life holds it, and the store's errors.
+        """
+        number = self._ensure()
+        self._ensured_seconds = self._clock.monotonic()
+        return number
+
+    def _ensure(self) -> int:
+        while True:
+            newest = self.newest()
+            if newest is None or self._expired(newest):
+                made = self._take(1 if newest is None else newest.number + 1, newest)
+                if made:
+                    return made
+                continue  # somebody was faster: look again
+            if newest.life != self.life:
+                raise self._held(newest)
+            if newest.expires_seconds - self._clock.now() < self.lease_seconds / 2:
+                self._write(newest.number)
+                self._check_followers(newest.number)
+            return newest.number
+
+    def release(self) -> None:
+        """Give the lease back, if this life has it: the next job need not wait."""
+        newest = self.newest()
+        if newest is not None and newest.life == self.life:
+            self._backend.delete(_name(newest.number))
+
+    def newest(self) -> LeaseRecord | None:
+        """Whose the place is; None when nobody's."""
+        numbers = [int(m[1]) for n in self._backend.sizes() if (m := _NAME.fullmatch(n))]
+        if not numbers:
+            return None
+        return self._read(max(numbers))
+
+    def _take(self, number: int, expired: LeaseRecord | None) -> int | None:
+        """Make the file `number`; None when another life did, or the old holder woke up."""
+        token = secrets.token_hex(8)
+        try:
+            self._write(number, token, exclusive=True)
+        except FileExistsError:
+            return None
+        if token not in self._raw(number):  # the store took no notice of `exclusive`
+            return None
+        if expired is not None:
+            # The old holder may have renewed just before our file was there. It does not see ours
+            # before its next renewal, but we see its, now: ours came second.
+            again = self._read(expired.number)
+            if again is not None and not self._expired(again):
+                self._backend.delete(_name(number))
+                return None
+            self._backend.delete(_name(expired.number))
+        return number
+
+    def _check_followers(self, number: int) -> None:
+        """A renewal that came too late: somebody has followed."""
+        newest = self.newest()
+        if newest is not None and newest.number > number and newest.life != self.life:
+            self._backend.delete(_name(number))
+            raise self._held(newest)
+
+    def _expired(self, record: LeaseRecord) -> bool:
+        return record.expires_seconds <= self._clock.now()
+
+    def _write(self, number: int, token: str = "", exclusive: bool = False) -> None:
+        expires = self._clock.now() + self.lease_seconds
+        values = {"owner": self.owner, "life": self.life, "expires_seconds": expires}
+        data = seal("lease", {**values, "token": token})
+        name = _name(number)
+        self._backend.put(name, lambda: iter([memoryview(data)]), len(data), exclusive)
+
+    def _raw(self, number: int) -> str:
+        try:
+            return self._backend.read(_name(number)).decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def _read(self, number: int) -> LeaseRecord | None:
+        """The record; None when the file is gone. One that is damaged has expired."""
+        text = self._raw(number)
+        if not text:
+            return None
+        try:
+            values = unseal("lease", text.encode())
+        except (CorruptShardError, FormatError):
+            return LeaseRecord(number, "unknown", "", 0.0)
+        return LeaseRecord(
+            number, str(values["owner"]), str(values["life"]), float(values["expires_seconds"])
+        )
+
+    def _held(self, record: LeaseRecord) -> LeaseHeldError:
+        left = record.expires_seconds - self._clock.now()
+        return LeaseHeldError(self._backend.url, record.owner, record.expires_seconds, left)
+
+
+def _name(number: int) -> str:
+    return f"lease.{number:06d}"

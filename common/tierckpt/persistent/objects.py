@@ -1,0 +1,216 @@
+"""An object store, or whatever else fsspec has a URL for, as a backend.
+
+An object appears when its upload is complete, so `put` needs neither temporary name nor rename.
+fsspec is imported here and only here (`pip install 'tierckpt[s3]'` brings it, with S3's part).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+
+from .. import faults
+from ..errors import ConfigError
+from .backend import WINDOW_BYTES, Content
+
+MOST_PARTS = 9_000
+"""S3 takes 10,000 parts an upload; parts grow where that would not do."""
+
+
+class ObjectBackend:
+    """See `backend.Backend`. One per thread that writes; threads may read at once.
+
+    Memory: two windows, which fsspec copies into its buffer. An upload is sent part after part.
+    """
+
+    shared_writes = False
+
+    def __init__(self, url: str, **storage_options: Any) -> None:
+        self.url = url.rstrip("/")
+        options = {"use_listings_cache": False, "skip_instance_cache": True, **storage_options}
+        if self.url.startswith(("s3:", "s3a:")):
+            # Our own checksums are compared; and some servers answer a range with the checksum of
+            # the whole object, which the client would then take for damage.
+            config = {"response_checksum_validation": "when_required"}
+            options["config_kwargs"] = {**config, **storage_options.get("config_kwargs", {})}
+        try:
+            fsspec = importlib.import_module("fsspec")
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, **options)
+        except ImportError as error:
+            raise ConfigError(
+                f"the persistent path {url} needs a package that is not installed ({error}); for "
+                "s3:// run: pip install 'tierckpt[s3]'"
+            ) from error
+        except ValueError as error:  # fsspec's, for a protocol that it does not know
+            raise ConfigError(f"the persistent path {url} cannot be opened: {error}") from error
+        self._s3 = "s3" in _protocols(self._fs)
+
+    def create(self) -> None:
+        """Nothing: prefixes are not made, and buckets are not ours to make."""
+
+    def close(self) -> None:
+        """Close the connections, where the file system has a way to."""
+        client = getattr(self._fs, "_s3", None)
+        if self._s3 and client is not None:
+            self._fs.close_session(self._fs.loop, client)
+
+    # --- writing -------------------------------------------------------------------------------
+
+    def put(self, name: str, content: Content, nbytes: int, exclusive: bool = False) -> None:
+        """See `Backend.put`. What fits into a window is one request, the rest a multipart upload.
+
+        `exclusive` is a conditional request where the store takes one. Some take no notice of the
+        condition: hence the look before, which is all there is then.
+        """
+        if nbytes <= WINDOW_BYTES:
+            self._put_small(name, content, exclusive)
+        else:
+            self._upload(name, content, nbytes)
+
+    def _put_small(self, name: str, content: Content, exclusive: bool) -> None:
+        data = bytearray()
+        for window in content():  # not joined: each is valid until the next
+            data += window
+        faults.point("file", op="put", target=name)
+        if not exclusive:
+            self._fs.pipe_file(self._path(name), bytes(data))
+            return
+        self._fs.invalidate_cache()
+        if self._fs.exists(self._path(name)):
+            raise FileExistsError(f"{self.url}/{name} exists")
+        try:
+            self._fs.pipe_file(self._path(name), bytes(data), mode="create")
+        except OSError as error:
+            if isinstance(error, FileExistsError) or http_status(error) in (409, 412):
+                raise FileExistsError(f"{self.url}/{name} exists") from error
+            raise
+
+    def _upload(self, name: str, content: Content, nbytes: int) -> None:
+        part_bytes = max(WINDOW_BYTES, nbytes // MOST_PARTS)
+        faults.point("file", op="open", target=name)
+        file = self._fs.open(self._path(name), "wb", block_size=part_bytes, autocommit=False)
+        try:
+            for window in content():
+                faults.point("file", op="write", offset=file.tell())
+                file.write(window)
+            faults.point("file", op="close")
+            file.close()
+            faults.point("file", op="complete")
+            file.commit()
+        except BaseException:
+            # Never `close` alone: some file systems would complete the upload as it is.
+            with contextlib.suppress(Exception):
+                file.discard()
+            file.closed = True
+            raise
+
+    def write_at(self, name: str, offset: int, content: Content) -> None:
+        """Objects cannot be written in part."""
+        raise NotImplementedError(f"{self.url}: objects are written whole")
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See `Backend.read`."""
+        end = None if nbytes is None else offset + nbytes
+        data: bytes = self._fs.cat_file(self._path(name), start=offset or None, end=end)
+        return data
+
+    def size(self, name: str) -> int:
+        """See `Backend.size`."""
+        self._fs.invalidate_cache()
+        return int(self._fs.size(self._path(name)))
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """See `Backend.sizes`."""
+        self._fs.invalidate_cache()
+        top = self._path(folder)
+        try:
+            entries = self._fs.ls(top, detail=True)
+        except FileNotFoundError:
+            return {}
+        found = {}
+        for entry in entries:
+            path = str(entry["name"]).rstrip("/")
+            name = path.rsplit("/", 1)[-1]
+            if path == top or name.startswith("."):
+                continue
+            is_folder = entry["type"] == "directory"
+            found[f"{name}/" if is_folder else name] = 0 if is_folder else int(entry["size"])
+        return found
+
+    # --- removing ------------------------------------------------------------------------------
+
+    def delete(self, *names: str) -> None:
+        """See `Backend.delete`."""
+        for name in names:
+            faults.point("file", op="delete", target=name)
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name))
+
+    def delete_folder(self, folder: str) -> None:
+        """See `Backend.delete_folder`. Many objects go with one request, where the store can."""
+        self._fs.invalidate_cache()
+        faults.point("file", op="abort", target=folder)
+        self._abort_uploads(folder, exact=False)
+        with contextlib.suppress(FileNotFoundError):
+            paths = self._fs.find(self._path(folder))
+            if paths:
+                faults.point("file", op="delete", target=folder)
+                self._fs.rm(paths)
+
+    def discard(self, name: str) -> None:
+        """See `Backend.discard`: multipart uploads to this very name, which has one writer.
+
+        Other stores than S3 let unfinished uploads expire by themselves.
+        """
+        if name and not name.endswith("/"):  # of others nobody knows whether they live
+            faults.point("file", op="abort", target=name)
+            self._abort_uploads(name, exact=True)
+
+    def _abort_uploads(self, name: str, exact: bool) -> None:
+        if not self._s3:
+            return
+        bucket, prefix, _ = self._fs.split_path(self._path(name))
+        prefix = prefix if exact else f"{prefix}/"
+        marker: dict[str, str] = {}
+        while True:
+            try:
+                page = self._fs.call_s3(
+                    "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker
+                )
+            except FileNotFoundError:  # so some servers say that there are none
+                return
+            for upload in page.get("Uploads") or ():
+                key = str(upload["Key"])
+                if key == prefix or (not exact and key.startswith(prefix)):
+                    self._fs.abort_mpu(bucket, key, upload["UploadId"])
+            if not page.get("IsTruncated"):
+                return
+            marker = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+
+def http_status(error: BaseException | None) -> int | None:
+    """The status that a server answered with, from anywhere in the chain of causes."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        else:
+            found = getattr(error, "status", None) or getattr(error, "code", None)
+        if isinstance(found, int):
+            return found
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _protocols(fs: Any) -> tuple[str, ...]:
+    found = fs.protocol
+    return (found,) if isinstance(found, str) else tuple(found)

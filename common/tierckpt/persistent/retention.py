@@ -1,0 +1,66 @@
+"""Which versions of the persistent level may go. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..naming import Lineage, newest_first, retired
+from .names import VersionName
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """What to keep; a version stays if any of the rules wants it."""
+
+    keep_last: int = 2
+    """So many of the newest; at least one always stays."""
+    keep_every: int = 0
+    """Versions that are a multiple of this; 0: none."""
+    keep_best: int = 0
+    """So many of the best by `metric`; 0: none. Of equals the newer one is the better one."""
+    metric: str = ""
+    """Name of a value that the user gave at the boundary. Versions without it are not best."""
+    best_is_low: bool = True
+    """False: the larger, the better."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A version that exists."""
+
+    name: VersionName
+    job: str
+    lineage: Lineage
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    pinned: bool = False
+
+
+def retirable(
+    held: Iterable[Held], policy: RetentionPolicy, job: str, lineage: Lineage
+) -> list[VersionName]:
+    """Versions that no rule wants, oldest first.
+
+    `lineage` is that of the life that asks. The newest restorable version of the line is never
+    among them, whatever the policy; nor anything newer, other jobs' versions, and lives that are
+    no ancestors (see `naming.retired`, whose rules these extend).
+    """
+    ours = {generation for generation, _ in lineage}
+    mine = [h for h in held if h.job == job and h.name.id.generation in ours]
+    newest = newest_first((h.name.id, h.lineage) for h in mine)
+    safe = newest[0] if newest else None
+    ids = {h.name.id for h in mine}
+    gone = set(retired(ids, safe, lineage, policy.keep_last, policy.keep_every))
+    best = _best([h for h in mine if h.name.id in newest], policy)
+    return sorted(h.name for h in mine if h.name.id in gone and h.name not in best and not h.pinned)
+
+
+def _best(held: Iterable[Held], policy: RetentionPolicy) -> set[VersionName]:
+    sign = 1.0 if policy.best_is_low else -1.0
+    scored = [
+        (sign * value, -h.name.id.version, h.name)
+        for h in held
+        if math.isfinite(value := h.metrics.get(policy.metric, math.nan))
+    ]
+    return {name for _, _, name in sorted(scored)[: max(policy.keep_best, 0)]}

@@ -1,0 +1,316 @@
+"""The `persistent` level's store: whole versions on a parallel file system or an object store.
+
+There is no coordinator and no collective. Every writer (a node's agent) stores its own shards;
+each leaves a record when it is durable. Who then sees the records of a whole group writes the
+group's record; who then sees all groups' writes the version's manifest, which alone makes the
+version exist. Two that see it at once write the same bytes. Whoever writes last sees everything,
+so if nobody dies the manifest comes; and if the last one dies, any later `flush` of the same
+version, also with no shards, finishes it.
+
+A version that is being removed has a `.retired` mark from before its manifest goes until after its
+folder has. A writer that made a manifest looks for the mark, and then for the folder. Without a
+mark there the remover is through, and the folder is gone, or has not begun, and will remove the
+manifest itself. So no manifest outlives its shards (but that of a writer killed at this very point:
+its readers find no shards, and go on to the next version). Pins and removers look for each other in
+the same way, each after having set its own mark.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CorruptShardError, FormatError
+from .backend import WINDOW_BYTES, Backend, open_backend
+from .clock import Clock, SystemClock
+from .errors import FlushCancelledError
+from .lease import Lease
+from .names import GROUP, MANIFEST, PIN, RETIRED, SHARDS_PER_GROUP, Groups, VersionName
+from .parts import Parts, ShardSource, parts_of
+from .reader import ShardReader
+from .records import (
+    ShardRecord,
+    VersionFacts,
+    VersionManifest,
+    decode_shards,
+    encode_shards,
+    fingerprint,
+)
+from .retention import Held, RetentionPolicy, retirable
+from .retry import RetryingBackend, RetryPolicy
+
+
+@dataclass(frozen=True)
+class FlushResult:
+    """What a flush did."""
+
+    committed: bool
+    """The version exists now; False while other writers' shards are missing."""
+    written_bytes: int
+    reused_bytes: int
+    """Durable already, by an earlier flush that was cut short."""
+    seconds: float
+
+
+class PersistentStore:
+    """See the module's text. One thread per instance; any number of instances, anywhere.
+
+    `path` is a directory or any URL that fsspec knows; `storage_options` go there. All writers of
+    a job must give the same `shards_per_group`. `sleep` waits between tries and may raise to give
+    up. Errors are PersistentError; FileNotFoundError is the answer for what does not exist.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        shards_per_group: int = SHARDS_PER_GROUP,
+        read_back: bool = False,
+        retry: RetryPolicy | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        on_retry: Callable[[str], None] = lambda text: None,
+        **storage_options: Any,
+    ) -> None:
+        inner = open_backend(path, **storage_options)
+        retry = retry or RetryPolicy()
+        self.backend: Backend = RetryingBackend(inner, retry, sleep, on_retry=on_retry)
+        self.shards_per_group, self.read_back = shards_per_group, read_back
+        self._groups_read: dict[tuple[VersionName, int], dict[int, ShardRecord]] = {}
+
+    @property
+    def url(self) -> str:
+        """The place, for messages."""
+        return self.backend.url
+
+    def create(self) -> None:
+        """Make the directory; on an object store nothing."""
+        self.backend.create()
+
+    def close(self) -> None:
+        """Let connections go."""
+        self.backend.close()
+
+    def lease(self, life: str, owner: str, clock: Clock | None = None) -> Lease:
+        """This life's lease on the place; see `Lease.ensure`."""
+        return Lease(self.backend, life, owner, clock or SystemClock())
+
+    # --- writing -------------------------------------------------------------------------------
+
+    def flush(
+        self,
+        name: VersionName,
+        facts: VersionFacts,
+        sources: Sequence[ShardSource],
+        pace: Callable[[int], None] = lambda nbytes: None,
+    ) -> FlushResult:
+        """Make this writer's shards durable, and the version, if they were the last ones.
+
+        After an error or a kill: what is durable is not written again by the next flush of the
+        same version; nothing else was changed. `pace` is called with the size of each window
+        before it is read, and may wait or raise (see `pace.Pace`); FlushCancelledError is also
+        raised when somebody has retired the version. Without `sources`, only what others left to
+        be finished is.
+        """
+        begin = time.perf_counter()
+        if self._exists(name):
+            return FlushResult(True, 0, sum(len(s.image) for s in sources), 0.0)
+        self._check_not_retired(name)
+        groups = Groups(name.shards, self.shards_per_group)
+        parts = parts_of(self.backend, name, groups, facts.largest_bytes, self.read_back)
+        written = reused = 0
+        for run in parts.runs([s.shard for s in sources]):
+            wanted = [s for s in sources if s.shard in run]
+            nbytes = sum(len(s.image) for s in wanted)
+            if _all_stored(parts.stored(run), wanted):
+                reused += nbytes
+                continue
+            parts.write(wanted, pace)
+            written += nbytes
+            self._check_not_retired(name)
+        touched = {groups.of(s.shard) for s in sources} or set(range(groups.count))
+        closed = [self._close_group(name, parts, groups, g) for g in sorted(touched)]
+        committed = all(closed) and self._commit(name, facts, groups)
+        return FlushResult(committed, written, reused, time.perf_counter() - begin)
+
+    def _close_group(self, name: VersionName, parts: Parts, groups: Groups, group: int) -> bool:
+        """Write the group's record if the group is whole; False if it is not."""
+        path = _group_path(name, groups, group)
+        try:
+            self.backend.size(path)
+        except FileNotFoundError:
+            records = parts.whole(group)
+            if records is None:
+                return False
+            self._put(path, encode_shards("group", records.values()))
+        return True
+
+    def _commit(self, name: VersionName, facts: VersionFacts, groups: Groups) -> bool:
+        """Write the manifest if every group has its record; False if not."""
+        there = self.backend.sizes(name.stem)
+        files = [f"{groups.label(g)}{GROUP}" for g in range(groups.count)]
+        if not all(file in there for file in files):
+            return False
+        prints, total = [], 0
+        for file in files:
+            data = self.backend.read(f"{name.stem}/{file}")
+            total += sum(r.nbytes for r in decode_shards("group", data).values())
+            prints.append((file, fingerprint(data)))
+        manifest = VersionManifest(name, facts, groups.per_group, tuple(prints), total)
+        self._check_not_retired(name)
+        self._put(name.stem + MANIFEST, manifest.encode())
+        try:  # in this order, see the module's text
+            self._check_not_retired(name)
+            if not self.backend.sizes(name.stem).keys() >= set(files):
+                raise FlushCancelledError(f"{name} was retired while it was being committed")
+        except FlushCancelledError:
+            self.backend.delete(name.stem + MANIFEST)
+            raise
+        return True
+
+    def _put(self, path: str, data: bytes) -> None:
+        self.backend.put(path, lambda: iter([memoryview(data)]), len(data))
+
+    def _exists(self, name: VersionName) -> bool:
+        return self._there(name.stem + MANIFEST)
+
+    def _there(self, path: str) -> bool:
+        try:
+            self.backend.size(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _check_not_retired(self, name: VersionName) -> None:
+        if self._there(name.stem + RETIRED):
+            raise FlushCancelledError(f"{name} was retired while it was being flushed")
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def versions(self) -> list[VersionName]:
+        """Every version that exists, oldest first. One listing."""
+        return self._with_suffix(MANIFEST)
+
+    def pinned(self) -> list[VersionName]:
+        """Versions that retention leaves alone."""
+        return self._with_suffix(PIN)
+
+    def incomplete(self) -> list[VersionName]:
+        """Versions that somebody began to write or to remove and that do not exist."""
+        names = self.backend.sizes()
+        stems = {n.rstrip("/") for n in names if n.endswith("/")}
+        stems |= {n.removesuffix(RETIRED) for n in names if n.endswith(RETIRED)}
+        found = {VersionName.parse(s) for s in stems if s + MANIFEST not in names}
+        return sorted(n for n in found if n is not None)
+
+    def read_manifest(self, name: VersionName) -> VersionManifest:
+        """The version's manifest, checked. Raises CorruptShardError or FormatError if it isn't."""
+        manifest = VersionManifest.decode(self.backend.read(name.stem + MANIFEST))
+        if manifest.name != name:
+            raise FormatError(f"{self.url}: the manifest of {name} says it is {manifest.name}")
+        return manifest
+
+    def open_shard(self, name: VersionName, shard: int) -> ShardReader:
+        """Ranged reads of one shard. Reads the manifest and the group's record when needed first.
+
+        Raises FileNotFoundError when there is no such version or shard, CorruptShardError and
+        FormatError when what says where it is is damaged.
+        """
+        if not 0 <= shard < name.shards:
+            raise FileNotFoundError(f"{name} has {name.shards} shards, and no shard {shard}")
+        manifest = self.read_manifest(name)
+        group = Groups(name.shards, manifest.per_group).of(shard)
+        records = self._groups_read.get((name, group))
+        if records is None:
+            file, expected = manifest.groups[group]
+            data = self.backend.read(f"{name.stem}/{file}")
+            if fingerprint(data) != expected:
+                raise CorruptShardError(f"{self.url}/{name.stem}/{file} differs from its checksum")
+            if any(n != name for n, _ in self._groups_read):
+                self._groups_read.clear()  # of one version at a time: that is all a restart needs
+            records = self._groups_read[name, group] = decode_shards("group", data)
+        return ShardReader(self.backend, f"{name.stem}/{records[shard].file}", records[shard])
+
+    def _with_suffix(self, suffix: str) -> list[VersionName]:
+        names = [n.removesuffix(suffix) for n in self.backend.sizes() if n.endswith(suffix)]
+        return sorted(n for n in map(VersionName.parse, names) if n is not None)
+
+    # --- removing ------------------------------------------------------------------------------
+
+    def pin(self, name: VersionName) -> None:
+        """Keep a version for good. FileNotFoundError when it is not there, or about to go."""
+        self._put(name.stem + PIN, b"")
+        if not self._exists(name) or self._there(name.stem + RETIRED):
+            self.unpin(name)
+            raise FileNotFoundError(f"{self.url}: {name} does not exist, or is being removed")
+
+    def unpin(self, name: VersionName) -> None:
+        """The inverse of `pin`."""
+        self.backend.delete(name.stem + PIN)
+
+    def retire(self, name: VersionName) -> bool:
+        """Make a version not exist, or never come to exist; False when a pin came in between.
+
+        Mark, manifest, shards, mark: in this order. Readers that have its files open read on from
+        a file system; on an object store they get FileNotFoundError.
+        """
+        self._put(name.stem + RETIRED, b"")
+        if self._there(name.stem + PIN):
+            self.backend.delete(name.stem + RETIRED)
+            return False
+        self.backend.delete(name.stem + MANIFEST)
+        self.backend.delete_folder(name.stem)
+        self.backend.delete(name.stem + RETIRED)
+        return True
+
+    def retain(
+        self, policy: RetentionPolicy, name: VersionName, lease: Lease | None = None
+    ) -> list[VersionName]:
+        """Apply retention after `name`, of the asking life, was committed; returns what went.
+
+        Called by the writer whose flush committed (`FlushResult.committed`); several at once are
+        harmless. Removals that were cut short are finished, and what was begun and never completed
+        goes too: of this life what is older than `name` (every writer flushes in order, so all are
+        through with it), of other lives only while `lease` says that they are no more.
+        """
+        asking = self.read_manifest(name).facts
+        pins = set(self.pinned())
+        held = []
+        for found in self.versions():
+            try:
+                facts = self.read_manifest(found).facts
+            except (FileNotFoundError, CorruptShardError, FormatError):
+                continue  # gone meanwhile; or damaged: that is for people to look at
+            held.append(Held(found, facts.job, facts.lineage, facts.metrics, found in pins))
+        gone = retirable(held, policy, asking.job, asking.lineage)
+        dead = [n for n in self.incomplete() if n.id < name.id and n.life == name.life]
+        if lease is not None and lease.held():
+            dead += [n for n in self.incomplete() if n.life != name.life]
+        half = set(self.retired()) - set(self.versions())
+        return [n for n in sorted({*gone, *dead, *half}) if self.retire(n)]
+
+    def retired(self) -> list[VersionName]:
+        """Versions with the mark: they are being removed, or somebody was killed at it."""
+        return self._with_suffix(RETIRED)
+
+    def clean(self) -> None:
+        """Remove what killed processes of this machine left half-written, in every version."""
+        for folder in ("", *(f"{n.stem}/" for n in [*self.versions(), *self.incomplete()])):
+            self.backend.discard(folder)
+
+
+def _group_path(name: VersionName, groups: Groups, group: int) -> str:
+    return f"{name.stem}/{groups.label(group)}{GROUP}"
+
+
+def _all_stored(stored: dict[int, ShardRecord], wanted: Sequence[ShardSource]) -> bool:
+    """True when what is stored is what is wanted, by the shards' own manifests."""
+    return all(
+        (record := stored.get(s.shard)) is not None
+        and record.manifest == s.manifest
+        and record.nbytes == len(s.image)
+        for s in wanted
+    )
+
+
+__all__ = ["WINDOW_BYTES", "FlushResult", "PersistentStore"]

@@ -1,0 +1,95 @@
+"""The persistent store seen as a store of single shards, so that it can run the stores' suite."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tierckpt.naming import ShardKey
+from tierckpt.persistent import (
+    PersistentStore,
+    RetryPolicy,
+    ShardSource,
+    VersionFacts,
+    VersionName,
+)
+
+LIFE = "5eed"
+SERVED, ENDPOINT = "TEST_S3_SERVED", "TEST_S3_ENDPOINT"
+"""Environment: the directory that the test server serves (its folders are the buckets), its URL."""
+
+
+def name_of(key: ShardKey) -> VersionName:
+    return VersionName(key.id, key.shards, LIFE)
+
+
+def facts_of(key: ShardKey, largest_bytes: int) -> VersionFacts:
+    lineage = ((key.id.generation, 0),)
+    return VersionFacts("job", lineage, key.id.version, largest_bytes)
+
+
+class Image(bytearray):
+    """Bytes that can be closed, as a mapping can."""
+
+    def close(self) -> None:
+        self.clear()
+
+
+class Shards:
+    """One try for each operation: the sweeps' faults pass, and would be retried unseen."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        self.store = PersistentStore(path, retry=RetryPolicy(tries=1), **options)
+
+    def create(self) -> None:
+        self.store.create()
+
+    def commit(self, key: ShardKey, image: memoryview, manifest: bytes) -> None:
+        source = ShardSource(key.shard, image, manifest)
+        self.store.flush(name_of(key), facts_of(key, len(image)), [source])
+
+    def keys(self) -> list[ShardKey]:
+        names = self.store.versions()
+        return sorted(ShardKey(n.id, s, n.shards) for n in names for s in range(n.shards))
+
+    def read_manifest(self, key: ShardKey) -> bytes:
+        return self.store.open_shard(name_of(key), key.shard).manifest
+
+    def open_image(self, key: ShardKey) -> Image:
+        return Image(self.store.open_shard(name_of(key), key.shard).read())
+
+    def retire(self, key: ShardKey) -> None:
+        self.store.retire(name_of(key))
+
+    def clean(self, shard: int) -> list[str]:
+        gone = [*self.store.retired(), *self.store.incomplete()]
+        for name in gone:
+            self.store.retire(name)
+        self.store.clean()
+        return [name.stem for name in gone]
+
+
+def shared(directory: Path) -> Shards:
+    """One file for many writers."""
+    return Shards(str(directory))
+
+
+def own(directory: Path) -> Shards:
+    """A file for each writer."""
+    return Shards(str(directory), shared_writes=False)
+
+
+def s3(directory: Path) -> Shards:
+    """On the test server; it stores objects as files below `directory`."""
+    path = directory.relative_to(os.environ[SERVED])
+    return Shards(f"s3://{path}", **s3_options(os.environ[ENDPOINT]))
+
+
+def s3_options(endpoint: str) -> dict[str, Any]:
+    return {
+        "key": "testkey",
+        "secret": "testsecret",
+        "endpoint_url": endpoint,
+        "config_kwargs": {"retries": {"max_attempts": 0}},
+    }
