@@ -12,8 +12,10 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
     -> {"op": "hello", "protocol": 1, "desk": {...}}             first; see DeskSettings
     -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
     -> {"op": "retire", "safe": [generation, version], "lineage": [[generation, version], ...]}
+    -> {"op": "flush", "order": {...}}                           see flusher.FlushOrder
     -> {"op": "bye"}                                             this trainer ends of its own will
-    <- {"op": "welcome" | "committed" | "failed" | "cleaned" | "problem", ...}
+    <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "cleaned" |
+        "problem", ...}
     <- {"op": "bye", "last": ...}                                last: the agent ends now, too
 
 End of file from a trainer without a goodbye means that it was killed.
@@ -38,6 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .desk import Desk, DeskSettings
+from .flusher import Flusher, PersistentSettings
 from .slots import JobDirectory, take_lock
 
 PROTOCOL = 1
@@ -127,6 +130,7 @@ class Agent:
         self._serving = 0
         self._missed: dict[tuple[str, int], float] = {}
         """Desks whose trainer was killed, and until when to wait for its successor."""
+        self._flushers: dict[PersistentSettings, Flusher] = {}
         self._woken, self._wake = socket.socketpair()
 
     def serve(self, listener: socket.socket) -> None:
@@ -149,7 +153,7 @@ class Agent:
     def _patience(self, nobody_before: float) -> float | None:
         """How long to wait for a trainer; None: until those that are here have gone."""
         with self._lock:
-            if self._serving:
+            if self._serving or any(f.busy() for f in self._flushers.values()):
                 return None
             return max([nobody_before, *self._missed.values()]) - time.monotonic()
 
@@ -189,10 +193,11 @@ class Agent:
                     turn = self._desks.setdefault(desk, threading.Lock())
                 channel.send(json.dumps({"op": "welcome", "pid": os.getpid()}).encode())
                 with turn:
-                    said_goodbye = Desk(settings, channel).serve()
+                    said_goodbye = Desk(settings, channel, self._flusher(settings)).serve()
                 if said_goodbye:
                     with self._lock:
-                        last = self._serving == 1 and not self._missed
+                        flushing = any(f.busy() for f in self._flushers.values())
+                        last = self._serving == 1 and not self._missed and not flushing
                     channel.send(json.dumps({"op": "bye", "last": last}).encode())
         except ConnectionError:
             said_goodbye = False
@@ -203,6 +208,18 @@ class Agent:
                     self._missed[desk] = time.monotonic() + self.linger_seconds
             with contextlib.suppress(OSError):
                 self._wake.send(b"\0")
+
+    def _flusher(self, desk: DeskSettings) -> Flusher | None:
+        """One for all desks that flush to the same place."""
+        if desk.persistent is None:
+            return None
+        settings = PersistentSettings(**desk.persistent)
+        with self._lock:
+            return self._flushers.setdefault(settings, Flusher(settings, self._wake_up))
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
 
 
 def _peer_uid(channel: socket.socket) -> int:

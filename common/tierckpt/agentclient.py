@@ -22,6 +22,7 @@ from typing import Any
 
 from .agent import MESSAGE_BYTES, PROTOCOL, TAKEN, Agent, AgentSettings
 from .desk import DeskSettings
+from .flusher import FlushOrder
 from .naming import Lineage, ShardKey, VersionId
 from .slots import Slot
 
@@ -55,6 +56,7 @@ class AgentClient:
         self._inline = Agent(0.0) if inline else None
         self._lock = threading.Lock()
         self._pending: dict[VersionId, Slot] = {}
+        self._flushing: dict[VersionId, FlushOrder] = {}
         self._unsent: deque[Message] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -104,6 +106,19 @@ class AgentClient:
             if self._welcome:
                 self._send(message)
 
+    def flush(self, order: FlushOrder) -> None:
+        """Have a version flushed that is complete on all local levels. Never blocks.
+
+        One call for the whole node. An agent that dies meanwhile leaves it to its successor.
+        """
+        with self._lock:
+            self._flushing[order.name.id] = order
+            self._send({"op": "flush", "order": order.as_message()})
+
+    def flushing(self) -> int:
+        """How many flushes are under way."""
+        return len(self._flushing)
+
     def busy(self) -> int:
         """How many commits are under way."""
         return len(self._pending)
@@ -126,11 +141,16 @@ class AgentClient:
             heard, self._heard = self._heard, []
             return heard
 
-    def wait(self, timeout_seconds: float | None, poll_seconds: float = 0.002) -> bool:
-        """Wait until nothing is under way; False on time-out. Messages are kept for `poll`."""
+    def wait(
+        self, timeout_seconds: float | None, poll_seconds: float = 0.002, flushes: bool = False
+    ) -> bool:
+        """Wait until no commit is under way; False on time-out. Messages are kept for `poll`.
+
+        `flushes`: nor any flush.
+        """
         begin = time.monotonic()
         kept: list[dict[str, Any]] = []
-        while self._pending:
+        while self._pending or (flushes and self._flushing):
             kept += self.poll()
             if timeout_seconds is not None and time.monotonic() - begin > timeout_seconds:
                 break
@@ -282,6 +302,8 @@ class AgentClient:
             return
         if message["op"] in ("committed", "failed"):
             self._pending.pop(VersionId(message["generation"], message["version"]), None)
+        if message["op"] in ("flushed", "flush_failed"):
+            self._flushing.pop(VersionId(message["generation"], message["version"]), None)
         self._heard.append(message)
 
     def _drop(self) -> None:
@@ -310,6 +332,8 @@ class AgentClient:
         self._unsent.clear()
         if self._channel is not None:
             self._drop()
+        for order in self._flushing.values():  # its successor goes on where it was
+            self._send({"op": "flush", "order": order.as_message()})
 
 
 def _close_in_child(client: AgentClient | None) -> None:

@@ -35,9 +35,10 @@ class Agreement:
     """See the module's text. Every rank's is alike, but for what it was told."""
 
     def __init__(
-        self, group: Group, config: Config, on_local_safe: Callable[[VersionId], None]
+        self, group: Group, config: Config, on_local_safe: Callable[[VersionId, int], None]
     ) -> None:
-        """`on_local_safe` hears of every version that became durable on all ranks."""
+        """`on_local_safe` hears of every version that became durable on all ranks, and the size of
+        its largest shard in bytes."""
         self._group = group
         self._config = config
         self._on_local_safe = on_local_safe
@@ -45,12 +46,14 @@ class Agreement:
         self._asked = False
         self._known: dict[str, dict[VersionId, int]] = {"memory": {}, "local": {}}
         """By level: how the versions under way are doing here."""
+        self._sizes: dict[VersionId, int] = {}
+        """Bytes of this rank's shards on their way to local."""
         self.restart(None, None)
 
     def restart(self, memory: VersionId | None, local: VersionId | None) -> None:
         """Begin with these versions as safe, after a restore."""
         self.memory, self.local = Ledger(safe=memory), Ledger(safe=local)
-        self._since_memory = self._since_local = time.monotonic()
+        self._since_memory = self._since_local = self._since_persistent = time.monotonic()
         self._ballot = None
 
     def open(self, id_: VersionId, levels: Iterable[str]) -> None:
@@ -60,6 +63,8 @@ class Agreement:
         if "local" in levels:
             self.local.open.append(id_)
             self._since_local = time.monotonic()
+        if "persistent" in levels:
+            self._since_persistent = time.monotonic()
 
     def forget(self, id_: VersionId) -> None:
         """A version is to be taken again."""
@@ -73,6 +78,10 @@ class Agreement:
     def tell(self, level: str, id_: VersionId, state: int) -> None:
         """How a version is doing on this rank (DONE, BROKEN). Any thread."""
         self._known[level][id_] = state
+
+    def tell_size(self, id_: VersionId, nbytes: int) -> None:
+        """How large this rank's shard is, of a version on its way to local. Any thread."""
+        self._sizes[id_] = nbytes
 
     # --- voting --------------------------------------------------------------------------------
 
@@ -89,6 +98,10 @@ class Agreement:
             memory_time_left=_time_left(config.memory.every_seconds, now - self._since_memory),
             local_time_left=_time_left(config.local.every_seconds, now - self._since_local),
             no_request=int(not self._asked),
+            persistent_time_left=_time_left(
+                config.persistent.every_seconds, now - self._since_persistent
+            ),
+            less_bytes=-self._sizes.get(local, 0) if local is not None else 0,
         )
         self._asked = False
         self._ballot = _Ballot(self._group.all_reduce_min(vote.pack()), memory, local)
@@ -102,7 +115,7 @@ class Agreement:
             return Vote(), None
         agreed = self._ballot.result()
         broken = self.memory.resolve(agreed.memory_state, self._ballot.memory)
-        self._resolve_local(agreed.local_state, self._ballot.local)
+        self._resolve_local(agreed.local_state, self._ballot.local, -agreed.less_bytes)
         for known, ledger in (
             (self._known["memory"], self.memory),
             (self._known["local"], self.local),
@@ -110,30 +123,34 @@ class Agreement:
             for id_ in list(known):  # the copier thread may add one any time
                 if id_ not in ledger.open:
                     known.pop(id_, None)
+        for id_ in list(self._sizes):
+            if id_ not in self.local.open:
+                self._sizes.pop(id_, None)
         return agreed, broken
 
-    def _resolve_local(self, state: int, candidate: VersionId | None) -> None:
+    def _resolve_local(self, state: int, candidate: VersionId | None, largest_bytes: int) -> None:
         before = self.local.safe
         self.local.resolve(state, candidate)
         if self.local.safe is not None and self.local.safe != before:
-            self._on_local_safe(self.local.safe)
+            self._on_local_safe(self.local.safe, largest_bytes)
 
     def settle(self) -> None:
         """Learn the fate of everything that is open; what is not done by now is broken.
 
         Collective and waiting: for the end, and for a save on demand.
         """
-        mine = {
+        mine: dict[str, dict[VersionId, int]] = {
             level: {i: self._state(level, i) for i in ledger.open}
             for level, ledger in (("memory", self.memory), ("local", self.local))
         }
-        everyone = self._group.all_gather_object(mine)
+        everyone = self._group.all_gather_object({**mine, "sizes": dict(self._sizes)})
         for level, ledger in (("memory", self.memory), ("local", self.local)):
             for id_ in list(ledger.open):
                 state = min(theirs[level].get(id_, BROKEN) for theirs in everyone)
                 state = BROKEN if state == PENDING else state
                 if level == "local":
-                    self._resolve_local(state, id_)
+                    largest = max(theirs["sizes"].get(id_, 0) for theirs in everyone)
+                    self._resolve_local(state, id_, largest)
                 else:
                     ledger.resolve(state, id_)
         self._ballot = None

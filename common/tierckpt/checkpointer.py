@@ -28,11 +28,12 @@ from .config import Config, load_config
 from .desk import DeskSettings
 from .errors import ConfigError, RestoreError
 from .events import Callback, EventLog
-from .group import Group, SingleGroup, host_id
+from .flusher import FlushOrder
+from .group import Group, Node, SingleGroup, host_id
 from .inventory import Inventory, plan_restore, take_inventory
 from .localstore import LocalStore
 from .naming import Lineage, ShardKey, VersionId
-from .policy import BROKEN, DONE, Decision, Schedule
+from .policy import BROKEN, DONE, LEVELS, Decision, Schedule
 from .pool import NoSlotError, SlotPool, too_small
 from .restore import Restored, Restorer, load
 from .slots import JobDirectory, Slot, job_id_of, seal_area_bytes
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from .cuda import CudaLane
 
 WAIT_SECONDS = 60.0
+FLUSH_NOTICE_SECONDS = 5.0
+"""When `close` waits longer than this for the persistent level, it says so."""
 PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
 """Settings that may differ between ranks."""
 AUTOMATIC_AFTER_STEPS = 16
@@ -97,7 +100,7 @@ class Checkpointer:
         self.state = TrainingState(model, label_optimizers(optimizer), extra, extra_per_rank)
         self._check_state()
         self._host = host_id(self.config.node)
-        first_of_node = self._check_alike()
+        self._node = self._check_alike()
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         self._callbacks = CallbackList(callbacks)
         self.version = 0
@@ -119,13 +122,17 @@ class Checkpointer:
         self._check_room(slots)
         self._copier = Copier()
         self._schedule = Schedule(self.config)
-        self._agreement = Agreement(self.group, self.config, self._retire)
+        self._agreement = Agreement(self.group, self.config, self._local_safe)
         self._lineage: Lineage = ()
         self._snapshot: Snapshot | None = None
         self._finished: deque[Snapshot] = deque()
         self._said: deque[tuple[str, dict[str, Any]]] = deque()
         """Events that other threads have; the training thread emits them."""
         self._life = ""
+        self._to_flush: dict[VersionId, int] = {}
+        """Versions under way to the persistent level, and the iteration that each is of."""
+        self._ordered: VersionId | None = None
+        """The version that was ordered to be flushed last."""
         self._ahead = 0
         self._stepping: set[str] = set()
         """Optimizers whose step has begun."""
@@ -152,10 +159,11 @@ class Checkpointer:
                 shards=self.group.size,
                 keep_last=self.config.local.keep_last,
                 keep_every=self.config.local.keep_every,
+                persistent=self._persistent_settings(),
             ),
             inline=self.config.agent == "inline",
         )
-        self._start_agent(first_of_node)
+        self._start_agent()
         self._hooks: list[Any] = []
         self._install_hooks(model)
         self._trace = open_trace(self.config, self.group.rank, self.state.name_of, self.log)
@@ -283,6 +291,7 @@ class Checkpointer:
             if self._local_enabled() and not self._nothing_new():
                 self._save_now()
             self.wait()
+            self._await_flushes()
             durable = self._nothing_new() or self._agreement.local.safe == self._id()
             safe = durable or not self._local_enabled()
         except Exception as error:
@@ -301,6 +310,16 @@ class Checkpointer:
         elif not self._lineage and self._pool.holds_anything():
             safe = False  # the life before is in there, and nobody restored it
         self._shut_down(remove=safe)
+
+    def _await_flushes(self) -> None:
+        """At the end: the scheduler may take the node when we are gone. Says that it waits."""
+        if self._agent.flushing() and not self._agent.wait(FLUSH_NOTICE_SECONDS, flushes=True):
+            self._collect()
+            self._notice(
+                f"waiting for the flush to {self.config.persistent.path} to end", logging.INFO
+            )
+            self._agent.wait(None, flushes=True)
+        self._collect()
 
     def abandon(self, commit_newest: bool = False) -> None:
         """End without a final checkpoint, leaving everything for a successor; not collective.
@@ -368,7 +387,7 @@ class Checkpointer:
         self._collect()
         decision = self._schedule.decide(self.version, agreed)
         if force:
-            decision = Decision(("memory", "local") if self._local_enabled() else ("memory",))
+            decision = Decision(tuple(level for level in LEVELS if self.config.uses(level)))
         for level, reason in decision.skipped:
             severity = logging.WARNING if level == "local" else logging.INFO
             self._emit("skipped", level=level, message=reason, severity=severity)
@@ -408,6 +427,8 @@ class Checkpointer:
         id_ = self._id()
         # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
         self._agreement.open(id_, levels)
+        if "persistent" in levels:
+            self._to_flush[id_] = self._at()
         try:
             return self._capture(levels)
         except Exception as error:
@@ -486,14 +507,39 @@ class Checkpointer:
         self._finished.append(snapshot)
 
     def _commit(self, id_: VersionId, slot: Slot) -> None:
+        manifest = slot.manifest()
+        assert manifest is not None
+        self._agreement.tell_size(id_, manifest.image_bytes)
         key = ShardKey(id_, self.group.rank, self.group.size)
         error = self._agent.commit(key, slot)
         if error:
             self._agreement.tell("local", id_, BROKEN)
             self._said.append(("failed", self._local_failure(id_, error)))
 
-    def _retire(self, safe: VersionId) -> None:
+    def _local_safe(self, safe: VersionId, largest_bytes: int) -> None:
+        """A version is complete on all local levels: older ones may go, it may be flushed."""
         self._agent.retire(safe, self._lineage)
+        iteration = self._to_flush.pop(safe, None)
+        if iteration is not None:
+            self._ordered = safe
+        for id_ in [i for i in self._to_flush if i < safe]:
+            self._to_flush.pop(id_)  # it broke
+        if iteration is None or self._node.first != self.group.rank:
+            return
+        self._agent.flush(
+            FlushOrder(
+                directory=self.config.directory,
+                here=self._node.ranks,
+                version=safe.version,
+                generation=safe.generation,
+                shards=self.group.size,
+                life=self._life,
+                job=self._job.job,
+                lineage=self._lineage,
+                iteration=iteration,
+                largest_bytes=largest_bytes,
+            )
+        )
 
     def _local_failure(self, id_: VersionId, error: str) -> dict[str, Any]:
         safe = self._agreement.local.safe
@@ -552,11 +598,35 @@ class Checkpointer:
                 id_ = VersionId(message["generation"], message["version"])
                 self._agreement.tell("local", id_, BROKEN)
                 self._emit("failed", **self._local_failure(id_, message["error"]))
+            elif op == "flushed":
+                self._flushed(message)
+            elif op == "flush_failed":
+                self._emit(
+                    "failed",
+                    version=message["version"],
+                    level="persistent",
+                    message=f"{message['error']}; training goes on, "
+                    f"{self.config.persistent.path} is behind",
+                    severity=logging.ERROR,
+                )
             elif op == "cleaned":
                 names = ", ".join(message["names"])
                 self._notice(f"removed what a killed writer left half-done: {names}", logging.INFO)
             else:
                 self._notice(f"local level: {message['error']}", logging.ERROR)
+
+    def _flushed(self, message: dict[str, Any]) -> None:
+        """This node's part is there; the version, when the last node's is."""
+        whole = "complete" if message["complete"] else "this node's part of it"
+        self._emit(
+            "committed",
+            version=message["version"],
+            level="persistent",
+            nbytes=message["nbytes"],
+            seconds={"write": message["seconds"]},
+            message=whole,
+            severity=logging.INFO if message["complete"] else logging.DEBUG,
+        )
 
     def _fail(self, version: int, why: str) -> None:
         """A version is lost in memory, and therefore everywhere."""
@@ -592,7 +662,8 @@ class Checkpointer:
         return self.iteration + self._ahead if self._explicit else self.version
 
     def _share_inventory(self) -> list[Inventory]:
-        mine = take_inventory(self._job, self._store, self._host)
+        shared = self.config.persistent.path if self.group.rank == 0 else ""
+        mine = take_inventory(self._job, self._store, self._host, shared)
         return list(self.group.all_gather_object(mine))
 
     def _begin_life(self) -> None:
@@ -707,6 +778,8 @@ class Checkpointer:
             slot = self._pool.find(id_)
             assert slot is not None
             local = self._agreement.local
+            if self.config.uses("persistent") and id_ != self._ordered:
+                self._to_flush[id_] = self._at()
             if self._local_enabled() and id_ != local.safe and id_ not in local.open:
                 local.open.append(id_)
                 self._commit(id_, slot)
@@ -718,6 +791,11 @@ class Checkpointer:
         self._ahead = 0
         self.wait()
         self._agreement.settle()
+        if id_ in self._to_flush and id_ == self._agreement.local.safe:  # and was so before
+            slot = self._pool.find(id_)
+            manifest = slot.manifest() if slot is not None else None
+            sizes = self.group.all_gather_object(manifest.image_bytes if manifest else 0)
+            self._local_safe(id_, max(sizes))
 
     # --- hooks ---------------------------------------------------------------------------------
 
@@ -732,7 +810,8 @@ class Checkpointer:
         """Hook of an optimizer that runs before each of its steps."""
 
         def before_step(_: Any, args: Any = (), kwargs: Any = None) -> None:
-            closure = args[0] if args else (kwargs or {}).get("closure")
+            # torch counts the optimizer itself among the arguments.
+            closure = args[1] if len(args) > 1 else (kwargs or {}).get("closure")
             if callable(closure) and label in self._since and self._automatic():
                 # The forward passes come inside the step, too late for a boundary.
                 self._boundary()
@@ -795,7 +874,7 @@ class Checkpointer:
         return any(p.is_cuda for p in self.state.walk().params)
 
     def _local_enabled(self) -> bool:
-        return self.config.local.every_steps > 0 or self.config.local.every_seconds > 0
+        return self.config.uses("local")
 
     def _check_state(self) -> None:
         """Refuse at attach what could not be taken later."""
@@ -806,11 +885,19 @@ class Checkpointer:
         self.state.pack_groups(arena.keep)
         self.state.pack_extra({**self.state.extra, **self.state.extra_per_rank}, arena)
 
-    def _check_alike(self) -> bool:
+    def _persistent_settings(self) -> dict[str, Any] | None:
+        if not self.config.uses("persistent"):
+            return None
+        chosen = dataclasses.asdict(self.config.persistent)
+        for when in ("every_steps", "every_seconds"):
+            chosen.pop(when)
+        return {**chosen, "node": self._node.index, "nodes": self._node.count}
+
+    def _check_alike(self) -> Node:
         """Ranks decide alike without talking, so they must start from the same settings.
 
-        Places may differ: a node's own disk may have the node's name in its path. Returns whether
-        this is its node's first rank.
+        Places may differ: a node's own disk may have the node's name in its path. Returns this
+        rank's node.
         """
         places: dict[str, Any] = dict.fromkeys(PLACES, "-")
         mine = dataclasses.replace(self.config, **places)
@@ -823,7 +910,7 @@ class Checkpointer:
                     f"  {ours}\n"
                     "All ranks need the same arguments, environment variables and file."
                 )
-        return [host for _, host in everyone].index(self._host) == self.group.rank
+        return Node.of(self._host, [host for _, host in everyone])
 
     def _check_room(self, slots: int) -> None:
         """Say now, in bytes, when shared memory will not do."""
@@ -848,11 +935,11 @@ class Checkpointer:
             self._notice(f"removed shared memory of the dead job {job}", logging.INFO)
         return self._job.lock_rank(self.group.rank)
 
-    def _start_agent(self, first_of_node: bool) -> None:
+    def _start_agent(self) -> None:
         if not self._local_enabled():
             return
         try:
-            self._agent.start(first_of_node)
+            self._agent.start(self._node.first == self.group.rank)
         except OSError as error:
             self._notice(f"the agent could not be started: {error}", logging.ERROR)
 

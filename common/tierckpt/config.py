@@ -54,6 +54,37 @@ class LocalConfig:
 
 
 @dataclass(frozen=True)
+class PersistentConfig:
+    """The persistent level: whole versions on a parallel file system or an object store.
+
+    A version that goes there goes to local first, and is flushed from there when it is complete on
+    all ranks.
+    """
+
+    path: str = ""
+    """A directory that all nodes see, or a URL that fsspec knows (s3://bucket/prefix); empty: no
+    such level."""
+    every_steps: int = 0
+    """Take a version there every so many optimizer steps; 0: not by steps."""
+    every_seconds: float = 600.0
+    """... or when this much time has passed; 0: not by time."""
+    keep_last: int = 2
+    """Keep so many of the newest versions (at least 1)."""
+    keep_every: int = 0
+    """Also keep every version that is a multiple of this; 0: none."""
+    bytes_per_second: float = 0.0
+    """Of each node at most; 0: no limit."""
+    nodes_at_once: int = 0
+    """So many nodes flush at any moment, in turns; 0: no limit."""
+    shards_per_file: int = 64
+    """Aggregation: so many ranks' shards share a file."""
+    read_back: bool = False
+    """Read every byte again before a version is declared complete."""
+    drop_superseded: bool = False
+    """Give up a flush when a newer version is waiting for it."""
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings. Frozen: what a job runs with does not change under it."""
 
@@ -93,6 +124,7 @@ class Config:
     small."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
+    persistent: PersistentConfig = field(default_factory=PersistentConfig)
 
     def __post_init__(self) -> None:
         """Check the values. Raises ConfigError."""
@@ -109,6 +141,12 @@ class Config:
             _at_least(name, getattr(self.memory, name.removeprefix("memory_")), 0)
         for name in ("local_every_steps", "local_every_seconds", "local_keep_every"):
             _at_least(name, getattr(self.local, name.removeprefix("local_")), 0)
+        persistent = self.persistent
+        _at_least("persistent_keep_last", persistent.keep_last, 1)
+        _at_least("persistent_shards_per_file", persistent.shards_per_file, 1)
+        for name in ("every_steps", "every_seconds", "keep_every", "bytes_per_second"):
+            _at_least(f"persistent_{name}", getattr(persistent, name), 0)
+        _at_least("persistent_nodes_at_once", persistent.nodes_at_once, 0)
         if not self.path:
             raise ConfigError("path is empty; name the directory that checkpoints go to")
 
@@ -117,6 +155,18 @@ class Config:
         """`path` on this node."""
         return self.path.replace("{node}", self.node or socket.gethostname())
 
+    def uses(self, level: str) -> bool:
+        """True when versions go to this level now and then; what is persistent is local first."""
+        if level == "local" and self.uses("persistent"):
+            return True
+        table = getattr(self, level)
+        there = level != "persistent" or bool(self.persistent.path)
+        return there and (table.every_steps > 0 or table.every_seconds > 0)
+
+
+TABLES = {"memory": MemoryConfig, "local": LocalConfig, "persistent": PersistentConfig}
+"""Settings of one level each."""
+
 
 def known_settings() -> dict[str, type]:
     """Flat name -> type of every setting."""
@@ -124,7 +174,7 @@ def known_settings() -> dict[str, type]:
     hints = get_type_hints(Config)
     for item in fields(Config):
         kind = hints[item.name]
-        if kind in (MemoryConfig, LocalConfig):
+        if kind in TABLES.values():
             inner = get_type_hints(kind)
             known.update({f"{item.name}_{f.name}": inner[f.name] for f in fields(kind)})
         else:
@@ -182,19 +232,21 @@ def _convert(key: str, value: Any, source: str) -> Any:
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
     try:
+        if isinstance(value, str) and kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
         if isinstance(value, str) and kind in (int, float):
             return kind(value)
         if kind is float and type(value) is int:
             return float(value)
         if type(value) is not kind:
             raise TypeError
-    except (TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
         raise ConfigError(f"{key} in {source} is {value!r}; it must be {kind.__name__}") from None
     return value
 
 
 def _build(flat: Mapping[str, Any]) -> Config:
-    inner: dict[str, dict[str, Any]] = {"memory": {}, "local": {}}
+    inner: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
     # Absolute from the start: the agent has another working directory, and a job may change its.
     outer: dict[str, Any] = {"path": Config.path}
     for key, value in flat.items():
@@ -204,9 +256,10 @@ def _build(flat: Mapping[str, Any]) -> Config:
         else:
             outer[key] = value
     outer.update({k: os.path.abspath(outer[k]) for k in ("path", "shm_dir") if outer.get(k)})
-    return Config(
-        memory=MemoryConfig(**inner["memory"]), local=LocalConfig(**inner["local"]), **outer
-    )
+    shared = inner["persistent"]
+    if shared.get("path") and "://" not in shared["path"]:
+        shared["path"] = os.path.abspath(shared["path"])
+    return Config(**{name: kind(**inner[name]) for name, kind in TABLES.items()}, **outer)
 
 
 def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import faults
+from .flusher import Flusher, FlushOrder
 from .localstore import LocalStore
 from .naming import ShardKey, VersionId, retired
 from .slots import Slot, pin, unpin
@@ -28,13 +29,18 @@ class DeskSettings:
     shards: int
     keep_last: int
     keep_every: int
+    persistent: dict[str, Any] | None = None
+    """PersistentSettings, if there is such a level."""
 
 
 class Desk:
     """Messages wait in the socket while a slot is written."""
 
-    def __init__(self, settings: DeskSettings, channel: socket.socket) -> None:
+    def __init__(
+        self, settings: DeskSettings, channel: socket.socket, flusher: Flusher | None = None
+    ) -> None:
         self.settings = settings
+        self.flusher = flusher
         self.channel = channel
         self.store = LocalStore(settings.directory)
         self._slots: dict[tuple[int, int], Slot] = {}
@@ -56,6 +62,9 @@ class Desk:
                     self._commit(message, fds)
                 elif message["op"] == "retire":
                     self._retire(message)
+                elif message["op"] == "flush" and self.flusher is not None:
+                    order = FlushOrder.of_message(message["order"])
+                    self.flusher.order(order, lambda said: self._say(**said))
                 elif message["op"] == "bye":
                     return True
         finally:
@@ -134,9 +143,17 @@ class Desk:
         for key in mine:
             if key.id in gone:
                 try:
-                    self.store.retire(key)
+                    self._retire_one(key)
                 except OSError as error:
                     self._say(op="problem", error=f"cannot retire {key}: {_text(error)}")
+
+    def _retire_one(self, key: ShardKey) -> None:
+        if self.flusher is None:
+            self.store.retire(key)
+            return
+        with self.flusher.held.lock:
+            if key not in self.flusher.held:  # else it goes with a later one
+                self.store.retire(key)
 
     def _is_mine(self, key: ShardKey) -> bool:
         if key.shards == self.settings.shards:

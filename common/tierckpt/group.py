@@ -8,6 +8,8 @@ thread, except `Pending.wait`.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -90,6 +92,29 @@ class SingleGroup:
 
     def close(self) -> None:
         """See Group."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A rank's node among those of the job."""
+
+    index: int
+    """Nodes are numbered in the order of their first ranks."""
+    count: int
+    ranks: tuple[int, ...]
+    """Of the job, that run here."""
+
+    @property
+    def first(self) -> int:
+        """The rank that does what is done once a node."""
+        return self.ranks[0]
+
+    @staticmethod
+    def of(host: str, hosts: Sequence[str]) -> Node:
+        """`hosts` names every rank's node."""
+        nodes = list(dict.fromkeys(hosts))
+        ranks = tuple(rank for rank, other in enumerate(hosts) if other == host)
+        return Node(nodes.index(host), len(nodes), ranks)
 
 
 def host_id(node: str = "") -> str:

@@ -14,10 +14,13 @@ from .errors import CorruptShardError, FormatError
 from .localstore import LocalStore
 from .manifest import Manifest
 from .naming import Lineage, ShardKey, VersionId, newest_first
+from .persistent import PersistentError, PersistentStore
 from .slots import JobDirectory
 
-LEVELS = ("memory", "local")
+LEVELS = ("memory", "local", "persistent")
 """Cheapest first."""
+EVERYWHERE = "*"
+"""Host of what every node can read."""
 
 
 @dataclass(frozen=True, order=True)
@@ -27,7 +30,7 @@ class Place:
     level: str
     host: str
     where: str
-    """Path of the segment, or directory of the store."""
+    """Path of the segment, directory of the store, or address of the persistent one."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,11 @@ class Inventory:
     """A random name; rank 0's becomes that of the life that begins now."""
 
 
-def take_inventory(job: JobDirectory, store: LocalStore, host: str) -> Inventory:
-    """Look at memory and disk of this machine. Reads manifests only."""
+def take_inventory(
+    job: JobDirectory, store: LocalStore, host: str, persistent: str = ""
+) -> Inventory:
+    """Look at memory and disk of this machine, and at the persistent level if its path is given
+    (one rank's look is enough). Reads manifests only."""
     found = [
         Found(m.key, Place("memory", host, str(path)), m.lineage, m.life)
         for path, m in job.sealed()
@@ -81,9 +87,32 @@ def take_inventory(job: JobDirectory, store: LocalStore, host: str) -> Inventory
             found.append(
                 Found(key, Place("local", host, directory), manifest.lineage, manifest.life)
             )
+    if persistent:
+        look_at_persistent(persistent, found, problems)
     generations = [f.key.id.generation for f in found] + [k.id.generation for k in keys]
     newest = max(generations, default=0)
     return Inventory(tuple(found), tuple(problems), newest, secrets.token_hex(8))
+
+
+def look_at_persistent(path: str, found: list[Found], problems: list[tuple[Place, str]]) -> None:
+    """Add what the persistent level has. A version's manifest is there only when all shards are."""
+    place = Place("persistent", EVERYWHERE, path)
+    store = PersistentStore(path)
+    try:
+        for name in store.versions():
+            try:
+                lineage = store.read_manifest(name).facts.lineage
+            except (OSError, CorruptShardError, FormatError) as error:
+                problems.append((place, f"{name}: {error}"))
+                continue
+            keys = [ShardKey(name.id, shard, name.shards) for shard in range(name.shards)]
+            found += [Found(key, place, lineage, name.life) for key in keys]
+    except FileNotFoundError:
+        pass  # nothing was ever flushed
+    except (OSError, PersistentError, ImportError) as error:
+        problems.append((place, str(error)))
+    finally:
+        store.close()
 
 
 @dataclass(frozen=True)
@@ -104,6 +133,7 @@ class RestorePlan:
 
     id: VersionId
     sources: tuple[Source, ...]
+    life: str = ""
 
     @property
     def levels(self) -> dict[str, int]:
@@ -137,7 +167,7 @@ def plan_restore(
             keys = [ShardKey(id_, s, shards) for s in range(shards)]
             if all((life, k) in seen for k in keys):
                 places_of = {k: seen[life, k] for k in keys}
-                return RestorePlan(id_, tuple(_assign(places_of, len(inventories))))
+                return RestorePlan(id_, tuple(_assign(places_of, len(inventories))), life)
     return None
 
 
@@ -146,8 +176,9 @@ def _assign(places_of: dict[ShardKey, dict[Place, list[int]]], ranks: int) -> It
     load = [0] * ranks
     for key, places in places_of.items():
         place = min(places, key=lambda p: (LEVELS.index(p.level), p))
-        readers = places[place]
+        everywhere = place.host == EVERYWHERE
+        readers = list(range(ranks)) if everywhere else places[place]
         home = key.shard if key.shard in readers and load[key.shard] == 0 else None
         reader = home if home is not None else min(readers, key=lambda r: (load[r], r))
         load[reader] += 1
-        yield Source(key.shard, place, reader, direct=len(readers) == ranks)
+        yield Source(key.shard, place, reader, direct=len(readers) == ranks and not everywhere)

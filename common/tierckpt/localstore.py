@@ -1,14 +1,15 @@
-"""The `local` level's store: shard files in one directory of a node-local file system.
+"""The `local` level's store: shard and parity files in one directory of a node-local file system.
 
-`<stem>.safetensors` is the shard, `<stem>.manifest` makes it exist. What is true at every instant,
-also when the process is killed or the machine loses power:
+`<stem>.safetensors` is a shard, `<stem>.parity` parity; `<stem>.manifest` makes either exist. Every
+method that takes a key takes a ShardKey or a ParityKey, and does the same for both. What is true at
+every instant, also when the process is killed or the machine loses power:
 
 - a manifest is there only when its shard is complete and on the device;
 - names beginning with a dot are work in progress and are never data.
 
-Files retired by retention are kept for reuse (one), since overwriting an allocated file is
-measurably faster than growing a new one. Standard library only, so that the agent stays small.
-Not thread-safe; one writer per shard index, any number of readers.
+Files retired by retention are kept for reuse (one of each kind), since overwriting an allocated
+file is measurably faster than growing a new one. Standard library only, so that the agent stays
+small. One writer per shard index and kind, any number of readers, all in any thread or process.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import faults
-from .naming import PAGE_BYTES, ShardKey
+from .naming import PAGE_BYTES, Key, ParityKey, ShardKey
 
 WRITE_BYTES = 8 * 1024 * 1024
 """Size of one write: large enough for the device, small enough to be interrupted."""
 
-DATA_SUFFIX = ".safetensors"
+KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
 MANIFEST_SUFFIX = ".manifest"
 
 
@@ -69,38 +71,28 @@ class LocalStore:
         `image` must not change meanwhile; its length is a multiple of PAGE_BYTES. `still_sealed` is
         asked after the last byte was read: False means it did change, and is an OSError.
         """
-        data, record = self._data(key), self._manifest(key)
-        temp = self.directory / f".{key.stem}.tmp"
         begin = time.perf_counter()
-        # A manifest of this very key could only be an earlier try of ours: void it first.
-        if record.exists():
-            self._unlink(record)
-            self._sync_directory()
-        self._take_spare(key.shard, temp)
-        try:
-            faults.point("file", op="open")
-            with _LockedFile(temp) as file:
-                file.write(image)
-                written = time.perf_counter()
-                if not still_sealed():
-                    raise FileNotFoundError(f"the slot of {key} was refilled while it was written")
-                self._rename(temp, data)
-                self._sync_directory()
-                self._write_small(self.directory / f".{key.stem}.manifest.tmp", record, manifest)
-        except OSError:
-            # No shard, so no manifest, which goes first (it is there when the last fsync failed);
-            # give the space back at once, the device may be full.
-            for path in (record, temp, data):
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
-            raise
-        return CommitTimes(written - begin, time.perf_counter() - written, file.direct)
+        with self.draft(key, len(image)) as draft:
+            draft.write(image, 0)
+            draft.sync()
+            written = time.perf_counter()
+            if not still_sealed():
+                raise FileNotFoundError(f"the slot of {key} was refilled while it was written")
+            draft.commit(manifest)
+        return CommitTimes(written - begin, time.perf_counter() - written, draft.direct)
+
+    def draft(self, key: ShardKey, nbytes: int) -> Draft:
+        """Begin what `commit` does in one go: a file of `nbytes` that is written piece by piece.
+
+        An earlier one of this very key stops existing now: it could only be a try of ours.
+        """
+        return Draft(self, key, nbytes)
 
     def retire(self, key: ShardKey) -> None:
         """Make the shard not exist; its file is kept for reuse if none is kept yet."""
         self._unlink(self._manifest(key))
         self._sync_directory()  # before the data changes its name: never a manifest without data
-        spare, data = self._spare(key.shard), self._data(key)
+        spare, data = self._spare(key), self._data(key)
         linked = data.exists() and data.stat().st_nlink > 1  # somebody's hard link keeps it
         if linked or spare.exists():
             self._unlink(data)
@@ -109,27 +101,32 @@ class LocalStore:
                 self._rename(data, spare)
 
     def drop_spare(self, shard: int) -> None:
-        """Remove the file that was kept for reuse."""
-        self._spare(shard).unlink(missing_ok=True)
+        """Remove the files that were kept for reuse."""
+        for kind in KINDS:
+            self._spare_of(kind, shard).unlink(missing_ok=True)
 
     def clean(self, shard: int) -> list[str]:
-        """Remove what a writer of `shard` left half-done when it was killed; returns the names.
+        """Remove what writers of `shard` and its parity left half-done when they were killed.
 
-        Files that a living writer (the agent of a trainer that was just killed) still has open
-        are locked, and left alone.
+        Returns the names. Files that a living writer (the agent of a trainer that was just killed)
+        still has open are locked, and left alone.
         """
+        return [name for kind in KINDS for name in self._clean(kind, shard)]
+
+    def _clean(self, kind: type[ShardKey], shard: int) -> list[str]:
         removed = []
-        for path in self.directory.glob(f".*.s{shard:05d}of*"):
+        mine = f"*.{kind.LETTER}{shard:05d}of*"
+        for path in self.directory.glob(f".{mine}"):
             stem = path.name.removeprefix(".").removesuffix(".manifest.tmp")
-            data = self.directory / f"{stem}{DATA_SUFFIX}"
+            data = self.directory / f"{stem}{kind.SUFFIX}"
             if data.exists() and not _unlocked(data):
                 continue  # a living writer is about to rename this manifest
-            if path != self._spare(shard) and _unlocked(path):
+            if path != self._spare_of(kind, shard) and _unlocked(path):
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
                     removed.append(path.name)
-        for path in self.directory.glob(f"*.s{shard:05d}of*{DATA_SUFFIX}"):
-            key = ShardKey.parse(path.name.removesuffix(DATA_SUFFIX))
+        for path in self.directory.glob(f"{mine}{kind.SUFFIX}"):
+            key = kind.parse(path.name.removesuffix(kind.SUFFIX))
             # In this order: a writer that lets go of the lock has made its manifest before.
             if key and _unlocked(path) and not self._manifest(key).exists():
                 with contextlib.suppress(FileNotFoundError):
@@ -141,12 +138,19 @@ class LocalStore:
 
     def keys(self) -> list[ShardKey]:
         """Every shard that exists here; an empty list when the directory does not."""
+        return self._keys(ShardKey)
+
+    def parities(self) -> list[ParityKey]:
+        """Every parity that exists here; an empty list when the directory does not."""
+        return self._keys(ParityKey)
+
+    def _keys(self, kind: type[Key]) -> list[Key]:
         try:
             names = os.listdir(self.directory)
         except FileNotFoundError:
             return []
         keys = [
-            ShardKey.parse(n.removesuffix(MANIFEST_SUFFIX))
+            kind.parse(n.removesuffix(MANIFEST_SUFFIX))
             for n in names
             if n.endswith(MANIFEST_SUFFIX)
         ]
@@ -157,25 +161,40 @@ class LocalStore:
         return self._manifest(key).read_bytes()
 
     def open_image(self, key: ShardKey) -> mmap.mmap:
-        """The shard's bytes, mapped, unchecked; writes to the map stay private. Close it."""
+        """The bytes, mapped, unchecked; writes to the map stay private. Close it.
+
+        Raises ValueError for an empty file, which cannot be mapped.
+        """
         with self._data(key).open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def has(self, key: ShardKey) -> bool:
+        """True when it exists here."""
+        return self._manifest(key).exists()
+
+    def read(self, key: ShardKey, offset: int, nbytes: int) -> bytes:
+        """A range of the bytes, unchecked; less where the file ends."""
+        with self._data(key).open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), nbytes, offset)
 
     # --- file operations, each with its fault point --------------------------------------------
 
     def _data(self, key: ShardKey) -> Path:
-        return self.directory / f"{key.stem}{DATA_SUFFIX}"
+        return self.directory / f"{key.stem}{key.SUFFIX}"
 
     def _manifest(self, key: ShardKey) -> Path:
         return self.directory / f"{key.stem}{MANIFEST_SUFFIX}"
 
-    def _spare(self, shard: int) -> Path:
-        return self.directory / f".spare.s{shard:05d}of"
+    def _spare(self, key: ShardKey) -> Path:
+        return self._spare_of(type(key), key.shard)
 
-    def _take_spare(self, shard: int, temp: Path) -> None:
+    def _spare_of(self, kind: type[ShardKey], shard: int) -> Path:
+        return self.directory / f".spare.{kind.LETTER}{shard:05d}of"
+
+    def _take_spare(self, key: ShardKey, temp: Path) -> None:
         faults.point("file", op="take_spare")
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self._spare(shard), temp)
+            os.rename(self._spare(key), temp)
 
     def _write_small(self, temp: Path, final: Path, content: bytes) -> None:
         """Atomically and durably create `final`."""
@@ -211,6 +230,79 @@ class LocalStore:
             os.close(fd)
 
 
+class Draft:
+    """A shard or parity that is being written; it exists once `commit` has returned.
+
+    Use it in a `with`: leaving that without a commit, or with a failed one, leaves nothing of it.
+    For one thread at a time. Every method may raise OSError.
+    """
+
+    def __init__(self, store: LocalStore, key: ShardKey, nbytes: int) -> None:
+        """See `LocalStore.draft`."""
+        self._store, self._key, self._nbytes = store, key, nbytes
+        self._data, self._record = store._data(key), store._manifest(key)
+        self._temp = store.directory / f".{key.stem}.tmp"
+        self._durable = self._exists = False
+        if self._record.exists():
+            store._unlink(self._record)
+            store._sync_directory()
+        store._take_spare(key, self._temp)
+        try:
+            faults.point("file", op="open")
+            self._file = _LockedFile(self._temp)
+        except OSError:
+            self._remove()
+            raise
+
+    @property
+    def direct(self) -> bool:
+        """True while the page cache is bypassed."""
+        return self._file.direct
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if not self._exists:
+                self._remove()
+        finally:
+            self._file.close()
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Put `data` at `offset`. Goes past the page cache if both, and the memory, are aligned."""
+        self._file.write(data, offset)
+
+    def sync(self) -> None:
+        """Make durable what was written: exactly `nbytes`, whatever a reused file had more."""
+        self._file.sync(self._nbytes)
+        self._durable = True
+
+    def commit(self, manifest: bytes) -> None:
+        """Make it exist, durably."""
+        if not self._durable:
+            self.sync()
+        store = self._store
+        store._rename(self._temp, self._data)
+        store._sync_directory()
+        temp = store.directory / f".{self._key.stem}.manifest.tmp"
+        store._write_small(temp, self._record, manifest)
+        self._exists = True
+
+    def _remove(self) -> None:
+        # The manifest goes first (it is there when the last fsync failed). The space is given back
+        # at once: the device may be full.
+        for path in (self._record, self._temp, self._data):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+_files_lock = threading.Lock()
+_written_here: set[tuple[int, int]] = set()
+"""Device and inode of the files that this process is writing. POSIX locks do not exclude their own
+process, and closing any descriptor of such a file would drop its lock."""
+
+
 class _LockedFile:
     """A file being written, past the page cache where the file system takes that.
 
@@ -220,36 +312,54 @@ class _LockedFile:
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        with _files_lock:
+            try:
+                self._fd, self.direct = os.open(path, flags | os.O_DIRECT, 0o644), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # tmpfs of older kernels, some network file systems
+                    raise
+                self._fd, self.direct = os.open(path, flags, 0o644), False
+            found = os.fstat(self._fd)
+            self._file = (found.st_dev, found.st_ino)
+            _written_here.add(self._file)
         try:
-            self._fd, self.direct = os.open(path, flags | os.O_DIRECT, 0o644), True
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # tmpfs of older kernels, some network file systems
-                raise
-            self._fd, self.direct = os.open(path, flags, 0o644), False
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        except OSError:
+            self.close()
+            raise
 
     def __enter__(self) -> _LockedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        self.close()
 
-    def write(self, image: memoryview) -> None:
-        """Make `image` the file's durable content."""
-        if os.fstat(self._fd).st_size > len(image):
-            os.ftruncate(self._fd, len(image))
+    def close(self) -> None:
+        """Close and unlock."""
+        with _files_lock:
+            _written_here.discard(self._file)
+            os.close(self._fd)
+
+    def write(self, image: memoryview, start: int) -> None:
+        """Write `image` at byte `start` of the file."""
         offset = 0
         while offset < len(image):
-            faults.point("file", op="write", offset=offset)
+            faults.point("file", op="write", offset=start + offset)
             try:
-                offset += os.pwrite(self._fd, image[offset : offset + WRITE_BYTES], offset)
+                part = image[offset : offset + WRITE_BYTES]
+                offset += os.pwrite(self._fd, part, start + offset)
             except OSError as error:
                 if not (self.direct and error.errno == errno.EINVAL):
                     raise
                 self._leave_direct()
             else:
-                if self.direct and offset % PAGE_BYTES:
+                if self.direct and (start + offset) % PAGE_BYTES:
                     self._leave_direct()  # a short write; the rest is no longer aligned
+
+    def sync(self, nbytes: int) -> None:
+        """Make the file `nbytes` long, and durable."""
+        if os.fstat(self._fd).st_size != nbytes:
+            os.ftruncate(self._fd, nbytes)
         faults.point("file", op="fsync")
         os.fsync(self._fd)
 
@@ -260,15 +370,18 @@ class _LockedFile:
 
 
 def _unlocked(path: Path) -> bool:
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
+    """True when no process, this one included, is writing the file."""
+    with _files_lock, contextlib.ExitStack() as opened:
+        try:
+            # Opened without access first, which no lock notices, and which says what file it is.
+            name = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            opened.callback(os.close, name)
+            found = os.fstat(name)
+            if (found.st_dev, found.st_ino) in _written_here:
+                return False
+            fd = os.open(f"/proc/self/fd/{name}", os.O_RDWR | os.O_CLOEXEC)
+            opened.callback(os.close, fd)
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
         return True
-    finally:
-        os.close(fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 from .errors import FormatError
 
@@ -52,6 +53,11 @@ class VersionId:
 class ShardKey:
     """Names a shard by what it holds, never by who wrote it; also its file name's stem."""
 
+    LETTER: ClassVar[str] = "s"
+    SUFFIX: ClassVar[str] = ".safetensors"
+    """Extension of the file with the bytes."""
+    NOUN: ClassVar[str] = "shard"
+
     id: VersionId
     shard: int
     shards: int
@@ -61,23 +67,36 @@ class ShardKey:
         """File name without extension."""
         return (
             f"v{self.id.version:010d}.g{self.id.generation:06d}"
-            f".s{self.shard:05d}of{self.shards:05d}"
+            f".{self.LETTER}{self.shard:05d}of{self.shards:05d}"
         )
 
-    @staticmethod
-    def parse(stem: str) -> ShardKey | None:
+    @classmethod
+    def parse(cls: type[Key], stem: str) -> Key | None:
         """The inverse of `stem`; None when `stem` is something else's name."""
         match = _STEM.fullmatch(stem)
-        if match is None:
+        if match is None or match["letter"] != cls.LETTER:
             return None
-        version, generation, shard, shards = (int(g) for g in match.groups())
-        return ShardKey(VersionId(generation, version), shard, shards)
+        version, generation, shard, shards = (int(g) for g in match.group(1, 2, 4, 5))
+        return cls(VersionId(generation, version), shard, shards)
 
     def __str__(self) -> str:
-        return f"{self.id} shard {self.shard} of {self.shards}"
+        return f"{self.id} {self.NOUN} {self.shard} of {self.shards}"
 
 
-_STEM = re.compile(r"v(\d{10,})\.g(\d{6,})\.s(\d{5,})of(\d{5,})")
+class ParityKey(ShardKey):
+    """Names the parity that lies beside a shard: what its rank stores for the others of its group.
+
+    Never equal to a ShardKey, though its fields are the same.
+    """
+
+    LETTER: ClassVar[str] = "p"
+    SUFFIX: ClassVar[str] = ".parity"
+    NOUN: ClassVar[str] = "parity"
+
+
+Key = TypeVar("Key", bound=ShardKey)
+
+_STEM = re.compile(r"v(\d{10,})\.g(\d{6,})\.(?P<letter>[sp])(\d{5,})of(\d{5,})")
 
 
 def on_lineage(id_: VersionId, lineage: Sequence[tuple[int, int]]) -> bool:

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from .config import Config
 from .naming import VersionId
 
+LEVELS = ("memory", "local", "persistent")
+"""Every version that a level takes, those before it take, too."""
+
 PENDING, DONE, BROKEN = 0, 1, -1
 """State of one version on one level at one rank; the minimum over ranks is what all can say of
 it: one broken rank breaks it for all, one pending rank keeps it pending."""
@@ -35,6 +38,10 @@ class Vote:
     local_time_left: int = 1
     no_request: int = 1
     """0 when this rank's user asked for a checkpoint."""
+    persistent_time_left: int = 1
+    less_bytes: int = 0
+    """Of the version that `local_state` is about: the size of this rank's shard, negative, so that
+    the minimum tells the largest."""
 
     def pack(self) -> list[int]:
         """As the vector to be reduced."""
@@ -47,6 +54,8 @@ class Vote:
             self.memory_time_left,
             self.local_time_left,
             self.no_request,
+            self.persistent_time_left,
+            self.less_bytes,
         ]
 
     @staticmethod
@@ -107,6 +116,7 @@ class Schedule:
     config: Config
     last_memory: int = 0
     last_local: int = 0
+    last_persistent: int = 0
     skipping: frozenset[str] = frozenset()
     """Levels whose due version was already reported as skipped."""
     requested: frozenset[str] = frozenset()
@@ -114,7 +124,7 @@ class Schedule:
 
     def start_at(self, version: int) -> None:
         """After a restore: nothing is due before the intervals have passed again."""
-        self.last_memory = self.last_local = version
+        self.last_memory = self.last_local = self.last_persistent = version
 
     def due(self, version: int, agreed: Vote) -> set[str]:
         """Levels that want this version."""
@@ -133,12 +143,18 @@ class Schedule:
             or _crossed(self.last_local, version, local.every_steps)
         ):
             due.add("local")
+        if self.config.uses("persistent") and (
+            asked
+            or agreed.persistent_time_left == 0
+            or _crossed(self.last_persistent, version, self.config.persistent.every_steps)
+        ):
+            due |= {"local", "persistent"}
         return due
 
     def decide(self, version: int, agreed: Vote) -> Decision:
         """Take or skip; a version that had to be skipped stays due."""
         if agreed.no_request == 0:
-            self.requested = frozenset({"memory", "local"})
+            self.requested = frozenset(self.due(version, agreed))
         due = self.due(version, agreed) | self.requested
         if not due:
             return Decision()
@@ -150,17 +166,20 @@ class Schedule:
             skipped = [(level, "no slot is free on some rank") for level in sorted(due)]
             take = set()
         elif not wait and "local" in due and not agreed.local_free:
-            skipped = [("local", "some rank is still writing the version before")]
-            take.discard("local")
+            why = "some rank is still writing the version before"
+            skipped = [(level, why) for level in sorted(due - {"memory"})]
+            take &= {"memory"}
         if take:
             self.last_memory = version
             take.add("memory")
         if "local" in take:
             self.last_local = version
+        if "persistent" in take:
+            self.last_persistent = version
         self.requested -= take
         fresh = tuple(s for s in skipped if s[0] not in self.skipping)
         self.skipping = frozenset(level for level, _ in skipped)
-        return Decision(tuple(sorted(take, reverse=True)), fresh, wait)
+        return Decision(tuple(level for level in LEVELS if level in take), fresh, wait)
 
 
 def _crossed(last: int, version: int, every: int) -> bool:

@@ -7,6 +7,7 @@ all ranks, with nothing changed on any.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +26,15 @@ from .layout import Piece, TensorSpec
 from .localstore import LocalStore
 from .manifest import DIGEST_BYTES, Manifest, digest
 from .naming import ShardKey
+from .persistent import PersistentError, PersistentStore, VersionName
+from .persistent.backend import WINDOW_BYTES
 from .shardfile import ShardHeader, decode_header
 from .slots import Slot
 from .snapshot import as_bytes
 from .state import TrainingState
+
+LOST = (OSError, EOFError, ImportError, CorruptShardError, FormatError, PersistentError)
+"""What reading raises where a copy is as good as lost."""
 
 BROADCAST_BYTES = 64 * 1024 * 1024
 
@@ -75,8 +81,11 @@ class Image:
         self._close()
 
 
-def open_image(key: ShardKey, place: Place) -> Image:
-    """Map the shard. Raises OSError, CorruptShardError or FormatError."""
+def open_image(key: ShardKey, place: Place, life: str = "") -> Image:
+    """Map the shard, or fetch it. Raises OSError, PersistentError, CorruptShardError or
+    FormatError."""
+    if place.level == "persistent":
+        return _fetch(key, place, life)
     if place.level == "memory":
         slot = Slot.open(Path(place.where))
         if slot is None:
@@ -90,6 +99,20 @@ def open_image(key: ShardKey, place: Place) -> Image:
     manifest = Manifest.decode(store.read_manifest(key))
     mapped: mmap.mmap = store.open_image(key)
     return Image(manifest, memoryview(mapped), mapped.close)
+
+
+def _fetch(key: ShardKey, place: Place, life: str) -> Image:
+    shared = PersistentStore(place.where)
+    with contextlib.closing(shared):
+        reader = shared.open_shard(VersionName(key.id, key.shards, life), key.shard)
+        manifest = Manifest.decode(reader.manifest)
+        if manifest.key != key:
+            raise CorruptShardError(f"{place.where} has {manifest.key} in the place of {key}")
+        fetched = bytearray(manifest.image_bytes)
+        for low in range(0, len(fetched), WINDOW_BYTES):
+            nbytes = min(WINDOW_BYTES, len(fetched) - low)
+            fetched[low : low + nbytes] = reader.read(low, nbytes)
+    return Image(manifest, memoryview(fetched), lambda: None)
 
 
 def verify(image: Image) -> ShardHeader:
@@ -175,10 +198,10 @@ class Restorer:
             if source.reader == self.group.rank:
                 key = ShardKey(plan.id, source.shard, len(plan.sources))
                 try:
-                    image = open_image(key, source.place)
+                    image = open_image(key, source.place, plan.life)
                     attempt.images[source.shard] = image
                     headers[source.shard] = verify(image)
-                except (OSError, CorruptShardError, FormatError) as error:
+                except LOST as error:
                     failures.append((key, source.place, str(error)))
         # What the others cannot map themselves: headers and small state, before the data.
         indirect = {s.shard for s in plan.sources if not s.direct}
@@ -218,9 +241,9 @@ class Restorer:
             if source.direct and source.shard not in attempt.images:
                 key = ShardKey(plan.id, source.shard, len(plan.sources))
                 try:
-                    attempt.images[source.shard] = image = open_image(key, source.place)
+                    attempt.images[source.shard] = image = open_image(key, source.place, plan.life)
                     headers[source.shard] = decode_header(image.view)
-                except (OSError, CorruptShardError, FormatError) as error:
+                except LOST as error:
                     failures.append((key, source.place, str(error)))
         failed = [f for theirs in self.group.all_gather_object(failures) for f in theirs]
         if failed:

@@ -14,12 +14,13 @@ from tierckpt.config import (
     Config,
     LocalConfig,
     MemoryConfig,
+    PersistentConfig,
     known_settings,
     load_config,
 )
 from tierckpt.errors import ConfigError
 
-NAME = {str: "text", int: 7, float: 2.5}
+NAME = {str: "text", int: 7, float: 2.5, bool: True}
 """A valid value of each type, for settings that take any."""
 CHOICES = {"when_busy": "wait", "release": "forward", "boundary": "explicit", "agent": "inline"}
 
@@ -32,7 +33,7 @@ def read(config: Config, setting: str) -> Any:
     table, _, rest = setting.partition("_")
     return (
         getattr(getattr(config, table), rest)
-        if table in ("memory", "local")
+        if table in ("memory", "local", "persistent")
         else getattr(config, setting)
     )
 
@@ -57,19 +58,19 @@ def test_paths_are_absolute_from_the_start(tmp_path: Path, monkeypatch: pytest.M
 def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
     for setting, kind in known_settings().items():
         value = value_for(setting, kind)
-        text = f"{setting} = {value!r}\n".replace("'", '"')
+        text = f"{setting} = {value!r}\n".replace("'", '"').replace("True", "true")
         for config in (
             load_config({setting: value}, {}),
             load_config({}, {f"TIERCKPT_{setting.upper()}": str(value)}),
             load_config({}, {}, toml(tmp_path, text)),
         ):
-            expected = os.path.abspath(value) if setting in ("path", "shm_dir") else value
+            expected = os.path.abspath(value) if setting.endswith(("path", "shm_dir")) else value
             assert read(config, setting) == expected
             assert type(read(config, setting)) is kind
 
 
 def test_the_flat_names_are_all_the_fields() -> None:
-    inner = {"memory": MemoryConfig, "local": LocalConfig}
+    inner = {"memory": MemoryConfig, "local": LocalConfig, "persistent": PersistentConfig}
     expected = {f.name for f in dataclasses.fields(Config)} - set(inner)
     for table, kind in inner.items():
         expected |= {f"{table}_{f.name}" for f in dataclasses.fields(kind)}

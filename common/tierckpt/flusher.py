@@ -1,0 +1,240 @@
+"""The agent's flusher: local shards to the persistent level, one version after the other.
+
+A node's shards of a version are flushed together, from the files of the local level, when the
+version is complete there on all ranks: what the flush reads is durable and does not change, and no
+slot waits for a slow store. Retention of the local level leaves alone what is held here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .localstore import LocalStore
+from .naming import Lineage, ShardKey, VersionId
+from .persistent import (
+    FlushCancelledError,
+    Lease,
+    LeaseHeldError,
+    Pace,
+    PersistentError,
+    PersistentStore,
+    RetentionPolicy,
+    ShardSource,
+    Throttle,
+    Turns,
+    VersionFacts,
+    VersionName,
+)
+from .persistent.backend import WINDOW_BYTES
+
+HELD_RETRY_SECONDS = 5.0
+"""Another life's lease is asked about again after this."""
+
+
+@dataclass(frozen=True)
+class PersistentSettings:
+    """Where to, and how."""
+
+    path: str
+    keep_last: int = 2
+    keep_every: int = 0
+    bytes_per_second: float = 0.0
+    nodes_at_once: int = 0
+    shards_per_file: int = 64
+    read_back: bool = False
+    drop_superseded: bool = False
+    node: int = 0
+    nodes: int = 1
+
+
+@dataclass(frozen=True)
+class FlushOrder:
+    """One version that is complete on the local level of all ranks. Alike on all nodes, but for
+    `directory` and `here`."""
+
+    directory: str
+    """Of the local level."""
+    here: tuple[int, ...]
+    """Shards that this node's local level has."""
+    version: int
+    generation: int
+    shards: int
+    life: str
+    job: str
+    lineage: Lineage
+    iteration: int
+    largest_bytes: int
+
+    @property
+    def name(self) -> VersionName:
+        """On the persistent level."""
+        return VersionName(VersionId(self.generation, self.version), self.shards, self.life)
+
+    @property
+    def keys(self) -> list[ShardKey]:
+        """The node's shards."""
+        return [ShardKey(self.name.id, shard, self.shards) for shard in self.here]
+
+    def as_message(self) -> dict[str, Any]:
+        """For the socket."""
+        return asdict(self)
+
+    @staticmethod
+    def of_message(values: dict[str, Any]) -> FlushOrder:
+        """The inverse of `as_message`."""
+        lineage = tuple((int(g), int(v)) for g, v in values["lineage"])
+        return FlushOrder(**{**values, "here": tuple(values["here"]), "lineage": lineage})
+
+
+Answer = Callable[[dict[str, Any]], None]
+
+
+class Flusher:
+    """One a node and place. `order` may be called by any thread; a thread of its own flushes."""
+
+    def __init__(self, settings: PersistentSettings, on_idle: Callable[[], None]) -> None:
+        """`on_idle` is called, by the flushing thread, whenever nothing is left to do."""
+        self.settings = settings
+        self.held = Held()
+        self._on_idle = on_idle
+        self._changed = threading.Condition()
+        self._orders: deque[tuple[FlushOrder, Answer]] = deque()
+        self._thread: threading.Thread | None = None
+        self._store: PersistentStore | None = None
+        self._lease: Lease | None = None
+
+    def order(self, order: FlushOrder, answer: Answer) -> None:
+        """Flush a version after those ordered before; `answer` is told how it went."""
+        self.held.add(order.keys)
+        with self._changed:
+            self._orders.append((order, answer))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="tierckpt-flusher", daemon=True
+                )
+                self._thread.start()
+
+    def busy(self) -> bool:
+        """True while something is flushed or waits."""
+        return self._thread is not None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._orders:
+                    self._thread = None
+                    break
+                order, answer = self._orders.popleft()
+            where = {"version": order.version, "generation": order.generation}
+            try:
+                answer({"op": "flushed", **where, **self._flush(order)})
+            except Exception as error:  # whatever a store's client raises costs this version only
+                answer({"op": "flush_failed", **where, "error": f"{type(error).__name__}: {error}"})
+                if isinstance(error, PersistentError):
+                    with contextlib.suppress(Exception):
+                        self._open(order).retire(order.name)
+            finally:
+                self.held.discard(order.keys)
+        self._on_idle()
+
+    def _flush(self, order: FlushOrder) -> dict[str, Any]:
+        begin = time.perf_counter()
+        store, settings = self._open(order), self.settings
+        throttle = None
+        if settings.bytes_per_second:
+            throttle = Throttle(settings.bytes_per_second, WINDOW_BYTES, time.monotonic())
+        lease = self._wait_for_lease(store, order)
+        pace = Pace(
+            throttle,
+            Turns(settings.node, settings.nodes, settings.nodes_at_once),
+            superseded=self._superseded,
+            keep=lease.keep,
+        )
+        facts = VersionFacts(order.job, order.lineage, order.iteration, order.largest_bytes)
+        local = LocalStore(order.directory)
+        with contextlib.ExitStack() as stack:
+            sources = [stack.enter_context(_source(local, key)) for key in order.keys]
+            nbytes = sum(len(s.image) for s in sources)
+            result = store.flush(order.name, facts, sources, pace)
+        if result.committed:
+            store.retain(
+                RetentionPolicy(settings.keep_last, settings.keep_every), order.name, lease
+            )
+        return {
+            "complete": result.committed,
+            "nbytes": nbytes,
+            "seconds": time.perf_counter() - begin,
+        }
+
+    def _open(self, order: FlushOrder) -> PersistentStore:
+        """The store, opened by the first flush."""
+        if self._store is None:
+            settings = self.settings
+            store = PersistentStore(settings.path, settings.shards_per_file, settings.read_back)
+            store.create()
+            store.clean()
+            self._store = store
+        return self._store
+
+    def _wait_for_lease(self, store: PersistentStore, order: FlushOrder) -> Lease:
+        """The place is this life's alone; after a job was killed that takes its lease's time."""
+        if self._lease is None or self._lease.life != order.life:
+            owner = f"{order.job} on {socket.gethostname()}"
+            self._lease = store.lease(order.life, owner)
+        while True:
+            try:
+                self._lease.ensure()
+            except LeaseHeldError:
+                if self._orders:  # a newer version will do
+                    raise
+                time.sleep(HELD_RETRY_SECONDS)
+            else:
+                return self._lease
+
+    def _superseded(self) -> bool:
+        return self.settings.drop_superseded and bool(self._orders)
+
+
+class Held:
+    """Local shards that must not be retired now. Any thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Hold it from asking to retiring."""
+        self._keys: dict[ShardKey, int] = {}
+
+    def add(self, keys: list[ShardKey]) -> None:
+        """Once for every use."""
+        with self.lock:
+            for key in keys:
+                self._keys[key] = self._keys.get(key, 0) + 1
+
+    def discard(self, keys: list[ShardKey]) -> None:
+        """The inverse of `add`."""
+        with self.lock:
+            for key in keys:
+                self._keys[key] -= 1
+                if not self._keys[key]:
+                    del self._keys[key]
+
+    def __contains__(self, key: ShardKey) -> bool:
+        return key in self._keys
+
+
+@contextlib.contextmanager
+def _source(local: LocalStore, key: ShardKey) -> Iterator[ShardSource]:
+    manifest = local.read_manifest(key)
+    mapped: mmap.mmap = local.open_image(key)
+    with contextlib.closing(mapped), memoryview(mapped) as image:
+        yield ShardSource(key.shard, image, manifest, lambda: local.read_manifest(key) == manifest)
+
+
+__all__ = ["FlushCancelledError", "FlushOrder", "Flusher", "Held", "PersistentSettings"]

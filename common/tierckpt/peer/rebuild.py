@@ -1,0 +1,89 @@
+"""Lost shards from what survived of their group. Knows no transport and no files.
+
+The restart path says how ranges of surviving shards and parities are read: from a slot, a mapped
+file, by `Transport.fetch`, or out of a broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import CorruptShardError, FormatError
+from ..manifest import DIGEST_BYTES, Manifest
+from ..redundancy import isal
+from ..redundancy.checks import check
+from ..redundancy.codes import Segment
+from ..redundancy.kernels import Product
+from ..redundancy.schedule import Task, plan_rebuild
+from ..shardfile import decode_header
+from .course import window_bytes_of
+from .parity import ParityManifest, Read
+
+
+def rebuild(
+    record: ParityManifest,
+    shards: Mapping[int, Read],
+    parities: Mapping[int, Read],
+    into: Mapping[int, memoryview],
+) -> None:
+    """Make the lost shards of a group, in `into`, and prove that they are right.
+
+    Members are numbered on the ring, as `record.group` lists them. `record` is the manifest of any
+    surviving parity. `shards` and `parities` read what survived, checked before by whoever holds it
+    (`check_parity` for parity): damaged is lost. `into` has writable memory of exactly the lost
+    shard's length for every member that is not in `shards`. Buffers k windows.
+
+    Raises RestoreError, with the arithmetic, when too much is lost, before anything is read.
+    Raises CorruptShardError when what was rebuilt is not what was lost, for some source was
+    damaged: nothing in `into` may be used then. What a reader raises goes through.
+    """
+    code = record.stripes.code
+    lost = set(range(code.n)) - shards.keys()
+    lengths = {member: len(view) for member, view in into.items()}
+    if lengths != {member: record.manifests[member].image_bytes for member in lost}:
+        raise ValueError(f"room for {lengths}, where members {sorted(lost)} are lost")
+    gone = set(range(code.n)) - parities.keys()
+    tasks = plan_rebuild(code, lost, gone, restore_parities=False)
+    _run(record, tasks, shards, parities, into)
+    for member in sorted(lost):
+        verify_shard(record.manifests[member], into[member])
+
+
+def _run(
+    record: ParityManifest,
+    tasks: tuple[Task, ...],
+    shards: Mapping[int, Read],
+    parities: Mapping[int, Read],
+    into: Mapping[int, memoryview],
+) -> None:
+    stripes = record.stripes
+    window_bytes = window_bytes_of(stripes.code)
+    products = [Product(task.matrix, isal.find()) for task in tasks]
+    buffers = [memoryview(bytearray(window_bytes)) for _ in range(stripes.code.k)]
+    for window in stripes.windows(window_bytes):
+
+        def read(segment: Segment, buffer: memoryview) -> memoryview:
+            low, high = stripes.range_of(segment, window)  # noqa: B023
+            if high > low:
+                (parities if segment.parity else shards)[segment.member](low, buffer[: high - low])
+            return buffer[: high - low]
+
+        for task, product in zip(tasks, products, strict=True):
+            sources = [read(s, b) for s, b in zip(task.sources, buffers, strict=True)]
+            ranges = [(s.member, stripes.range_of(s, window)) for s in task.outputs]
+            product.run(sources, [into[member][low:high] for member, (low, high) in ranges])
+
+
+def verify_shard(manifest: Manifest, view: memoryview) -> None:
+    """Raise CorruptShardError unless `view` is, to the byte, the shard that `manifest` is about."""
+    what = f"{manifest.key}, as it was rebuilt,"
+    advice = "some source was damaged; use another level, or an older version"
+    head, digests = manifest.header_bytes, manifest.digests
+    if not manifest.image_bytes:
+        return
+    try:
+        check(view[:head], [head], digests[:DIGEST_BYTES], what)
+        header = decode_header(view[:head])
+        check(view[head:], header.block_bytes, digests[DIGEST_BYTES:], what)
+    except (CorruptShardError, FormatError) as error:
+        raise CorruptShardError(f"{error}; {advice}") from error

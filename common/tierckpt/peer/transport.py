@@ -1,0 +1,365 @@
+"""One agent's connections to its peers: plain TCP, made on demand, kept, and made anew.
+
+Threads and blocking calls: one thread accepts, and every incoming connection has one. There are as
+many connections as the agent's ranks have fellow members, whatever the size of the job. What a
+connection carries, one after the other:
+
+    join       a member enters an exchange here, and its messages follow (see `exchange`)
+    fetch      a range of a file of the local store; `manifest`: its manifest
+    why        whom an exchange here waits for: asked before a silent peer is blamed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from ..errors import ConfigError
+from ..localstore import LocalStore
+from ..naming import ParityKey, ShardKey, VersionId
+from .address import Address
+from .errors import ExchangeCancelledError, PeerError
+from .wire import HELLO_SECONDS, Link, admit, greet
+
+FETCH_BYTES = 4 << 20
+"""What is read of a file, and held here, at once."""
+MOST_STRANGERS = 64
+"""Connections that have not proved yet that they know the secret; more are hung up on."""
+LOOK_SECONDS = 0.2
+"""How often somebody who waits for an exchange to begin is looked after."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a peer may keep us waiting."""
+
+    join_seconds: float = 60.0
+    """For the others to begin the same version: their trainers may seal later."""
+    stall_seconds: float = 30.0
+    """Without a byte of progress, once it has begun."""
+
+
+class Host(Protocol):
+    """What the transport knows of an exchange under way here."""
+
+    tag: str
+    """Names the version, the group and the purpose: equal for all of its members."""
+    series: str
+    """The same without the version."""
+    id: VersionId
+    member: int
+
+    def attend(self, link: Link, head: dict[str, Any], record: bytes) -> None:
+        """Serve a member that joins, in its connection's thread, until it has ended."""
+
+    def waits_for(self) -> list[str]:
+        """Names of the members that the exchange waits for now."""
+
+    def cancel(self, why: str) -> None:
+        """Give up."""
+
+
+class Transport:
+    """Listens from the start; any thread may call anything. `close` it at the end of the life."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        host: str,
+        port: int = 0,
+        limits: Limits | None = None,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`secret` is the life's; port 0 takes any. `notice` hears of strangers, in any thread.
+
+        Raises ConfigError when it cannot listen there.
+        """
+        self.limits = limits or Limits()
+        self._secret, self._notice = secret, notice
+        self._changed = threading.Condition()
+        self._closing = False
+        self._hosts: dict[tuple[str, int], Host] = {}
+        self._latest: dict[tuple[str, int], VersionId] = {}
+        self._stores: list[LocalStore] = []
+        self._kept: dict[Address, list[Link]] = {}
+        self._links: set[Link] = set()
+        self._threads: set[threading.Thread] = set()
+        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise ConfigError(
+                f"the agent cannot listen at {Address(host, port)}: {error}; set another interface "
+                "or port (0: any)"
+            ) from error
+        self.address = Address(host, self._listener.getsockname()[1])
+        self._start(self._accept)
+
+    def close(self) -> None:
+        """Cancel the exchanges under way, end all connections, and join all threads."""
+        with self._changed:
+            self._closing = True
+            hosts = list(self._hosts.values())
+            self._changed.notify_all()
+        for host in hosts:
+            host.cancel("the agent is closing")
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        with self._changed:  # nobody closes a link meanwhile: its descriptor could be another's
+            for link in self._links:
+                link.shut()
+        while thread := self._any_thread():
+            thread.join()
+        self._listener.close()
+        for link in [link for kept in self._kept.values() for link in kept]:
+            link.close()
+        self._kept.clear()
+
+    def __enter__(self) -> Transport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- to a peer -----------------------------------------------------------------------------
+
+    def connect(self, address: Address, seconds: float = HELLO_SECONDS, new: bool = False) -> Link:
+        """A connection for the caller alone, a kept one unless it must be `new`.
+
+        Give it back by `keep`, or close it by `drop`. Raises PeerError when the peer cannot be
+        reached in `seconds`, RefusedError when it does not want us.
+        """
+        with self._changed:
+            if self._closing:
+                raise ExchangeCancelledError("the agent is closing")
+            kept = self._kept.get(address, [])
+            while kept and not new:
+                link = kept.pop()
+                if not link.hung_up():
+                    return link
+                self._links.discard(link)
+                link.close()
+        try:
+            sock = socket.create_connection((address.host, address.port), max(seconds, 0.01))
+        except OSError as error:
+            raise PeerError(f"{address} cannot be reached: {error}") from error
+        link = self._hold(Link(sock, str(address), min(seconds, HELLO_SECONDS)))
+        try:
+            greet(link, self._secret)
+        except BaseException:
+            self.drop(link)
+            raise
+        link.seconds = self.limits.stall_seconds
+        return link
+
+    def keep(self, address: Address, link: Link) -> None:
+        """Give back a connection that is between two requests."""
+        with self._changed:
+            if not self._closing:
+                self._kept.setdefault(address, []).append(link)
+                return
+        self.drop(link)
+
+    def drop(self, link: Link) -> None:
+        """Close a connection."""
+        with self._changed:
+            self._links.discard(link)
+        link.close()
+
+    def fetch(self, address: Address, key: ShardKey, offset: int, into: memoryview) -> None:
+        """Fill `into` from byte `offset` of the peer's shard or parity; nothing is checked.
+
+        Raises PeerError when the peer cannot be reached, or has no such bytes.
+        """
+        with self._request(address) as link:
+            for low in range(0, len(into), FETCH_BYTES):
+                part = into[low : low + FETCH_BYTES]
+                where = {"stem": key.stem, "offset": offset + low, "length": len(part)}
+                head = _answer(link, {"op": "fetch", **where})
+                if head.get("nbytes", 0) != len(part):
+                    raise PeerError(f"{link.peer} has {key} only in part: it was cut short there")
+                link.receive_into(part)
+
+    def fetch_manifest(self, address: Address, key: ShardKey) -> bytes:
+        """The bytes, unchecked, of the manifest that the peer has of a shard or parity."""
+        with self._request(address) as link:
+            return link.receive_record(_answer(link, {"op": "manifest", "stem": key.stem}))
+
+    def why(self, address: Address, tag: str, member: int, seconds: float) -> list[str] | None:
+        """Whom the peer's exchange waits for; None when it does not answer in `seconds`."""
+        try:
+            link = self.connect(address, seconds, new=True)
+            try:
+                link.send({"op": "why", "tag": tag, "to": member})
+                return [str(name) for name in link.receive(seconds).get("waits_for", ())]
+            finally:
+                self.drop(link)
+        except PeerError:
+            return None
+
+    @contextlib.contextmanager
+    def _request(self, address: Address) -> Iterator[Link]:
+        link = self.connect(address)
+        try:
+            yield link
+        except BaseException:
+            self.drop(link)
+            raise
+        self.keep(address, link)
+
+    # --- exchanges here ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def hosting(self, host: Host) -> Iterator[None]:
+        """Let members join `host` inside `with`. Raises PeerError when it is under way already."""
+        key = (host.tag, host.member)
+        with self._changed:
+            if self._closing:
+                raise ExchangeCancelledError("the agent is closing")
+            if key in self._hosts:
+                raise PeerError(f"{host.id} is being exchanged already, as member {host.member}")
+            self._hosts[key] = host
+            series = (host.series, host.member)
+            self._latest[series] = max(host.id, self._latest.get(series, host.id))
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._hosts[key]
+
+    def publish(self, store: LocalStore) -> None:
+        """Let peers fetch what is committed in `store`."""
+        with self._changed:
+            if store.directory not in [known.directory for known in self._stores]:
+                self._stores.append(store)
+
+    # --- from a peer ---------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, (host, port, *_) = self._listener.accept()
+            except OSError:
+                if self._closing:
+                    return
+                time.sleep(LOOK_SECONDS)  # out of descriptors: it may pass
+                continue
+            if not self._strangers.acquire(blocking=False):
+                sock.close()
+                continue
+            link = self._hold(Link(sock, str(Address(host, port)), HELLO_SECONDS))
+            self._start(partial(self._receive, link))
+
+    def _receive(self, link: Link) -> None:
+        """The thread of an incoming connection."""
+        try:
+            try:
+                admit(link, self._secret)
+            except PeerError as error:
+                self._notice(f"a connection was refused: {error}")
+                return
+            finally:
+                self._strangers.release()
+            link.seconds = self.limits.stall_seconds
+            with contextlib.suppress(PeerError):  # whoever it concerns has heard of it
+                while True:
+                    self._serve(link, link.receive(None))
+        finally:
+            self.drop(link)
+
+    def _serve(self, link: Link, head: dict[str, Any]) -> None:
+        operation = head.get("op")
+        try:
+            if operation == "join":
+                record = link.receive_record(head)
+                if host := self._await_host(link, head):
+                    host.attend(link, head, record)
+            elif operation == "fetch":
+                link.send({"op": "bytes"}, self._read(head))
+            elif operation == "manifest":
+                store, key = self._find(head)
+                link.send({"op": "manifest"}, store.read_manifest(key))
+            elif operation == "why":
+                asked = self._hosts.get((str(head["tag"]), int(head["to"])))
+                link.send({"waits_for": asked.waits_for() if asked else []})
+            else:
+                raise PeerError(f"{link.peer} asks for {operation!r}, which is unknown here")
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            link.send({"error": f"{type(error).__name__}: {error}"[:1000]})
+
+    def _await_host(self, link: Link, head: dict[str, Any]) -> Host | None:
+        """The exchange that is to be joined, when it begins here; None when it will not."""
+        tag, member = str(head["tag"]), int(head["to"])
+        asked = VersionId(int(head["generation"]), int(head["version"]))
+        deadline = time.monotonic() + self.limits.join_seconds
+        with self._changed:
+            while (tag, member) not in self._hosts:
+                latest = self._latest.get((str(head["series"]), member))
+                if latest is not None and latest > asked:
+                    link.send({"op": "refused", "why": f"{asked} was left out: {latest} is next"})
+                    return None
+                if self._closing or time.monotonic() > deadline or link.hung_up():
+                    raise PeerError(f"{link.peer} wanted to exchange {asked}, which is not here")
+                self._changed.wait(LOOK_SECONDS)
+            return self._hosts[tag, member]
+
+    def _find(self, head: dict[str, Any]) -> tuple[LocalStore, ShardKey]:
+        """Only names that we give, of what is committed: no other file can be asked for."""
+        stem = str(head["stem"])
+        key = ShardKey.parse(stem) or ParityKey.parse(stem)
+        if key is None:
+            raise ValueError(f"{stem!r} is no shard and no parity")
+        for store in list(self._stores):
+            if store.has(key):
+                return store, key
+        raise FileNotFoundError(f"{key} is not here")
+
+    def _read(self, head: dict[str, Any]) -> bytes:
+        store, key = self._find(head)
+        offset, length = int(head["offset"]), int(head["length"])
+        if offset < 0 or not 0 <= length <= FETCH_BYTES:
+            raise ValueError(f"bytes {offset} and {length} more cannot be asked for at once")
+        return store.read(key, offset, length)
+
+    # --- links and threads ---------------------------------------------------------------------
+
+    def _hold(self, link: Link) -> Link:
+        with self._changed:
+            self._links.add(link)
+            if self._closing:
+                link.shut()
+        return link
+
+    def _start(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._changed:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name="tierckpt-peer", daemon=True)
+        with self._changed:
+            self._threads.add(thread)
+            thread.start()
+
+    def _any_thread(self) -> threading.Thread | None:
+        with self._changed:
+            return next(iter(self._threads), None)
+
+
+def _answer(link: Link, request: dict[str, Any]) -> dict[str, Any]:
+    """Ask, and return the head of the answer. Raises PeerError when that is an error."""
+    link.send(request)
+    head = link.receive(link.seconds)
+    if "error" in head:
+        raise PeerError(f"{link.peer}: {head['error']}")
+    return head

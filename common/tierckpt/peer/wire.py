@@ -1,0 +1,228 @@
+"""Frames on one connection between two agents, and the handshake that every connection begins with.
+
+A frame is the length of a JSON object (4 bytes, big endian), the object, and as many raw bytes as
+its member `nbytes` says, none if it has no such member. Raw bytes go from and to the caller's own
+memory: nothing here holds more than a frame's head.
+
+The handshake is a challenge and response by HMAC-SHA256 over a secret that all agents of one life
+of the job share (Krawczyk, Bellare and Canetti, 1997): each side proves that it knows the secret,
+on a nonce that the other side chose, before anything else is read. It keeps strangers, port
+scanners and agents of other jobs out. It does not encrypt, and does not protect from somebody who
+can change packets on the way; neither do the job's own collectives.
+
+    listener -> {"tierckpt": "peer", "protocol": 1, "nonce": ...}
+    caller   -> {"protocol": 1, "nonce": ..., "proof": ...}
+    listener -> {"proof": ...}  or  {"error": ...}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .errors import PeerError, RefusedError
+
+PROTOCOL = 1
+HELLO_SECONDS = 10.0
+"""No step of a handshake takes longer."""
+MOST_HEAD_BYTES = 4096
+"""No JSON object is longer."""
+MOST_RECORD_BYTES = 64 << 20
+"""No manifest that a peer sends is longer: that of a shard of 3 TB is about this."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
+"""An idle connection to a node that vanished ends after two minutes."""
+
+
+class Link:
+    """A connected socket. One thread sends, one receives; either may be the same.
+
+    Every wait ends after `seconds` without a single byte of progress (None: never), as a PeerError
+    that names `peer`; so does a connection that breaks. Close it then: it may be within a frame.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, seconds: float | None) -> None:
+        """Takes over `sock`; `peer` is how errors name the other side."""
+        self.peer = peer
+        self.seconds = seconds
+        self._socket = sock
+        self._closing = threading.Lock()
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):  # the other side is gone already
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def shut(self) -> None:
+        """End the connection and wake whoever waits here. From any thread."""
+        # The lock: a descriptor that is closed meanwhile might be somebody else's by then.
+        with self._closing, contextlib.suppress(OSError):  # not connected any more, or closed
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """`shut`, and give the descriptor back: only when no other thread uses the link."""
+        self.shut()
+        with self._closing:
+            self._socket.close()
+
+    # --- sending -------------------------------------------------------------------------------
+
+    def send(self, head: dict[str, Any], payload: memoryview | bytes = b"") -> None:
+        """Send a frame. Blocks while the peer does not read: so it slows us, not its memory."""
+        parts = [memoryview(_head(head, len(payload))), memoryview(payload)]
+        with self._named():
+            while parts:
+                try:
+                    sent = self._socket.sendmsg(parts)
+                except BlockingIOError:
+                    self._ready(select.POLLOUT, self.seconds, "took nothing")
+                    continue
+                while parts and sent >= len(parts[0]):
+                    sent -= len(parts.pop(0))
+                if parts:
+                    parts[0] = parts[0][sent:]
+
+    def send_now(self, head: dict[str, Any]) -> None:
+        """Send a frame if that is possible at once: last words, before `close`."""
+        with contextlib.suppress(OSError):
+            self._socket.send(_head(head, 0))
+
+    # --- receiving -----------------------------------------------------------------------------
+
+    def receive(self, begin_seconds: float | None) -> dict[str, Any]:
+        """The head of the next frame; waits so long for it to begin (None: without limit).
+
+        Raises PeerError also when what comes is no frame of ours.
+        """
+        length = bytearray(4)
+        self._fill(memoryview(length)[:1], begin_seconds)
+        self._fill(memoryview(length)[1:], self.seconds)
+        nbytes = int.from_bytes(length, "big")
+        if not 0 < nbytes <= MOST_HEAD_BYTES:
+            raise PeerError(f"{self.peer} sent what is no frame of ours: {bytes(length)!r}")
+        text = bytearray(nbytes)
+        self._fill(memoryview(text), self.seconds)
+        try:
+            head = json.loads(text)
+            if type(head) is not dict or type(head.get("nbytes", 0)) is not int:
+                raise ValueError("it is not an object with a length")
+        except (ValueError, RecursionError) as error:
+            raise PeerError(f"{self.peer} sent what is no frame of ours: {error}") from error
+        return head
+
+    def receive_into(self, view: memoryview, progress: Callable[[], None] = lambda: None) -> None:
+        """Fill `view` with raw bytes of the frame; `progress` is called after every piece."""
+        self._fill(view, self.seconds, progress)
+
+    def receive_record(self, head: dict[str, Any]) -> bytes:
+        """The raw bytes of a frame that carries a manifest or the like."""
+        nbytes = head.get("nbytes", 0)
+        if not 0 <= nbytes <= MOST_RECORD_BYTES:
+            raise PeerError(f"{self.peer} sent a record of {nbytes} bytes; that is no record")
+        record = bytearray(nbytes)
+        self._fill(memoryview(record), self.seconds)
+        return bytes(record)
+
+    def hung_up(self) -> bool:
+        """True when the other side ended the connection. Never blocks."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _fill(
+        self,
+        view: memoryview,
+        seconds: float | None,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        with self._named():
+            while len(view):
+                try:
+                    count = self._socket.recv_into(view)
+                except BlockingIOError:
+                    self._ready(select.POLLIN, seconds, "sent nothing")
+                    continue
+                if not count:
+                    raise ConnectionResetError("it was closed by the other side")
+                view = view[count:]
+                progress()
+
+    def _ready(self, event: int, seconds: float | None, what: str) -> None:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        if not poll.poll(None if seconds is None else 1000 * max(seconds, 0)):
+            raise PeerError(f"{self.peer} {what} for {seconds:.0f} s")
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: closed under us
+            raise PeerError(f"{self.peer}: the connection broke: {error}") from error
+
+
+def _head(head: dict[str, Any], nbytes: int) -> bytes:
+    text = json.dumps({**head, "nbytes": nbytes} if nbytes else head, separators=(",", ":"))
+    return len(text).to_bytes(4, "big") + text.encode()
+
+
+# --- handshake -----------------------------------------------------------------------------------
+
+
+def greet(link: Link, secret: bytes) -> None:
+    """The caller's side. Raises RefusedError when the listener is another life's, or protocol's."""
+    hello = link.receive(HELLO_SECONDS)
+    if hello.get("tierckpt") != "peer":
+        raise RefusedError(f"{link.peer} is no agent: it says {hello}")
+    if hello.get("protocol") != PROTOCOL:
+        raise RefusedError(
+            f"{link.peer} speaks protocol {hello.get('protocol')}, this agent {PROTOCOL}; "
+            "install the same tierckpt on all nodes"
+        )
+    theirs, ours = str(hello.get("nonce")), secrets.token_hex(16)
+    proof = _proof(secret, "caller", theirs, ours)
+    link.send({"protocol": PROTOCOL, "nonce": ours, "proof": proof})
+    answer = link.receive(HELLO_SECONDS)
+    if "error" in answer:
+        raise RefusedError(f"{link.peer} refused us: {answer['error']}")
+    if not _same(answer.get("proof"), _proof(secret, "listener", theirs, ours)):
+        raise RefusedError(f"{link.peer} does not know the secret of this life of the job")
+
+
+def admit(link: Link, secret: bytes) -> None:
+    """The listener's side. Raises PeerError for a stranger, who is told why; nothing else is read
+    from one."""
+    ours = secrets.token_hex(16)
+    link.send({"tierckpt": "peer", "protocol": PROTOCOL, "nonce": ours})
+    hello = link.receive(HELLO_SECONDS)
+    if hello.get("protocol") != PROTOCOL:
+        why = f"this agent speaks protocol {PROTOCOL}; install the same tierckpt on all nodes"
+    elif not _same(
+        hello.get("proof"), _proof(secret, "caller", ours, theirs := str(hello.get("nonce")))
+    ):
+        why = "it is an agent of another job, or of another life of this one"
+    else:
+        link.send({"proof": _proof(secret, "listener", ours, theirs)})
+        return
+    link.send_now({"error": why})
+    raise RefusedError(f"{link.peer} was refused: {why}")
+
+
+def _proof(secret: bytes, role: str, listener_nonce: str, caller_nonce: str) -> str:
+    text = f"tierckpt peer {PROTOCOL} {role} {listener_nonce} {caller_nonce}"
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _same(said: object, proof: str) -> bool:
+    return isinstance(said, str) and said.isascii() and hmac.compare_digest(said, proof)

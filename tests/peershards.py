@@ -1,0 +1,226 @@
+"""Members of redundancy groups: their shards, and their exchanges in threads of one process."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tierckpt.layout import BLOCK_BYTES
+from tierckpt.localstore import LocalStore
+from tierckpt.manifest import Manifest, digest
+from tierckpt.naming import PAGE_BYTES, ParityKey, ShardKey, VersionId
+from tierckpt.peer.address import Address
+from tierckpt.peer.exchange import Exchange, Party, Report, Shard
+from tierckpt.peer.parity import ParityManifest, check_parity
+from tierckpt.peer.rebuild import rebuild
+from tierckpt.peer.transport import Limits, Transport
+from tierckpt.redundancy.codes import Code
+from tierckpt.redundancy.groups import RedundancyGroup
+
+SECRET = b"one life"
+QUICK = Limits(join_seconds=20.0, stall_seconds=20.0)
+"""Longer than a busy machine keeps a thread waiting."""
+
+
+def shard_of(
+    member: int, nbytes: int, members: int, version: int = 1, life: str = "5eed"
+) -> tuple[memoryview, bytes]:
+    """The shard of a member, in memory as a slot's image is, and its manifest.
+
+    Without a tensor, yet with a true header: `nbytes` is 0, or at least a page.
+    """
+    image = memoryview(bytearray())
+    digests, header_bytes = b"", 0
+    if nbytes:
+        image = memoryview(mmap.mmap(-1, nbytes))
+        data_bytes = nbytes - PAGE_BYTES
+        blocks = [BLOCK_BYTES] * (data_bytes // BLOCK_BYTES)
+        blocks += [data_bytes % BLOCK_BYTES] if data_bytes % BLOCK_BYTES else []
+        metadata = {
+            "format": "tierckpt-shard",
+            "format_version": "1.0",
+            "pieces": "[]",
+            "blocks": json.dumps([[1, b] for b in blocks]),
+            "structure": "{}",
+        }
+        text = json.dumps({"__metadata__": metadata}).encode().ljust(PAGE_BYTES - 8)
+        header_bytes = PAGE_BYTES
+        image[:PAGE_BYTES] = (PAGE_BYTES - 8).to_bytes(8, "little") + text
+        rng = np.random.default_rng([member, version, nbytes])
+        image[PAGE_BYTES:] = rng.bytes(data_bytes)
+        digests, low = digest(image[:PAGE_BYTES]), PAGE_BYTES
+        for block in blocks:
+            digests += digest(image[low : low + block])
+            low += block
+    manifest = Manifest(
+        job="job",
+        version=version,
+        generation=1,
+        life=life,
+        lineage=((1, 0),),
+        iteration=version,
+        shard=rank_of(member),
+        shards=rank_of(members),
+        image_bytes=nbytes,
+        header_bytes=header_bytes,
+        rank_state_bytes=0,
+        digests=digests,
+        created_seconds=0.0,
+    )
+    return image, manifest.encode()
+
+
+def rank_of(member: int) -> int:
+    """Groups of the tests take every other rank, so that a member is never taken for its rank."""
+    return 2 * member + 1
+
+
+def group_of(code: Code) -> RedundancyGroup:
+    return RedundancyGroup(tuple(rank_of(i) for i in range(code.n)), code)
+
+
+def key_of(member: int, code: Code, version: int = 1) -> ShardKey:
+    return ShardKey(VersionId(1, version), rank_of(member), rank_of(code.n))
+
+
+def parity_key_of(member: int, code: Code, version: int = 1) -> ParityKey:
+    return ParityKey(VersionId(1, version), rank_of(member), rank_of(code.n))
+
+
+@dataclass
+class Members:
+    """A group in one process: a transport and a store for each, as if each was a node's agent."""
+
+    folder: Path
+    code: Code
+    lengths: Sequence[int]
+    limits: Limits = QUICK
+    transports: list[Transport] = field(default_factory=list)
+    addresses: tuple[Address, ...] = ()
+    errors: dict[int, Exception] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+
+    def __enter__(self) -> Members:
+        for _ in range(self.code.n):
+            self.transports.append(Transport(SECRET, "127.0.0.1", limits=self.limits))
+        self.addresses = tuple(t.address for t in self.transports)
+        for member in range(self.code.n):
+            self.store(member).create()
+            self.transports[member].publish(self.store(member))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for transport in self.transports:
+            transport.close()
+
+    def store(self, member: int) -> LocalStore:
+        return LocalStore(self.folder / f"node{member}")
+
+    def image(self, member: int, version: int = 1) -> bytes:
+        return bytes(shard_of(member, self.lengths[member], self.code.n, version)[0])
+
+    def exchange(
+        self,
+        member: int,
+        version: int = 1,
+        make: Iterable[int] | None = None,
+        still_sealed: Callable[[], bool] = lambda: True,
+        life: str = "5eed",
+        addresses: tuple[Address, ...] | None = None,
+    ) -> Exchange:
+        image, manifest = shard_of(member, self.lengths[member], self.code.n, version, life)
+        party = Party(group_of(self.code), addresses or self.addresses, member)
+        shard = Shard(image, manifest, still_sealed)
+        return Exchange(self.transports[member], party, shard, self.store(member), make)
+
+    def start(self, exchange: Exchange) -> threading.Thread:
+        """Run it in a thread; its report or error is noted under the member's number."""
+
+        def run() -> None:
+            try:
+                self.reports[exchange.member] = exchange.run()
+            except Exception as error:
+                self.errors[exchange.member] = error
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def run(self, exchanges: Iterable[Exchange]) -> None:
+        """All at once, to their ends."""
+        self.errors.clear()
+        self.reports.clear()
+        for thread in [self.start(exchange) for exchange in exchanges]:
+            thread.join()
+
+    def protect(self, version: int = 1) -> None:
+        """Everybody's part; every error is the test's."""
+        self.run([self.exchange(member, version) for member in range(self.code.n)])
+        for error in self.errors.values():
+            raise error
+
+    def parities(self, version: int = 1) -> dict[int, bytes]:
+        """What is committed, by member: checked, and equal to what is on disk."""
+        found = {}
+        for member in range(self.code.n):
+            store, key = self.store(member), parity_key_of(member, self.code, version)
+            if key in store.parities():
+                record = ParityManifest.decode(store.read_manifest(key))
+                check_parity(record, reader(store, key))
+                found[member] = store.read(key, 0, record.image_bytes + 1)
+        return found
+
+    def rebuilt(self, lost: set[int], version: int = 1) -> dict[int, bytes]:
+        """What comes back of lost nodes, from the files of the others alone."""
+        left = [m for m in range(self.code.n) if m not in lost]
+        keys = {m: parity_key_of(m, self.code, version) for m in left}
+        record = ParityManifest.decode(self.store(left[0]).read_manifest(keys[left[0]]))
+        into = {m: memoryview(bytearray(self.lengths[m])) for m in lost}
+        rebuild(
+            record,
+            {m: memory_reader(self.image(m, version)) for m in left},
+            {m: reader(self.store(m), keys[m]) for m in left},
+            into,
+        )
+        return {m: bytes(view) for m, view in into.items()}
+
+
+def reader(store: LocalStore, key: ShardKey) -> Callable[[int, memoryview], None]:
+    """Reads a file of the store."""
+
+    def read(offset: int, into: memoryview) -> None:
+        data = store.read(key, offset, len(into))
+        if len(data) < len(into):
+            raise EOFError(f"{len(data)} of {len(into)} bytes at {offset}")
+        into[:] = data
+
+    return read
+
+
+def memory_reader(image: bytes) -> Callable[[int, memoryview], None]:
+    def read(offset: int, into: memoryview) -> None:
+        into[:] = image[offset : offset + len(into)]
+
+    return read
+
+
+def nothing_of(folder: Path, version: int) -> bool:
+    """True when no file below says anything of the version's parity: not even half-done."""
+    names = (name for _, _, files in os.walk(folder) for name in files)
+    return not any(f"v{version:010d}" in name and ".p0" in name for name in names)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    """For what other threads and processes do; a test that waits in vain fails."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.002)
