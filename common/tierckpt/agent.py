@@ -183,10 +183,9 @@ class Agent:
         desk, said_goodbye = None, True
         try:
             with channel:
-                hello = json.loads(channel.recv(MESSAGE_BYTES) or b"{}")
-                if hello.get("op") != "hello" or hello.get("protocol") != PROTOCOL:
-                    return  # a tierckpt of another version: it finds no welcome, and starts its own
-                settings = DeskSettings(**hello["desk"])
+                settings = _greeting(channel.recv(MESSAGE_BYTES))
+                if settings is None:
+                    return
                 desk = (settings.directory, settings.shard)
                 with self._lock:
                     self._missed.pop(desk, None)
@@ -220,6 +219,19 @@ class Agent:
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
+
+
+def _greeting(data: bytes) -> DeskSettings | None:
+    """What a trainer says of itself; None for anything else.
+
+    A tierckpt of another version finds no welcome then, and starts an agent of its own.
+    """
+    try:
+        hello = json.loads(data)
+        known = hello["op"] == "hello" and hello["protocol"] == PROTOCOL
+        return DeskSettings(**hello["desk"]) if known else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _peer_uid(channel: socket.socket) -> int:

@@ -309,7 +309,7 @@ class AgentClient:
     def _drop(self) -> None:
         assert self._channel is not None
         self._channel.close()
-        self._channel, self._welcome = None, False
+        self._channel, self._welcome, self.pid = None, False, None
 
     def _lose(self, reason: str) -> None:
         """The agent is no more; its end is news even when it had nothing to do."""
