@@ -79,6 +79,9 @@ format: $(READY)
 
 bench: $(READY)
 	@set -e; for script in $(BENCHMARKS); do echo "$$script --toy"; $(PY) $$script --toy; done
+	@if $(PY) tools/make_horovod.py --check >/dev/null 2>&1; then \
+	echo "benchmarks/stall.py --toy --launcher horovod"; $(PY) benchmarks/stall.py --toy --launcher horovod; \
+	else echo "no Horovod here: benchmarks/stall.py --launcher horovod is not run"; fi
 
 clean:
 	rm -rf build dist *.egg-info common/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

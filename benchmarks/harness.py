@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import uuid
 from contextlib import suppress
-from multiprocessing import Pipe
+from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from launchers import LAUNCHERS
 from methods import Setting
 from processes import MARK, Family, MemorySampler, machine_busy_seconds
 
 HERE = Path(__file__).resolve().parent
 MEMORY_CYCLES = 3  # checkpoints in the block that is sampled for memory
+GRACE_SECONDS = 10.0  # horovodrun gives its ranks 5 s to end
+LOOK_SECONDS = 0.2  # how often a team that starts is looked at: has a rank died?
 
 
 class TeamError(RuntimeError):
@@ -30,67 +35,80 @@ class Team:
 
     One set of processes a method, because methods leave things behind in a process (daemons,
     threads, cached buffers, a communication hook), and kept alive, because starting is slow (2-10
-    s) and steady state is what is asked about. An idle team is blocked in read(2).
+    s) and steady state is what is asked about. An idle team is blocked in read(2), or
+    stopped where that is not idle enough.
 
     Each rank leads a session of its own, so that a method's daemons cannot be taken for ours,
-    and carries the family's mark, so that they are found wherever they went.
+    and carries the family's mark, so that they are found wherever they went. A launcher between us
+    and the ranks passes on no descriptors, so they come to a socket in the (private) folder for
+    shared memory, whose path is short enough for one.
     """
 
-    def __init__(self, setting: Setting, world: int, timeout_s: float, log: Path) -> None:
+    def __init__(self, setting: Setting, timeout_s: float, log: Path) -> None:
         self.family = Family(uuid.uuid4().hex)
         self.timeout_s = timeout_s
         self.log = log  # what the ranks print; shown if one of them dies without a word
-        self._pipes: list[Connection] = []
-        self._ranks: list[subprocess.Popen[bytes]] = []
-        port = _free_port()
+        self._world = setting.world
+        self._pipes: list[Connection] = []  # in rank order
+        self._restless = LAUNCHERS[setting.launcher].restless
+        self._pids: list[int] = []  # of the ranks, while they may be stopped
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._door = socket.socket(socket.AF_UNIX)
         try:
-            for rank in range(world):
-                self._launch(rank, world, port)
-            for pipe in self._pipes:
-                pipe.send(setting)
+            path = f"{setting.memory}/{setting.method}.sock"
+            self._door.bind(path)
+            self._door.listen(setting.world)
+            self._door.settimeout(LOOK_SECONDS)
+            trainer = [sys.executable, str(HERE / "trainer.py"), path, json.dumps(asdict(setting))]
+            self._processes = LAUNCHERS[setting.launcher].start(
+                setting.world, trainer, {MARK: self.family.token}, log
+            )
         except BaseException:
             self.kill()
             raise
 
-    def _launch(self, rank: int, world: int, port: int) -> None:
-        near, far = Pipe()
-        environment = {
-            **os.environ,
-            MARK: self.family.token,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, str(HERE / "trainer.py"), str(far.fileno())]
-        with open(self.log, "ab") as log:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                pass_fds=[far.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        far.close()
-        self._pipes.append(near)
-        self._ranks.append(process)
-
     def ready(self) -> int:
         """Wait until all ranks have trained a step; return the bytes of the training state."""
-        return int(self._replies()[0])
+        self._let_in()
+        state_bytes = int(self._replies()[0])
+        self._signal(signal.SIGSTOP)
+        return state_bytes
+
+    def _let_in(self) -> None:
+        limit = time.monotonic() + self.timeout_s
+        come: dict[int, Connection] = {}
+        while len(come) < self._world:
+            try:
+                visitor, _ = self._door.accept()
+            except TimeoutError:
+                if any(process.poll() is not None for process in self._processes):
+                    raise self._dead() from None
+                if time.monotonic() > limit:
+                    raise TeamError(f"no ranks within {self.timeout_s:.0f} s") from None
+                continue
+            visitor.setblocking(True)
+            pipe = Connection(visitor.detach())
+            rank, pid = self._receive(pipe)
+            come[rank] = pipe
+            self._pids += [pid] if self._restless else []
+        self._pipes = [come[rank] for rank in range(self._world)]
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def command(self, name: str, **arguments: Any) -> list[Any]:
         """Have every rank do the same; return their answers in rank order."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             try:
                 pipe.send((name, arguments))
             except OSError as error:
                 raise TeamError(f"a rank is gone before {name}") from error
-        return self._replies()
+        answers = self._replies()
+        self._signal(signal.SIGSTOP)
+        return answers
 
     def _replies(self) -> list[Any]:
         """One answer of every rank, or the first failure: a rank that has failed tells so
@@ -110,11 +128,14 @@ class Team:
         try:
             status, value = pipe.recv()
         except (EOFError, ConnectionError) as error:
-            last = self.log.read_text(errors="replace").strip().splitlines()[-20:]
-            raise TeamError("\n".join(["a rank died; its last words:", *last])) from error
+            raise self._dead() from error
         if status == "error":
             raise TeamError(str(value).strip())
         return value
+
+    def _dead(self) -> TeamError:
+        last = self.log.read_text(errors="replace").strip().splitlines()[-20:]
+        return TeamError("\n".join(["a rank died; its last words:", *last]))
 
     def block(self, steps: int, checkpoints: bool) -> dict[str, Any]:
         """One measured block: the ranks' own timings, the family's CPU seconds, and the cores
@@ -134,6 +155,7 @@ class Team:
 
     def begin_close(self) -> None:
         """Ask every rank to end."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send(("close", {}))
@@ -144,17 +166,24 @@ class Team:
         What hangs in teardown has been measured already: it is killed, and no error.
         """
         limit = time.monotonic() + limit_s
-        for process in self._ranks:
+        for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(limit - time.monotonic(), 0))
         self.kill()
 
     def kill(self) -> None:
+        """End what is left of the family; a launcher first, since it has things to clean up."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
         self.family.kill()
-        for process in self._ranks:
+        for process in self._processes:
             process.wait()
         for pipe in self._pipes:
             pipe.close()
+        self._door.close()
 
 
 def measure_memory(team: Team, every: int) -> dict[str, Any]:
@@ -170,18 +199,15 @@ def measure_memory(team: Team, every: int) -> dict[str, Any]:
     return {"plain": plain, "checkpoints": team.memory_block(steps, checkpoints=True)}
 
 
-def measure_visit(team: Team, steps: int) -> dict[str, Any]:
-    """Plain, checkpoints, plain: a steady drift of the machine cancels out."""
+def measure_visit(team: Team, plain: Team, steps: int) -> dict[str, Any]:
+    """Plain, checkpoints, plain: a steady drift of the machine cancels out.
+
+    plain: who trains the plain blocks: `team` itself, or another if even being attached costs.
+    """
     visit = {
-        "before": team.block(steps // 2, checkpoints=False),
+        "before": plain.block(steps // 2, checkpoints=False),
         "checkpoints": team.block(steps, checkpoints=True),
-        "after": team.block(steps - steps // 2, checkpoints=False),
+        "after": plain.block(steps - steps // 2, checkpoints=False),
     }
     team.command("sweep")
     return visit
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -36,9 +37,19 @@ def description(directory: Path) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """The commit that is checked out and whether the working tree differs from it."""
+    """The commit that is checked out, whether the working tree differs from it, and how.
+
+    changes: a digest of the differences, to tell whether two runs had the same; of files that git
+    does not know yet, only the names count.
+    """
     head = _git("rev-parse", "--verify", "HEAD")
-    return {"commit": head, "dirty": bool(_git("status", "--porcelain")) if head else None}
+    found = _git("status", "--porcelain") if head else None
+    text = f"{found}\n{_git('diff', 'HEAD')}" if found else ""
+    return {
+        "commit": head,
+        "dirty": bool(found) if head else None,
+        "changes": hashlib.sha256(text.encode()).hexdigest()[:12] if text else None,
+    }
 
 
 def filesystem(directory: Path) -> str:

@@ -19,6 +19,8 @@ class Setting:
     """What the parent tells each rank once. `every` is in steps, `batch` in samples a rank."""
 
     method: str
+    launcher: str
+    world: int
     model: str
     batch: int
     every: int
@@ -32,11 +34,13 @@ class Setting:
 class Job:
     """What a method gets to know about the training it serves, on this rank.
 
+    model: what the training calls; module: the same without DDP's wrapper, if there is one.
     directory: where durable checkpoints go; the same path on all ranks, exists already.
     memory: a folder in shared memory, likewise; the parent removes it in the end.
     """
 
-    model: nn.parallel.DistributedDataParallel
+    model: nn.Module
+    module: nn.Module
     optimizer: Optimizer
     directory: Path
     memory: Path
@@ -61,6 +65,7 @@ class Method:
     fsync = "-"  # yes: fsync'ed before it counts as durable; no: handed to the page cache only
     peer = False  # compared against, as opposed to ours and the control
     slots = 0  # host buffers a rank, for the memory target
+    beside = ""  # method whose ranks train the plain blocks, where being attached costs by itself
 
     def __init__(self) -> None:
         self.durable: dict[int, float] = {}

@@ -19,35 +19,45 @@ class OursMemory(Method):
     name = "ours-memory"
     title = "ours, to memory"
     fsync = "-"
-    level = "memory"
+    adapter = "ddp_ckpt"
+    level = "memory"  # empty: none
     final = "sealed"  # the event that ends a version at this level
     slots = 2
 
     @classmethod
     def missing(cls) -> str | None:
         try:
-            importlib.import_module("ddp_ckpt")
+            importlib.import_module(cls.adapter)
         except ImportError as error:
             return f"not installed ({error})"
         return None
 
-    def setup(self, job: Job) -> None:
-        self.job = job
+    def __init__(self) -> None:
+        super().__init__()
         self._open: set[int] = set()  # asked for, and neither finished, skipped nor failed
         self._begun: dict[int, float] = {}  # version -> perf_counter() at its boundary
         self._ahead = 0  # the trainer's versions less ours, which start where we were attached
-        self._checkpointer = importlib.import_module("ddp_ckpt").Checkpointer(
+
+    def setup(self, job: Job) -> None:
+        self.job = job
+        adapter = importlib.import_module(self.adapter)
+        self._checkpointer = adapter.Checkpointer(
             job.model,
             job.optimizer,
-            path=str(job.directory),
             memory_every_steps=NEVER if self.level == "memory" else 0,
             local_every_steps=NEVER if self.level == "local" else 0,
-            local_every_seconds=0,
-            slots=self.slots,
-            shm_dir=str(job.memory),
-            boundary="explicit",
-            on_event=self._event,
+            **self._settings(),
         )
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "path": str(self.job.directory),
+            "local_every_seconds": 0,
+            "slots": self.slots,
+            "shm_dir": str(self.job.memory),
+            "boundary": "explicit",
+            "on_event": self._event,
+        }
 
     def boundary(self, version: int, due: bool) -> None:
         if due:
@@ -121,4 +131,20 @@ def _changed(path: Path) -> float:
     return path.stat().st_ctime_ns / 1e9
 
 
-OURS = (OursMemory, OursLocal)
+class OursOff(OursMemory):
+    """Attached, with every level off: what the adapter costs by being there.
+
+    Its hooks cannot all be taken out again, so the plain blocks to compare with are another team's.
+    """
+
+    name = "ours-off"
+    title = "ours, attached, off"
+    level = ""
+    slots = 0
+    beside = "nothing"
+
+    def boundary(self, version: int, due: bool) -> None:
+        self._checkpointer.step()
+
+
+OURS = (OursOff, OursMemory, OursLocal)

@@ -16,7 +16,7 @@ from methods import FolderMethod, Job, Waiters
 
 def raw_state(job: Job) -> dict[str, Any]:
     """References to the live tensors of model and optimizer, nothing copied."""
-    return {"model": job.model.module.state_dict(), "optimizer": job.optimizer.state_dict()}
+    return {"model": job.module.state_dict(), "optimizer": job.optimizer.state_dict()}
 
 
 class TorchSave(FolderMethod):
@@ -193,7 +193,7 @@ class TorchSnapshot(FolderMethod):
         self.drain()  # never two in flight, as for the others
         pending = self.library.Snapshot.async_take(
             path=str(self.path(version)),
-            app_state={"model": self.job.model.module, "optimizer": self.job.optimizer},
+            app_state={"model": self.job.module, "optimizer": self.job.optimizer},
             pg=self.group,
             replicated=["**"],  # data-parallel: every rank has the same, each writes a part
         )

@@ -1,11 +1,9 @@
-"""The table, the list of targets, the JSON file and the picture."""
+"""The table, the list of targets and the picture."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -131,21 +129,6 @@ def targets_text(verdicts: list[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: Path, machine: dict[str, Any], run: Run, verdicts: list[Verdict]) -> None:
-    """Everything that was printed, in seconds and bytes."""
-    document = {
-        **machine,
-        "model": run.model,
-        "every": run.every,
-        "world": run.world,
-        "state_bytes": run.state_bytes,
-        "methods": [asdict(row) for row in run.rows.values()],
-        "limits": {name: asdict(value) for name, value in run.limits.items()},
-        "targets": [asdict(verdict) for verdict in verdicts],
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
 def plot(path: Path, run: Run) -> str | None:
     """Draw the picture; return a sentence instead if matplotlib is not there."""
     try:
@@ -169,7 +152,7 @@ def plot(path: Path, run: Run) -> str | None:
         axis.set_title(title, fontsize=10)
     figure.suptitle(
         f"{run.model}: {run.state_bytes / 1e6:.1f} MB of state, {run.world} ranks, "
-        f"a checkpoint every {run.every} steps (median, min..max)",
+        f"{run.launcher}, a checkpoint every {run.every} steps (median, min..max)",
         fontsize=11,
     )
     figure.tight_layout()

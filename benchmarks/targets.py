@@ -26,6 +26,7 @@ class Run:
 
     rows: dict[str, Row]
     limits: dict[str, Spread]
+    launcher: str
     model: str
     every: int
     world: int
@@ -35,7 +36,7 @@ class Run:
 def judge(run: Run) -> list[Verdict]:
     """All targets, in the order of the list in the README."""
     verdicts = [_boundary(run), _barrier(run)]
-    for judged in (_cpu, _slowdown, _memory, _throughput):
+    for judged in (_cpu, _slowdown, _memory, _throughput, _off):
         verdict = judged(run)
         if run.model == "toy" and verdict.verdict != "not measured":
             verdict = _absent(verdict.target, "the toy size is all fixed cost")
@@ -103,7 +104,8 @@ def _slowdown(run: Run) -> Verdict:
     if row is None or row.slowdown is None:
         return _absent(target)
     if peer is None or peer.slowdown is None:
-        return _absent(target, f"{TUNED_PEER} did not run")
+        where = "" if run.launcher == "torchrun" else "; it is measured with --launcher torchrun"
+        return _absent(target, f"{TUNED_PEER} did not run{where}")
     quiet = bool(row.quiet and peer.quiet)
     mine = row.slowdown if quiet else row.cycle_slowdown
     theirs = peer.slowdown if quiet else peer.cycle_slowdown
@@ -127,6 +129,24 @@ def _memory(run: Run) -> Verdict:
     measured = f"{extra / MIB:.1f} of {limit / MIB:.1f} MiB"
     why = f"{(extra - limit) / MIB:.1f} MiB beside the slots, the agent's interpreter among them"
     return _verdict(target, measured, extra <= limit, why)
+
+
+def _off(run: Run) -> Verdict:
+    """Of a cycle of `every` steps: there are no checkpoints, and each has its boundaries."""
+    target = "attached with checkpoints off: slowdown within the noise of training alone"
+    row, control = _ours(run, "ours-off"), _ours(run, "nothing")
+    if row is None or row.slowdown is None or row.step is None:
+        return _absent(target)
+    if control is None or control.slowdown is None:
+        return _absent(target, "training alone did not run")
+    percent = 100 / (run.every * row.step.median)
+    own, alone = row.slowdown, control.slowdown
+    measured = (
+        f"{percent * own.median:+.1f} % ({percent * own.low:+.1f}..{percent * own.high:+.1f}), "
+        f"training alone {percent * alone.low:+.1f}..{percent * alone.high:+.1f}"
+    )
+    why = "above the highest of training alone"
+    return _verdict(target, measured, own.median <= max(alone.high, 0.0), why)
 
 
 def _resnet(run: Run) -> Verdict:

@@ -1,13 +1,15 @@
 """One rank of one method's training: a process that trains on command and times itself.
 
-Started by harness.Team, never by hand. It reads commands from a pipe (a descriptor number is its
-only argument), runs blocks of steps, and answers with plain dictionaries. Between commands it is
-blocked in a read and costs nothing.
+Started by harness.Team, never by hand, with two arguments: the path of the socket to come to, and
+the Setting as JSON. It reads commands, runs blocks of steps, and answers with what JSON can hold.
+Between commands it is blocked in a read and costs nothing.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
 import time
 import traceback
@@ -17,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import models
-import registry
+from launchers import LAUNCHERS, check_world
 from methods import Job, Method, Setting
+from registry import METHODS
 
 
 class Trainer:
@@ -30,15 +31,15 @@ class Trainer:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.device = torch.device(setting.device)
         torch.set_num_threads(1)
         if self._cuda():
             torch.cuda.set_device(0)  # all ranks share one GPU
-        dist.init_process_group(setting.backend, rank=self.rank, world_size=self.world)
+        self.ranks = LAUNCHERS[setting.launcher](setting.backend)
+        check_world(self.ranks, setting.world)
         self.workload = models.build(setting.model, setting.batch, self.device)
-        self.model = DistributedDataParallel(self.workload.model)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+        optimizer = torch.optim.Adam(self.workload.model.parameters(), lr=1e-4)
+        self.model, self.optimizer = self.ranks.distribute(self.workload.model, optimizer)
         # The base class does nothing: what is measured before `attach` is training alone.
         self.method: Method = Method()
         self.version = 0
@@ -51,15 +52,16 @@ class Trainer:
     def attach(self) -> None:
         """Set up the method on a training that runs already."""
         setting = self.setting
-        self.method = registry.METHODS[setting.method]()
+        self.method = METHODS[setting.launcher][setting.method]()
         self.unmarked = False
         job = Job(
             model=self.model,
+            module=self.workload.model,
             optimizer=self.optimizer,
             directory=Path(setting.directory),
             memory=Path(setting.memory),
-            rank=self.rank,
-            world=self.world,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
             device=self.device,
         )
         self.method.setup(job)
@@ -122,7 +124,7 @@ class Trainer:
         if self._cuda():
             torch.cuda.reset_peak_memory_stats()
         self.iterate()
-        dist.barrier()
+        self.ranks.barrier()
         self.synchronize()
         start = time.perf_counter()
         ends = []
@@ -153,19 +155,19 @@ class Trainer:
         self.method.drain()
         self.call_cpu_s += time.thread_time() - cpu
 
-    def _harvest(self) -> dict[int, dict[str, Any]]:
+    def _harvest(self) -> dict[str, dict[str, Any]]:
         """Timings of this block's checkpoints; `durable` is missing where one was skipped."""
-        result: dict[int, dict[str, Any]] = {}
+        result: dict[str, dict[str, Any]] = {}
         for version, call in self.calls.items():
-            result[version] = {**call, "details": self.method.details.get(version, {})}
+            notes = {**call, "details": self.method.details.get(version, {})}
             if version in self.method.durable:
-                result[version]["durable"] = self.method.durable[version]
+                notes["durable"] = self.method.durable[version]
+            result[str(version)] = notes  # text, since JSON has no other keys
         return result
 
     def close(self) -> None:
         self.method.close()
-        dist.barrier()
-        dist.destroy_process_group()
+        self.ranks.close()
 
     def answer(self, command: str, arguments: dict[str, Any]) -> Any:
         """Run one command of the parent."""
@@ -174,19 +176,21 @@ class Trainer:
         if command == "attach":
             return self.attach()
         if command == "sweep":
-            return self.method.sweep() if self.rank == 0 else None
+            return self.method.sweep() if self.ranks.rank == 0 else None
         if command == "close":
             return self.close()
         raise ValueError(f"unknown command {command!r}")
 
 
 def main() -> None:
-    pipe = Connection(int(sys.argv[1]))
-    trainer: Trainer | None = None
+    door = socket.socket(socket.AF_UNIX)
+    door.connect(sys.argv[1])
+    pipe = Connection(door.detach())
     # A parent that has died closes the pipe: end quietly, whatever was going on.
     with suppress(EOFError, BrokenPipeError):
         try:
-            trainer = Trainer(pipe.recv())
+            trainer = Trainer(Setting(**json.loads(sys.argv[2])))
+            pipe.send(("ok", (trainer.ranks.rank, os.getpid())))
             trainer.iterate()  # the optimizer's state appears with its first step
             pipe.send(("ok", trainer.state_bytes()))
             command = ""

@@ -92,6 +92,9 @@ class _Hook:
         self.release: Release = _release_nothing
         self.group = ddp.process_group
         self._ddp = ddp
+        # DDP's parameters are those it was made with; to walk its modules at every boundary takes
+        # longer than everything else that is done there for the buckets.
+        self._number = {id(p): i for i, p in enumerate(ddp.module.parameters())}
         self._buckets: list[list[torch.Tensor]] = []
         """Parameters of the buckets of the newest backward pass, in order."""
         self._passes = 0
@@ -134,8 +137,7 @@ class _Hook:
         """The parameters in the order of the buckets, once DDP has found its final one."""
         if self._passes < 2:
             return []
-        number = {id(p): i for i, p in enumerate(self._ddp.module.parameters())}
-        return [number[id(p)] for bucket in self._buckets for p in bucket]
+        return [self._number[id(p)] for bucket in self._buckets for p in bucket]
 
     def prime(self, order: list[int]) -> None:
         """Let a new DDP module have the buckets of the one before from its first pass on.

@@ -368,20 +368,29 @@ def load_extra(obj: Any, value: Any) -> None:
 # --- random number generators --------------------------------------------------------------------
 
 
-def pack_rng() -> dict[str, Any]:
-    """State of the process-wide generators: python, numpy, torch CPU, every CUDA device in use."""
+def pack_rng() -> tree.Later:
+    """State of the process-wide generators: python, numpy, torch CPU, every CUDA device in use.
+
+    Read now, since the next forward pass may draw; all of it is copies. Writing 10 KB of it down as
+    text would be a sixth of what the boundary does, so that is left to whoever encodes the tree.
+    """
     version, words, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
-    cuda = []
+    cpu = torch.get_rng_state()
+    cuda: list[torch.Tensor] = []
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         # Philox keeps seed and offset on the host: nothing is read back from a device here.
-        cuda = [_text_of(torch.cuda.get_rng_state(i)) for i in range(torch.cuda.device_count())]
-    return {
-        "python": [version, base64.b64encode(array.array("I", words)).decode(), gauss],
-        "numpy": [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), *rest],
-        "torch": _text_of(torch.get_rng_state()),
-        "cuda": cuda,
-    }
+        cuda = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
+
+    def written() -> dict[str, Any]:
+        return {
+            "python": [version, base64.b64encode(array.array("I", words)).decode(), gauss],
+            "numpy": [kind, base64.b64encode(np.asarray(keys).tobytes()).decode(), *rest],
+            "torch": _text_of(cpu),
+            "cuda": [_text_of(each) for each in cuda],
+        }
+
+    return tree.Later(written)
 
 
 def _text_of(state: torch.Tensor) -> str:

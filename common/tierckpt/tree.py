@@ -96,6 +96,17 @@ def entries_into(found: list[tuple[str, torch.Tensor]]) -> KeepTensor:
     return keep
 
 
+class Later:
+    """A node of a packed tree that is worked out when the tree is encoded.
+
+    `make` returns what belongs in its place, from values that nobody changes any more; it runs on
+    the thread that encodes. For what costs more to write down than to keep.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+
 class Arena:
     """Keeps clones of the tensors of a tree, on their own devices: nothing is read back here."""
 
@@ -125,8 +136,15 @@ def encode(node: Any, tensors: list[torch.Tensor]) -> bytes:
         spec = spec_of(tensor, "")
         table.append([spec.dtype, spec.shape, spec.stride, spec.device])
         chunks.append(flat(tensor).cpu().view(torch.uint8).numpy().tobytes())
-    text = json.dumps({"tree": node, "tensors": table}, separators=(",", ":")).encode()
+    document = {"tree": node, "tensors": table}
+    text = json.dumps(document, separators=(",", ":"), default=_made).encode()
     return b"".join([len(text).to_bytes(8, "little"), text, *chunks])
+
+
+def _made(node: Any) -> Any:
+    if isinstance(node, Later):
+        return node.make()
+    raise TypeError(f"a packed tree holds a {type(node).__name__}")
 
 
 def decode(data: bytes | memoryview) -> Any:

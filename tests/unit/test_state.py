@@ -294,7 +294,7 @@ def draws() -> tuple[Any, ...]:
 
 @pytest.fixture
 def streams_put_back() -> Any:
-    saved = state.pack_rng()
+    saved = state.pack_rng().make()
     yield
     state.load_rng(saved)
 
@@ -302,7 +302,7 @@ def streams_put_back() -> Any:
 @pytest.mark.usefixtures("streams_put_back")
 def test_all_random_streams_are_taken_up_where_they_were() -> None:
     draws()  # odd numbers of normal deviates: the second of a pair is kept for later
-    saved = state.pack_rng()
+    saved = state.pack_rng().make()
     expected = [draws() for _ in range(3)]
     assert state.load_rng(saved) == []
     assert [draws() for _ in range(3)] == expected
@@ -315,7 +315,7 @@ def test_looking_does_not_draw() -> None:
     np.random.seed(5)
     found = []
     for _ in range(4):
-        state.pack_rng()
+        state.pack_rng().make()
         found.append(np.random.rand())
     assert found == expected
 
@@ -325,10 +325,10 @@ def test_numpys_kept_deviate_is_not_lost_when_a_seed_comes_again() -> None:
     np.random.seed(5)
     np.random.randn()
     np.random.randn()
-    state.pack_rng()  # none is kept now
+    state.pack_rng().make()  # none is kept now
     np.random.seed(5)
     np.random.randn()  # one is kept, with the generator where it was before
-    saved = state.pack_rng()
+    saved = state.pack_rng().make()
     expected = np.random.randn()
     state.load_rng(saved)
     assert np.random.randn() == expected
@@ -336,7 +336,7 @@ def test_numpys_kept_deviate_is_not_lost_when_a_seed_comes_again() -> None:
 
 @pytest.mark.usefixtures("streams_put_back")
 def test_ranks_that_the_checkpoint_did_not_have_get_streams_of_their_own() -> None:
-    saved = state.pack_rng()
+    saved = state.pack_rng().make()
     drawn = []
     for rank in (3, 4, 3):
         state.load_rng(saved)

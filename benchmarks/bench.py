@@ -1,0 +1,201 @@
+"""One run of stall.py: all teams, the rounds, and what has been measured so far."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import figures
+import targets
+from figures import Row, Spread
+from harness import Team, TeamError, measure_memory, measure_visit
+from limits import Limits
+from methods import Method, Setting
+from pace import Pace
+from registry import METHODS
+
+
+def say(text: str) -> None:
+    """Progress, for whoever waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Bench:
+    """A method that fails is listed with its error; the run goes on without it.
+
+    rounds: how many are complete.
+    """
+
+    options: argparse.Namespace
+    directory: Path
+    memory_directory: Path
+    rounds: int = 0
+    status: dict[str, str] = field(default_factory=dict)
+    teams: dict[str, Team] = field(default_factory=dict)
+    memory: dict[str, dict[str, Any]] = field(default_factory=dict)
+    visits: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    state_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        known = METHODS[self.options.launcher]
+        self.methods: dict[str, type[Method]] = {
+            name: known[name] for name in self.options.methods.split(",")
+        }
+
+    # --- what is kept between two parts of a run that was cut short ------------------------------
+
+    def partial(self) -> dict[str, Any]:
+        """The raw timings of the complete rounds, as JSON has them."""
+        return {"rounds": self.rounds, "visits": self.visits, "samples": self.samples}
+
+    def take_up(self, partial: dict[str, Any]) -> None:
+        """Go on behind the rounds of another run; before `start`, which measures memory anew."""
+        self.rounds = partial["rounds"]
+        self.visits, self.samples = partial["visits"], partial["samples"]
+
+    # --- teams -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all teams and measure the memory of each.
+
+        The memory blocks of one team come before the next team starts: the pages of libraries
+        are shared by all teams, so a team that comes in between would move the Pss. The toy
+        starts all at once: there only the time matters that it takes.
+        """
+        names = list(self.methods)
+        for batch in [names] if self.options.model == "toy" else [[name] for name in names]:
+            say(f"starting {', '.join(batch)}")
+            for name in batch:
+                self._launch(name)
+            for name in batch:
+                self._prepare(name)
+        left = range(self.rounds, self.options.rounds)
+        self._pace = Pace(name for _ in left for name in self.teams)
+
+    def _launch(self, name: str) -> None:
+        """Start a method's team, or note why it cannot be."""
+        missing = self.methods[name].missing()
+        self.status[name] = missing or "ok"
+        if missing:
+            return
+        folder = self.directory / name
+        folder.mkdir()
+        log = self.directory / f"{name}.log"
+        self.teams[name] = Team(self._setting(name, folder), self.options.timeout, log)
+
+    def _prepare(self, name: str) -> None:
+        """Wait for a team and measure its memory."""
+        if name not in self.teams:
+            return
+        with self._failing(name):
+            team = self.teams[name]
+            self.state_bytes = team.ready()
+            self.memory[name] = measure_memory(team, self.options.every)
+            team.command("sweep")
+            self.visits.setdefault(name, [])
+
+    def _setting(self, name: str, folder: Path) -> Setting:
+        options = self.options
+        return Setting(
+            method=name,
+            launcher=options.launcher,
+            world=options.world,
+            model=options.model,
+            batch=options.batch,
+            every=options.every,
+            device=options.device,
+            backend=options.backend,
+            directory=str(folder),
+            memory=str(self.memory_directory),
+        )
+
+    @contextmanager
+    def _failing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except TeamError as error:
+            self.status[name] = f"failed: {error}"
+            print(f"{name} failed:\n{error}", file=sys.stderr)
+            team = self.teams.pop(name, None)
+            if team is not None:
+                team.kill()
+
+    def close(self) -> None:
+        """End all teams at once: each takes a second or two to leave."""
+        for team in self.teams.values():
+            team.begin_close()
+        for team in self.teams.values():
+            team.end_close()
+
+    # --- rounds ----------------------------------------------------------------------------------
+
+    def round(self, limits: Limits) -> None:
+        """Visit every method once, and the bare limits."""
+        costs = limits.once()
+        if "checksum" in costs:
+            costs["copy_checksum"] = costs["copy"] + costs["checksum"]
+        for name, cost in costs.items():
+            self._sample(name, cost.wall_s)
+            self._sample(f"{name}_cpu", cost.cpu_s)
+        of = f"round {self.rounds + 1} of {self.options.rounds}"
+        for name in list(self.teams):
+            say(f"{of}: {name}; {self._pace.text()}")
+            with self._failing(name), self._pace.part(name):
+                self._visit(name, limits)
+            if name not in self.teams:
+                self._pace.drop(name)
+        self.rounds += 1
+
+    def _visit(self, name: str, limits: Limits) -> None:
+        team, beside = self.teams[name], self.methods[name].beside
+        if beside and beside not in self.teams:
+            raise TeamError(f"{beside}, which it is measured beside, did not run")
+        plain = self.teams[beside or name]
+        self.visits[name].append(measure_visit(team, plain, self.options.steps))
+        if name == Method.name:
+            self._loaded_writes(limits, team)
+
+    def _loaded_writes(self, limits: Limits, team: Team) -> None:
+        """The bare write loop while a training has the cores: what ours has to share with."""
+        with ThreadPoolExecutor(1) as pool:
+            training = pool.submit(team.block, self.options.steps, False)
+            while not training.done():
+                cost = limits.write_recycled()
+                if not training.done():
+                    self._sample("write_loaded", cost.wall_s)
+                    self._sample("write_loaded_cpu", cost.cpu_s)
+            training.result()
+
+    def _sample(self, name: str, seconds: float) -> None:
+        self.samples.setdefault(name, []).append(seconds)
+
+    def result(self) -> targets.Run:
+        """The figures of all that was measured so far."""
+        spreads = {name: figures.spread(values) for name, values in self.samples.items()}
+        bare: dict[str, Spread] = {name: value for name, value in spreads.items() if value}
+        options = self.options
+        return targets.Run(
+            {name: self._row(name) for name in self.methods},
+            bare,
+            options.launcher,
+            options.model,
+            options.every,
+            options.world,
+            self.state_bytes,
+        )
+
+    def _row(self, name: str) -> Row:
+        method = self.methods[name]
+        row = Row(name, method.title, method.fsync, peer=method.peer, slots=method.slots)
+        row.status = self.status[name]
+        if name in self.teams:
+            figures.fill(row, self.memory[name], self.visits[name], self.options.every)
+        return row

@@ -1,0 +1,102 @@
+"""The methods for Horovod jobs: what its documentation recommends, its own commit, and ours."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+from methods import Job, Method
+from ours import OursLocal, OursMemory, OursOff
+from peers import TorchSave
+
+
+class RootSave(TorchSave):
+    """Rank 0 writes; the others go on until their next allreduce, where they wait for it.
+
+    The scheme of Horovod's documentation. On a restart rank 0 loads the file and broadcasts
+    parameters and optimizer state, which is not measured here.
+    """
+
+    title = "torch.save on rank 0"
+
+    def setup(self, job: Job) -> None:
+        self.job = job
+
+    def boundary(self, version: int, due: bool) -> None:
+        if not due:
+            return
+        if self.job.rank == 0:
+            self._write(version)
+        self.finished(version)
+
+
+class HorovodCommit(Method):
+    """Horovod's own elastic state: a deep copy in the memory of every process, made in the call.
+
+    It is lost with its process: a job survives the death of some workers, not of all.
+    """
+
+    name = "hvd-commit"
+    title = "hvd.elastic.TorchState.commit"
+    peer = True
+
+    def setup(self, job: Job) -> None:
+        hvd: Any = importlib.import_module("horovod.torch")
+        self.state = hvd.elastic.TorchState(model=job.model, optimizer=job.optimizer)
+
+    def boundary(self, version: int, due: bool) -> None:
+        if due:
+            self.state.commit()
+            self.finished(version)
+
+
+class AttachedOff(OursOff):
+    """See OursOff."""
+
+    adapter = "horovod_ckpt"
+
+
+class HorovodMemory(OursMemory):
+    """See OursMemory."""
+
+    adapter = "horovod_ckpt"
+
+
+class HorovodLocal(OursLocal):
+    """See OursLocal."""
+
+    adapter = "horovod_ckpt"
+
+
+class HorovodElastic(HorovodMemory):
+    """To the memory level through our drop-in for Horovod's elastic state."""
+
+    name = "ours-commit"
+    title = "ours, TorchState.commit"
+
+    def setup(self, job: Job) -> None:
+        self.job = job
+        elastic = importlib.import_module("horovod_ckpt.elastic")
+        # Every commit is due: the loop decides when to commit.
+        settings = {**self._settings(), "memory_every_steps": 1}
+        self._state = elastic.TorchState(job.model, job.optimizer, tierckpt=settings)
+        self._state.sync()
+        self._checkpointer = self._state.checkpointer
+
+    def boundary(self, version: int, due: bool) -> None:
+        if due:
+            self._open.add(version)
+            self._begun[version] = time.perf_counter()
+            self._state.commit()
+            self._ahead = version - self._checkpointer.version
+
+
+HOROVODS = (
+    RootSave,
+    HorovodCommit,
+    AttachedOff,
+    HorovodMemory,
+    HorovodLocal,
+    HorovodElastic,
+)
