@@ -10,9 +10,9 @@ ckpt.close()
 
 from __future__ import annotations
 
-from tierckpt import __version__
+from tierckpt import Callbacks, __version__
 
 from .checkpointer import Checkpointer, wrap
 from .group import TorchGroup
 
-__all__ = ["Checkpointer", "TorchGroup", "__version__", "wrap"]
+__all__ = ["Callbacks", "Checkpointer", "TorchGroup", "__version__", "wrap"]

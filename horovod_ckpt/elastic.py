@@ -58,7 +58,7 @@ class TorchState(State):  # type: ignore[misc]
             a schedule), and plain values (`epoch=0`): all become attributes. Values must be what
             JSON or a tensor can hold; nothing is pickled.
 
-    A commit is complete when the next iteration's reductions are. Each takes a version of its own,
+    A commit is complete before the next step changes anything. Each takes a version of its own,
     also when only values changed since the last; but for one between the backward passes of a step
     (`backward_passes_per_step`), which is passed over: the gradients so far are in no checkpoint.
 
@@ -66,7 +66,8 @@ class TorchState(State):  # type: ignore[misc]
     is what the last `sync()` brought back.
 
     Raises ConfigError without a model and an optimizer, UnsupportedStateError for a value that
-    cannot be stored. All methods are for the training thread, and all ranks call them alike.
+    cannot be stored. One that becomes so later costs the commits, with an event each, not the job.
+    All methods are for the training thread, and all ranks call them alike.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ class TrainingState:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     params.setdefault(id(param), param)
-                    for key, value in optimizer.state.get(param, _NOTHING).items():
+                    for key, value in sorted(optimizer.state.get(param, _NOTHING).items()):
                         if isinstance(value, torch.Tensor):
                             state.append((value, param, index, key))
                             continue

@@ -453,3 +453,24 @@ def test_a_hooked_model_can_be_copied_and_saved(tmp_path: Path, shm_dir: Path) -
         assert ckpt.version == 0  # the twin's forward pass is no boundary of ours
         model(torch.ones(3))
         assert ckpt.version == 1
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_a_loop_whose_forward_is_in_the_optimizers_closure(
+    keyword: bool, path: Path, settings: Any
+) -> None:
+    """No forward pass between two steps: the boundary is where the next step begins."""
+    with TinyJob(path, boundary="forward", **settings) as job:
+        inputs, target = torch.randn(8, 12), torch.zeros(8, dtype=torch.int64)
+
+        def closure() -> torch.Tensor:
+            job.optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(job.model(inputs), target)
+            loss.backward()
+            return loss
+
+        for _ in range(5):
+            job.optimizer.step(closure=closure) if keyword else job.optimizer.step(closure)
+        assert job.checkpointer.version == 4
+        job.checkpointer.wait()
+        assert [e.version for e in job.heard("sealed")] == [1, 2, 3, 4]

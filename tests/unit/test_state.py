@@ -344,3 +344,18 @@ def test_ranks_that_the_checkpoint_did_not_have_get_streams_of_their_own() -> No
         drawn.append(draws())
     assert drawn[0] == drawn[2]
     assert all(a != b for a, b in zip(drawn[0], drawn[1], strict=True))
+
+
+def test_the_layout_does_not_depend_on_the_order_in_which_an_optimizer_made_its_state() -> None:
+    """A restored optimizer has its values in another order than one that made them itself; ranks
+    of both kinds must cut the same shards."""
+    names = []
+    for keys in (("step", "exp_avg", "exp_avg_sq"), ("exp_avg_sq", "step", "exp_avg")):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        for param in model.parameters():
+            made = {key: torch.zeros(() if key == "step" else param.shape) for key in keys}
+            optimizer.state[param] = made
+        taken = state.TrainingState(model, state.label_optimizers(optimizer), None, None)
+        names.append([name for name, _, _ in taken.entries(taken.walk())])
+    assert names[0] == names[1]

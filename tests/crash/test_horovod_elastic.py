@@ -1,0 +1,238 @@
+"""Elastic Horovod loses processes, hosts and memory, and gains hosts; every bit is looked at."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.crash.elastic_launcher import ElasticJob, Line, Moment
+from tests.crash.launcher import ROOT, quiet_environment
+from tests.horovod_here import horovod_missing
+from tierckpt.localstore import LocalStore
+
+pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
+
+STEPS = 20
+EPOCH_SAMPLES = 64
+MakeJob = Callable[..., ElasticJob]
+Run = tuple[dict[Moment, dict[str, str]], dict[tuple[int, int], str]]
+"""A job's states and losses."""
+
+# (place, step, rank); each starts a new life of the job. Epochs end after 8 and 16 steps.
+KILLS: dict[str, list[tuple[str, int, int]]] = {
+    "rank 1 first": [
+        ("backward", 3, 1),
+        ("synchronized", 6, 0),
+        ("updated", 8, 1),
+        ("commit", 12, 0),
+    ],
+    "rank 0 first": [
+        ("commit", 3, 1),
+        ("loading", -1, 0),  # the survivor, while it comes back from that
+        ("backward", 9, 0),
+        ("epoch", 15, 1),
+        ("synchronized", 18, 1),
+    ],
+}
+
+MAY_RESUME = {"updated": {0}, "commit": {0, 1}, "epoch": {1}}
+"""By place, where not {-1, 0}: how many steps may be there again, more than when the killed one
+began."""
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, shm_dir: Path) -> Iterator[MakeJob]:
+    jobs = []
+
+    def make(**how: str) -> ElasticJob:
+        jobs.append(ElasticJob(tmp_path, shm_dir, **how))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.kill_everything()
+        print(job.output())  # shown with a test that failed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shm_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The states and losses of the job when nothing happens to it."""
+    shm_dir = shm_root / "undisturbed"
+    shm_dir.mkdir()
+    job = ElasticJob(tmp_path_factory.mktemp("undisturbed"), shm_dir)
+    try:
+        job.start(min_np=2, steps=STEPS).until_over()
+        job.left_nothing()
+    finally:
+        job.kill_everything()
+        shutil.rmtree(shm_dir)
+    assert len(job.losses()) == 2 * STEPS
+    return job.course(), job.losses()
+
+
+@pytest.mark.parametrize("who", KILLS)
+def test_workers_are_killed(who: str, make_job: MakeJob, undisturbed: Run) -> None:
+    """Again and again, at every place of a step; another takes over, and nothing shows it."""
+    job = make_job()
+    kills = KILLS[who]
+    job.start(min_np=2, spares=len(kills), steps=STEPS, rules=[rule(*kill) for kill in kills])
+    job.until_over()
+    assert job.fired() == len(kills), job.output()
+    assert (job.course(), job.losses()) == undisturbed
+    resumed = [x for x in job.journal(began=True) if x["step"] > 0]
+    assert {x["size"] for x in resumed} == {2}
+    assert {tuple(x["levels"].items()) for x in resumed} == {(("memory", 2),)}
+    lives = [x for x in resumed if x["rank"] == 0]
+    begun = [kill for kill in kills if kill[0] != "loading"]  # who is killed there never begins
+    for (place, step, _), life in zip(begun, lives, strict=True):
+        # At most the commit under way is lost, and none once the next step has changed anything.
+        assert life["step"] - step in MAY_RESUME.get(place, {-1, 0}), (place, step)
+        if (place, step) == ("updated", 8):
+            assert life["epoch"] == 1, "a commit of values alone was lost"
+    job.left_nothing()
+
+
+def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run) -> None:
+    """The launcher, too; the job started anew finds memory, and the second time only the disk."""
+    job = make_job()
+    gates = {"6": "one", "14": "two"}
+    job.start(min_np=2, steps=STEPS, gates=gates)
+    stand_at(job, "one")
+    job.kill()
+    slots = [p.name for p in job.shm_dir.rglob("r*")]
+    assert all(re.fullmatch(r"r0000[01]\.([012]|lock)", name) for name in slots), slots
+    job.open("one")
+
+    job.start(min_np=2, steps=STEPS, gates=gates)
+    stand_at(job, "two")
+    assert began(job) in (("memory", 5), ("memory", 6))
+    store = LocalStore(job.path)
+    job.wait_for(lambda: complete_on_disk(store) >= 8, "a version on disk")
+    job.kill()
+    job.kill_everything()  # the agents, as a reboot would
+    for entry in job.shm_dir.iterdir():
+        shutil.rmtree(entry)
+    newest = complete_on_disk(store)
+    job.open("two")
+
+    job.start(min_np=2, steps=STEPS, gates=gates).until_over()
+    assert began(job) == ("local", newest - 1)  # one version ended an epoch
+    assert (job.course(), job.losses()) == undisturbed
+    job.left_nothing()
+
+
+def test_hosts_come_and_go(make_job: MakeJob) -> None:
+    """A script that knows nothing of us: a worker dies and is not replaced, a host comes, and goes.
+
+    No sample of the epoch is left out or seen twice.
+    """
+    job = make_job(hvd="horovod_ckpt.torch")
+    job.start(min_np=1, steps=STEPS, rules=[rule("backward", 3, 1)], joins=[8, 10])
+    wait_for_hosts(job, 8)
+    newcomer = job.add_host()
+    wait_for_hosts(job, 10)
+    job.remove_host(newcomer)
+    job.until_over()
+    assert job.fired() == 1
+
+    lives = job.journal(began=True, rank=0)
+    assert [x["size"] for x in lives] == [2, 1, 2, 1]
+    _, alone, together, again = lives
+    assert (alone["levels"], alone["step"] in (2, 3)) == ({"memory": 2}, True)
+    # Nobody failed: what was live is carried on, though ranks were numbered anew.
+    assert [(x["levels"], x["step"]) for x in (together, again)] == [(None, 8), (None, 10)]
+    lines = job.journal()
+    for life in (alone, together, again):
+        committed = [x for x in lines[: lines.index(life)] if "commit" in x and x["rank"] == 0]
+        assert life["digests"] == next(
+            x["digests"] for x in reversed(committed) if x["step"] == life["step"]
+        )
+    (joined,) = job.journal(began=True, rank=1, step=8)
+    assert shared_by_ranks(joined) == shared_by_ranks(together)
+    survivor = together["pid"]
+    assert [x["size"] for x in job.journal(reset=True, pid=survivor)] == [1, 2, 1]
+
+    began_alone = lines.index(alone)
+    before = [x for x in lines[:began_alone] if "loss" in x and x["step"] <= alone["step"]]
+    after = [x for x in lines[began_alone:] if "loss" in x]
+    # Every step once on every rank that was there.
+    assert [x["step"] for x in after if x["rank"] == 0] == list(range(alone["step"] + 1, STEPS + 1))
+    assert [x["step"] for x in after if x["rank"] == 1] == [9, 10]
+    epoch = [i for x in (*before, *after) if x["epoch"] == 0 for i in x["indices"]]
+    assert sorted(epoch) == list(range(EPOCH_SAMPLES))
+    job.left_nothing()
+
+
+def test_memory_is_lost_with_its_machine(make_job: MakeJob) -> None:
+    """No version is complete where the others can reach it: they go on from what they have."""
+    job = make_job()
+    job.start(min_np=2, spares=1, steps=8, rules=[rule("backward", 5, 1)], machines=True)
+    job.until_over()
+    assert job.fired() == 1
+    (before,) = job.journal(commit="commit", rank=0, step=5)
+    after = job.journal(began=True, step=5)
+    assert [x["size"] for x in after] == [2, 2]
+    assert {tuple(shared_by_ranks(x).items()) for x in after} == {
+        tuple(shared_by_ranks(before).items())
+    }
+    assert any("no level has a complete version" in x["message"] for x in job.events("notice"))
+    assert len(job.journal(done=True, step=8)) == 2
+
+
+def test_commits_of_one_process(tmp_path: Path, shm_dir: Path) -> None:
+    """One process, without a launcher: what is refused, and what a commit is."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.crash.elastic_alone", str(tmp_path), str(shm_dir)],
+        cwd=ROOT,
+        env=quiet_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- details -------------------------------------------------------------------------------------
+
+
+def rule(place: str, step: int, rank: int) -> str:
+    at = f"step={step}," if step >= 0 else ""
+    return f"kill@elastic:place={place},{at}rank={rank}"
+
+
+def stand_at(job: ElasticJob, gate: str) -> None:
+    job.wait_for(
+        lambda: {x["rank"] for x in job.journal(waiting=gate)} == {0, 1}, f"both at gate {gate}"
+    )
+
+
+def wait_for_hosts(job: ElasticJob, step: int) -> None:
+    job.wait_for(lambda: job.journal(waiting="hosts", step=step), f"rank 0 after {step} steps")
+
+
+def began(job: ElasticJob) -> tuple[str, int]:
+    """Level and step from which both ranks of the newest life went on."""
+    one, other = job.journal(began=True)[-2:]
+    assert (one["levels"], one["step"]) == (other["levels"], other["step"])
+    ((level, shards),) = one["levels"].items()
+    assert shards == one["size"] == 2
+    return level, one["step"]
+
+
+def complete_on_disk(store: LocalStore) -> int:
+    """The newest version that both ranks have on disk."""
+    keys = store.keys()
+    held = [{k.id.version for k in keys if k.shard == rank} for rank in (0, 1)]
+    return max(set.intersection(*held), default=0)
+
+
+def shared_by_ranks(line: Line) -> dict[str, str]:
+    """What is alike on all ranks; not the generators, and not BatchNorm's statistics."""
+    own = ("python", "numpy", "torch", "buffer")
+    return {k: v for k, v in line["digests"].items() if not k.startswith(own)}

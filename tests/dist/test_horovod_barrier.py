@@ -1,0 +1,270 @@
+"""When layers are copied under Horovod: not before their reduction, and never after the step."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierckpt
+from tests import exact
+from tests.dist.rankpool import HOROVODRUN
+from tests.dist.test_horovod_training import VARIANTS, clip
+from tests.dist.training import HorovodJob, Place, attach, make_horovod_job, rank, sgd, train
+from tierckpt.snapshot import Binding, Phase, Snapshot
+
+PATIENCE_SECONDS = 30.0
+silent = partial(sgd, fused=True)  # which moves no version counter: only the barrier can help
+
+
+# --- released by layer ---------------------------------------------------------------------------
+
+
+def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]]:
+    """Blocks that are held back at the boundary, and after each backward pass of the iteration."""
+    job = VARIANTS[name].job(1)
+    ckpt = attach(job, place, release="backward", extra=job.extra).ckpt
+    train(job, ckpt, range(3))
+    snapshot = ckpt._snapshot
+    assert snapshot is not None
+    held = [len(snapshot._held)]
+    job.zero_grad()
+    for part in range(job.passes):
+        job.loss(3, part).backward()
+        held.append(len(snapshot._held))
+    if not held[-1]:
+        # Nobody is at the barrier: the copier alone completes it, beside the reductions.
+        snapshot.wait_done()
+        assert snapshot.phase is Phase.SEALED
+        assert snapshot.clock.barrier == 0
+    job.step()
+    ckpt.abandon()
+    striped = sum(not b.own for b in snapshot.plan.layout.blocks)
+    return [(count, striped) for count in held]
+
+
+WHOLLY = ["default", "groups", "lists of groups", "fp16 compression", "several optimizers"]
+
+
+@pytest.mark.parametrize("name", [*WHOLLY, "two backward passes"])
+def test_layers_are_copied_while_their_gradients_are_reduced(
+    name: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """And sealed then, with the step still to come; with accumulation in the last pass."""
+    place = Place.under(tmp_path, shm_dir)
+    for held in ranks(2, HOROVODRUN).run(layers_released_by_backward, name, place):
+        striped = held[0][1]
+        assert striped > 0
+        before_last = 2 if name == "two backward passes" else 1
+        assert [count for count, _ in held] == [striped] * before_last + [0]
+
+
+# --- the barrier ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def copies_held_back(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is copied before the training thread comes to the barrier, or the event is set."""
+    may_copy = threading.Event()
+    copy_block, barrier = Binding.copy_block, Snapshot.barrier
+
+    def copy_late(self: Binding, *args: Any) -> bytes:
+        assert may_copy.wait(PATIENCE_SECONDS)
+        return copy_block(self, *args)
+
+    def barrier_first(self: Snapshot) -> None:
+        may_copy.set()
+        barrier(self)
+
+    patch.setattr(Binding, "copy_block", copy_late)
+    patch.setattr(Snapshot, "barrier", barrier_first)
+    yield may_copy
+    may_copy.set()
+
+
+def no_barrier(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tierckpt.Checkpointer, "_before_step", lambda self, label: None)
+
+
+def never_the_last_chance(patch: pytest.MonkeyPatch) -> None:
+    """As if every step had another one inside."""
+    reductions = importlib.import_module("horovod_ckpt.checkpointer").Reductions
+    step_begins = reductions.step_begins
+    patch.setattr(reductions, "step_begins", lambda self: step_begins(self) or True)
+
+
+def intact(patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def restored_from_late_copies(
+    loop: Callable[[HorovodJob, int], str],
+    breakage: Callable[[pytest.MonkeyPatch], None],
+    place: Place,
+) -> tuple[int, list[str]]:
+    with pytest.MonkeyPatch.context() as patch, copies_held_back(patch) as may_copy:
+        breakage(patch)
+        job = make_horovod_job(optimizer=silent)
+        ckpt = attach(job, place, release="backward").ckpt
+        for iteration in range(3):
+            loop(job, iteration)
+            ckpt.step()
+        expected = job.replicated()
+        may_copy.clear()
+        loop(job, 3)
+        may_copy.set()
+        ckpt.complete()
+        ckpt.abandon()
+    job = make_horovod_job(optimizer=silent, seed=2)
+    ckpt = attach(job, place).ckpt
+    restored = ckpt.restore()
+    ckpt.abandon()
+    return restored.version, exact.differences(expected, job.replicated())
+
+
+LOOPS = {"outer and inner step": HorovodJob.iterate, "synchronized before": clip}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_no_weight_changes_before_it_is_copied(
+    loop: Any, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    for version, torn in ranks(2, HOROVODRUN).run(restored_from_late_copies, loop, intact, place):
+        assert (version, torn) == (3, [])
+
+
+@pytest.mark.parametrize("breakage", [no_barrier, never_the_last_chance])
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_it_is_the_barrier_that_keeps_the_optimizer_off(
+    loop: Any, breakage: Any, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """The control of the test above."""
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(restored_from_late_copies, loop, breakage, place)
+    for version, torn in told:
+        assert version == 3
+        assert torn
+
+
+# --- iterations cut short ------------------------------------------------------------------------
+
+
+class CutShortError(Exception):
+    """What goes wrong in the tests below."""
+
+
+def before_the_step(job: HorovodJob, iteration: int) -> None:
+    """On all ranks; with unused parameters each has launched other reductions."""
+    job.zero_grad()
+    job.backward(iteration)
+    raise CutShortError
+
+
+def before_the_step_of_rank_0(job: HorovodJob, iteration: int) -> None:
+    """The others complete the iteration, and vote at its boundary."""
+    job.zero_grad()
+    job.backward(iteration)
+    if rank() == 0:
+        raise CutShortError
+    job.step()
+
+
+def in_the_backward_of_rank_0(job: HorovodJob, iteration: int) -> None:
+    """The others have launched everything, rank 0 only the last layer."""
+
+    def fail(*_: Any) -> None:
+        raise CutShortError
+
+    job.zero_grad()
+    if rank() == 0:
+        job.bare.body[6].register_full_backward_hook(fail)
+    job.backward(iteration)
+    raise CutShortError
+
+
+def before_the_forward_of_rank_0(job: HorovodJob, iteration: int) -> None:
+    job.zero_grad()
+    if rank() != 0:
+        job.backward(iteration)
+    raise CutShortError
+
+
+def inside_the_step(job: HorovodJob, iteration: int) -> None:
+    """After the reductions, before the weights."""
+
+    def fail(*_: Any) -> None:
+        handle.remove()
+        raise CutShortError
+
+    job.zero_grad()
+    job.backward(iteration)
+    handle = job.optimizer.register_step_pre_hook(fail)
+    job.step()
+
+
+CUTS = {
+    c.__name__: c
+    for c in (
+        before_the_step,
+        before_the_step_of_rank_0,
+        in_the_backward_of_rank_0,
+        before_the_forward_of_rank_0,
+        inside_the_step,
+    )
+}
+FAILS_AT, LAST = 4, 9
+
+
+def gone_on_after(cut: str, name: str, place: Place) -> dict[str, Any]:
+    """Fail in the middle, restore in the same process, and go on with the same objects."""
+    variant = VARIANTS[name]
+    plain = variant.job(1)
+    expected = {}
+    for iteration in range(LAST):
+        variant.loop(plain, iteration)
+        expected[iteration + 1] = plain.digest()
+    job = variant.job(1)
+    attached = attach(job, place)
+    course = train(job, attached.ckpt, range(FAILS_AT))
+    try:
+        CUTS[cut](job, FAILS_AT)
+        attached.ckpt.step()
+    except CutShortError:
+        pass
+    for module in job.model.modules():
+        module._backward_hooks.clear()
+    restored = attached.ckpt.restore()
+    found = job.digest() == expected[restored.version]
+    course = {v: c for v, c in course.items() if v <= restored.version}
+    course.update(train(job, attached.ckpt, range(restored, LAST)))
+    version = attached.ckpt.version
+    attached.ckpt.close()
+    return {
+        "different": [v for v in expected if course.get(v) != expected[v]],
+        "restored": (restored.version, found),
+        "version": version,
+        "complaints": [e.text() for e in attached.events if e.severity > 20],
+    }
+
+
+@pytest.mark.parametrize("name", ["default", "groups", "unused parameters"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_training_goes_on_from_a_restore_after_an_iteration_cut_short(
+    cut: str, name: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """From the version that was being copied, where the copier was quick; else the one before."""
+    told = ranks(2, HOROVODRUN).run(gone_on_after, cut, name, Place.under(tmp_path, shm_dir))
+    assert len({found["restored"] for found in told}) == 1
+    for found in told:
+        version, sound = found["restored"]
+        assert version in (FAILS_AT - 1, FAILS_AT)
+        assert sound
+        assert found["different"] == []
+        assert found["version"] == LAST
