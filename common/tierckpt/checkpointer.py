@@ -8,7 +8,6 @@ All public methods are for the training thread, and all ranks call them alike.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -18,23 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import attach, tree
 from . import state as state_module
-from . import tree
 from .agent import AgentSettings
 from .agentclient import AgentClient
 from .agreement import Agreement
 from .callbacks import CallbackList, Callbacks
 from .config import Config, load_config
 from .desk import DeskSettings
-from .errors import ConfigError, RestoreError
+from .errors import RestoreError
 from .events import Callback, EventLog
 from .flusher import FlushOrder
-from .group import Group, Node, SingleGroup, host_id
-from .inventory import Inventory, plan_restore, take_inventory
+from .group import Group, SingleGroup, host_id
+from .lives import Lives
 from .localstore import LocalStore
 from .naming import Lineage, ShardKey, VersionId
 from .policy import BROKEN, DONE, LEVELS, Decision, Schedule
-from .pool import NoSlotError, SlotPool, too_small
+from .pool import NoSlotError, SlotPool
 from .restore import Restored, Restorer, load
 from .slots import JobDirectory, Slot, job_id_of, seal_area_bytes
 from .snapshot import Copier, Head, Phase, Plan, Snapshot, SnapshotError
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 60.0
 FLUSH_NOTICE_SECONDS = 5.0
 """When `close` waits longer than this for the persistent level, it says so."""
-PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
-"""Settings that may differ between ranks."""
 AUTOMATIC_AFTER_STEPS = 16
 """So many steps of an optimizer without a call of `step()` mean that there will be none. (A loop
 may well make several optimizer steps in one iteration.)"""
@@ -98,9 +95,9 @@ class Checkpointer:
         self.group: Group = group or SingleGroup()
         refuse_model(model)
         self.state = TrainingState(model, label_optimizers(optimizer), extra, extra_per_rank)
-        self._check_state()
-        self._host = host_id(self.config.node)
-        self._node = self._check_alike()
+        attach.check_state(self.state)
+        host = host_id(self.config.node)
+        self._node = attach.check_alike(self.config, self.group, host)
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         self._callbacks = CallbackList(callbacks)
         self.version = 0
@@ -114,21 +111,24 @@ class Checkpointer:
             self.config.job_id or job_id_of(self.config.path),
             self.config.node,
         )
-        self._store = LocalStore(self.config.directory)
+        store = LocalStore(self.config.directory)
+        self._lives = Lives(self.config, self.group, self._job, store, host)
         self._lock_fd = self._claim_job()
         slots = self.config.slots or (3 if self._uses_cuda() else 2)
         self._pool = SlotPool(self._job, self.group.rank, slots, self._notice_later)
         self._pool.adopt()
-        self._check_room(slots)
+        lacking = attach.lacking_room(
+            self.config, self.state, self.group.size, slots, self._pool.slots
+        )
+        if lacking:
+            self._notice(lacking, logging.ERROR)
         self._copier = Copier()
         self._schedule = Schedule(self.config)
         self._agreement = Agreement(self.group, self.config, self._local_safe)
-        self._lineage: Lineage = ()
         self._snapshot: Snapshot | None = None
         self._finished: deque[Snapshot] = deque()
         self._said: deque[tuple[str, dict[str, Any]]] = deque()
         """Events that other threads have; the training thread emits them."""
-        self._life = ""
         self._to_flush: dict[VersionId, int] = {}
         """Versions under way to the persistent level, and the iteration that each is of."""
         self._ordered: VersionId | None = None
@@ -159,7 +159,7 @@ class Checkpointer:
                 shards=self.group.size,
                 keep_last=self.config.local.keep_last,
                 keep_every=self.config.local.keep_every,
-                persistent=self._persistent_settings(),
+                persistent=attach.persistent_settings(self.config, self._node),
             ),
             inline=self.config.agent == "inline",
         )
@@ -261,12 +261,10 @@ class Checkpointer:
             iteration: calls of `step()` before this one.
             lineage: that of the checkpointer before.
         """
-        inventories = self._share_inventory()
-        self._life = inventories[0].token
+        self._lives.look()
         live = Restored(iteration)
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
-        found = [i.found for i in inventories]
-        self._continue_from(lineage, live, 1 + max(i.generation for i in inventories), found)
+        self._go_on_from(lineage, live)
 
     @property
     def steps_made(self) -> int:
@@ -276,7 +274,7 @@ class Checkpointer:
     @property
     def lineage(self) -> Lineage:
         """The lives this state comes from; see `naming.Lineage`."""
-        return self._lineage
+        return self._lives.lineage
 
     def close(self) -> None:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
@@ -307,7 +305,7 @@ class Checkpointer:
                 f"({self._job.path})",
                 logging.ERROR,
             )
-        elif not self._lineage and self._pool.holds_anything():
+        elif not self._lives.lineage and self._pool.holds_anything():
             safe = False  # the life before is in there, and nobody restored it
         self._shut_down(remove=safe)
 
@@ -379,7 +377,7 @@ class Checkpointer:
         self._finish_snapshot()
         self.version += max(self._since.values(), default=0)
         self._since.clear()
-        if not self._lineage:
+        if not self._lives.lineage:
             self._begin_life()
         agreed, broken = self._agreement.read()
         if broken is not None:
@@ -461,8 +459,8 @@ class Checkpointer:
             job=self._job.job,
             version=self.version,
             generation=self._id().generation,
-            life=self._life,
-            lineage=self._lineage,
+            life=self._lives.name,
+            lineage=self._lives.lineage,
             iteration=self._at(),
         )
         parts = (head, self._plan, levels, node, arena, choose_slot, self._on_done)
@@ -485,7 +483,7 @@ class Checkpointer:
 
     def _choose_slot(self, protected: set[VersionId], blocks: int, image_bytes: int) -> Slot:
         """Copier thread: a slot, waiting for the proof that an older version is superseded."""
-        seal_bytes = seal_area_bytes(blocks, len(self._lineage))
+        seal_bytes = seal_area_bytes(blocks, len(self._lives.lineage))
         try:
             return self._pool.choose(protected, self._agent.pinned(), seal_bytes, image_bytes)
         except NoSlotError:
@@ -518,7 +516,7 @@ class Checkpointer:
 
     def _local_safe(self, safe: VersionId, largest_bytes: int) -> None:
         """A version is complete on all local levels: older ones may go, it may be flushed."""
-        self._agent.retire(safe, self._lineage)
+        self._agent.retire(safe, self._lives.lineage)
         iteration = self._to_flush.pop(safe, None)
         if iteration is not None:
             self._ordered = safe
@@ -533,9 +531,9 @@ class Checkpointer:
                 version=safe.version,
                 generation=safe.generation,
                 shards=self.group.size,
-                life=self._life,
+                life=self._lives.name,
                 job=self._job.job,
-                lineage=self._lineage,
+                lineage=self._lives.lineage,
                 iteration=iteration,
                 largest_bytes=largest_bytes,
             )
@@ -655,26 +653,20 @@ class Checkpointer:
     # --- lives ---------------------------------------------------------------------------------
 
     def _id(self) -> VersionId:
-        return VersionId(self._lineage[-1][0] if self._lineage else 0, self.version)
+        return VersionId(self._lives.generation, self.version)
 
     def _at(self) -> int:
         """What `restore()` will return: calls of `step()`, or versions if it is never called."""
         return self.iteration + self._ahead if self._explicit else self.version
 
-    def _share_inventory(self) -> list[Inventory]:
-        shared = self.config.persistent.path if self.group.rank == 0 else ""
-        mine = take_inventory(self._job, self._store, self._host, shared)
-        return list(self.group.all_gather_object(mine))
-
     def _begin_life(self) -> None:
-        """First boundary without a restore: a fresh start, in a generation of its own."""
-        inventories = self._share_inventory()
-        generation = 1 + max(i.generation for i in inventories)
-        self._lineage, self._life = ((generation, 0),), inventories[0].token
-        old = plan_restore([i.found for i in inventories])
+        """First boundary without a restore: a fresh start."""
+        self._lives.look()
+        self._lives.begin_afresh()
+        old = self._lives.newest()
         if old is not None and self.group.rank == 0:
             self._notice(
-                f"{self.config.path} holds {old.id} of an earlier run, and restore() was not "
+                f"{self.config.path} holds {old} of an earlier run, and restore() was not "
                 "called: this run starts afresh beside it. Its files are kept and will not be "
                 "restored any more; delete them, or call restore() before the first step",
                 logging.WARNING,
@@ -687,26 +679,15 @@ class Checkpointer:
         self._finish_snapshot()
         self._agent.wait(None)
         self._collect()
-        inventories = self._share_inventory()
-        found = [i.found for i in inventories]
-        generation = 1 + max(i.generation for i in inventories)
-        self._life = inventories[0].token
+        self._lives.look()
         inventory_seconds = time.perf_counter() - begin
-        restorer = Restorer(self.group, found, self._reject)
-        for place, problem in dict.fromkeys(p for i in inventories for p in i.problems):
-            restorer.rejected.append(f"{place.where}: {problem}")
-            self._reject(restorer.rejected[-1])
+        restorer = Restorer(self.group, self._lives.found, self._reject)
+        for problem in self._lives.problems:
+            restorer.rejected.append(problem)
+            self._reject(problem)
         attempt = restorer.find(version)
         if attempt is None:
-            if version is not None:
-                raise RestoreError(f"no complete, sound v{version} was found on any level")
-            if self.version > 0:
-                raise RestoreError(
-                    f"nothing sound was found on any level; the live state stays at v{self.version}"
-                )
-            if restorer.rejected:
-                self._notice("nothing sound was found: starting from scratch", logging.ERROR)
-            self._lineage = ((generation, 0),)
+            self._nothing_found(version, restorer.rejected)
             return self._restored(Restored(0), restorer, inventory_seconds, begin)
         try:
             load_begin = time.perf_counter()
@@ -721,25 +702,33 @@ class Checkpointer:
             result.seconds["load"] = time.perf_counter() - load_begin
         finally:
             attempt.close()
-        self._continue_from(manifest.lineage, result, generation, found)
+        self._go_on_from(manifest.lineage, result)
         return self._restored(result, restorer, inventory_seconds, begin)
 
-    def _continue_from(
-        self, lineage: Lineage, result: Restored, generation: int, found: list[Any]
-    ) -> None:
+    def _nothing_found(self, version: int | None, rejected: list[str]) -> None:
+        """A fresh start, unless something was expected."""
+        if version is not None:
+            raise RestoreError(f"no complete, sound v{version} was found on any level")
+        if self.version > 0:
+            raise RestoreError(
+                f"nothing sound was found on any level; the live state stays at v{self.version}"
+            )
+        if rejected:
+            self._notice("nothing sound was found: starting from scratch", logging.ERROR)
+        self._lives.begin_afresh()
+
+    def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
+        """The live state is that of `result`; everything else follows."""
         self.version, self.iteration = result.version, int(result)
         self._since.clear()
         self._plan = None
-        # Lives of which nothing is left any more cannot be confused with anything.
-        oldest = min(f.key.id.generation for i in found for f in i)
-        kept = tuple(entry for entry in lineage if entry[0] >= oldest)
-        self._lineage = (*kept, (generation, result.version))
         self._rng_after_step = None
+        self._lives.go_on_from(lineage, result.version)
         self._schedule.start_at(result.version)
         id_ = VersionId(result.generation, result.version)
         # Even when some shards came from elsewhere: those in memory may be the only ones.
-        memory = id_ if "memory" in result.levels else _newest_on("memory", found, id_)
-        self._agreement.restart(memory, _newest_on("local", found, id_))
+        memory = id_ if "memory" in result.levels else self._lives.newest("memory", id_)
+        self._agreement.restart(memory, self._lives.newest("local", id_))
 
     def _restored(
         self, result: Restored, restorer: Restorer, inventory_seconds: float, begin: float
@@ -862,7 +851,7 @@ class Checkpointer:
 
     def _nothing_new(self) -> bool:
         """True when no step was made since the start, or since the version restored from disk."""
-        begun = self._lineage[-1][1] if self._lineage else 0
+        begun = self._lives.began_at
         if self._since or self.version != begun:
             return False
         durable = self._agreement.local.safe
@@ -875,59 +864,6 @@ class Checkpointer:
 
     def _local_enabled(self) -> bool:
         return self.config.uses("local")
-
-    def _check_state(self) -> None:
-        """Refuse at attach what could not be taken later."""
-        walk = self.state.walk()
-        self.state.entries(walk)
-        self.state.buffer_entries(walk)
-        arena = tree.Arena()
-        self.state.pack_groups(arena.keep)
-        self.state.pack_extra({**self.state.extra, **self.state.extra_per_rank}, arena)
-
-    def _persistent_settings(self) -> dict[str, Any] | None:
-        if not self.config.uses("persistent"):
-            return None
-        chosen = dataclasses.asdict(self.config.persistent)
-        for when in ("every_steps", "every_seconds"):
-            chosen.pop(when)
-        return {**chosen, "node": self._node.index, "nodes": self._node.count}
-
-    def _check_alike(self) -> Node:
-        """Ranks decide alike without talking, so they must start from the same settings.
-
-        Places may differ: a node's own disk may have the node's name in its path. Returns this
-        rank's node.
-        """
-        places: dict[str, Any] = dict.fromkeys(PLACES, "-")
-        mine = dataclasses.replace(self.config, **places)
-        everyone = self.group.all_gather_object((mine, self._host))
-        ours = everyone[0][0]
-        for rank, (theirs, _) in enumerate(everyone):
-            if theirs != ours:
-                raise ConfigError(
-                    f"rank {rank} and rank 0 have different settings:\n  {theirs}\n"
-                    f"  {ours}\n"
-                    "All ranks need the same arguments, environment variables and file."
-                )
-        return Node.of(self._host, [host for _, host in everyone])
-
-    def _check_room(self, slots: int) -> None:
-        """Say now, in bytes, when shared memory will not do."""
-        walk = self.state.walk()
-        held = sum(t.nbytes for t in walk.striped)
-        if not walk.state:  # most optimizers will make two values for every parameter
-            held *= 3
-        needed = slots * held // self.group.size + slots * sum(b.nbytes for b in walk.buffers)
-        found = os.statvfs(self.config.shm_dir)
-        free = found.f_bavail * found.f_frsize
-        have = sum(s.nbytes for s in self._pool.slots if s is not None)
-        if needed > free + have:
-            self._notice(
-                f"{self.config.shm_dir} has {free} bytes free, and this rank needs about {needed} "
-                f"for {slots} slots: {too_small(self.config.shm_dir)}",
-                logging.ERROR,
-            )
 
     def _claim_job(self) -> int:
         self._job.create()
@@ -965,12 +901,6 @@ class Checkpointer:
         if self._trace is not None:
             self._trace.close()
         self.log.close()
-
-
-def _newest_on(level: str, found: list[Any], limit: VersionId) -> VersionId | None:
-    """The newest version, up to `limit`, that is complete on this level alone."""
-    plan = plan_restore([[f for f in i if f.place.level == level] for i in found])
-    return plan.id if plan and plan.id <= limit else None
 
 
 class Unattached:

@@ -1,0 +1,80 @@
+"""What is checked when a checkpointer is attached: here, where it can still be mended."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from . import tree
+from .config import Config
+from .errors import ConfigError
+from .group import Group, Node
+from .pool import too_small
+from .slots import Slot
+from .state import TrainingState
+
+PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
+"""Settings that may differ between ranks: a node's disk may have the node's name in its path."""
+
+
+def check_state(state: TrainingState) -> None:
+    """Raise UnsupportedStateError for what could not be taken later."""
+    walk = state.walk()
+    state.entries(walk)
+    state.buffer_entries(walk)
+    arena = tree.Arena()
+    state.pack_groups(arena.keep)
+    state.pack_extra({**state.extra, **state.extra_per_rank}, arena)
+
+
+def check_alike(config: Config, group: Group, host: str) -> Node:
+    """Ranks decide alike without talking, so they must start from the same settings.
+
+    Collective. Returns this rank's node. Raises ConfigError on all ranks, naming one that differs.
+    """
+    places: dict[str, Any] = dict.fromkeys(PLACES, "-")
+    mine = dataclasses.replace(config, **places)
+    everyone = group.all_gather_object((mine, host))
+    ours = everyone[0][0]
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs != ours:
+            raise ConfigError(
+                f"rank {rank} and rank 0 have different settings:\n  {theirs}\n  {ours}\n"
+                "All ranks need the same arguments, environment variables and file."
+            )
+    return Node.of(host, [each for _, each in everyone])
+
+
+def lacking_room(
+    config: Config, state: TrainingState, ranks: int, count: int, slots: Iterable[Slot | None]
+) -> str:
+    """In words and bytes, that shared memory will not do for `count` slots; empty when it will.
+
+    An estimate while the optimizer has made no state yet. `slots` are those that are there already.
+    """
+    walk = state.walk()
+    held = sum(t.nbytes for t in walk.striped)
+    if not walk.state:  # most optimizers will make two values for every parameter
+        held *= 3
+    needed = count * held // ranks + count * sum(b.nbytes for b in walk.buffers)
+    found = os.statvfs(config.shm_dir)
+    free = found.f_bavail * found.f_frsize
+    have = sum(s.nbytes for s in slots if s is not None)
+    if needed <= free + have:
+        return ""
+    return (
+        f"{config.shm_dir} has {free} bytes free, and this rank needs about {needed} "
+        f"for {count} slots: {too_small(config.shm_dir)}"
+    )
+
+
+def persistent_settings(config: Config, node: Node) -> dict[str, Any] | None:
+    """What the agent is told of the persistent level; None when there is none."""
+    if not config.uses("persistent"):
+        return None
+    chosen = dataclasses.asdict(config.persistent)
+    for when in ("every_steps", "every_seconds"):
+        chosen.pop(when)
+    return {**chosen, "node": node.index, "nodes": node.count}

@@ -1,0 +1,76 @@
+"""Lives: which life of the job this is, what earlier ones left, and where this one came from.
+
+Every start of a job is a life. Versions of two lives may have the same number and different bytes,
+so each life has a generation (larger than any that is still found), a random name, and a lineage
+that says from which version of which life it went on (DESIGN.md, "Lives").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .config import Config
+from .group import Group
+from .inventory import Found, Inventory, RestorePlan, plan_restore, take_inventory
+from .localstore import LocalStore
+from .naming import Lineage, VersionId
+from .slots import JobDirectory
+
+
+class Lives:
+    """One rank's knowledge, alike on all. Training thread; `look` is collective."""
+
+    def __init__(
+        self, config: Config, group: Group, job: JobDirectory, store: LocalStore, host: str
+    ) -> None:
+        self.lineage: Lineage = ()
+        """Empty before this life has begun."""
+        self.name = ""
+        """Of this life; the same on all ranks."""
+        self.found: list[tuple[Found, ...]] = []
+        """What every rank found when it looked last."""
+        self.problems: list[str] = []
+        """What was found and cannot be read."""
+        self._config, self._group, self._job = config, group, job
+        self._store, self._host = store, host
+        self._next_generation = 1
+
+    @property
+    def generation(self) -> int:
+        """Of this life; 0 before it has begun."""
+        return self.lineage[-1][0] if self.lineage else 0
+
+    @property
+    def began_at(self) -> int:
+        """The version that this life started from."""
+        return self.lineage[-1][1] if self.lineage else 0
+
+    def look(self) -> None:
+        """Take stock of all levels on all nodes; this is what a new life begins with."""
+        shared = self._config.persistent.path if self._group.rank == 0 else ""
+        mine = take_inventory(self._job, self._store, self._host, shared)
+        inventories: Sequence[Inventory] = self._group.all_gather_object(mine)
+        self.name = inventories[0].token
+        self.found = [i.found for i in inventories]
+        problems = dict.fromkeys(p for i in inventories for p in i.problems)
+        self.problems = [f"{place.where}: {problem}" for place, problem in problems]
+        self._next_generation = 1 + max(i.generation for i in inventories)
+
+    def begin_afresh(self) -> None:
+        """Start from nothing, in a generation of its own."""
+        self.lineage = ((self._next_generation, 0),)
+
+    def go_on_from(self, lineage: Lineage, version: int) -> None:
+        """Start from a version of the newest life in `lineage`."""
+        # Lives of which nothing is left any more cannot be confused with anything.
+        there = {f.key.id.generation for each in self.found for f in each}
+        oldest = min(there, default=self._next_generation)
+        kept = tuple(entry for entry in lineage if entry[0] >= oldest)
+        self.lineage = (*kept, (self._next_generation, version))
+
+    def newest(self, level: str = "", limit: VersionId | None = None) -> VersionId | None:
+        """The newest complete version that was found, on one level alone if that is named; None
+        if that is newer than `limit`."""
+        seen = [[f for f in each if level in ("", f.place.level)] for each in self.found]
+        plan: RestorePlan | None = plan_restore(seen)
+        return plan.id if plan and (limit is None or plan.id <= limit) else None
