@@ -13,9 +13,12 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
     -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
     -> {"op": "retire", "safe": [generation, version], "lineage": [[generation, version], ...]}
     -> {"op": "flush", "order": {...}}                           see flusher.FlushOrder
+    -> {"op": "meet", "where": {...}}                            listen for other nodes' agents
+    -> {"op": "know", "parties": [...]}                          see protector.PartySettings
+    -> {"op": "protect", "version": ..., "generation": ...}
     -> {"op": "bye"}                                             this trainer ends of its own will
-    <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "cleaned" |
-        "problem", ...}
+    <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "listening" |
+        "protected" | "protect_failed" | "cleaned" | "problem", ...}
     <- {"op": "bye", "last": ...}                                last: the agent ends now, too
 
 End of file from a trainer without a goodbye means that it was killed.
@@ -38,10 +41,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .desk import Desk, DeskSettings
 from .flusher import Flusher, PersistentSettings
+from .held import Held
 from .slots import JobDirectory, take_lock
+
+if TYPE_CHECKING:
+    from .protector import Protector
 
 PROTOCOL = 1
 MESSAGE_BYTES = 1 << 16
@@ -130,7 +138,9 @@ class Agent:
         self._serving = 0
         self._missed: dict[tuple[str, int], float] = {}
         """Desks whose trainer was killed, and until when to wait for its successor."""
+        self.held = Held()
         self._flushers: dict[PersistentSettings, Flusher] = {}
+        self._protector: Protector | None = None
         self._woken, self._wake = socket.socketpair()
 
     def serve(self, listener: socket.socket) -> None:
@@ -153,12 +163,19 @@ class Agent:
     def _patience(self, nobody_before: float) -> float | None:
         """How long to wait for a trainer; None: until those that are here have gone."""
         with self._lock:
-            if self._serving or any(f.busy() for f in self._flushers.values()):
+            if self._serving or self._at_work():
                 return None
             return max([nobody_before, *self._missed.values()]) - time.monotonic()
 
+    def _at_work(self) -> bool:
+        """With the lock held: something goes on that no trainer waits for."""
+        protecting = self._protector is not None and self._protector.busy()
+        return protecting or any(f.busy() for f in self._flushers.values())
+
     def close(self) -> None:
         """Give up what the agent itself holds."""
+        if self._protector is not None:
+            self._protector.close()
         self._woken.close()
         self._wake.close()
 
@@ -192,11 +209,11 @@ class Agent:
                     turn = self._desks.setdefault(desk, threading.Lock())
                 channel.send(json.dumps({"op": "welcome", "pid": os.getpid()}).encode())
                 with turn:
-                    said_goodbye = Desk(settings, channel, self._flusher(settings)).serve()
+                    said_goodbye = Desk(settings, channel, self).serve()
                 if said_goodbye:
                     with self._lock:
-                        flushing = any(f.busy() for f in self._flushers.values())
-                        last = self._serving == 1 and not self._missed and not flushing
+                        others = self._serving > 1 or self._missed or self._at_work()
+                        last = not others
                     channel.send(json.dumps({"op": "bye", "last": last}).encode())
         except ConnectionError:
             said_goodbye = False
@@ -208,13 +225,22 @@ class Agent:
             with contextlib.suppress(OSError):
                 self._wake.send(b"\0")
 
-    def _flusher(self, desk: DeskSettings) -> Flusher | None:
+    def flusher(self, desk: DeskSettings) -> Flusher | None:
         """One for all desks that flush to the same place."""
         if desk.persistent is None:
             return None
         settings = PersistentSettings(**desk.persistent)
         with self._lock:
-            return self._flushers.setdefault(settings, Flusher(settings, self._wake_up))
+            return self._flushers.setdefault(settings, Flusher(settings, self.held, self._wake_up))
+
+    def protector(self) -> Protector:
+        """One for the node."""
+        from .protector import Protector  # and with it numpy
+
+        with self._lock:
+            if self._protector is None:
+                self._protector = Protector(self.held, self._wake_up)
+            return self._protector
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -258,7 +284,9 @@ def run(settings: AgentSettings) -> int:
     lower_priority(settings.nice)
     listener = place.listen()
     try:
-        Agent(settings.linger_seconds).serve(listener)
+        agent = Agent(settings.linger_seconds)
+        with contextlib.closing(agent):
+            agent.serve(listener)
     finally:
         # Only the one who holds the lock may remove these, and the lock goes last.
         listener.close()

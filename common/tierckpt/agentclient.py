@@ -115,6 +115,30 @@ class AgentClient:
             self._flushing[order.name.id] = order
             self._send({"op": "flush", "order": order.as_message()})
 
+    def tell(self, op: str, **values: Any) -> None:
+        """Say something that needs no answer kept. Never blocks."""
+        with self._lock:
+            self._send({"op": op, **values})
+
+    def ask(self, op: str, answer: str, timeout_seconds: float, **values: Any) -> dict[str, Any]:
+        """Say something and wait for the answer; other messages are kept for `poll`.
+
+        Raises TimeoutError. For attach and restart, not for steps.
+        """
+        self.tell(op, **values)
+        deadline, kept = time.monotonic() + timeout_seconds, []
+        try:
+            while time.monotonic() < deadline:
+                for message in self.poll():
+                    if message["op"] == answer:
+                        return message
+                    kept.append(message)
+                time.sleep(0.002)
+        finally:
+            with self._lock:
+                self._heard = kept + self._heard
+        raise TimeoutError(f"the agent did not answer within {timeout_seconds:.0f} s")
+
     def flushing(self) -> int:
         """How many flushes are under way."""
         return len(self._flushing)

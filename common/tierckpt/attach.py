@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,14 +30,32 @@ def check_state(state: TrainingState) -> None:
     state.pack_extra({**state.extra, **state.extra_per_rank}, arena)
 
 
-def check_alike(config: Config, group: Group, host: str) -> Node:
+@dataclasses.dataclass(frozen=True)
+class Roll:
+    """Who takes part in the job, and where; by rank."""
+
+    hosts: tuple[str, ...]
+    """Nodes, as `group.host_id` names them."""
+    names: tuple[str, ...]
+    """Host names of their machines."""
+    domains: tuple[str, ...]
+    """What dies together."""
+
+    def node(self, rank: int) -> Node:
+        """The rank's node."""
+        return Node.of(self.hosts[rank], self.hosts)
+
+
+def check_alike(config: Config, group: Group, host: str) -> Roll:
     """Ranks decide alike without talking, so they must start from the same settings.
 
-    Collective. Returns this rank's node. Raises ConfigError on all ranks, naming one that differs.
+    Collective. Raises ConfigError on all ranks, naming one that differs.
     """
     places: dict[str, Any] = dict.fromkeys(PLACES, "-")
-    mine = dataclasses.replace(config, **places)
-    everyone = group.all_gather_object((mine, host))
+    peer = dataclasses.replace(config.peer, domain="-", interface="-", port=0)
+    mine = dataclasses.replace(config, peer=peer, **places)
+    here = (host, socket.gethostname(), config.peer.domain or host)
+    everyone = group.all_gather_object((mine, here))
     ours = everyone[0][0]
     for rank, (theirs, _) in enumerate(everyone):
         if theirs != ours:
@@ -44,7 +63,8 @@ def check_alike(config: Config, group: Group, host: str) -> Node:
                 f"rank {rank} and rank 0 have different settings:\n  {theirs}\n  {ours}\n"
                 "All ranks need the same arguments, environment variables and file."
             )
-    return Node.of(host, [each for _, each in everyone])
+    hosts, names, domains = zip(*(there for _, there in everyone), strict=True)
+    return Roll(hosts, names, domains)
 
 
 def lacking_room(

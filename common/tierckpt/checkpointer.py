@@ -32,6 +32,7 @@ from .group import Group, SingleGroup, host_id
 from .lives import Lives
 from .localstore import LocalStore
 from .naming import Lineage, ShardKey, VersionId
+from .peers import Peers, redundancy_groups
 from .policy import BROKEN, DONE, LEVELS, Decision, Schedule
 from .pool import NoSlotError, SlotPool
 from .restore import Restored, Restorer, load
@@ -97,7 +98,9 @@ class Checkpointer:
         self.state = TrainingState(model, label_optimizers(optimizer), extra, extra_per_rank)
         attach.check_state(self.state)
         host = host_id(self.config.node)
-        self._node = attach.check_alike(self.config, self.group, host)
+        roll = attach.check_alike(self.config, self.group, host)
+        self._node = roll.node(self.group.rank)
+        redundancy_groups(self.config, roll)  # while nothing has been started yet
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         self._callbacks = CallbackList(callbacks)
         self.version = 0
@@ -163,6 +166,9 @@ class Checkpointer:
             ),
             inline=self.config.agent == "inline",
         )
+        self._peers = Peers(self.config, self.group, roll, self._agent)
+        if self._peers.slow_coding and self.group.rank == 0:
+            self._notice(self._peers.slow_coding, logging.WARNING)
         self._start_agent()
         self._hooks: list[Any] = []
         self._install_hooks(model)
@@ -517,6 +523,7 @@ class Checkpointer:
     def _local_safe(self, safe: VersionId, largest_bytes: int) -> None:
         """A version is complete on all local levels: older ones may go, it may be flushed."""
         self._agent.retire(safe, self._lives.lineage)
+        self._peers.protect(safe)
         iteration = self._to_flush.pop(safe, None)
         if iteration is not None:
             self._ordered = safe
@@ -598,6 +605,23 @@ class Checkpointer:
                 self._emit("failed", **self._local_failure(id_, message["error"]))
             elif op == "flushed":
                 self._flushed(message)
+            elif op == "protected":
+                self._emit(
+                    "committed",
+                    version=message["version"],
+                    level="peer",
+                    nbytes=message["nbytes"],
+                    seconds={"write": message["seconds"]},
+                )
+            elif op == "protect_failed":
+                self._emit(
+                    "failed",
+                    version=message["version"],
+                    level="peer",
+                    message=f"{message['error']}; training goes on, this version has no redundancy "
+                    "on other nodes",
+                    severity=logging.ERROR,
+                )
             elif op == "flush_failed":
                 self._emit(
                     "failed",
@@ -663,6 +687,7 @@ class Checkpointer:
         """First boundary without a restore: a fresh start."""
         self._lives.look()
         self._lives.begin_afresh()
+        self._meet_peers()
         old = self._lives.newest()
         if old is not None and self.group.rank == 0:
             self._notice(
@@ -681,13 +706,14 @@ class Checkpointer:
         self._collect()
         self._lives.look()
         inventory_seconds = time.perf_counter() - begin
-        restorer = Restorer(self.group, self._lives.found, self._reject)
+        restorer = Restorer(self.group, self._lives.found, self._reject, self._lives.parities)
         for problem in self._lives.problems:
             restorer.rejected.append(problem)
             self._reject(problem)
         attempt = restorer.find(version)
         if attempt is None:
             self._nothing_found(version, restorer.rejected)
+            self._meet_peers()
             return self._restored(Restored(0), restorer, inventory_seconds, begin)
         try:
             load_begin = time.perf_counter()
@@ -729,6 +755,11 @@ class Checkpointer:
         # Even when some shards came from elsewhere: those in memory may be the only ones.
         memory = id_ if "memory" in result.levels else self._lives.newest("memory", id_)
         self._agreement.restart(memory, self._lives.newest("local", id_))
+        self._meet_peers()
+
+    def _meet_peers(self) -> None:
+        """A life has begun: the nodes' agents meet under its name."""
+        self._peers.meet(self._lives.name, lambda text: self._notice(text, logging.ERROR))
 
     def _restored(
         self, result: Restored, restorer: Restorer, inventory_seconds: float, begin: float

@@ -54,6 +54,26 @@ class LocalConfig:
 
 
 @dataclass(frozen=True)
+class PeerConfig:
+    """The peer level: what is on a node's local level can be rebuilt from other nodes'.
+
+    Made of every version that is complete on local, by the agents, behind the training's back.
+    """
+
+    redundancy: str = "none"
+    """`none`; `partner` or `partner <copies>`; `xor`, which survives one loss in a group; `rs
+    <k>+<m>`, which survives m."""
+    group_size: int = 8
+    """Members of a group; for `rs` they are k + m."""
+    domain: str = ""
+    """What dies together, by name (a rack, a switch); empty: the node."""
+    interface: str = ""
+    """Network interface or address that the agents use; empty: the one towards the other nodes."""
+    port: int = 0
+    """TCP port that a node's agent listens at; 0: any."""
+
+
+@dataclass(frozen=True)
 class PersistentConfig:
     """The persistent level: whole versions on a parallel file system or an object store.
 
@@ -124,6 +144,7 @@ class Config:
     small."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
+    peer: PeerConfig = field(default_factory=PeerConfig)
     persistent: PersistentConfig = field(default_factory=PersistentConfig)
 
     def __post_init__(self) -> None:
@@ -159,12 +180,19 @@ class Config:
         """True when versions go to this level now and then; what is persistent is local first."""
         if level == "local" and self.uses("persistent"):
             return True
+        if level == "peer":
+            return self.peer.redundancy.strip().lower() != "none" and self.uses("local")
         table = getattr(self, level)
         there = level != "persistent" or bool(self.persistent.path)
         return there and (table.every_steps > 0 or table.every_seconds > 0)
 
 
-TABLES = {"memory": MemoryConfig, "local": LocalConfig, "persistent": PersistentConfig}
+TABLES = {
+    "memory": MemoryConfig,
+    "local": LocalConfig,
+    "peer": PeerConfig,
+    "persistent": PersistentConfig,
+}
 """Settings of one level each."""
 
 

@@ -8,13 +8,18 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from . import faults
+from .errors import ConfigError
 from .flusher import Flusher, FlushOrder
+from .held import Held
 from .localstore import LocalStore
 from .naming import ShardKey, VersionId, retired
 from .slots import Slot, pin, unpin
+
+if TYPE_CHECKING:
+    from .protector import Protector
 
 MESSAGE_BYTES = 1 << 16
 
@@ -33,14 +38,28 @@ class DeskSettings:
     """PersistentSettings, if there is such a level."""
 
 
+class NodeServices(Protocol):
+    """What all desks of an agent share. Any thread."""
+
+    held: Held
+
+    def flusher(self, desk: DeskSettings) -> Flusher | None:
+        """The persistent level's, if the desk has one."""
+        ...
+
+    def protector(self) -> Protector:
+        """The peer level's."""
+        ...
+
+
 class Desk:
     """Messages wait in the socket while a slot is written."""
 
     def __init__(
-        self, settings: DeskSettings, channel: socket.socket, flusher: Flusher | None = None
+        self, settings: DeskSettings, channel: socket.socket, services: NodeServices
     ) -> None:
         self.settings = settings
-        self.flusher = flusher
+        self.services = services
         self.channel = channel
         self.store = LocalStore(settings.directory)
         self._slots: dict[tuple[int, int], Slot] = {}
@@ -62,9 +81,10 @@ class Desk:
                     self._commit(message, fds)
                 elif message["op"] == "retire":
                     self._retire(message)
-                elif message["op"] == "flush" and self.flusher is not None:
-                    order = FlushOrder.of_message(message["order"])
-                    self.flusher.order(order, lambda said: self._say(**said))
+                elif message["op"] == "flush":
+                    self._flush(message)
+                elif message["op"] in ("meet", "know", "protect"):
+                    self._protect(message)
                 elif message["op"] == "bye":
                     return True
         finally:
@@ -135,7 +155,7 @@ class Desk:
         """Apply retention to this rank's shards, and to those of ranks that are no more."""
         safe = VersionId(*message["safe"])
         lineage = tuple((g, v) for g, v in message["lineage"])
-        held = self.store.keys()
+        held = [*self.store.keys(), *self.store.parities()]
         mine = [k for k in held if self._is_mine(k)]
         gone = retired(
             {k.id for k in mine}, safe, lineage, self.settings.keep_last, self.settings.keep_every
@@ -148,12 +168,34 @@ class Desk:
                     self._say(op="problem", error=f"cannot retire {key}: {_text(error)}")
 
     def _retire_one(self, key: ShardKey) -> None:
-        if self.flusher is None:
-            self.store.retire(key)
-            return
-        with self.flusher.held.lock:
-            if key not in self.flusher.held:  # else it goes with a later one
+        with self.services.held.lock:
+            if key not in self.services.held:  # else it goes with a later one
                 self.store.retire(key)
+
+    def _flush(self, message: dict[str, Any]) -> None:
+        flusher = self.services.flusher(self.settings)
+        if flusher is not None:
+            flusher.order(FlushOrder.of_message(message["order"]), self._answer)
+
+    def _protect(self, message: dict[str, Any]) -> None:
+        from .protector import PartySettings
+
+        protector = self.services.protector()
+        if message["op"] == "meet":
+            try:
+                address = protector.open(**message["where"])
+            except ConfigError as error:
+                self._say(op="listening", error=str(error))
+            else:
+                self._say(op="listening", error="", host=address.host, port=address.port)
+        elif message["op"] == "know":
+            protector.know([PartySettings.of_message(party) for party in message["parties"]])
+        else:
+            version = VersionId(message["generation"], message["version"])
+            protector.order(self.settings.directory, version, self.settings.shards, self._answer)
+
+    def _answer(self, said: dict[str, Any]) -> None:
+        self._say(**said)
 
     def _is_mine(self, key: ShardKey) -> bool:
         if key.shards == self.settings.shards:

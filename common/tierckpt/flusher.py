@@ -8,7 +8,6 @@ slot waits for a slow store. Retention of the local level leaves alone what is h
 from __future__ import annotations
 
 import contextlib
-import mmap
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .held import Held, open_shard
 from .localstore import LocalStore
 from .naming import Lineage, ShardKey, VersionId
 from .persistent import (
@@ -100,10 +100,12 @@ Answer = Callable[[dict[str, Any]], None]
 class Flusher:
     """One a node and place. `order` may be called by any thread; a thread of its own flushes."""
 
-    def __init__(self, settings: PersistentSettings, on_idle: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: PersistentSettings, held: Held, on_idle: Callable[[], None]
+    ) -> None:
         """`on_idle` is called, by the flushing thread, whenever nothing is left to do."""
         self.settings = settings
-        self.held = Held()
+        self.held = held
         self._on_idle = on_idle
         self._changed = threading.Condition()
         self._orders: deque[tuple[FlushOrder, Answer]] = deque()
@@ -203,38 +205,10 @@ class Flusher:
         return self.settings.drop_superseded and bool(self._orders)
 
 
-class Held:
-    """Local shards that must not be retired now. Any thread."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        """Hold it from asking to retiring."""
-        self._keys: dict[ShardKey, int] = {}
-
-    def add(self, keys: list[ShardKey]) -> None:
-        """Once for every use."""
-        with self.lock:
-            for key in keys:
-                self._keys[key] = self._keys.get(key, 0) + 1
-
-    def discard(self, keys: list[ShardKey]) -> None:
-        """The inverse of `add`."""
-        with self.lock:
-            for key in keys:
-                self._keys[key] -= 1
-                if not self._keys[key]:
-                    del self._keys[key]
-
-    def __contains__(self, key: ShardKey) -> bool:
-        return key in self._keys
-
-
 @contextlib.contextmanager
 def _source(local: LocalStore, key: ShardKey) -> Iterator[ShardSource]:
-    manifest = local.read_manifest(key)
-    mapped: mmap.mmap = local.open_image(key)
-    with contextlib.closing(mapped), memoryview(mapped) as image:
+    with open_shard(local, key) as (image, manifest):
         yield ShardSource(key.shard, image, manifest, lambda: local.read_manifest(key) == manifest)
 
 
-__all__ = ["FlushCancelledError", "FlushOrder", "Flusher", "Held", "PersistentSettings"]
+__all__ = ["FlushCancelledError", "FlushOrder", "Flusher", "PersistentSettings"]

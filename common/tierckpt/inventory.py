@@ -7,17 +7,19 @@ and then plan alike, without talking again.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
-from .errors import CorruptShardError, FormatError
+from .errors import CorruptShardError, FormatError, RestoreError
 from .localstore import LocalStore
 from .manifest import Manifest
-from .naming import Lineage, ShardKey, VersionId, newest_first
+from .naming import Lineage, ParityKey, ShardKey, VersionId, newest_first
 from .persistent import PersistentError, PersistentStore
+from .redundancy.codes import Code
+from .redundancy.schedule import plan_rebuild
 from .slots import JobDirectory
 
-LEVELS = ("memory", "local", "persistent")
+LEVELS = ("memory", "local", "peer", "persistent")
 """Cheapest first."""
 EVERYWHERE = "*"
 """Host of what every node can read."""
@@ -44,6 +46,20 @@ class Found:
 
 
 @dataclass(frozen=True)
+class FoundParity:
+    """Parity that some rank sees, by its manifest."""
+
+    key: ParityKey
+    place: Place
+    lineage: Lineage
+    life: str
+    group: tuple[int, ...]
+    """The members' shard numbers, in the order of the ring."""
+    k: int
+    m: int
+
+
+@dataclass(frozen=True)
 class Inventory:
     """What one rank sees."""
 
@@ -54,6 +70,7 @@ class Inventory:
     """The newest generation seen, also in what is not restorable."""
     token: str = ""
     """A random name; rank 0's becomes that of the life that begins now."""
+    parities: tuple[FoundParity, ...] = ()
 
 
 def take_inventory(
@@ -87,11 +104,39 @@ def take_inventory(
             found.append(
                 Found(key, Place("local", host, directory), manifest.lineage, manifest.life)
             )
+    parities = look_at_parities(store, Place("local", host, directory), problems)
     if persistent:
         look_at_persistent(persistent, found, problems)
-    generations = [f.key.id.generation for f in found] + [k.id.generation for k in keys]
+    there = [*keys, *(f.key for f in found), *(p.key for p in parities)]
+    generations = [key.id.generation for key in there]
     newest = max(generations, default=0)
-    return Inventory(tuple(found), tuple(problems), newest, secrets.token_hex(8))
+    return Inventory(tuple(found), tuple(problems), newest, secrets.token_hex(8), tuple(parities))
+
+
+def look_at_parities(
+    store: LocalStore, place: Place, problems: list[tuple[Place, str]]
+) -> list[FoundParity]:
+    """What this node keeps for the shards of others."""
+    found = []
+    try:
+        keys = store.parities()
+    except OSError:
+        return []  # said of the shards already
+    if keys:
+        from .peer.parity import ParityManifest  # and with it numpy
+    for key in keys:
+        try:
+            record = ParityManifest.decode(store.read_manifest(key))
+            if record.key != key:
+                raise FormatError(f"the manifest of {key} says it is {record.key}")
+        except FileNotFoundError:
+            continue
+        except (OSError, CorruptShardError, FormatError) as error:
+            problems.append((place, f"{key}: {error}"))
+        else:
+            made = (record.lineage, record.life, record.group, record.k, record.m)
+            found.append(FoundParity(key, place, *made))
+    return found
 
 
 def look_at_persistent(path: str, found: list[Found], problems: list[tuple[Place, str]]) -> None:
@@ -128,12 +173,35 @@ class Source:
 
 
 @dataclass(frozen=True)
+class ParitySource:
+    """Where the parity beside one member's shard is, and the rank that reads and checks it."""
+
+    member: int
+    """On the ring."""
+    key: ParityKey
+    place: Place
+    reader: int
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """Lost shards of one redundancy group, and what they are made from."""
+
+    group: tuple[int, ...]
+    lost: tuple[int, ...]
+    """Shard numbers."""
+    parities: tuple[ParitySource, ...]
+    """All that there are; the members that are not lost have their shards elsewhere in the plan."""
+
+
+@dataclass(frozen=True)
 class RestorePlan:
     """Which version to restore, and each shard's source, by shard number."""
 
     id: VersionId
     sources: tuple[Source, ...]
     life: str = ""
+    rebuilds: tuple[Rebuild, ...] = ()
 
     @property
     def levels(self) -> dict[str, int]:
@@ -142,12 +210,17 @@ class RestorePlan:
         return {level: names.count(level) for level in LEVELS if level in names}
 
 
+Bad = frozenset[tuple[ShardKey, Place]]
+
+
 def plan_restore(
     inventories: Sequence[Sequence[Found]],
-    bad: frozenset[tuple[ShardKey, Place]] = frozenset(),
+    bad: Bad = frozenset(),
     version: int | None = None,
+    parities: Sequence[Sequence[FoundParity]] = (),
 ) -> RestorePlan | None:
-    """The newest version whose every shard is somewhere, each shard from its cheapest place.
+    """The newest version whose every shard is somewhere, or can be rebuilt, each shard from its
+    cheapest place.
 
     All shards of a version are of one life. `bad` are copies found damaged; `version` asks for that
     one only. None when there is no such version. Same inputs, same plan: every rank calls this.
@@ -160,21 +233,79 @@ def plan_restore(
             if (item.key, item.place) not in bad:
                 places = seen.setdefault((item.life, item.key), {})
                 places.setdefault(item.place, []).append(rank)
+    lineages.update({p.key.id: p.lineage for each in parities for p in each})
+    lives = {(life, k.id, k.shards) for life, k in seen}
+    lives |= {(p.life, p.key.id, p.key.shards) for each in parities for p in each}
     for id_ in newest_first(lineages.items()):
         if version is not None and id_.version != version:
             continue
-        for life, shards in sorted({(life, k.shards) for life, k in seen if k.id == id_}):
+        for life, shards in sorted({(life, n) for life, i, n in lives if i == id_}):
             keys = [ShardKey(id_, s, shards) for s in range(shards)]
-            if all((life, k) in seen for k in keys):
-                places_of = {k: seen[life, k] for k in keys}
-                return RestorePlan(id_, tuple(_assign(places_of, len(inventories))), life)
+            places_of = {k: seen[life, k] for k in keys if (life, k) in seen}
+            rebuilds = plan_rebuilds(keys, places_of, parities, life, bad)
+            if rebuilds is not None:
+                sources = tuple(_assign(keys, places_of, len(inventories)))
+                return RestorePlan(id_, sources, life, rebuilds)
     return None
 
 
-def _assign(places_of: dict[ShardKey, dict[Place, list[int]]], ranks: int) -> Iterator[Source]:
+def plan_rebuilds(
+    keys: Sequence[ShardKey],
+    there: Container[ShardKey],
+    parities: Sequence[Sequence[FoundParity]],
+    life: str,
+    bad: Bad,
+) -> tuple[Rebuild, ...] | None:
+    """How to make every shard of `keys` that is not `there`; None when some cannot be made."""
+    lost = {key.shard for key in keys if key not in there}
+    rebuilds = []
+    for (group, k, m), sources in _parities_of(keys[0], parities, life, bad).items():
+        gone = tuple(shard for shard in group if shard in lost)
+        if not gone:
+            continue
+        members = {group.index(shard) for shard in gone}
+        no_parity = set(range(len(group))) - {source.member for source in sources}
+        try:
+            plan_rebuild(Code(len(group), k, m), members, no_parity, restore_parities=False)
+        except RestoreError:
+            continue
+        rebuilds.append(Rebuild(group, gone, sources))
+        lost -= set(gone)
+    return None if lost else tuple(rebuilds)
+
+
+def _parities_of(
+    key: ShardKey, parities: Sequence[Sequence[FoundParity]], life: str, bad: Bad
+) -> dict[tuple[tuple[int, ...], int, int], tuple[ParitySource, ...]]:
+    """By group and code: one source for every parity of the version that `key` is of."""
+    found: dict[tuple[tuple[int, ...], int, int], dict[int, ParitySource]] = {}
+    for rank, inventory in enumerate(parities):
+        for p in inventory:
+            same = (p.life, p.key.id, p.key.shards) == (life, key.id, key.shards)
+            if same and (p.key, p.place) not in bad:
+                member = p.group.index(p.key.shard)
+                source = ParitySource(member, p.key, p.place, rank)
+                found.setdefault((p.group, p.k, p.m), {}).setdefault(member, source)
+    return {
+        code: tuple(sources[member] for member in sorted(sources))
+        for code, sources in sorted(found.items())
+    }
+
+
+REBUILT = Place("peer", EVERYWHERE, "rebuilt")
+"""What was lost is made on every rank."""
+
+
+def _assign(
+    keys: Sequence[ShardKey], places_of: dict[ShardKey, dict[Place, list[int]]], ranks: int
+) -> Iterator[Source]:
     """Pick a place and a reader for every shard; readers as evenly loaded as places allow."""
     load = [0] * ranks
-    for key, places in places_of.items():
+    for key in keys:
+        places = places_of.get(key)
+        if places is None:
+            yield Source(key.shard, REBUILT, reader=-1, direct=True)
+            continue
         place = min(places, key=lambda p: (LEVELS.index(p.level), p))
         everywhere = place.host == EVERYWHERE
         readers = list(range(ranks)) if everywhere else places[place]

@@ -11,7 +11,14 @@ from collections.abc import Sequence
 
 from .config import Config
 from .group import Group
-from .inventory import Found, Inventory, RestorePlan, plan_restore, take_inventory
+from .inventory import (
+    Found,
+    FoundParity,
+    Inventory,
+    RestorePlan,
+    plan_restore,
+    take_inventory,
+)
 from .localstore import LocalStore
 from .naming import Lineage, VersionId
 from .slots import JobDirectory
@@ -29,6 +36,8 @@ class Lives:
         """Of this life; the same on all ranks."""
         self.found: list[tuple[Found, ...]] = []
         """What every rank found when it looked last."""
+        self.parities: list[tuple[FoundParity, ...]] = []
+        """The same, of what nodes keep for each other."""
         self.problems: list[str] = []
         """What was found and cannot be read."""
         self._config, self._group, self._job = config, group, job
@@ -52,6 +61,7 @@ class Lives:
         inventories: Sequence[Inventory] = self._group.all_gather_object(mine)
         self.name = inventories[0].token
         self.found = [i.found for i in inventories]
+        self.parities = [i.parities for i in inventories]
         problems = dict.fromkeys(p for i in inventories for p in i.problems)
         self.problems = [f"{place.where}: {problem}" for place, problem in problems]
         self._next_generation = 1 + max(i.generation for i in inventories)

@@ -8,33 +8,26 @@ all ranks, with nothing changed on any.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import state as state_module
 from . import tree
-from .errors import CorruptShardError, FormatError, RestoreError, StateMismatchError
+from .errors import RestoreError, StateMismatchError
 from .group import Group
-from .inventory import Found, Place, RestorePlan, Source, plan_restore
+from .images import LOST, Image, open_image, verify
+from .inventory import Found, FoundParity, Place, RestorePlan, Source, plan_restore
 from .layout import Piece, TensorSpec
-from .localstore import LocalStore
-from .manifest import DIGEST_BYTES, Manifest, digest
+from .manifest import Manifest
 from .naming import ShardKey
-from .persistent import PersistentError, PersistentStore, VersionName
-from .persistent.backend import WINDOW_BYTES
+from .rebuilding import Parities
 from .shardfile import ShardHeader, decode_header
-from .slots import Slot
 from .snapshot import as_bytes
 from .state import TrainingState
-
-LOST = (OSError, EOFError, ImportError, CorruptShardError, FormatError, PersistentError)
-"""What reading raises where a copy is as good as lost."""
 
 BROADCAST_BYTES = 64 * 1024 * 1024
 
@@ -67,82 +60,6 @@ class Restored(int):
         return f"Restored({int(self)}, version={self.version}, levels={self.levels})"
 
 
-class Image:
-    """One shard's bytes, mapped or received."""
-
-    def __init__(self, manifest: Manifest, view: memoryview, close: Callable[[], None]) -> None:
-        self.manifest = manifest
-        self.view = view
-        self._close = close
-
-    def close(self) -> None:
-        """Unmap."""
-        self.view.release()
-        self._close()
-
-
-def open_image(key: ShardKey, place: Place, life: str = "") -> Image:
-    """Map the shard, or fetch it. Raises OSError, PersistentError, CorruptShardError or
-    FormatError."""
-    if place.level == "persistent":
-        return _fetch(key, place, life)
-    if place.level == "memory":
-        slot = Slot.open(Path(place.where))
-        if slot is None:
-            raise FileNotFoundError(f"slot {place.where} is gone")
-        data = slot.manifest_bytes()
-        if data is None or (manifest := Manifest.decode(data)).key != key:
-            slot.close()
-            raise CorruptShardError(f"slot {place.where} no longer holds {key}")
-        return Image(manifest, slot.image(), slot.close)
-    store = LocalStore(place.where)
-    manifest = Manifest.decode(store.read_manifest(key))
-    mapped: mmap.mmap = store.open_image(key)
-    return Image(manifest, memoryview(mapped), mapped.close)
-
-
-def _fetch(key: ShardKey, place: Place, life: str) -> Image:
-    shared = PersistentStore(place.where)
-    with contextlib.closing(shared):
-        reader = shared.open_shard(VersionName(key.id, key.shards, life), key.shard)
-        manifest = Manifest.decode(reader.manifest)
-        if manifest.key != key:
-            raise CorruptShardError(f"{place.where} has {manifest.key} in the place of {key}")
-        fetched = bytearray(manifest.image_bytes)
-        for low in range(0, len(fetched), WINDOW_BYTES):
-            nbytes = min(WINDOW_BYTES, len(fetched) - low)
-            fetched[low : low + nbytes] = reader.read(low, nbytes)
-    return Image(manifest, memoryview(fetched), lambda: None)
-
-
-def verify(image: Image) -> ShardHeader:
-    """Check every byte against the manifest's digests, and return the header.
-
-    Raises CorruptShardError, naming the first damaged range, or FormatError.
-    """
-    manifest, view = image.manifest, image.view
-    if len(view) < manifest.image_bytes:
-        raise CorruptShardError(f"truncated: {len(view)} of {manifest.image_bytes} bytes")
-    digests = manifest.digests
-    offset = manifest.header_bytes
-    if digest(view[:offset]) != digests[:DIGEST_BYTES]:
-        raise CorruptShardError(f"bytes 0 to {offset} (the header) differ from their checksum")
-    header = decode_header(view)
-    total = offset + header.data_bytes
-    if (len(header.block_bytes) + 1) * DIGEST_BYTES != len(
-        digests
-    ) or total != manifest.image_bytes:
-        raise CorruptShardError("the header and the manifest do not belong together")
-    for index, nbytes in enumerate(header.block_bytes, start=1):
-        expected = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-        if digest(view[offset : offset + nbytes]) != expected:
-            raise CorruptShardError(
-                f"bytes {offset} to {offset + nbytes} differ from their checksum"
-            )
-        offset += nbytes
-    return header
-
-
 @dataclass
 class Attempt:
     """A verified version, ready to be loaded."""
@@ -153,7 +70,8 @@ class Attempt:
     own: tuple[Manifest, bytes] | None = None
     """Manifest and encoded rank tree of the shard that this rank takes its small state from."""
     images: dict[int, Image] = field(default_factory=dict)
-    """What this rank maps."""
+    """What this rank maps, and what was rebuilt."""
+    rebuild_seconds: float = 0.0
 
     def close(self) -> None:
         """Unmap everything."""
@@ -166,10 +84,15 @@ class Restorer:
     """Finds a version that is complete and sound. Every rank runs the same one."""
 
     def __init__(
-        self, group: Group, inventories: Sequence[Sequence[Found]], on_reject: Callable[[str], None]
+        self,
+        group: Group,
+        inventories: Sequence[Sequence[Found]],
+        on_reject: Callable[[str], None],
+        parities: Sequence[Sequence[FoundParity]] = (),
     ) -> None:
         self.group = group
         self.inventories = inventories
+        self.parities = parities
         self.rejected: list[str] = []
         self.seconds = 0.0
         self._bad: set[tuple[ShardKey, Place]] = set()
@@ -180,7 +103,7 @@ class Restorer:
         begin = time.perf_counter()
         try:
             while True:
-                plan = plan_restore(self.inventories, frozenset(self._bad), version)
+                plan = plan_restore(self.inventories, frozenset(self._bad), version, self.parities)
                 if plan is None:
                     return None
                 attempt = self._try(plan)
@@ -203,6 +126,8 @@ class Restorer:
                     headers[source.shard] = verify(image)
                 except LOST as error:
                     failures.append((key, source.place, str(error)))
+        parities = Parities(plan, self.group)
+        failures += parities.open()
         # What the others cannot map themselves: headers and small state, before the data.
         indirect = {s.shard for s in plan.sources if not s.direct}
         told = {
@@ -212,13 +137,23 @@ class Restorer:
         }
         summaries: dict[int, tuple[bytes, bytes, bytes]] = {}
         failed: list[tuple[ShardKey, Place, str]] = []
-        for theirs, said in self.group.all_gather_object((failures, told)):
+        everyone = self.group.all_gather_object((failures, told, parities.records()))
+        for theirs, said, _ in everyone:
             failed += theirs
             summaries.update(said)
+        with contextlib.closing(parities):
+            if not failed:
+                rebuild_begin = time.perf_counter()
+                failed = parities.rebuild(
+                    [r for *_, records in everyone for r in records], attempt.images
+                )
+                attempt.rebuild_seconds = time.perf_counter() - rebuild_begin
         if failed:
             attempt.close()
             self._reject(failed)
             return None
+        for rebuilt in plan.rebuilds:
+            headers.update({s: decode_header(attempt.images[s].view) for s in rebuilt.lost})
         if not self._map_all(plan, attempt, headers):
             return None
         headers.update({s: decode_header(h) for s, (h, _, _) in summaries.items()})

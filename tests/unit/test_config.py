@@ -11,10 +11,8 @@ import pytest
 
 from tierckpt.config import (
     NOT_SETTINGS,
+    TABLES,
     Config,
-    LocalConfig,
-    MemoryConfig,
-    PersistentConfig,
     known_settings,
     load_config,
 )
@@ -31,11 +29,7 @@ def value_for(setting: str, kind: type) -> Any:
 
 def read(config: Config, setting: str) -> Any:
     table, _, rest = setting.partition("_")
-    return (
-        getattr(getattr(config, table), rest)
-        if table in ("memory", "local", "persistent")
-        else getattr(config, setting)
-    )
+    return getattr(getattr(config, table), rest) if table in TABLES else getattr(config, setting)
 
 
 def toml(tmp_path: Path, text: str) -> Path:
@@ -70,7 +64,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
 
 
 def test_the_flat_names_are_all_the_fields() -> None:
-    inner = {"memory": MemoryConfig, "local": LocalConfig, "persistent": PersistentConfig}
+    inner = TABLES
     expected = {f.name for f in dataclasses.fields(Config)} - set(inner)
     for table, kind in inner.items():
         expected |= {f"{table}_{f.name}" for f in dataclasses.fields(kind)}

@@ -29,6 +29,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from .. import faults
@@ -48,7 +49,8 @@ from .transport import Transport
 from .wire import Link
 
 ASK_SECONDS = 2.0
-"""So long a silent peer has to say what it waits for, or to have its last words heard."""
+"""So long a silent peer has to say what it waits for, or to have its last words heard; less where
+the limit is small: who waits for the one that hangs must give up before all others do."""
 RETRY_SECONDS = 0.2
 """Between tries to reach a peer whose agent is not there yet."""
 
@@ -126,10 +128,12 @@ class Exchange:
         self.series = hashlib.sha256(purpose.encode()).hexdigest()[:16]
         self.tag = f"{self.id.generation}.{self.id.version}.{self.series}"
         names = {member: party.name(member) for member in party.others}
-        self._inbox = Inbox(names, transport.limits.stall_seconds)
+        self._inbox = Inbox(names, transport.limits.stall_seconds, self._excuse)
+        self._ask_seconds = min(ASK_SECONDS, transport.limits.stall_seconds / 4)
+        self._heard: dict[int, str] = {}
         self._attempt = secrets.token_hex(8)
         self._links: dict[int, Link] = {}
-        self._sending_to: int | None = None
+        self._engaged: int | None = None
         self._write_error: OSError | None = None
         self._report = Report()
 
@@ -161,7 +165,9 @@ class Exchange:
     def cancel(self, why: str) -> None:
         """Have `run` end soon: by ExchangeCancelledError, unless it is over already."""
         self._inbox.fail(ExchangeCancelledError(f"{self._what} was given up: {why}"))
-        for link in list(self._links.values()):
+        # A connection that `run` may be blocked in; the others take our last words.
+        engaged = self._engaged
+        if engaged is not None and (link := self._links.get(engaged)):
             link.shut()
 
     # --- meeting -------------------------------------------------------------------------------
@@ -179,7 +185,7 @@ class Exchange:
         """Enter the member's exchange; again and again while it cannot be reached."""
         while True:
             try:
-                return self._try_to_join(member, deadline - time.monotonic())
+                return self._try_to_join(member, max(deadline - time.monotonic(), 0.0))
             except (RefusedError, ExchangeCancelledError):
                 raise
             except PeerError as error:
@@ -197,8 +203,9 @@ class Exchange:
     def _try_to_join(self, member: int, seconds: float) -> Manifest:
         link = self._transport.connect(self._party.addresses[member], seconds)
         link.peer = self._party.name(member)
+        link.excuse = partial(self._excuse, member)
         self._links[member] = link
-        self._inbox.pause(0)  # if it was cancelled meanwhile, nobody shut this link
+        self._engage(member)
         head = {"op": "join", "tag": self.tag, "series": self.series, "to": member}
         where = {"version": self.id.version, "generation": self.id.generation}
         link.send(
@@ -206,12 +213,12 @@ class Exchange:
             self._shard.manifest,
         )
         answer = link.receive(seconds)
-        if answer.get("op") == "refused":
-            raise RefusedError(f"{link.peer}: {answer.get('why')}", member)
         if answer.get("op") != "joined":
-            raise PeerError(f"{link.peer}: {answer.get('why', answer)}", member)
+            raise RefusedError(f"{link.peer} gave up: {answer.get('why', answer)}", member)
+        record = link.receive_record(answer)
+        self._engaged = None
         self._inbox.know(member, str(answer["attempt"]))
-        return self._manifest_of(member, link.receive_record(answer))
+        return self._manifest_of(member, record)
 
     def _manifest_of(self, member: int, record: bytes) -> Manifest:
         """Check that a member brings its shard of our version, of our life."""
@@ -235,23 +242,24 @@ class Exchange:
         if source not in self._party.others:
             raise PeerError(f"{link.peer} says that it is member {source}")
         link.peer = self._party.name(source)
-        self._inbox.know(source, str(head["attempt"]))
-        self._inbox.attach(source, link)
         try:
+            self._inbox.know(source, str(head["attempt"]))
+            self._inbox.attach(source, link)
             self._manifest_of(source, record)
             link.send({"op": "joined", "attempt": self._attempt}, self._shard.manifest)
             while (frame := link.receive(None)).get("op") == "data":
                 self._inbox.deliver(source, frame, link)
             if frame.get("op") != "end":
-                raise PeerError(f"{link.peer}: {frame.get('why', frame)}", source)
+                raise PeerError(f"{link.peer} gave up: {frame.get('why', frame)}", source)
             self._inbox.end(source)
-        except PeerError as error:
-            self._inbox.fail(PeerError(str(error), source))
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            broken = PeerError(f"{link.peer} sent what is no message of ours: {error!r}", source)
-            self._inbox.fail(broken)
-            raise broken from error
+        except (PeerError, KeyError, TypeError, ValueError) as error:
+            known = isinstance(error, PeerError)
+            text = (
+                str(error) if known else f"{link.peer} sent what is no message of ours: {error!r}"
+            )
+            self._inbox.fail(PeerError(text, source))
+            link.send_now({"op": "failed", "why": text[:1000]})
+            raise PeerError(text, source) from error
         finally:
             self._inbox.detach(source, link)
 
@@ -292,30 +300,38 @@ class Exchange:
 
     def _send(self, to: int, at: tuple[int, int, int, int], view: memoryview) -> None:
         self._fault("send")
-        self._sending_to = to
+        self._engage(to)
         try:
             self._links[to].send({"op": "data", "at": at, "digest": digest(view).hex()}, view)
         except PeerError as error:
             raise PeerError(str(error), to) from error
-        self._sending_to = None
+        self._engaged = None
         self._report.sent_bytes += len(view)
+
+    def _engage(self, member: int) -> None:
+        """Begin what may block in the member's connection: `cancel` shuts that, if it comes later,
+        and is noticed here, if it came before."""
+        self._engaged = member
+        self._inbox.pause(0)
 
     def _end(self) -> None:
         self._fault("end")
         if not self._shard.still_sealed():
             raise FileNotFoundError(f"the slot of {self._own.key} was refilled while it was read")
         for member, link in self._links.items():
+            self._engage(member)
             try:
                 link.send({"op": "end"})
             except PeerError as error:
                 raise PeerError(str(error), member) from error
+        self._engaged = None
         self._inbox.wait_ends(self._party.others)
 
     # --- when it fails -------------------------------------------------------------------------
 
     def waits_for(self) -> list[str]:
         """Names of the members that the exchange waits for now: what it tells whoever asks."""
-        members = {*self._inbox.waiting_for, self._sending_to} - {None}
+        members = {*self._inbox.waiting_for, self._engaged} - {None}
         return [self._party.name(member) for member in members if member is not None]
 
     def _explain(self, error: BaseException) -> BaseException:
@@ -326,26 +342,38 @@ class Exchange:
             return error
         link = self._links.get(error.member)
         text = f"{self._what} is not protected: {error}"
-        if link is not None and (words := _last_words(link)):
+        if link is not None and (words := _last_words(link, self._ask_seconds)):
             text += f"; it gave up: {words}"
-        elif link is not None and not link.hung_up():
-            address = self._party.addresses[error.member]
-            waits = self._transport.why(address, self.tag, error.member, ASK_SECONDS)
-            if waits is None:
-                text += "; it does not answer"
-            elif waits:
-                text += f"; it waits for {', '.join(waits)}"
+        elif error.member in self._heard:
+            text += f"; {self._heard[error.member]}"
         return type(error)(text, error.member)
 
+    def _excuse(self, member: int) -> bool:
+        """Ask a silent member before it is blamed. One that waits for a third has as long again.
+
+        All members fall silent together when one hangs. Only those who wait for that very one are
+        to give up by themselves; their last words tell the others whose fault it is.
+        """
+        address = self._party.addresses[member]
+        waits = self._transport.why(address, self.tag, member, self._ask_seconds)
+        if waits is None:
+            self._heard[member] = "it does not answer"
+        elif waits:
+            self._heard[member] = f"it waits for {', '.join(waits)}"
+        return bool(waits) and waits != [self._party.name(self.member)]
+
     def _give_up(self, why: str) -> None:
-        """Last words first, on the connections that others listen on, and then no more."""
+        """Last words to all others, wherever they listen, and then no more."""
         self._inbox.close(why)
-        for link in self._links.values():
+        for member, link in self._links.items():
+            if member != self._engaged:  # to that one, this would be within a message
+                link.send_now({"op": "failed", "why": why[:1000]})
             self._transport.drop(link)
         self._links.clear()
 
     def _keep_links(self) -> None:
         for member, link in self._links.items():
+            link.excuse = lambda: False
             self._transport.keep(self._party.addresses[member], link)
         self._links.clear()
 
@@ -398,9 +426,9 @@ class _Writer:
             self.error = error
 
 
-def _last_words(link: Link) -> str:
+def _last_words(link: Link, seconds: float) -> str:
     """Why the other side gave up, if it managed to say so."""
     try:
-        return str(link.receive(ASK_SECONDS).get("why", ""))
+        return str(link.receive(seconds).get("why", ""))
     except PeerError:
         return ""

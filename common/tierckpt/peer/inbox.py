@@ -33,9 +33,13 @@ class Inbox:
     Once it has failed, for whatever reason, it stays so, and every call that waits raises that.
     """
 
-    def __init__(self, names: Mapping[int, str], stall_seconds: float) -> None:
-        """`names` says how errors call the members that messages come from."""
+    def __init__(
+        self, names: Mapping[int, str], stall_seconds: float, excuse: Callable[[int], bool]
+    ) -> None:
+        """`names` says how errors call the members that messages come from. `excuse` is asked, once
+        for each wait, about a member that is silent: True lets it have as long again."""
         self.names = names
+        self._excuse = excuse
         self.stall_seconds = stall_seconds
         self.waiting_for: frozenset[int] = frozenset()
         """Members whose messages `wait` is waiting for now."""
@@ -163,24 +167,34 @@ class Inbox:
     # --- with the condition held ---------------------------------------------------------------
 
     def _wait_for(self, missing: Callable[[], set[int]]) -> None:
+        begin = time.monotonic()
+        excused: dict[int, float] = {}
+        while (silent := self._silent(missing, begin, excused)) is not None:
+            if silent in excused or not self._excuse(silent):
+                text = f"{self.names[silent]} sent nothing for {self.stall_seconds:g} s"
+                raise PeerError(text, silent)
+            excused[silent] = time.monotonic()
+
+    def _silent(
+        self, missing: Callable[[], set[int]], begin: float, excused: Mapping[int, float]
+    ) -> int | None:
+        """Wait until nobody is missing: None; or until somebody was silent for too long."""
         with self._changed:
-            begin = time.monotonic()
-            try:
-                while sources := missing():
-                    self._check()
-                    self.waiting_for = frozenset(sources)
-                    since = {s: max(begin, self._progress.get(s, begin)) for s in sources}
-                    slowest = min(sources, key=lambda s: (since[s], s))
-                    left = since[slowest] + self.stall_seconds - time.monotonic()
-                    if left <= 0:
-                        raise PeerError(
-                            f"{self.names[slowest]} sent nothing for {self.stall_seconds:g} s",
-                            slowest,
-                        )
-                    self._changed.wait(left)
+            while sources := missing():
                 self._check()
-            finally:
-                self.waiting_for = frozenset()
+                self.waiting_for = frozenset(sources)
+                since = {
+                    s: max(begin, self._progress.get(s, begin), excused.get(s, begin))
+                    for s in sources
+                }
+                slowest = min(sources, key=lambda s: (since[s], s))
+                left = since[slowest] + self.stall_seconds - time.monotonic()
+                if left <= 0:
+                    return slowest
+                self._changed.wait(left)
+            self._check()
+            self.waiting_for = frozenset()
+            return None
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -142,7 +142,7 @@ class Transport:
             kept = self._kept.get(address, [])
             while kept and not new:
                 link = kept.pop()
-                if not link.hung_up():
+                if link.idle():
                     return link
                 self._links.discard(link)
                 link.close()
@@ -306,7 +306,7 @@ class Transport:
                 if latest is not None and latest > asked:
                     link.send({"op": "refused", "why": f"{asked} was left out: {latest} is next"})
                     return None
-                if self._closing or time.monotonic() > deadline or link.hung_up():
+                if self._closing or time.monotonic() > deadline or not link.idle():
                     raise PeerError(f"{link.peer} wanted to exchange {asked}, which is not here")
                 self._changed.wait(LOOK_SECONDS)
             return self._hosts[tag, member]

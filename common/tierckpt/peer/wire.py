@@ -52,6 +52,8 @@ class Link:
         """Takes over `sock`; `peer` is how errors name the other side."""
         self.peer = peer
         self.seconds = seconds
+        self.excuse: Callable[[], bool] = lambda: False
+        """Asked when the peer took nothing for `seconds`: True lets it have as long again."""
         self._socket = sock
         self._closing = threading.Lock()
         sock.setblocking(False)
@@ -83,7 +85,7 @@ class Link:
                 try:
                     sent = self._socket.sendmsg(parts)
                 except BlockingIOError:
-                    self._ready(select.POLLOUT, self.seconds, "took nothing")
+                    self._ready(select.POLLOUT, self.seconds, "took nothing", self.excuse)
                     continue
                 while parts and sent >= len(parts[0]):
                     sent -= len(parts.pop(0))
@@ -103,8 +105,7 @@ class Link:
         Raises PeerError also when what comes is no frame of ours.
         """
         length = bytearray(4)
-        self._fill(memoryview(length)[:1], begin_seconds)
-        self._fill(memoryview(length)[1:], self.seconds)
+        self._fill(memoryview(length), begin_seconds)
         nbytes = int.from_bytes(length, "big")
         if not 0 < nbytes <= MOST_HEAD_BYTES:
             raise PeerError(f"{self.peer} sent what is no frame of ours: {bytes(length)!r}")
@@ -131,14 +132,15 @@ class Link:
         self._fill(memoryview(record), self.seconds)
         return bytes(record)
 
-    def hung_up(self) -> bool:
-        """True when the other side ended the connection. Never blocks."""
+    def idle(self) -> bool:
+        """True when the connection stands, and the other side has said nothing. Never blocks."""
         try:
-            return not self._socket.recv(1, socket.MSG_PEEK)
+            self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
-            return False
-        except OSError:
             return True
+        except OSError:
+            pass
+        return False
 
     def _fill(
         self,
@@ -158,11 +160,18 @@ class Link:
                 view = view[count:]
                 progress()
 
-    def _ready(self, event: int, seconds: float | None, what: str) -> None:
+    def _ready(
+        self,
+        event: int,
+        seconds: float | None,
+        what: str,
+        excuse: Callable[[], bool] = lambda: False,
+    ) -> None:
         poll = select.poll()
         poll.register(self._socket, event)
-        if not poll.poll(None if seconds is None else 1000 * max(seconds, 0)):
-            raise PeerError(f"{self.peer} {what} for {seconds:.0f} s")
+        limit = None if seconds is None else 1000 * max(seconds, 0)
+        if not poll.poll(limit) and not (excuse() and poll.poll(limit)):
+            raise PeerError(f"{self.peer} {what} for {seconds:g} s")
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:

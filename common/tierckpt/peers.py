@@ -1,0 +1,104 @@
+"""The training side of the peer level: who protects whom, and how the nodes' agents meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .agentclient import AgentClient
+from .attach import Roll
+from .config import Config
+from .group import Group, Node
+from .naming import VersionId
+from .redundancy import isal
+from .redundancy.groups import RedundancyGroup, Scheme, plan_groups
+
+MEET_SECONDS = 30.0
+"""So long an agent may take to listen, when a life begins."""
+
+
+def redundancy_groups(config: Config, roll: Roll) -> tuple[RedundancyGroup, ...]:
+    """Who protects whom; empty when nobody does. Raises ConfigError when that can't be as asked."""
+    scheme = Scheme.parse(config.peer.redundancy)
+    if not config.uses("peer"):
+        return ()
+    return plan_groups(roll.domains, scheme, config.peer.group_size)
+
+
+class Peers:
+    """One rank's part. Training thread.
+
+    What needs another node goes on between the agents; here they are only introduced.
+    """
+
+    def __init__(self, config: Config, group: Group, roll: Roll, agent: AgentClient) -> None:
+        self._config, self._group, self._roll, self._agent = config.peer, group, roll, agent
+        self._node: Node = roll.node(group.rank)
+        self.groups = redundancy_groups(config, roll)
+        self.ready = False
+        """The agents know each other."""
+
+    @property
+    def slow_coding(self) -> str:
+        """What to say when there is no fast library for the codes that need one."""
+        needs = any(group.code.m > 1 and group.code.k > 1 for group in self.groups)
+        return isal.MISSING if needs and isal.find() is None else ""
+
+    def meet(self, life: str, complain: Callable[[str], None]) -> None:
+        """Introduce the agents of all nodes to each other; collective, when a life begins.
+
+        A node whose agent cannot be reached costs the level, on all ranks alike, and not the job.
+        """
+        if not self.groups:
+            return
+        from .protector import PartySettings
+
+        mine, problem = None, ""
+        if self._node.first == self._group.rank:
+            mine, problem = self._listen(life)
+        told = self._group.all_gather_object((mine, problem))
+        problems = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why]
+        self.ready = not problems
+        if problems:
+            complain(f"the peer level is off: {'; '.join(problems)}")
+            return
+        if mine is None:
+            return
+        firsts = [self._roll.node(rank).first for rank in range(self._group.size)]
+        addresses = {rank: told[first][0] for rank, first in enumerate(firsts)}
+        parties = [
+            PartySettings.of(rank, group, addresses)
+            for group in self.groups
+            for rank in group.ranks
+            if rank in self._node.ranks
+        ]
+        self._agent.tell("know", parties=[party.as_message() for party in parties])
+
+    def protect(self, version: VersionId) -> None:
+        """Have a version protected that is complete on all local levels."""
+        if self.ready and self._node.first == self._group.rank:
+            self._agent.tell("protect", version=version.version, generation=version.generation)
+
+    def _listen(self, life: str) -> tuple[object, str]:
+        from .peer.address import Address
+
+        others = [
+            n
+            for n, h in zip(self._roll.names, self._roll.hosts, strict=True)
+            if h != self._roll.hosts[self._group.rank]
+        ]
+        mine = self._roll.names[self._group.rank]
+        # Not towards ourselves: a machine's own name is often a loopback address on it.
+        towards = next((name for name in others if name != mine), "localhost")
+        where = {
+            "life": life,
+            "interface": self._config.interface,
+            "port": self._config.port,
+            "towards": towards,
+        }
+        try:
+            heard = self._agent.ask("meet", "listening", MEET_SECONDS, where=where)
+        except (TimeoutError, OSError) as error:
+            return None, str(error)
+        if heard["error"]:
+            return None, heard["error"]
+        return Address(heard["host"], heard["port"]), ""

@@ -1,0 +1,164 @@
+"""The peer level: a node that is lost with its disk and memory is rebuilt from the others."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import exact
+from tests.dist.training import Attached, Place, attach, make_job, rank, train
+from tierckpt.errors import ConfigError
+
+EARLIER, STEPS = 3, 7
+PATIENCE_SECONDS = 60.0
+
+
+def settings(scheme: str, node: int | None = None) -> dict[str, Any]:
+    return {
+        "node": f"node{rank() if node is None else node}",
+        "peer_redundancy": scheme,
+        "peer_interface": "lo",
+        "local_every_steps": 100,
+        "local_every_seconds": 0,
+        "slots": 3,
+        "when_busy": "wait",
+    }
+
+
+def leave_behind(place: Place, scheme: str) -> dict[str, Any]:
+    """Train, and end as a crash would, with the newest version protected."""
+    job = make_job()
+    attached = attach(job, place, **settings(scheme))
+    ckpt = attached.ckpt
+    course = train(job, ckpt, range(EARLIER))
+    protected_at(EARLIER, attached)
+    course |= train(job, ckpt, range(EARLIER, STEPS))
+    protected_at(STEPS, attached)
+    replicated = exact.digest(job.replicated())
+    ckpt.abandon()
+    return {
+        "course": course,
+        "replicated": replicated,
+        "complaints": [e.text() for e in attached.events if e.severity > 30],
+    }
+
+
+def protected_at(version: int, attached: Attached) -> None:
+    """Save, and wait for the agents; every rank is the first of its node."""
+    attached.ckpt.save(now=True)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while version not in attached.versions("committed", "peer"):
+        assert time.monotonic() < deadline, [e.text() for e in attached.events]
+        time.sleep(0.01)
+        attached.ckpt._collect()
+
+
+def come_back(place: Place, scheme: str) -> dict[str, Any]:
+    job = make_job(seed=2)
+    attached = attach(job, place, memory_every_steps=0, **settings(scheme))
+    restored = attached.ckpt.restore()
+    told = {
+        "restored": (restored.version, restored.levels),
+        "digest": job.digest(),
+        "replicated": exact.digest(job.replicated()),
+        "rejected": restored.rejected,
+    }
+    train(job, attached.ckpt, range(STEPS, STEPS + 2))
+    attached.ckpt.close()
+    return told
+
+
+def place_of(tmp_path: Path, shm_dir: Path) -> Place:
+    return Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
+
+
+def lose(place: Place, tmp_path: Path, *nodes: int) -> None:
+    """These nodes' disks are gone, and the memory of all: everything was switched off."""
+    for node in nodes:
+        shutil.rmtree(tmp_path / f"node{node}")
+    shutil.rmtree(place.shm)
+    Path(place.shm).mkdir()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "lost"),
+    [("xor", (1,)), ("partner", (0,)), ("partner 2", (0, 2)), ("rs 1+2", (1, 2))],
+)
+def test_what_the_scheme_promises_comes_back_bit_for_bit(
+    scheme: str, lost: tuple[int, ...], ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, scheme)
+    assert [told["complaints"] for told in before] == [[]] * 3
+    lose(place, tmp_path, *lost)
+    after = ranks(3).run(come_back, place, scheme)
+    for number, told in enumerate(after):
+        assert told["restored"] == (STEPS, {"local": 3 - len(lost), "peer": len(lost)})
+        assert told["rejected"] == ()
+        assert told["digest"] == before[number]["course"][STEPS]
+        assert told["replicated"] == before[0]["replicated"]
+
+
+def test_more_than_that_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = place_of(tmp_path, shm_dir)
+    ranks(3).run(leave_behind, place, "xor")
+    lose(place, tmp_path, 0, 2)
+    for told in ranks(3).run(come_back, place, "xor"):
+        assert told["restored"] == (0, {})
+
+
+def test_on_fewer_ranks_too(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, "xor")
+    lose(place, tmp_path, 2)
+    for told in ranks(2).run(come_back, place, "xor"):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+        assert told["replicated"] == before[0]["replicated"]
+
+
+def test_damaged_parity_is_not_used(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, "partner")
+    lose(place, tmp_path, 0)
+    for node in ("node1", "node2"):  # one of them has the copy of what is lost
+        newest = max((tmp_path / node / "ckpts").glob("*.parity"))
+        damaged = bytearray(newest.read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        newest.write_bytes(damaged)
+    after = ranks(3).run(come_back, place, "partner")
+    for number, told in enumerate(after):
+        assert told["restored"] == (EARLIER, {"local": 2, "peer": 1})
+        assert "checksum" in told["rejected"][0]
+        assert told["digest"] == before[number]["course"][EARLIER]
+
+
+def refused(place: Place) -> str:
+    with pytest.raises(ConfigError) as caught:
+        attach(make_job(), place, **settings("rs 4+2"))
+    return str(caught.value)
+
+
+def test_what_cannot_be_protected_is_an_error_at_the_start(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for text in ranks(3).run(refused, place_of(tmp_path, shm_dir)):
+        assert "6 failure domains" in text
+        assert "the job has 3" in text
+
+
+def test_a_damaged_shard_is_rebuilt(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, "xor")
+    lose(place, tmp_path)
+    newest = max((tmp_path / "node1" / "ckpts").glob("*.safetensors"))
+    damaged = bytearray(newest.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    newest.write_bytes(damaged)
+    for number, told in enumerate(ranks(3).run(come_back, place, "xor")):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+        assert "checksum" in told["rejected"][0]
+        assert told["digest"] == before[number]["course"][STEPS]
