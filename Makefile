@@ -11,11 +11,12 @@ endif
 PYTEST := $(PY) -m pytest
 BENCHMARKS := benchmarks/stall.py benchmarks/coding.py
 
-.PHONY: help venv horovod horovod-for-tests demo demo-horovod test test-unit test-store test-dist test-crash test-gpu coverage lint format bench clean
+.PHONY: help venv horovod horovod-for-tests demo demo-horovod spares test test-unit test-store test-dist test-crash test-gpu coverage lint format bench clean
 
 help:
 	@echo 'make demo        train a small classifier, kill it, see it resume to the bit'
 	@echo 'make demo-horovod  the same under elastic Horovod'
+	@echo 'make spares      eight nodes, four spares, and a node lost again and again'
 	@echo 'make test        all tiers, cheapest first'
 	@echo 'make test-TIER   one tier: unit store dist crash gpu (gpu is skipped without CUDA)'
 	@echo 'make lint        formatting, lint and strict types; make format repairs the first two'
@@ -53,6 +54,9 @@ demo: $(READY)
 
 demo-horovod: horovod
 	$(PY) examples/digits/demo.py --launcher horovodrun --picture demo-horovod.png
+
+spares: $(READY)
+	$(PY) examples/spares/experiment.py
 
 # One run, so that there is one closing line. tests/conftest.py puts the tiers in order.
 test: horovod-for-tests

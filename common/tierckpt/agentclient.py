@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class AgentClient:
         self._lock = threading.Lock()
         self._pending: dict[VersionId, Slot] = {}
         self._flushing: dict[VersionId, FlushOrder] = {}
+        self._protecting: set[VersionId] = set()
         self._unsent: deque[Message] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -99,9 +101,15 @@ class AgentClient:
             self._send(message, [] if slot.path else [slot.fd])
             return ""
 
-    def retire(self, safe: VersionId, lineage: Lineage) -> None:
-        """Tell the agent what is safe, so that retention can go on. Never blocks."""
-        message = {"op": "retire", "safe": [safe.generation, safe.version], "lineage": lineage}
+    def retire(self, safe: VersionId, lineage: Lineage, keep: Iterable[VersionId] = ()) -> None:
+        """Tell the agent what is safe, so that retention can go on; versions in `keep` stay
+        whatever the policy says. Never blocks."""
+        message = {
+            "op": "retire",
+            "safe": [safe.generation, safe.version],
+            "lineage": lineage,
+            "keep": [[id_.generation, id_.version] for id_ in keep],
+        }
         with self._lock:
             if self._welcome:
                 self._send(message)
@@ -114,6 +122,14 @@ class AgentClient:
         with self._lock:
             self._flushing[order.name.id] = order
             self._send({"op": "flush", "order": order.as_message()})
+
+    def protect(self, version: VersionId) -> None:
+        """Have a version protected by the agents of other nodes. One call for the whole node."""
+        with self._lock:
+            self._protecting.add(version)
+            self._send(
+                {"op": "protect", "version": version.version, "generation": version.generation}
+            )
 
     def tell(self, op: str, **values: Any) -> None:
         """Say something that needs no answer kept. Never blocks."""
@@ -326,6 +342,8 @@ class AgentClient:
             return
         if message["op"] in ("committed", "failed"):
             self._pending.pop(VersionId(message["generation"], message["version"]), None)
+        if message["op"] in ("protected", "protect_failed"):
+            self._protecting.discard(VersionId(message["generation"], message["version"]))
         if message["op"] in ("flushed", "flush_failed"):
             self._flushing.pop(VersionId(message["generation"], message["version"]), None)
         self._heard.append(message)
@@ -352,6 +370,16 @@ class AgentClient:
                     "generation": id_.generation,
                 }
             )
+        for id_ in self._protecting:
+            self._heard.append(
+                {
+                    "op": "protect_failed",
+                    "error": reason,
+                    "version": id_.version,
+                    "generation": id_.generation,
+                }
+            )
+        self._protecting.clear()
         self._pending.clear()
         self._unsent.clear()
         if self._channel is not None:

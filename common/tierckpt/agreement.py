@@ -21,10 +21,17 @@ from .policy import BROKEN, DONE, PENDING, Ledger, Vote, superseded_by
 class _Ballot:
     """A vote under way: the reduction, and which versions its states are about."""
 
-    def __init__(self, pending: Pending, memory: VersionId | None, local: VersionId | None) -> None:
+    def __init__(
+        self,
+        pending: Pending,
+        memory: VersionId | None,
+        local: VersionId | None,
+        peer: VersionId | None,
+    ) -> None:
         self._pending = pending
         self.memory = memory
         self.local = local
+        self.peer = peer
 
     def result(self) -> Vote:
         """What all ranks agreed on, waiting for it. Any thread."""
@@ -44,15 +51,18 @@ class Agreement:
         self._on_local_safe = on_local_safe
         self._ballot: _Ballot | None = None
         self._asked = False
-        self._known: dict[str, dict[VersionId, int]] = {"memory": {}, "local": {}}
+        self._known: dict[str, dict[VersionId, int]] = {"memory": {}, "local": {}, "peer": {}}
         """By level: how the versions under way are doing here."""
         self._sizes: dict[VersionId, int] = {}
         """Bytes of this rank's shards on their way to local."""
         self.restart(None, None)
 
-    def restart(self, memory: VersionId | None, local: VersionId | None) -> None:
+    def restart(
+        self, memory: VersionId | None, local: VersionId | None, peer: VersionId | None = None
+    ) -> None:
         """Begin with these versions as safe, after a restore."""
         self.memory, self.local = Ledger(safe=memory), Ledger(safe=local)
+        self.peer = Ledger(safe=peer)
         self._since_memory = self._since_local = self._since_persistent = time.monotonic()
         self._ballot = None
 
@@ -65,6 +75,10 @@ class Agreement:
             self._since_local = time.monotonic()
         if "persistent" in levels:
             self._since_persistent = time.monotonic()
+
+    def open_peer(self, id_: VersionId) -> None:
+        """A version that is complete on local is being protected by peers, on all ranks."""
+        self.peer.open.append(id_)
 
     def forget(self, id_: VersionId) -> None:
         """A version is to be taken again."""
@@ -89,6 +103,7 @@ class Agreement:
         """Cast this rank's vote; `newest` is the version of this boundary, too young to judge."""
         memory = next((v for v in self.memory.open if v != newest), None)
         local = next((v for v in self.local.open if v != newest), None)
+        peer = next(iter(self.peer.open), None)
         now, config = time.monotonic(), self._config
         vote = Vote(
             slot_free=int(slot_free),
@@ -101,10 +116,11 @@ class Agreement:
             persistent_time_left=_time_left(
                 config.persistent.every_seconds, now - self._since_persistent
             ),
+            peer_state=self._state("peer", peer),
             less_bytes=-self._sizes.get(local, 0) if local is not None else 0,
         )
         self._asked = False
-        self._ballot = _Ballot(self._group.all_reduce_min(vote.pack()), memory, local)
+        self._ballot = _Ballot(self._group.all_reduce_min(vote.pack()), memory, local, peer)
 
     def _state(self, level: str, id_: VersionId | None) -> int:
         return DONE if id_ is None else self._known[level].get(id_, PENDING)
@@ -115,10 +131,12 @@ class Agreement:
             return Vote(), None
         agreed = self._ballot.result()
         broken = self.memory.resolve(agreed.memory_state, self._ballot.memory)
+        self.peer.resolve(agreed.peer_state, self._ballot.peer)
         self._resolve_local(agreed.local_state, self._ballot.local, -agreed.less_bytes)
         for known, ledger in (
             (self._known["memory"], self.memory),
             (self._known["local"], self.local),
+            (self._known["peer"], self.peer),
         ):
             for id_ in list(known):  # the copier thread may add one any time
                 if id_ not in ledger.open:

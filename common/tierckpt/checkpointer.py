@@ -522,8 +522,12 @@ class Checkpointer:
 
     def _local_safe(self, safe: VersionId, largest_bytes: int) -> None:
         """A version is complete on all local levels: older ones may go, it may be flushed."""
-        self._agent.retire(safe, self._lives.lineage)
-        self._peers.protect(safe)
+        # What peers can bring back stays until they can bring back something newer.
+        self._agent.retire(safe, self._lives.lineage, self._agreement.peer.protected())
+        if self._peers.ready:
+            self._agreement.open_peer(safe)
+            if not self._peers.protect(safe):
+                self._agreement.tell("peer", safe, DONE)
         iteration = self._to_flush.pop(safe, None)
         if iteration is not None:
             self._ordered = safe
@@ -605,23 +609,10 @@ class Checkpointer:
                 self._emit("failed", **self._local_failure(id_, message["error"]))
             elif op == "flushed":
                 self._flushed(message)
-            elif op == "protected":
-                self._emit(
-                    "committed",
-                    version=message["version"],
-                    level="peer",
-                    nbytes=message["nbytes"],
-                    seconds={"write": message["seconds"]},
-                )
-            elif op == "protect_failed":
-                self._emit(
-                    "failed",
-                    version=message["version"],
-                    level="peer",
-                    message=f"{message['error']}; training goes on, this version has no redundancy "
-                    "on other nodes",
-                    severity=logging.ERROR,
-                )
+            elif op in ("protected", "protect_failed"):
+                id_ = VersionId(message["generation"], message["version"])
+                self._agreement.tell("peer", id_, DONE if op == "protected" else BROKEN)
+                self._protected(message)
             elif op == "flush_failed":
                 self._emit(
                     "failed",
@@ -636,6 +627,28 @@ class Checkpointer:
                 self._notice(f"removed what a killed writer left half-done: {names}", logging.INFO)
             else:
                 self._notice(f"local level: {message['error']}", logging.ERROR)
+
+    def _protected(self, message: dict[str, Any]) -> None:
+        """This node's shards of a version are protected, or are not."""
+        if message["op"] == "protected":
+            self._emit(
+                "committed",
+                version=message["version"],
+                level="peer",
+                nbytes=message["nbytes"],
+                seconds={"write": message["seconds"]},
+            )
+        elif not message.get("superseded"):
+            safe = self._agreement.peer.safe
+            self._emit(
+                "failed",
+                version=message["version"],
+                level="peer",
+                message=f"{message['error']}; training goes on, other nodes cannot rebuild this "
+                "version",
+                behind_since=safe.version if safe else None,
+                severity=logging.ERROR,
+            )
 
     def _flushed(self, message: dict[str, Any]) -> None:
         """This node's part is there; the version, when the last node's is."""
@@ -754,7 +767,9 @@ class Checkpointer:
         id_ = VersionId(result.generation, result.version)
         # Even when some shards came from elsewhere: those in memory may be the only ones.
         memory = id_ if "memory" in result.levels else self._lives.newest("memory", id_)
-        self._agreement.restart(memory, self._lives.newest("local", id_))
+        # Until something newer is protected, what was rebuilt may have to be rebuilt again.
+        peer = id_ if "peer" in result.levels or self._lives.parities_of(id_) else None
+        self._agreement.restart(memory, self._lives.newest("local", id_), peer)
         self._meet_peers()
 
     def _meet_peers(self) -> None:

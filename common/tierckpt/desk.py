@@ -160,8 +160,9 @@ class Desk:
         gone = retired(
             {k.id for k in mine}, safe, lineage, self.settings.keep_last, self.settings.keep_every
         )
+        keep = {VersionId(*each) for each in message["keep"]}
         for key in mine:
-            if key.id in gone:
+            if key.id in gone and key.id not in keep:
                 try:
                     self._retire_one(key)
                 except OSError as error:

@@ -84,3 +84,7 @@ class Lives:
         seen = [[f for f in each if level in ("", f.place.level)] for each in self.found]
         plan: RestorePlan | None = plan_restore(seen)
         return plan.id if plan and (limit is None or plan.id <= limit) else None
+
+    def parities_of(self, id_: VersionId) -> bool:
+        """True when some node has parity of this version."""
+        return any(p.key.id == id_ for each in self.parities for p in each)

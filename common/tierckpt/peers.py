@@ -73,10 +73,15 @@ class Peers:
         ]
         self._agent.tell("know", parties=[party.as_message() for party in parties])
 
-    def protect(self, version: VersionId) -> None:
-        """Have a version protected that is complete on all local levels."""
-        if self.ready and self._node.first == self._group.rank:
-            self._agent.tell("protect", version=version.version, generation=version.generation)
+    def protect(self, version: VersionId) -> bool:
+        """Have a version protected that is complete on all local levels.
+
+        True when this rank will hear how it went; the first of each node speaks for the others.
+        """
+        if not self.ready or self._node.first != self._group.rank:
+            return False
+        self._agent.protect(version)
+        return True
 
     def _listen(self, life: str) -> tuple[object, str]:
         from .peer.address import Address

@@ -39,6 +39,8 @@ class Vote:
     no_request: int = 1
     """0 when this rank's user asked for a checkpoint."""
     persistent_time_left: int = 1
+    peer_state: int = DONE
+    """State of the oldest version whose protection by peers is not known everywhere yet."""
     less_bytes: int = 0
     """Of the version that `local_state` is about: the size of this rank's shard, negative, so that
     the minimum tells the largest."""
@@ -55,6 +57,7 @@ class Vote:
             self.local_time_left,
             self.no_request,
             self.persistent_time_left,
+            self.peer_state,
             self.less_bytes,
         ]
 

@@ -110,9 +110,16 @@ class Protector:
         """Protect the node's shards of a version; of versions that wait, the newest is enough."""
         with self._lock:
             keys = [ShardKey(version, party.shard, shards) for party in self._parties]
+            if not keys:
+                where = {"version": version.version, "generation": version.generation}
+                answer({"op": "protect_failed", **where, "error": "the agents never met"})
+                return
             self._held.add(keys)
             while self._orders:
-                self._held.discard(self._orders.popleft()[1])
+                _, older, told = self._orders.popleft()
+                self._held.discard(older)
+                said = {"version": older[0].id.version, "generation": older[0].id.generation}
+                told({"op": "protect_failed", **said, "error": "superseded", "superseded": True})
             self._orders.append((directory, keys, answer))
             if self._thread is None:
                 self._thread = threading.Thread(

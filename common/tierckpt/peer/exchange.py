@@ -46,11 +46,12 @@ from .errors import ExchangeCancelledError, PeerError, RefusedError
 from .inbox import Inbox
 from .parity import ParityManifest, ParityWriter
 from .transport import Transport
-from .wire import Link
+from .wire import MOST_TEXT, Link
 
 ASK_SECONDS = 2.0
 """So long a silent peer has to say what it waits for, or to have its last words heard; less where
 the limit is small: who waits for the one that hangs must give up before all others do."""
+SHOWN_NAMES = 8
 RETRY_SECONDS = 0.2
 """Between tries to reach a peer whose agent is not there yet."""
 
@@ -258,7 +259,7 @@ class Exchange:
                 str(error) if known else f"{link.peer} sent what is no message of ours: {error!r}"
             )
             self._inbox.fail(PeerError(text, source))
-            link.send_now({"op": "failed", "why": text[:1000]})
+            link.send_now({"op": "failed", "why": text[:MOST_TEXT]})
             raise PeerError(text, source) from error
         finally:
             self._inbox.detach(source, link)
@@ -312,7 +313,11 @@ class Exchange:
         """Begin what may block in the member's connection: `cancel` shuts that, if it comes later,
         and is noticed here, if it came before."""
         self._engaged = member
-        self._inbox.pause(0)
+        try:
+            self._inbox.pause(0)
+        except PeerError:
+            self._engaged = None  # nothing was begun there: it can take our last words
+            raise
 
     def _end(self) -> None:
         self._fault("end")
@@ -332,7 +337,8 @@ class Exchange:
     def waits_for(self) -> list[str]:
         """Names of the members that the exchange waits for now: what it tells whoever asks."""
         members = {*self._inbox.waiting_for, self._engaged} - {None}
-        return [self._party.name(member) for member in members if member is not None]
+        names = [self._party.name(member) for member in members if member is not None]
+        return names[:SHOWN_NAMES]
 
     def _explain(self, error: BaseException) -> BaseException:
         """The cause, where `error` is only what it did to a neighbour of ours."""
@@ -367,7 +373,7 @@ class Exchange:
         self._inbox.close(why)
         for member, link in self._links.items():
             if member != self._engaged:  # to that one, this would be within a message
-                link.send_now({"op": "failed", "why": why[:1000]})
+                link.send_now({"op": "failed", "why": why[:MOST_TEXT]})
             self._transport.drop(link)
         self._links.clear()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..manifest import digest
 from .errors import ExchangeCancelledError, PeerError
-from .wire import Link
+from .wire import MOST_TEXT, Link
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Inbox:
         with self._changed:
             self._fail(PeerError(last_words))
             for link in self._links.values():
-                link.send_now({"op": "failed", "why": last_words[:1000]})
+                link.send_now({"op": "failed", "why": last_words[:MOST_TEXT]})
                 link.shut()
 
     # --- with the condition held ---------------------------------------------------------------

@@ -25,7 +25,7 @@ from ..localstore import LocalStore
 from ..naming import ParityKey, ShardKey, VersionId
 from .address import Address
 from .errors import ExchangeCancelledError, PeerError
-from .wire import HELLO_SECONDS, Link, admit, greet
+from .wire import HELLO_SECONDS, MOST_TEXT, Link, admit, greet
 
 FETCH_BYTES = 4 << 20
 """What is read of a file, and held here, at once."""
@@ -293,7 +293,7 @@ class Transport:
             else:
                 raise PeerError(f"{link.peer} asks for {operation!r}, which is unknown here")
         except (OSError, KeyError, TypeError, ValueError) as error:
-            link.send({"error": f"{type(error).__name__}: {error}"[:1000]})
+            link.send({"error": f"{type(error).__name__}: {error}"[:MOST_TEXT]})
 
     def _await_host(self, link: Link, head: dict[str, Any]) -> Host | None:
         """The exchange that is to be joined, when it begins here; None when it will not."""

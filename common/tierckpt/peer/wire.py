@@ -35,6 +35,8 @@ HELLO_SECONDS = 10.0
 """No step of a handshake takes longer."""
 MOST_HEAD_BYTES = 4096
 """No JSON object is longer."""
+MOST_TEXT = 800
+"""Characters of an error that fit into one, whatever they are."""
 MOST_RECORD_BYTES = 64 << 20
 """No manifest that a peer sends is longer: that of a shard of 3 TB is about this."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
@@ -182,8 +184,9 @@ class Link:
 
 
 def _head(head: dict[str, Any], nbytes: int) -> bytes:
-    text = json.dumps({**head, "nbytes": nbytes} if nbytes else head, separators=(",", ":"))
-    return len(text).to_bytes(4, "big") + text.encode()
+    whole = {**head, "nbytes": nbytes} if nbytes else head
+    text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
+    return len(text).to_bytes(4, "big") + text
 
 
 # --- handshake -----------------------------------------------------------------------------------
