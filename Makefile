@@ -9,7 +9,7 @@ else
 HOROVOD_ARGS := --check
 endif
 PYTEST := $(PY) -m pytest
-BENCHMARKS := benchmarks/stall.py benchmarks/coding.py
+BENCHMARKS := benchmarks/stall.py benchmarks/coding.py benchmarks/peer.py
 
 .PHONY: help venv horovod horovod-for-tests demo demo-horovod spares test test-unit test-store test-dist test-crash test-gpu coverage lint format bench clean
 

@@ -67,6 +67,8 @@ class AgentClient:
         self._since = 0.0
         """When the connection, or the start of the agent, was begun."""
         self._start_after = 0.0
+        self._reaching = self._closing = False
+        self._reacher: threading.Thread | None = None
         self._unproved = False
         """The agent that was started last was never heard of."""
         self._heard: list[dict[str, Any]] = []
@@ -203,18 +205,20 @@ class AgentClient:
         """Say goodbye and let the agent finish; it is left alone if that takes longer."""
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
+            self._closing = True
             # One that is just starting would wait for somebody to speak to.
             while (self._unsent or self._starting()) and time.monotonic() < deadline:
                 self._receive()
                 with contextlib.suppress(OSError):
-                    self._reach()
+                    self._reach_now()
                 time.sleep(0.005)
             if self._channel is not None and self._say_goodbye(deadline):
                 # The last of its trainers leaves: wait, so that nothing is left when we return.
                 while self.settings.place().lock.exists() and time.monotonic() < deadline:
                     time.sleep(0.005)
-        if self._thread is not None:
-            self._thread.join(timeout_seconds)
+        for thread in (self._reacher, self._thread):
+            if thread is not None:
+                thread.join(timeout_seconds)
         if self._inline is not None:
             self._inline.close()
         if self._process is not None:
@@ -236,7 +240,37 @@ class AgentClient:
         return last and self._inline is None
 
     def _reach(self) -> None:
-        """Do what can be done at once to be connected. OSError when no agent can be started."""
+        """Do what can be done at once to be connected, and leave the rest to a thread.
+
+        The next boundary may be far off, and what was sealed shall not wait for it. Raises OSError
+        when no agent can be started.
+        """
+        self._reach_now()
+        if not self._welcome and not self._reaching:
+            self._reaching = True
+            self._reacher = threading.Thread(
+                target=self._reach_soon, name="tierckpt-agent-reach", daemon=True
+            )
+            self._reacher.start()
+
+    def _reach_soon(self) -> None:
+        """The thread: until the agent has bidden welcome, and has been told what waited."""
+        while True:
+            with self._lock:
+                try:
+                    self._receive()
+                    if not self._welcome and not self._closing:
+                        self._reach_now()
+                except OSError as error:
+                    self._bury(f"the agent cannot be started ({error})")
+                    self._reaching = False
+                    return
+                if self._welcome or self._closing:
+                    self._reaching = False
+                    return
+            time.sleep(0.005)
+
+    def _reach_now(self) -> None:
         if self._channel is not None:
             if self._welcome or time.monotonic() - self._since < ANSWER_SECONDS:
                 return

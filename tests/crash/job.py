@@ -33,18 +33,18 @@ import ddp_ckpt
 import tierckpt
 from tests import exact
 from tests.crash.scenario import RANKS, VARIABLE, Scenario
-from tierckpt import checkpointer, faults, pool, restore, slots, snapshot
+from tierckpt import faults, lives, pool, restore, slots, snapshot
 
 WIDTH, LARGE, ROWS, CLASSES = 16, 8192, 8, 4
 
 CALLS: dict[str, tuple[Any, str]] = {
     "choose_slot": (pool.SlotPool, "choose"),
     "create_slot": (slots.Slot, "create"),
-    "take_inventory": (checkpointer, "take_inventory"),
+    "take_inventory": (lives, "take_inventory"),
     "verify": (restore, "verify"),
     "load_shard": (restore.Loader, "load_shard"),
     "finish_load": (restore.Loader, "finish"),
-    "after_load": (tierckpt.Checkpointer, "_continue_from"),
+    "after_load": (tierckpt.Checkpointer, "_go_on_from"),
     "remove_slots": (pool.SlotPool, "close"),
 }
 

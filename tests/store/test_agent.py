@@ -24,15 +24,14 @@ from tierckpt.testing import TinyJob
 PATIENCE_SECONDS = 60.0
 
 TRAINER = """
-import json, sys
+import json, sys, time
 from tierckpt.agentclient import AgentClient, AgentSettings
 from tierckpt.desk import DeskSettings
 agent, desk = (json.loads(text) for text in sys.argv[1:3])
 client = AgentClient(AgentSettings(**agent), DeskSettings(**desk))
 client.start()
 while client.pid is None:
-    client._reach()
-    client.poll()
+    time.sleep(0.005)
 print(client.pid, flush=True)
 for line in sys.stdin:
     if line.strip() == "close":
@@ -64,13 +63,7 @@ def until(true: Callable[[], Any]) -> None:
 def reach(client: AgentClient) -> int:
     """Its agent's process id."""
     client.start()
-
-    def welcome() -> bool:
-        client._reach()
-        client.poll()
-        return client.pid is not None
-
-    until(welcome)
+    until(lambda: client.pid is not None)
     assert client.pid is not None
     return client.pid
 
@@ -164,7 +157,8 @@ def test_an_agent_of_another_protocol_is_left_alone(
     monkeypatch.setattr(agentclient, "PROTOCOL", 0)
     client = AgentClient(*node(0))
     client.start()
-    until(lambda: client._reach() or client.poll() or client._channel is None)
+    until(lambda: client._channel is not None)
+    until(lambda: client._channel is None)
     assert client.pid is None
     client.close()
     assert alive(old)

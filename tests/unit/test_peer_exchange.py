@@ -7,6 +7,8 @@ from what is on disk every loss that the scheme promises to survive is rebuilt t
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from tests.peershards import Members, wait_until
 from tests.unit.test_redundancy_codes import Cluster
 from tierckpt.errors import RestoreError
 from tierckpt.naming import VersionId
+from tierckpt.peer.course import window_bytes_of
 from tierckpt.redundancy.codes import Code
 
 MIB = 1 << 20
@@ -165,3 +168,18 @@ def test_a_shard_that_is_not_the_members_is_an_error_at_once(tmp_path: Path) -> 
                     type(shard)(image, shard.manifest),
                     members.store(0),
                 )
+
+
+def test_the_agents_part_never_needs_torch() -> None:
+    program = "import sys, tierckpt.peer.exchange, tierckpt.peer.rebuild\n"
+    program += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+def test_windows_get_smaller_before_buffers_get_many() -> None:
+    for code in (*SCHEMES.values(), Code(128, 127, 1), Code(256, 200, 56)):
+        nbytes = window_bytes_of(code)
+        assert nbytes % 4096 == 0
+        assert 4096 <= nbytes <= MIB
+        assert 2 * (code.k + code.m) * nbytes <= 64 * MIB

@@ -1,0 +1,270 @@
+"""What does an exchange between agents cost, and how near is it to a bare socket?
+
+    python benchmarks/peer.py --toy
+    python benchmarks/peer.py --json peer.json
+
+See benchmarks/README.md for what the columns mean and how they are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+import machine
+from figures import Spread, spread
+from limits import Cost
+from report import align
+from tierckpt.localstore import LocalStore
+from tierckpt.manifest import Manifest
+from tierckpt.peer.exchange import Exchange, Party, Report, Shard
+from tierckpt.peer.transport import Transport
+from tierckpt.redundancy import isal
+from tierckpt.redundancy.codes import Code
+from tierckpt.redundancy.groups import RedundancyGroup
+
+CODES = {"partner, 2 members": Code(2, 1, 1), "xor, 4 members": Code(4, 3, 1)}
+CODES["rs 4+2"] = Code(6, 4, 2)
+PIECE_BYTES = 1 << 20
+"""What the bare socket sends at once: a window of the exchange."""
+
+
+@dataclass
+class Row:
+    """One scheme: every member's shard is protected once a sample.
+
+    data_bytes: of all shards. sent_bytes: between the members. seconds, cpu_seconds: of the whole
+    group, in one process. bare_cpu_seconds, bare_seconds: a socket alone with sent_bytes.
+    """
+
+    scheme: str
+    data_bytes: int
+    sent_bytes: int = 0
+    written_bytes: int = 0
+    seconds: Spread | None = None
+    cpu_seconds: Spread | None = None
+    bare_seconds: Spread | None = None
+    bare_cpu_seconds: Spread | None = None
+    samples: list[tuple[Cost, Cost]] = field(default_factory=list, repr=False)
+
+    def finish(self) -> None:
+        """Medians and ranges of the samples."""
+        self.seconds = spread(ours.wall_s for ours, _ in self.samples)
+        self.cpu_seconds = spread(ours.cpu_s for ours, _ in self.samples)
+        self.bare_seconds = spread(bare.wall_s for _, bare in self.samples)
+        self.bare_cpu_seconds = spread(bare.cpu_s for _, bare in self.samples)
+        self.samples = []
+
+
+def shared(nbytes: int) -> memoryview:
+    """Anonymous shared memory, as a slot is, with something in it."""
+    view = memoryview(mmap.mmap(-1, nbytes))
+    np.frombuffer(view, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    return view
+
+
+class Group:
+    """All members of a group in this process, each with a transport and a folder of its own."""
+
+    def __init__(self, scheme: str, image: memoryview, folder: Path) -> None:
+        self.code = CODES[scheme]
+        self.folder, self.image = folder / scheme.replace(" ", "-"), image
+        self.transports = [Transport(b"benchmark", "127.0.0.1") for _ in range(self.code.n)]
+        self.row = Row(scheme, self.code.n * len(image))
+        self.version = 0
+
+    def exchange(self) -> tuple[Cost, list[Report]]:
+        """Protect the next version; the parity of the one before is retired first, for reuse."""
+        self.version += 1
+        addresses = tuple(t.address for t in self.transports)
+        ring = RedundancyGroup(tuple(range(self.code.n)), self.code)
+        exchanges = []
+        for member, transport in enumerate(self.transports):
+            store = LocalStore(self.folder / str(member))
+            for key in store.parities():
+                store.retire(key)
+            shard = Shard(self.image, self._manifest(member))
+            party = Party(ring, addresses, member)
+            exchanges.append(Exchange(transport, party, shard, store))
+        reports: list[Report] = []
+        threads = [threading.Thread(target=lambda e=e: reports.append(e.run())) for e in exchanges]
+        cost = _timed_process(threads)
+        if len(reports) != self.code.n:
+            raise RuntimeError("an exchange failed; its error is above")
+        return cost, reports
+
+    def _manifest(self, member: int) -> bytes:
+        size = len(self.image)
+        return Manifest(
+            job="benchmark",
+            version=self.version,
+            generation=1,
+            life="0",
+            lineage=((1, 0),),
+            iteration=self.version,
+            shard=member,
+            shards=self.code.n,
+            image_bytes=size,
+            header_bytes=4096,
+            rank_state_bytes=0,
+            digests=bytes(8 * (1 + size // (512 << 10))),
+            created_seconds=time.time(),
+        ).encode()
+
+    def sample(self) -> None:
+        """One exchange, and as many bytes through bare sockets beside it."""
+        cost, reports = self.exchange()
+        self.row.sent_bytes = sum(r.sent_bytes for r in reports)
+        self.row.written_bytes = sum(r.parity_bytes for r in reports)
+        self.row.samples.append((cost, bare(self.image, self.row.sent_bytes, self.code.n)))
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+
+
+def bare(image: memoryview, nbytes: int, pairs: int) -> Cost:
+    """`nbytes` through `pairs` loopback connections at once, with nothing else done to them."""
+    share = nbytes // pairs
+    threads, opened = [], []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for _ in range(pairs):
+            caller = socket.create_connection(listener.getsockname())
+            accepted, _ = listener.accept()
+            opened += [caller, accepted]
+            threads.append(threading.Thread(target=_send, args=(caller, image, share)))
+            threads.append(threading.Thread(target=_receive, args=(accepted, share)))
+    cost = _timed_process(threads)
+    for sock in opened:
+        sock.close()
+    return cost
+
+
+def _send(sock: socket.socket, image: memoryview, nbytes: int) -> None:
+    for low in range(0, nbytes, PIECE_BYTES):
+        at = low % (len(image) - PIECE_BYTES + 1)
+        sock.sendall(image[at : at + min(PIECE_BYTES, nbytes - low)])
+
+
+def _receive(sock: socket.socket, nbytes: int) -> None:
+    window = memoryview(bytearray(PIECE_BYTES))
+    while nbytes > 0:
+        nbytes -= sock.recv_into(window[: min(PIECE_BYTES, nbytes)])
+
+
+def _timed_process(threads: list[threading.Thread]) -> Cost:
+    """Wall and CPU time of all of them together: the process does nothing else."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+HEADERS = (
+    "scheme",
+    "GB/s (min..max)",
+    "CPU-s/GB",
+    "sent",
+    "written",
+    "bare GB/s sent",
+    "bare CPU-s/GB",
+    "CPU of the bare",
+)
+
+
+def table(rows: list[Row]) -> str:
+    """One scheme a line; GB of data, that is of shards, unless it says otherwise."""
+    return align([HEADERS, *map(_cells, rows)])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if not (row.seconds and row.cpu_seconds and row.bare_seconds and row.bare_cpu_seconds):
+        return (row.scheme, "not measured")
+    middle, low, high = (
+        row.data_bytes / s / 1e9 for s in (row.seconds.median, row.seconds.high, row.seconds.low)
+    )
+    return (
+        row.scheme,
+        f"{middle:.2f} ({low:.2f}..{high:.2f})",
+        f"{row.cpu_seconds.median / row.data_bytes * 1e9:.2f}",
+        f"{row.sent_bytes / row.data_bytes:.2f} x",
+        f"{row.written_bytes / row.data_bytes:.2f} x",
+        f"{row.sent_bytes / row.bare_seconds.median / 1e9:.2f}",
+        f"{row.bare_cpu_seconds.median / row.data_bytes * 1e9:.2f}",
+        f"{row.cpu_seconds.median / row.bare_cpu_seconds.median:.2f} x",
+    )
+
+
+def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    """Take turns, so that what the machine does besides hits all alike."""
+    image = shared(options.shard_mb << 20)
+    groups = [Group(scheme, image, folder) for scheme in CODES]
+    try:
+        for number in range(options.rounds + 1):
+            for group in groups:
+                group.sample()
+                if number == 0:
+                    group.row.samples.clear()  # page faults, connections, new files
+        for group in groups:
+            group.row.finish()
+            yield group.row
+    finally:
+        for group in groups:
+            group.close()
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="8 MB shards, 2 rounds")
+    parser.add_argument("--shard-mb", type=int, help="size of a shard; default 128, toy 8")
+    parser.add_argument("--rounds", type=int, help="turns of everything; default 7, toy 2")
+    parser.add_argument("--dir", type=Path, help="where parity is written; default /dev/shm")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args()
+    options.shard_mb = options.shard_mb or (8 if options.toy else 128)
+    options.rounds = options.rounds or (2 if options.toy else 7)
+    options.dir = options.dir or Path("/dev/shm")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    about = machine.description(options.dir)
+    folder = Path(tempfile.mkdtemp(prefix="tierckpt-peer-", dir=options.dir))
+    try:
+        rows = list(measure(options, folder))
+    finally:
+        shutil.rmtree(folder)
+    library = isal.find()
+    print(f"{about['cpu']}, {about['cores']} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"shards of {options.shard_mb} MiB, parity on {about['filesystem']}; all members in one")
+    print(f"process, over loopback; {library.path if library else isal.MISSING}\n")
+    print(table(rows))
+    if options.json:
+        document = {
+            **about,
+            "shard_bytes": options.shard_mb << 20,
+            "rows": [{k: v for k, v in asdict(row).items() if k != "samples"} for row in rows],
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"figures: {options.json}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

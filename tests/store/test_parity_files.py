@@ -1,0 +1,307 @@
+"""Parity on a disk: every promise that holds for shards holds for it, and damage is never used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.peershards import (
+    SECRET,
+    Members,
+    memory_reader,
+    nothing_of,
+    parity_key_of,
+    rank_of,
+    reader,
+    shard_of,
+)
+from tests.store.tmpfs import SIZE_BYTES
+from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.localstore import LocalStore
+from tierckpt.manifest import Manifest
+from tierckpt.naming import ParityKey, ShardKey
+from tierckpt.peer.errors import PeerError
+from tierckpt.peer.parity import ParityManifest, check_parity
+from tierckpt.peer.rebuild import rebuild
+from tierckpt.peer.transport import Transport
+from tierckpt.redundancy.codes import Code
+from tierckpt.testing import StoreConformance, injected
+from tierckpt.testing.storeprogram import commit_one, key_of
+
+CODE = Code(3, 2, 1)
+LENGTHS = [600 << 10, 900 << 10, 300 << 10]
+
+
+def parity_of(key: ShardKey) -> ParityKey:
+    return ParityKey(key.id, key.shard, key.shards)
+
+
+class ParityStore(LocalStore):
+    """Takes shards' names and keeps parity: the suite of the stores runs on it as it is."""
+
+    def draft(self, key, nbytes):  # type: ignore[no-untyped-def]
+        return super().draft(parity_of(key), nbytes)
+
+    def retire(self, key: ShardKey) -> None:
+        super().retire(parity_of(key))
+
+    def keys(self) -> list[ShardKey]:
+        return [ShardKey(k.id, k.shard, k.shards) for k in self.parities()]
+
+    def read_manifest(self, key: ShardKey) -> bytes:
+        return super().read_manifest(parity_of(key))
+
+    def open_image(self, key: ShardKey):  # type: ignore[no-untyped-def]
+        return super().open_image(parity_of(key))
+
+
+class TestParityStore(StoreConformance):
+    """With the kill and the error at every file operation."""
+
+    factory = "tests.store.test_parity_files:ParityStore"
+
+    def data_file(self, directory: Path, key: ShardKey) -> Path:
+        return directory / f"{parity_of(key).stem}.parity"
+
+    def manifest_file(self, directory: Path, key: ShardKey) -> Path:
+        return directory / f"{parity_of(key).stem}.manifest"
+
+
+# --- beside shards -------------------------------------------------------------------------------
+
+
+def test_a_shard_and_the_parity_beside_it_are_two_things(tmp_path: Path) -> None:
+    store, key = LocalStore(tmp_path), key_of(1)
+    commit_one(store, key)
+    commit_one(store, parity_of(key), pages=5)
+    assert (store.keys(), store.parities()) == ([key], [parity_of(key)])
+    assert key != parity_of(key)
+    store.retire(key)
+    assert (store.keys(), store.parities()) == ([], [parity_of(key)])
+    commit_one(store, key_of(2))
+    store.retire(parity_of(key))
+    assert (store.keys(), store.parities()) == ([key_of(2)], [])
+    # The shard took the shard's retired file; the parity's is kept for parity.
+    assert {p.name for p in tmp_path.glob(".*")} == {".spare.p00000of"}
+    store.drop_spare(0)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_what_this_very_process_is_writing_is_not_cleaned_away(tmp_path: Path) -> None:
+    """A restarted trainer's desk cleans up while an exchange of its predecessor goes on."""
+    store, key = LocalStore(tmp_path), parity_of(key_of(1))
+    with store.draft(key, 8192) as draft:
+        draft.write(memoryview(bytes(8192)), 0)
+        assert store.clean(0) == []
+        draft.commit(b"manifest")
+        assert store.clean(0) == []
+    assert store.parities() == [key]
+
+
+def test_what_is_left_without_a_commit_is_gone(tmp_path: Path) -> None:
+    store, key = LocalStore(tmp_path), parity_of(key_of(1))
+    with store.draft(key, 8192) as draft:
+        draft.write(memoryview(bytes(4096)), 4096)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- faults in an exchange -----------------------------------------------------------------------
+
+
+def test_an_error_at_any_file_operation_costs_one_parity_at_most(tmp_path: Path) -> None:
+    """At the k-th operation of all members together, for every k; what exists is sound."""
+    for hit in range(1, 200):
+        with Members(tmp_path / str(hit), CODE, LENGTHS) as members:
+            with injected(f"eio@file:hit={hit}"):
+                members.run([members.exchange(member) for member in range(3)])
+            there = members.parities()
+            assert sorted([*there, *members.errors]) == [0, 1, 2]
+            for error in members.errors.values():
+                assert "injected" in str(error)
+                assert isinstance(error, OSError)
+            names = {p.name for p in (tmp_path / str(hit)).rglob("*") if p.is_file()}
+            assert len(names) == 2 * len(there), f"half-done files after operation {hit}: {names}"
+            for lost in members.errors:
+                assert members.rebuilt({lost}) == {lost: members.image(lost)}
+            if not members.errors:
+                assert hit > 15, "the writer does not announce its operations"
+                return
+    pytest.fail("the sweep does not end")
+
+
+def test_a_full_device_costs_its_own_parity_alone(tmp_path: Path, small_tmpfs: Path) -> None:
+    lengths = [8 * SIZE_BYTES] * 3
+    with Members(tmp_path, CODE, lengths) as members:
+        (tmp_path / "node1").rmdir()
+        (tmp_path / "node1").symlink_to(small_tmpfs)
+        members.run([members.exchange(member) for member in range(3)])
+        assert list(members.errors) == [1]
+        assert "No space left on device" in str(members.errors[1])
+        assert list(small_tmpfs.iterdir()) == [], "the space is given back"
+        assert sorted(members.parities()) == [0, 2]
+        assert members.rebuilt({1}) == {1: members.image(1)}
+        members.lengths = [SIZE_BYTES // 2] * 3
+        members.protect(2)  # which has room
+        assert sorted(members.parities(2)) == [0, 1, 2]
+
+
+def test_a_store_that_cannot_be_made_costs_its_own_parity_alone(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        (tmp_path / "node2").rmdir()
+        (tmp_path / "node2").write_text("in the way")
+        members.run([members.exchange(member) for member in range(3)])
+        assert isinstance(members.errors.pop(2), FileExistsError)
+        assert members.errors == {}
+        (tmp_path / "node2").unlink()
+        assert sorted(members.parities()) == [0, 1]
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def flip(chance: random.Random, path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    bit = chance.randrange(8 * len(content))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def cut(chance: random.Random, path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: chance.randrange(len(content))])
+
+
+@pytest.mark.parametrize("damage", [flip, cut], ids=["a bit", "the end"])
+@pytest.mark.parametrize("suffix", ["parity", "manifest"])
+def test_damage_is_always_found(
+    suffix: str, damage: Callable[[random.Random, Path], None], tmp_path: Path
+) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        members.protect()
+        store, key = members.store(0), parity_key_of(0, CODE)
+        path = tmp_path / "node0" / f"{key.stem}.{suffix}"
+        whole = path.read_bytes()
+        for seed in range(40):
+            damage(random.Random(seed), path)
+            with pytest.raises((CorruptShardError, FormatError)):  # noqa: PT012
+                record = ParityManifest.decode(store.read_manifest(key))
+                check_parity(record, reader(store, key))
+            path.write_bytes(whole)
+        assert sorted(members.parities()) == [0, 1, 2]
+
+
+def test_what_is_rebuilt_from_unchecked_damage_is_refused(tmp_path: Path) -> None:
+    """Nobody checked the parity before: the lost shard's own manifest finds it out."""
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        members.protect()
+        for seed in range(10):
+            (path,) = (tmp_path / "node0").glob("*.parity")
+            whole = path.read_bytes()
+            bent = bytearray(whole)
+            # Within what is used: the first half of the segment belongs to both other shards.
+            bent[random.Random(seed).randrange(len(bent) // 4)] ^= 1
+            path.write_bytes(bent)
+            with pytest.raises(CorruptShardError, match="some source was damaged"):  # noqa: PT012
+                for lost in (1, 2):
+                    members.rebuilt({lost})
+            path.write_bytes(whole)
+        assert members.rebuilt({1}) == {1: members.image(1)}
+
+
+def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    shards = [Manifest.decode(shard_of(m, n, 3)[1]) for m, n in enumerate(LENGTHS)]
+    record = ParityManifest.of(shards, CODE, 0, bytes(8))
+    right = ParityManifest.of(shards, CODE, 0, bytes(8 * -(-record.image_bytes // (512 << 10))))
+    assert ParityManifest.decode(right.encode()) == right
+    strangers = [*shards[:2], Manifest.decode(shard_of(2, LENGTHS[2], 3, life="other")[1])]
+    wrong = [
+        {"k": 1},
+        {"m": 3},
+        {"segment_bytes": 4096},
+        {"image_bytes": right.image_bytes + 1},
+        {"digests": right.digests[8:]},
+        {"group": (1, 5, 3)},
+        {"group": (1, 3)},
+        {"shard": 4},
+        {"life": "other"},
+        {"version": 2},
+        {"members": tuple(m.encode().decode() for m in strangers)},
+        {"members": ("", "", "")},
+    ]
+    for values in wrong:
+        bent = ParityManifest(**{**right.__dict__, **values})
+        with pytest.raises((FormatError, CorruptShardError)):
+            ParityManifest.decode(bent.encode())
+
+
+def test_room_must_be_there_for_exactly_what_is_lost(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        members.protect()
+        record = ParityManifest.decode(members.store(0).read_manifest(parity_key_of(0, CODE)))
+        shards = {m: memory_reader(members.image(m)) for m in (0, 2)}
+        for room in ({}, {1: memoryview(bytearray(5))}, {2: memoryview(bytearray(LENGTHS[2]))}):
+            with pytest.raises(ValueError, match=r"members \[1\] are lost"):
+                rebuild(record, shards, {}, room)
+
+
+# --- fetching ------------------------------------------------------------------------------------
+
+
+def test_a_shard_is_rebuilt_from_what_other_nodes_have(tmp_path: Path) -> None:
+    """By the agents' own transport: manifests, and ranges of files in pieces."""
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        members.protect()
+        for member in range(3):
+            image, manifest = shard_of(member, LENGTHS[member], 3)
+            key = ShardKey(parity_key_of(member, CODE).id, rank_of(member), rank_of(3))
+            members.store(member).commit(key, image, manifest)
+        new = members.transports[1]  # a spare that has nothing
+
+        def fetching(member: int, parity: bool) -> Callable[[int, memoryview], None]:
+            key = parity_key_of(member, CODE)
+            name = key if parity else ShardKey(key.id, key.shard, key.shards)
+            return lambda low, into: new.fetch(members.addresses[member], name, low, into)
+
+        found = new.fetch_manifest(members.addresses[2], parity_key_of(2, CODE))
+        record = ParityManifest.decode(found)
+        check_parity(record, fetching(2, True))
+        into = {1: memoryview(bytearray(LENGTHS[1]))}
+        shards = {m: fetching(m, False) for m in (0, 2)}
+        rebuild(record, shards, {m: fetching(m, True) for m in (0, 2)}, into)
+        assert bytes(into[1]) == members.image(1)
+        assert nothing_of(tmp_path, 2)
+
+
+def test_fetching_goes_on_when_the_peers_agent_was_started_again(tmp_path: Path) -> None:
+    """The kept connection is dead, which is noticed before it is used."""
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        members.protect()
+        key, address = parity_key_of(1, CODE), members.addresses[1]
+        found = members.transports[0].fetch_manifest(address, key)
+        members.transports[1].close()
+        members.transports[1] = Transport(SECRET, address.host, address.port)
+        members.transports[1].publish(members.store(1))
+        assert members.transports[0].fetch_manifest(address, key) == found
+
+
+def test_nothing_but_what_is_committed_can_be_fetched(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        members.protect()
+        (tmp_path / "secret").write_text("not for peers")
+        caller, address = members.transports[0], members.addresses[1]
+        with pytest.raises(PeerError, match="is not here"):
+            caller.fetch(address, parity_key_of(1, CODE, version=9), 0, memoryview(bytearray(9)))
+        with pytest.raises(PeerError, match="in part"):
+            caller.fetch(address, parity_key_of(1, CODE), 1 << 40, memoryview(bytearray(9)))
+        link = caller.connect(address)
+        for stem in ("../secret", "/etc/passwd", f"../node1/{parity_key_of(1, CODE).stem}"):
+            link.send({"op": "fetch", "stem": stem, "offset": 0, "length": 9})
+            assert "is no shard and no parity" in link.receive(20)["error"]
+        for offset, length in ((-1, 9), (0, -1), (0, 1 << 40)):
+            stem = parity_key_of(1, CODE).stem
+            link.send({"op": "fetch", "stem": stem, "offset": offset, "length": length})
+            assert "cannot be asked for" in link.receive(20)["error"]
+        caller.drop(link)

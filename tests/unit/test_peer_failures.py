@@ -1,0 +1,499 @@
+"""A peer that is gone, late, skips, restarts, or is somebody else; and this side giving up.
+
+Whatever happens, it is said who it was, nothing half-made is visible, and the next version works.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.peershards import QUICK, SECRET, Members, nothing_of, rank_of, wait_until
+from tierckpt.errors import ConfigError
+from tierckpt.naming import VersionId
+from tierckpt.peer import wire
+from tierckpt.peer.address import Address, own_host
+from tierckpt.peer.errors import ExchangeCancelledError, PeerError, RefusedError
+from tierckpt.peer.transport import Limits, Transport
+from tierckpt.peer.wire import Link
+from tierckpt.redundancy.codes import Code
+from tierckpt.testing import injected
+
+CODE = Code(3, 2, 1)
+LENGTHS = [3 << 20] * 3
+SHORT = Limits(join_seconds=0.3, stall_seconds=20.0)
+
+
+def check_next_version(members: Members, version: int = 2) -> None:
+    """The next version is protected at all, and brings back any one shard."""
+    members.limits = QUICK
+    for transport in members.transports:
+        transport.limits = QUICK
+    members.protect(version)
+    for lost in range(3):
+        assert members.rebuilt({lost}, version) == {lost: members.image(lost, version)}
+
+
+# --- who is not there ----------------------------------------------------------------------------
+
+
+def test_a_member_that_never_begins_is_named_when_the_limit_is_over(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS, SHORT) as members:
+        members.run([members.exchange(0), members.exchange(2)])
+        for member in (0, 2):
+            error = members.errors[member]
+            assert isinstance(error, PeerError)
+            assert error.member == 1
+            assert f"rank {rank_of(1)} ({members.addresses[1]})" in str(error)
+            assert "did not begin v1 within 0.3 s" in str(error)
+        assert nothing_of(tmp_path, 1)
+        check_next_version(members)
+
+
+def test_a_member_whose_agent_is_gone_is_named(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS, SHORT) as members:
+        members.transports[1].close()
+        members.run([members.exchange(0)])
+        assert "cannot be reached" in str(members.errors[0])
+        assert str(members.addresses[1]) in str(members.errors[0])
+        # It comes back, at another port; what was kept of the old connections does no harm.
+        members.transports[1] = Transport(SECRET, "127.0.0.1", limits=QUICK)
+        members.addresses = tuple(t.address for t in members.transports)
+        check_next_version(members)
+
+
+def test_an_agent_that_is_back_at_its_port_is_found_though_connections_were_kept(
+    tmp_path: Path,
+) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        members.protect(1)
+        port = members.addresses[1].port
+        members.transports[1].close()
+        members.transports[1] = Transport(SECRET, "127.0.0.1", port, QUICK)
+        check_next_version(members)
+
+
+def test_a_member_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        threads = [members.start(members.exchange(member)) for member in (0, 2)]
+        # Both are at the door of the third, and of each other.
+        wait_until(lambda: sum(len(t._links) for t in members.transports) >= 4)
+        assert not members.errors
+        threads.append(members.start(members.exchange(1)))
+        for thread in threads:
+            thread.join()
+        assert members.errors == {}
+        assert len(members.parities()) == 3
+
+
+def test_an_agent_that_starts_late_is_waited_for(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        port = members.addresses[1].port
+        members.transports[1].close()
+        threads = [members.start(members.exchange(member)) for member in (0, 2)]
+        wait_until(lambda: all(members.transports[m]._hosts for m in (0, 2)))
+        members.transports[1] = Transport(SECRET, "127.0.0.1", port, QUICK)
+        threads.append(members.start(members.exchange(1)))
+        for thread in threads:
+            thread.join()
+        assert members.errors == {}
+        assert len(members.parities()) == 3
+
+
+def test_a_member_that_skipped_the_version_says_so_at_once(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        first = [members.start(members.exchange(member, 1)) for member in (0, 2)]
+        ahead = members.exchange(1, 2)
+        second = members.start(ahead)
+        for thread in first:
+            thread.join()
+        for member in (0, 2):
+            assert "v1 was left out: v2 is next" in str(members.errors[member])
+        second = [second, *(members.start(members.exchange(member, 2)) for member in (0, 2))]
+        members.errors.clear()
+        for thread in second:
+            thread.join()
+        assert members.errors == {}
+        assert nothing_of(tmp_path, 1)
+        assert len(members.parities(2)) == 3
+
+
+# --- who fails in the middle ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["meet", "send", "write", "end"])
+def test_a_member_that_fails_takes_the_version_not_the_next_one(
+    operation: str, tmp_path: Path
+) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        for transport in members.transports:
+            transport.limits = Limits(join_seconds=2.0, stall_seconds=20.0)
+        with injected(f"eio@peer:op={operation},member=1,version=1") as rules:
+            members.run([members.exchange(member) for member in range(3)])
+        assert rules[0].hits
+        assert isinstance(members.errors[1], OSError)
+        for member in (0, 2):
+            assert isinstance(members.errors[member], PeerError)
+            assert members.errors[member].member in (1, 2 - member)
+            assert f"rank {rank_of(1)} ({members.addresses[1]})" in str(members.errors[member])
+        assert any("injected" in str(members.errors[m]) for m in (0, 2)) == (operation != "meet")
+        assert nothing_of(tmp_path, 1)
+        check_next_version(members)
+
+
+def test_a_shard_that_was_refilled_makes_no_parity_anywhere(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        refilled = members.exchange(1, still_sealed=lambda: False)
+        members.run([members.exchange(0), refilled, members.exchange(2)])
+        assert isinstance(members.errors[1], FileNotFoundError)
+        for member in (0, 2):
+            assert "was refilled while it was read" in str(members.errors[member])
+        assert nothing_of(tmp_path, 1)
+        check_next_version(members)
+
+
+def test_an_older_version_stays_when_the_next_one_fails(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        members.protect(1)
+        with injected("eio@peer:op=send,member=0,version=2,hit=2"):
+            members.run([members.exchange(member, 2) for member in range(3)])
+        assert len(members.errors) == 3
+        assert nothing_of(tmp_path, 2)
+        assert members.rebuilt({0}, 1) == {0: members.image(0, 1)}
+        check_next_version(members, 3)
+
+
+def test_a_member_that_begins_anew_ends_what_the_others_had(tmp_path: Path) -> None:
+    """It was killed and started again while the others were in the middle of the version."""
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        first = members.exchange(1)
+        with members.transports[1].hosting(first):  # joined by the others, and then does nothing
+            threads = [members.start(members.exchange(member)) for member in (0, 2)]
+            for member in (0, 2):
+                link = members.transports[1].connect(members.addresses[member])
+                head = {"op": "join", "tag": first.tag, "series": first.series, "to": member}
+                head |= {"version": 1, "generation": 1, "member": 1, "attempt": "another"}
+                link.send(head, first._shard.manifest)
+                with pytest.raises(PeerError, match="the connection broke"):  # noqa: PT012
+                    while link.receive(60):
+                        pass
+                members.transports[1].drop(link)
+            for thread in threads:
+                thread.join()
+            first._give_up("the test is over")
+        for member in (0, 2):
+            assert "began anew" in str(members.errors[member])
+        members.protect(1)  # and so do all: the same version can be tried again
+        assert len(members.parities(1)) == 3
+
+
+# --- giving up -----------------------------------------------------------------------------------
+
+
+def test_cancelled_while_it_waits_for_others(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        exchange = members.exchange(0)
+        thread = members.start(exchange)
+        wait_until(lambda: bool(members.transports[0]._hosts))
+        exchange.cancel("superseded by v2")
+        thread.join()
+        assert isinstance(members.errors[0], ExchangeCancelledError)
+        assert "superseded by v2" in str(members.errors[0])
+        check_next_version(members)
+
+
+def test_cancelled_in_the_middle_the_others_hear_why(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        exchanges = [members.exchange(member) for member in range(3)]
+        asked: list[int] = []
+
+        def cancel_once() -> bool:
+            asked.append(1)
+            exchanges[1].cancel("superseded by v2")
+            return True
+
+        exchanges[1] = members.exchange(1, still_sealed=cancel_once)
+        members.run(exchanges)
+        assert asked
+        assert isinstance(members.errors[1], ExchangeCancelledError)
+        for member in (0, 2):
+            assert "superseded by v2" in str(members.errors[member])
+        assert nothing_of(tmp_path, 1)
+        check_next_version(members)
+
+
+def test_closing_the_transport_ends_an_exchange_under_way(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        thread = members.start(members.exchange(0))
+        wait_until(lambda: bool(members.transports[0]._hosts))
+        members.transports[0].close()
+        thread.join()
+        assert "the agent is closing" in str(members.errors[0])
+        with pytest.raises(ExchangeCancelledError, match="closing"):
+            members.exchange(0).run()
+
+
+def test_the_same_exchange_twice_at_once_is_refused(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        thread = members.start(members.exchange(0))
+        wait_until(lambda: bool(members.transports[0]._hosts))
+        with pytest.raises(PeerError, match="being exchanged already"):
+            members.exchange(0).run()
+        threads = [thread, *(members.start(members.exchange(member)) for member in (1, 2))]
+        for thread in threads:
+            thread.join()
+        assert members.errors == {}
+
+
+# --- who is somebody else ----------------------------------------------------------------------
+
+
+def test_shards_of_another_life_make_no_parity(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, LENGTHS, Limits(join_seconds=2, stall_seconds=20)) as members:
+        members.run([members.exchange(0), members.exchange(1, life="dead"), members.exchange(2)])
+        assert len(members.errors) == 3
+        assert any("shards of two lives make no parity" in str(e) for e in members.errors.values())
+        assert nothing_of(tmp_path, 1)
+        check_next_version(members)
+
+
+def test_an_agent_with_another_secret_is_refused_and_told_so(tmp_path: Path) -> None:
+    heard: list[str] = []
+    with Transport(SECRET, "127.0.0.1", notice=heard.append) as ours:
+        ours.publish(Members(tmp_path, CODE, LENGTHS).store(0))
+        with Transport(b"another life", "127.0.0.1") as stranger:
+            with pytest.raises(RefusedError, match="another job, or of another life"):
+                stranger.connect(ours.address)
+            with pytest.raises(RefusedError, match="refused us"):
+                ours.connect(stranger.address)
+        wait_until(lambda: bool(heard))
+        assert "refused" in heard[0]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(4),
+        b"\xff" * 64,
+        (7).to_bytes(4, "big") + b"garbage",
+        (4000).to_bytes(4, "big") + b"[" * 4000,
+        (2).to_bytes(4, "big") + b"[]",
+        (17).to_bytes(4, "big") + b'{"op":"manifest"}',
+        b"",
+    ],
+)
+def test_garbage_on_the_port_is_hung_up_on_and_does_no_harm(sent: bytes, tmp_path: Path) -> None:
+    heard: list[str] = []
+    with Members(tmp_path, CODE, [8192] * 3) as members:
+        members.transports[0]._notice = heard.append
+        address = (members.addresses[0].host, members.addresses[0].port)
+        with socket.create_connection(address, 20) as scanner:
+            scanner.sendall(sent)
+            scanner.shutdown(socket.SHUT_WR)
+            said = b"".join(iter(lambda: scanner.recv(4096), b""))
+            assert b"nonce" in said
+            assert b"proof" not in said
+        wait_until(lambda: bool(heard))
+        members.protect()
+
+
+def test_no_more_strangers_than_a_number_are_let_wait(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tierckpt.peer.transport.MOST_STRANGERS", 2)
+    with Members(tmp_path, CODE, [8192] * 3) as members:
+        address = (members.addresses[0].host, members.addresses[0].port)
+        with (
+            socket.create_connection(address, 20) as one,
+            socket.create_connection(address, 20) as other,
+            socket.create_connection(address, 20) as third,
+        ):
+            assert one.recv(4)
+            assert other.recv(4)
+            assert third.recv(4) == b""
+        wait_until(lambda: not members.transports[0]._links)
+        members.protect()
+
+
+def test_another_protocol_is_a_clear_error_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    with Transport(SECRET, "127.0.0.1", notice=heard.append) as ours:
+        listener = socket.create_server(("127.0.0.1", 0))
+        with listener:
+
+            def newer() -> None:
+                sock, _ = listener.accept()
+                link = Link(sock, "caller", 20)
+                link.send({"tierckpt": "peer", "protocol": 2, "nonce": "1"})
+                link.close()
+
+            thread = threading.Thread(target=newer)
+            thread.start()
+            with pytest.raises(RefusedError, match="speaks protocol 2, this agent 1; install"):
+                ours.connect(Address("127.0.0.1", listener.getsockname()[1]))
+            thread.join()
+        address = (ours.address.host, ours.address.port)
+        link = Link(socket.create_connection(address, 20), "listener", 20)
+        link.receive(20)
+        link.send({"protocol": 2, "nonce": "1", "proof": "1"})
+        assert "speaks protocol 1" in link.receive(20)["error"]
+        link.close()
+        wait_until(lambda: bool(heard))
+
+
+def test_a_listener_must_prove_itself_too() -> None:
+    """Whoever took the port of an agent that is gone gets no shard."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, Transport(SECRET, "127.0.0.1") as ours:
+
+        def liar() -> None:
+            sock, _ = listener.accept()
+            link = Link(sock, "caller", 20)
+            link.send({"tierckpt": "peer", "protocol": wire.PROTOCOL, "nonce": "1"})
+            proof = link.receive(20)["proof"]
+            link.send({"proof": proof})  # the best that it has is ours
+            link.close()
+
+        thread = threading.Thread(target=liar)
+        thread.start()
+        with pytest.raises(RefusedError, match="does not know the secret"):
+            ours.connect(Address("127.0.0.1", listener.getsockname()[1]))
+        thread.join()
+
+
+# --- the wire ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def links(seconds: float) -> Iterator[tuple[Link, Link]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener:
+        caller = socket.create_connection(listener.getsockname(), 20)
+        accepted, _ = listener.accept()
+    one, other = Link(caller, "rank 7 (node7:4000)", seconds), Link(accepted, "caller", seconds)
+    try:
+        yield one, other
+    finally:
+        one.close()
+        other.close()
+
+
+def test_a_peer_that_does_not_read_slows_the_sender_and_is_named() -> None:
+    taken: list[int] = []
+    with links(0.2) as (sender, _):
+
+        def send_for_ever() -> None:
+            while len(taken) < 1024:
+                sender.send({"op": "data"}, bytes(1 << 20))
+                taken.append(1 << 20)
+
+        with pytest.raises(PeerError, match=r"rank 7 \(node7:4000\) took nothing for 0.2 s"):
+            send_for_ever()
+    assert sum(taken) < 64 << 20, "what the kernel buffers, and no more"
+
+
+def test_a_peer_that_says_nothing_or_hangs_up_is_named() -> None:
+    with links(0.2) as (receiver, other):
+        with pytest.raises(PeerError, match=r"rank 7 \(node7:4000\) sent nothing for 0.2 s"):
+            receiver.receive(0.2)
+        other.send({"op": "data"}, b"123")
+        assert receiver.receive(20)["nbytes"] == 3
+        with pytest.raises(PeerError, match=r"rank 7.* sent nothing"):
+            receiver.receive_into(memoryview(bytearray(4)))
+        other.close()
+        with pytest.raises(PeerError, match=r"rank 7.*: the connection broke: it was closed"):
+            receiver.receive(20)
+
+
+def test_bytes_that_are_damaged_on_the_way_are_noticed(tmp_path: Path) -> None:
+    """By a relay between two members that flips a bit far behind all heads."""
+    with Members(tmp_path, CODE, LENGTHS) as members, relay(members.addresses[1]) as through:
+        roundabout = (members.addresses[0], through, members.addresses[2])
+        bent = members.exchange(0, addresses=roundabout)
+        members.run([bent, members.exchange(1), members.exchange(2)])
+        assert "arrived damaged" in str(members.errors[1])
+        assert len(members.errors) == 3
+        assert nothing_of(tmp_path, 1)
+        check_next_version(members)
+
+
+@contextmanager
+def relay(to: Address) -> Iterator[Address]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+
+    def forward(source: socket.socket, target: socket.socket, flip_at: int | None) -> None:
+        passed = 0
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if flip_at is not None and passed <= flip_at < passed + len(data):
+                    bent = bytearray(data)
+                    bent[flip_at - passed] ^= 1
+                    data = bytes(bent)
+                passed += len(data)
+                target.sendall(data)
+        for sock in (source, target):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                target = socket.create_connection((to.host, to.port))
+                opened.extend((sock, target))
+                for ends, flip_at in (((sock, target), 300_000), ((target, sock), None)):
+                    threads.append(threading.Thread(target=forward, args=(*ends, flip_at)))
+                    threads[-1].start()
+
+    opened: list[socket.socket] = []
+    acceptor = threading.Thread(target=accept)
+    acceptor.start()
+    try:
+        yield Address("127.0.0.1", listener.getsockname()[1])
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        acceptor.join()
+        for sock in opened:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+        for sock in (listener, *opened):
+            sock.close()
+
+
+# --- addresses ---------------------------------------------------------------------------------
+
+
+def test_where_to_listen() -> None:
+    assert own_host(towards="127.0.0.1") == "127.0.0.1"
+    assert own_host("lo") == "127.0.0.1"
+    assert own_host("127.0.0.1", towards="nowhere.invalid") == "127.0.0.1"
+    assert str(Address("::1", 80)) == "[::1]:80"
+    for wrong in ("192.0.2.1", "no-such-interface.invalid"):
+        with pytest.raises(ConfigError, match=r"lo"):
+            own_host(wrong)
+
+
+def test_a_port_that_is_taken_is_an_error_that_says_what_to_set() -> None:
+    with (
+        Transport(SECRET, "127.0.0.1") as one,
+        pytest.raises(ConfigError, match="set another interface or port"),
+    ):
+        Transport(SECRET, "127.0.0.1", one.address.port)
+
+
+def test_versions_are_told_by_their_generation_too(tmp_path: Path) -> None:
+    with Members(tmp_path, CODE, [8192] * 3) as members:
+        exchange = members.exchange(0, 7)
+        assert exchange.id == VersionId(1, 7)
+        assert exchange.tag.startswith("1.7.")
+        assert exchange.series == members.exchange(0, 8).series
+        assert exchange.series != members.exchange(0, 8, make=[1]).series
