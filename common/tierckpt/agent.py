@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .desk import Desk, DeskSettings
+from .desk import MESSAGE_BYTES, Desk, DeskSettings
 from .flusher import Flusher, PersistentSettings
 from .held import Held
 from .slots import JobDirectory, take_lock
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from .protector import Protector
 
 PROTOCOL = 1
-MESSAGE_BYTES = 1 << 16
 FIRST_CLIENT_SECONDS = 30.0
 """An agent that nobody speaks to ends after this."""
 TAKEN = 3

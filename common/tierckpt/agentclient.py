@@ -21,8 +21,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from .agent import MESSAGE_BYTES, PROTOCOL, TAKEN, Agent, AgentSettings
-from .desk import DeskSettings
+from .agent import PROTOCOL, TAKEN, Agent, AgentSettings
+from .desk import MESSAGE_BYTES, DeskSettings
 from .flusher import FlushOrder
 from .naming import Lineage, ShardKey, VersionId
 from .slots import Slot

@@ -95,6 +95,4 @@ def persistent_settings(config: Config, node: Node) -> dict[str, Any] | None:
     if not config.uses("persistent"):
         return None
     chosen = dataclasses.asdict(config.persistent)
-    for when in ("every_steps", "every_seconds"):
-        chosen.pop(when)
     return {**chosen, "node": node.index, "nodes": node.count}

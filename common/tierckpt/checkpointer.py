@@ -100,7 +100,7 @@ class Checkpointer:
         host = host_id(self.config.node)
         roll = attach.check_alike(self.config, self.group, host)
         self._node = roll.node(self.group.rank)
-        redundancy_groups(self.config, roll)  # while nothing has been started yet
+        groups = redundancy_groups(self.config, roll)  # while nothing has been started yet
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         self._callbacks = CallbackList(callbacks)
         self.version = 0
@@ -166,7 +166,7 @@ class Checkpointer:
             ),
             inline=self.config.agent == "inline",
         )
-        self._peers = Peers(self.config, self.group, roll, self._agent)
+        self._peers = Peers(self.config, self.group, roll, self._agent, groups)
         if self._peers.slow_coding and self.group.rank == 0:
             self._notice(self._peers.slow_coding, logging.WARNING)
         self._start_agent()
@@ -341,7 +341,7 @@ class Checkpointer:
             if sealed and self._local_enabled() and max(sealed) not in known:
                 slot = self._pool.find(max(sealed))
                 assert slot is not None
-                self._commit(max(sealed), slot)
+                self._commit_sealed(max(sealed), slot)
                 self.wait(WAIT_SECONDS)
         self._shut_down(remove=False)
 
@@ -504,16 +504,21 @@ class Checkpointer:
         if "local" in snapshot.levels:
             if sealed:
                 assert snapshot.slot is not None
-                self._commit(id_, snapshot.slot)
+                assert snapshot.manifest is not None
+                self._commit(id_, snapshot.slot, snapshot.manifest.image_bytes)
             else:
                 self._agreement.tell("local", id_, BROKEN)
         self._agreement.tell("memory", id_, DONE if sealed else BROKEN)
         self._finished.append(snapshot)
 
-    def _commit(self, id_: VersionId, slot: Slot) -> None:
+    def _commit_sealed(self, id_: VersionId, slot: Slot) -> None:
+        """Commit what was sealed at an earlier boundary."""
         manifest = slot.manifest()
         assert manifest is not None
-        self._agreement.tell_size(id_, manifest.image_bytes)
+        self._commit(id_, slot, manifest.image_bytes)
+
+    def _commit(self, id_: VersionId, slot: Slot, nbytes: int) -> None:
+        self._agreement.tell_size(id_, nbytes)
         key = ShardKey(id_, self.group.rank, self.group.size)
         error = self._agent.commit(key, slot)
         if error:
@@ -551,14 +556,8 @@ class Checkpointer:
         )
 
     def _local_failure(self, id_: VersionId, error: str) -> dict[str, Any]:
-        safe = self._agreement.local.safe
-        return {
-            "version": id_.version,
-            "level": "local",
-            "message": f"{error}; training goes on, {self.config.directory} is behind",
-            "behind_since": safe.version if safe else None,
-            "severity": logging.ERROR,
-        }
+        why = f"{error}; training goes on, {self.config.directory} is behind"
+        return _failure("local", id_.version, why, self._agreement.local.safe)
 
     # --- reports -------------------------------------------------------------------------------
 
@@ -614,14 +613,9 @@ class Checkpointer:
                 self._agreement.tell("peer", id_, DONE if op == "protected" else BROKEN)
                 self._protected(message)
             elif op == "flush_failed":
-                self._emit(
-                    "failed",
-                    version=message["version"],
-                    level="persistent",
-                    message=f"{message['error']}; training goes on, "
-                    f"{self.config.persistent.path} is behind",
-                    severity=logging.ERROR,
-                )
+                behind = f"training goes on, {self.config.persistent.path} is behind"
+                why = f"{message['error']}; {behind}"
+                self._emit("failed", **_failure("persistent", message["version"], why))
             elif op == "cleaned":
                 names = ", ".join(message["names"])
                 self._notice(f"removed what a killed writer left half-done: {names}", logging.INFO)
@@ -639,16 +633,10 @@ class Checkpointer:
                 seconds={"write": message["seconds"]},
             )
         elif not message.get("superseded"):
+            why = "training goes on, other nodes cannot rebuild this version"
+            why = f"{message['error']}; {why}"
             safe = self._agreement.peer.safe
-            self._emit(
-                "failed",
-                version=message["version"],
-                level="peer",
-                message=f"{message['error']}; training goes on, other nodes cannot rebuild this "
-                "version",
-                behind_since=safe.version if safe else None,
-                severity=logging.ERROR,
-            )
+            self._emit("failed", **_failure("peer", message["version"], why, safe))
 
     def _flushed(self, message: dict[str, Any]) -> None:
         """This node's part is there; the version, when the last node's is."""
@@ -665,15 +653,7 @@ class Checkpointer:
 
     def _fail(self, version: int, why: str) -> None:
         """A version is lost in memory, and therefore everywhere."""
-        safe = self._agreement.memory.safe
-        self._emit(
-            "failed",
-            version=version,
-            level="memory",
-            message=why,
-            behind_since=safe.version if safe else None,
-            severity=logging.ERROR,
-        )
+        self._emit("failed", **_failure("memory", version, why, self._agreement.memory.safe))
 
     def _emit(self, name: str, **values: Any) -> None:
         event = self.log.emit(name, **{"version": self.version, **values})
@@ -817,7 +797,7 @@ class Checkpointer:
                 self._to_flush[id_] = self._at()
             if self._local_enabled() and id_ != local.safe and id_ not in local.open:
                 local.open.append(id_)
-                self._commit(id_, slot)
+                self._commit_sealed(id_, slot)
         else:
             # Where it was sealed all the same, it is void: all ranks' shards are of one moment.
             self._pool.void(id_)
@@ -947,6 +927,17 @@ class Checkpointer:
         if self._trace is not None:
             self._trace.close()
         self.log.close()
+
+
+def _failure(level: str, version: int, why: str, safe: VersionId | None = None) -> dict[str, Any]:
+    """An event's values: a level does not have the version, and `safe` is what it does have."""
+    return {
+        "version": version,
+        "level": level,
+        "message": why,
+        "behind_since": safe.version if safe else None,
+        "severity": logging.ERROR,
+    }
 
 
 class Unattached:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .config import PersistentConfig
 from .held import Held, open_shard
 from .localstore import LocalStore
 from .naming import Lineage, ShardKey, VersionId
 from .persistent import (
-    FlushCancelledError,
     Lease,
     LeaseHeldError,
     Pace,
@@ -40,17 +40,9 @@ HELD_RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class PersistentSettings:
-    """Where to, and how."""
+class PersistentSettings(PersistentConfig):
+    """The level's settings, and which of the job's nodes this one is."""
 
-    path: str
-    keep_last: int = 2
-    keep_every: int = 0
-    bytes_per_second: float = 0.0
-    nodes_at_once: int = 0
-    shards_per_file: int = 64
-    read_back: bool = False
-    drop_superseded: bool = False
     node: int = 0
     nodes: int = 1
 
@@ -211,4 +203,4 @@ def _source(local: LocalStore, key: ShardKey) -> Iterator[ShardSource]:
         yield ShardSource(key.shard, image, manifest, lambda: local.read_manifest(key) == manifest)
 
 
-__all__ = ["FlushCancelledError", "FlushOrder", "Flusher", "PersistentSettings"]
+__all__ = ["FlushOrder", "Flusher", "PersistentSettings"]

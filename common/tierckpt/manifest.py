@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, fields
 
 import xxhash
 
-from .errors import CorruptShardError, FormatError
-from .naming import FORMAT_MAJOR, FORMAT_MINOR, Lineage, ShardKey, VersionId, check_version
+from . import sealed
+from .errors import FormatError
+from .naming import Lineage, ShardKey, VersionId
 
 DIGEST_BYTES = 8
 
@@ -58,9 +59,8 @@ class Manifest:
         """A line of JSON, and a line with its xxh3_128."""
         fields_ = asdict(self)
         fields_["digests"] = base64.b64encode(self.digests).decode()
-        head = {"format": "tierckpt-manifest", "format_version": f"{FORMAT_MAJOR}.{FORMAT_MINOR}"}
-        text = json.dumps({**head, **fields_}, separators=(",", ":")).encode()
-        return text + b"\n" + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
+        head = sealed.head_of("manifest")
+        return sealed.with_check(json.dumps({**head, **fields_}, separators=(",", ":")).encode())
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
@@ -69,14 +69,10 @@ class Manifest:
         Raises CorruptShardError when the bytes do not carry their own checksum, FormatError when
         they are intact but not ours or of a newer major version.
         """
-        text, _, check = data.partition(b"\n")
-        if not check or xxhash.xxh3_128_hexdigest(text).encode() + b"\n" != check:
-            raise CorruptShardError("the manifest is truncated or damaged (checksum differs)")
+        text = sealed.checked(data, "manifest")
         try:
             values = json.loads(text)
-            if values["format"] != "tierckpt-manifest":
-                raise ValueError(f"format is {values['format']!r}")
-            check_version(values["format_version"], "manifest")
+            sealed.check_head(values, "manifest", "manifest")
             values["digests"] = base64.b64decode(values["digests"])
             values["lineage"] = tuple((int(g), int(v)) for g, v in values["lineage"])
             return Manifest(**{f.name: values[f.name] for f in fields(Manifest)})

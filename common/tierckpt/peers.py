@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .agentclient import AgentClient
 from .attach import Roll
@@ -11,6 +12,9 @@ from .group import Group, Node
 from .naming import VersionId
 from .redundancy import isal
 from .redundancy.groups import RedundancyGroup, Scheme, plan_groups
+
+if TYPE_CHECKING:
+    from .peer.address import Address
 
 MEET_SECONDS = 30.0
 """So long an agent may take to listen, when a life begins."""
@@ -30,10 +34,18 @@ class Peers:
     What needs another node goes on between the agents; here they are only introduced.
     """
 
-    def __init__(self, config: Config, group: Group, roll: Roll, agent: AgentClient) -> None:
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        roll: Roll,
+        agent: AgentClient,
+        groups: tuple[RedundancyGroup, ...],
+    ) -> None:
+        """`groups`: see `redundancy_groups`."""
         self._config, self._group, self._roll, self._agent = config.peer, group, roll, agent
         self._node: Node = roll.node(group.rank)
-        self.groups = redundancy_groups(config, roll)
+        self.groups = groups
         self.ready = False
         """The agents know each other."""
 
@@ -63,8 +75,8 @@ class Peers:
             return
         if mine is None:
             return
-        firsts = [self._roll.node(rank).first for rank in range(self._group.size)]
-        addresses = {rank: told[first][0] for rank, first in enumerate(firsts)}
+        of_host = {h: a for h, (a, _) in zip(self._roll.hosts, told, strict=True) if a is not None}
+        addresses = {rank: of_host[host] for rank, host in enumerate(self._roll.hosts)}
         parties = [
             PartySettings.of(rank, group, addresses)
             for group in self.groups
@@ -83,7 +95,8 @@ class Peers:
         self._agent.protect(version)
         return True
 
-    def _listen(self, life: str) -> tuple[object, str]:
+    def _listen(self, life: str) -> tuple[Address | None, str]:
+        """Where this node's agent listens, or why it does not."""
         from .peer.address import Address
 
         others = [

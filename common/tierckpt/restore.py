@@ -71,7 +71,6 @@ class Attempt:
     """Manifest and encoded rank tree of the shard that this rank takes its small state from."""
     images: dict[int, Image] = field(default_factory=dict)
     """What this rank maps, and what was rebuilt."""
-    rebuild_seconds: float = 0.0
 
     def close(self) -> None:
         """Unmap everything."""
@@ -143,11 +142,9 @@ class Restorer:
             summaries.update(said)
         with contextlib.closing(parities):
             if not failed:
-                rebuild_begin = time.perf_counter()
                 failed = parities.rebuild(
                     [r for *_, records in everyone for r in records], attempt.images
                 )
-                attempt.rebuild_seconds = time.perf_counter() - rebuild_begin
         if failed:
             attempt.close()
             self._reject(failed)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import exact
-from tests.dist.training import Attached, Place, attach, make_job, rank, train
+from tests.dist.training import Attached, Place, attach, make_job, rank, restored_into, train
 from tierckpt.errors import ConfigError
 
 EARLIER, STEPS = 3, 7
@@ -60,13 +60,7 @@ def protected_at(version: int, attached: Attached) -> None:
 def come_back(place: Place, scheme: str) -> dict[str, Any]:
     job = make_job(seed=2)
     attached = attach(job, place, memory_every_steps=0, **settings(scheme))
-    restored = attached.ckpt.restore()
-    told = {
-        "restored": (restored.version, restored.levels),
-        "digest": job.digest(),
-        "replicated": exact.digest(job.replicated()),
-        "rejected": restored.rejected,
-    }
+    told = restored_into(job, attached)
     train(job, attached.ckpt, range(STEPS, STEPS + 2))
     attached.ckpt.close()
     return told

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import exact
-from tests.dist.training import Place, attach, make_job, rank, train
+from tests.dist.training import Place, attach, make_job, rank, restored_into, train
 from tierckpt.persistent import PersistentStore
 
 STEPS = 9
@@ -47,13 +47,7 @@ def train_and_close(place: Place, shared: str, more: dict[str, Any]) -> dict[str
 def come_back(place: Place, shared: str) -> dict[str, Any]:
     job = make_job(seed=2)
     attached = attach(job, place, memory_every_steps=0, **settings(shared))
-    restored = attached.ckpt.restore()
-    told = {
-        "restored": (restored.version, restored.levels),
-        "digest": job.digest(),
-        "replicated": exact.digest(job.replicated()),
-        "rejected": restored.rejected,
-    }
+    told = restored_into(job, attached)
     attached.ckpt.close()
     return told
 

@@ -305,6 +305,17 @@ def crash_after(job: Job, attached: Attached, iterations: int) -> dict[int, str]
     return course
 
 
+def restored_into(job: Job, attached: Attached) -> dict[str, Any]:
+    """Restore; what came back, and from where."""
+    restored = attached.ckpt.restore()
+    return {
+        "restored": (restored.version, restored.levels),
+        "digest": job.digest(),
+        "replicated": exact.digest(job.replicated()),
+        "rejected": restored.rejected,
+    }
+
+
 @contextmanager
 def working_in(folder: Path) -> Any:
     folder.mkdir(parents=True, exist_ok=True)

@@ -49,14 +49,20 @@ def groups_or_none(
         return None
 
 
-@given(jobs(), asked)
-def test_every_rank_is_in_one_group_and_no_domain_twice(
-    domains: list[str], ask: tuple[str, int]
-) -> None:
+def planned(domains: list[str], ask: tuple[str, int]) -> tuple[Scheme, tuple[RedundancyGroup, ...]]:
+    """Of jobs that can be protected as asked."""
     scheme = Scheme.parse(ask[0])
     groups = groups_or_none(domains, scheme, ask[1])
     assume(groups is not None)
     assert groups is not None
+    return scheme, groups
+
+
+@given(jobs(), asked)
+def test_every_rank_is_in_one_group_and_no_domain_twice(
+    domains: list[str], ask: tuple[str, int]
+) -> None:
+    scheme, groups = planned(domains, ask)
     assert sorted(rank for group in groups for rank in group.ranks) == list(range(len(domains)))
     for group in groups:
         assert len({domains[rank] for rank in group.ranks}) == len(group.ranks)
@@ -80,10 +86,7 @@ def test_it_is_an_error_exactly_when_there_is_no_way(
 def test_sizes_are_even_and_near_to_what_was_asked(
     domains: list[str], ask: tuple[str, int]
 ) -> None:
-    scheme = Scheme.parse(ask[0])
-    groups = groups_or_none(domains, scheme, ask[1])
-    assume(groups is not None)
-    assert groups is not None
+    scheme, groups = planned(domains, ask)
     wanted = scheme.least if scheme.name == "rs" else ask[1]
     sizes = [len(group.ranks) for group in groups]
     assert max(sizes) - min(sizes) <= 1
@@ -98,10 +101,7 @@ def test_sizes_are_even_and_near_to_what_was_asked(
 def test_a_lost_domain_costs_a_group_one_member_and_stores_by_its_ranks(
     domains: list[str], ask: tuple[str, int]
 ) -> None:
-    scheme = Scheme.parse(ask[0])
-    groups = groups_or_none(domains, scheme, ask[1])
-    assume(groups is not None)
-    assert groups is not None
+    scheme, groups = planned(domains, ask)
     stored: Counter[str] = Counter()
     for group in groups:
         for rank in group.ranks:

@@ -15,16 +15,16 @@ from typing import Any
 
 import xxhash
 
-from ..errors import CorruptShardError, FormatError
-from ..naming import FORMAT_MAJOR, FORMAT_MINOR, Lineage, VersionId, check_version
+from .. import sealed
+from ..errors import FormatError
+from ..naming import Lineage, VersionId
 from .names import VersionName
 
 
 def seal(kind: str, values: Mapping[str, Any]) -> bytes:
     """`values` as a record of `kind` that carries its checksum."""
-    head = {"format": f"tierckpt-{kind}", "format_version": f"{FORMAT_MAJOR}.{FORMAT_MINOR}"}
-    text = json.dumps({**head, **values}, separators=(",", ":"), sort_keys=True).encode()
-    return text + b"\n" + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
+    whole = {**sealed.head_of(kind), **values}
+    return sealed.with_check(json.dumps(whole, separators=(",", ":"), sort_keys=True).encode())
 
 
 def unseal(kind: str, data: bytes) -> dict[str, Any]:
@@ -33,14 +33,10 @@ def unseal(kind: str, data: bytes) -> dict[str, Any]:
     Raises CorruptShardError when the bytes do not carry their own checksum, FormatError when they
     are intact but of another kind or of a newer major version.
     """
-    text, _, check = data.rstrip(b"\0").partition(b"\n")
-    if not check or xxhash.xxh3_128_hexdigest(text).encode() + b"\n" != check:
-        raise CorruptShardError(f"the {kind} record is truncated or damaged (checksum differs)")
+    text = sealed.checked(data.rstrip(b"\0"), f"{kind} record")
     try:
         values: dict[str, Any] = json.loads(text)
-        if values["format"] != f"tierckpt-{kind}":
-            raise ValueError(f"format is {values['format']!r}")
-        check_version(values["format_version"], f"{kind} record")
+        sealed.check_head(values, kind, f"{kind} record")
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(f"not a {kind} record: {error!r}") from error
     return values
