@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
-from tierckpt.checkpointer import Unattached
+from tierckpt.iterations import Unattached
 from tierckpt.scripts import serve
 
 from .group import current_group
@@ -63,7 +63,7 @@ class Checkpointer(tierckpt.Checkpointer):
             hook.release = self.release
             hook.inner = comm_hook or hook.inner
         elif ddp is not None:
-            self._notice(
+            self._reports.notice(
                 "the model has a communication hook already: layers are copied from the forward "
                 "pass on. Pass it as comm_hook=(state, hook) to copy under the allreduce",
                 logging.INFO,

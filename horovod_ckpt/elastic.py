@@ -199,8 +199,8 @@ class _Checkpointer(Checkpointer):
 
     def step(self) -> None:
         """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""
-        if not self._since and not self.half_way:
-            self._since["commit"] = 1
+        if not self._iterations.steps and not self.half_way:
+            self._iterations.count_one()
         super().step()
 
 

@@ -9,11 +9,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import tree
+from .agent import AgentSettings
+from .agentclient import AgentClient
 from .config import Config
+from .desk import DeskSettings
 from .errors import ConfigError
 from .group import Group, Node
 from .pool import too_small
-from .slots import Slot
+from .slots import JobDirectory, Slot
 from .state import TrainingState
 
 PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
@@ -90,9 +93,26 @@ def lacking_room(
     )
 
 
-def persistent_settings(config: Config, node: Node) -> dict[str, Any] | None:
-    """What the agent is told of the persistent level; None when there is none."""
-    if not config.uses("persistent"):
-        return None
-    chosen = dataclasses.asdict(config.persistent)
-    return {**chosen, "node": node.index, "nodes": node.count}
+def agent_client(config: Config, group: Group, job: JobDirectory, node: Node) -> AgentClient:
+    """This rank's way to the node's agent, which is not started yet."""
+    persistent = None
+    if config.uses("persistent"):
+        persistent = dataclasses.asdict(config.persistent)
+        persistent.update(node=node.index, nodes=node.count)
+    return AgentClient(
+        AgentSettings(
+            root=str(job.root),
+            folder=job.path.name,
+            nice=config.agent_nice,
+            linger_seconds=config.agent_linger_seconds,
+        ),
+        DeskSettings(
+            directory=config.directory,
+            shard=group.rank,
+            shards=group.size,
+            keep_last=config.local.keep_last,
+            keep_every=config.local.keep_every,
+            persistent=persistent,
+        ),
+        inline=config.agent == "inline",
+    )

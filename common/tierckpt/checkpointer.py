@@ -13,43 +13,37 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from . import attach, tree
+from . import attach
 from . import state as state_module
-from .agent import AgentSettings
-from .agentclient import AgentClient
 from .agreement import Agreement
 from .callbacks import CallbackList, Callbacks
+from .capture import Capture
 from .config import Config, load_config
-from .desk import DeskSettings
 from .errors import RestoreError
 from .events import Callback, EventLog
 from .flusher import FlushOrder
 from .group import Group, SingleGroup, host_id
+from .iterations import Iterations, Unattached
 from .lives import Lives
 from .localstore import LocalStore
 from .naming import Lineage, ShardKey, VersionId
 from .peers import Peers, redundancy_groups
 from .policy import BROKEN, DONE, LEVELS, Decision, Schedule
 from .pool import NoSlotError, SlotPool
+from .reports import Reports
 from .restore import Restored, Restorer, load
 from .slots import JobDirectory, Slot, job_id_of, seal_area_bytes
-from .snapshot import Copier, Head, Phase, Plan, Snapshot, SnapshotError
+from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError
 from .state import TrainingState, label_optimizers, refuse_model
 from .trace import open_trace
-
-if TYPE_CHECKING:
-    from .cuda import CudaLane
 
 WAIT_SECONDS = 60.0
 FLUSH_NOTICE_SECONDS = 5.0
 """When `close` waits longer than this for the persistent level, it says so."""
-AUTOMATIC_AFTER_STEPS = 16
-"""So many steps of an optimizer without a call of `step()` mean that there will be none. (A loop
-may well make several optimizer steps in one iteration.)"""
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
@@ -103,6 +97,10 @@ class Checkpointer:
         groups = redundancy_groups(self.config, roll)  # while nothing has been started yet
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         self._callbacks = CallbackList(callbacks)
+        self._agreement = Agreement(self.group, self.config, self._local_safe)
+        self._reports = Reports(
+            self.config, self.log, self._callbacks, self._agreement, lambda: self.version
+        )
         self.version = 0
         """Completed optimizer steps."""
         self.iteration = 0
@@ -118,63 +116,43 @@ class Checkpointer:
         self._lives = Lives(self.config, self.group, self._job, store, host)
         self._lock_fd = self._claim_job()
         slots = self.config.slots or (3 if self._uses_cuda() else 2)
-        self._pool = SlotPool(self._job, self.group.rank, slots, self._notice_later)
+        self._pool = SlotPool(self._job, self.group.rank, slots, self._reports.notice_later)
         self._pool.adopt()
         lacking = attach.lacking_room(
             self.config, self.state, self.group.size, slots, self._pool.slots
         )
         if lacking:
-            self._notice(lacking, logging.ERROR)
+            self._reports.notice(lacking, logging.ERROR)
         self._copier = Copier()
+        self._capture = Capture(self.state, self.group, self._pool)
         self._schedule = Schedule(self.config)
-        self._agreement = Agreement(self.group, self.config, self._local_safe)
         self._snapshot: Snapshot | None = None
         self._finished: deque[Snapshot] = deque()
-        self._said: deque[tuple[str, dict[str, Any]]] = deque()
-        """Events that other threads have; the training thread emits them."""
         self._to_flush: dict[VersionId, int] = {}
         """Versions under way to the persistent level, and the iteration that each is of."""
         self._ordered: VersionId | None = None
         """The version that was ordered to be flushed last."""
         self._ahead = 0
-        self._stepping: set[str] = set()
-        """Optimizers whose step has begun."""
-        self._plan: Plan | None = None
-        self._lane: CudaLane | None = None
-        self._explicit = False
         self._closed = False
-        self._since: dict[str, int] = {}
-        """Steps of each optimizer since the last boundary."""
-        self._steps_seen: dict[str, int] = {}
         self._slow_barriers = 0
         self._release_early = self.config.release == "forward" or not self.releases_by_layer
-        self._rng_after_step: tuple[Any, tree.Arena] | None = None
-        self._agent = AgentClient(
-            AgentSettings(
-                root=str(self._job.root),
-                folder=self._job.path.name,
-                nice=self.config.agent_nice,
-                linger_seconds=self.config.agent_linger_seconds,
-            ),
-            DeskSettings(
-                directory=self.config.directory,
-                shard=self.group.rank,
-                shards=self.group.size,
-                keep_last=self.config.local.keep_last,
-                keep_every=self.config.local.keep_every,
-                persistent=attach.persistent_settings(self.config, self._node),
-            ),
-            inline=self.config.agent == "inline",
-        )
+        self._agent = attach.agent_client(self.config, self.group, self._job, self._node)
         self._peers = Peers(self.config, self.group, roll, self._agent, groups)
         if self._peers.slow_coding and self.group.rank == 0:
-            self._notice(self._peers.slow_coding, logging.WARNING)
+            self._reports.notice(self._peers.slow_coding, logging.WARNING)
         self._start_agent()
-        self._hooks: list[Any] = []
-        self._install_hooks(model)
+        self._iterations = Iterations(
+            self.config.boundary,
+            boundary=self._boundary,
+            before_step=self._before_step,
+            made_step=self._made_step,
+            left_to_us=self._capture.keep_streams,
+        )
+        self._iterations.watch(model, self.state.optimizers)
         self._trace = open_trace(self.config, self.group.rank, self.state.name_of, self.log)
+        self._trace_hooks: list[Any] = []
         if self._trace is not None:  # behind the barrier's hooks: what they wait is no update
-            self._hooks += self._trace.watch(self.state.optimizers)
+            self._trace_hooks += self._trace.watch(self.state.optimizers)
 
     # --- the recipe ----------------------------------------------------------------------------
 
@@ -184,10 +162,10 @@ class Checkpointer:
         Takes a checkpoint when one is due. An iteration without an optimizer step (gradient
         accumulation, a step skipped by the GradScaler) is counted and otherwise passed over.
         """
-        self._explicit = True
-        self._rng_after_step = None
+        self._iterations.explicit = True
+        self._capture.drop_streams()
         self.iteration += 1
-        if self._since:
+        if self._iterations.steps:
             self._boundary()
 
     def release(
@@ -275,7 +253,7 @@ class Checkpointer:
     @property
     def steps_made(self) -> int:
         """Completed optimizer steps, those since the last boundary included."""
-        return self.version + max(self._since.values(), default=0)
+        return self.version + self._iterations.steps
 
     @property
     def lineage(self) -> Lineage:
@@ -299,14 +277,14 @@ class Checkpointer:
             durable = self._nothing_new() or self._agreement.local.safe == self._id()
             safe = durable or not self._local_enabled()
         except Exception as error:
-            self._notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
+            self._reports.notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
         try:
             safe = all(self.group.all_gather_object(safe))
         except Exception as error:
             safe = False
-            self._notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
+            self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
         if not safe:
-            self._notice(
+            self._reports.notice(
                 f"v{self.version} is not durable everywhere; what is in memory stays there "
                 f"({self._job.path})",
                 logging.ERROR,
@@ -319,7 +297,7 @@ class Checkpointer:
         """At the end: the scheduler may take the node when we are gone. Says that it waits."""
         if self._agent.flushing() and not self._agent.wait(FLUSH_NOTICE_SECONDS, flushes=True):
             self._collect()
-            self._notice(
+            self._reports.notice(
                 f"waiting for the flush to {self.config.persistent.path} to end", logging.INFO
             )
             self._agent.wait(None, flushes=True)
@@ -381,20 +359,21 @@ class Checkpointer:
     def _boundary(self, force: bool = False) -> None:
         begin = time.perf_counter()
         self._finish_snapshot()
-        self.version += max(self._since.values(), default=0)
-        self._since.clear()
+        self.version += self._iterations.pass_boundary()
         if not self._lives.lineage:
             self._begin_life()
         agreed, broken = self._agreement.read()
         if broken is not None:
-            self._fail(broken.version, "the snapshot failed on some rank; it is void on all")
+            self._reports.lost(
+                broken.version, "the snapshot failed on some rank; it is void on all"
+            )
         self._collect()
         decision = self._schedule.decide(self.version, agreed)
         if force:
             decision = Decision(tuple(level for level in LEVELS if self.config.uses(level)))
         for level, reason in decision.skipped:
             severity = logging.WARNING if level == "local" else logging.INFO
-            self._emit("skipped", level=level, message=reason, severity=severity)
+            self._reports.emit("skipped", level=level, message=reason, severity=severity)
         if decision.wait:
             self._agent.wait(None)
             self._collect()
@@ -422,9 +401,7 @@ class Checkpointer:
             self._snapshot = None
         while self._finished:
             self._report(self._finished.popleft())
-        while self._said:
-            name, values = self._said.popleft()
-            self._emit(name, **values)
+        self._reports.say()
 
     def _open_snapshot(self, levels: tuple[str, ...]) -> Snapshot | None:
         """Capture what changes first. A failure here breaks the version, not the training."""
@@ -434,34 +411,17 @@ class Checkpointer:
         if "persistent" in levels:
             self._to_flush[id_] = self._at()
         try:
-            return self._capture(levels)
+            return self._capture.take(
+                self._head(), levels, self.pack_adapter(), self._chooser(), self._on_done
+            )
         except Exception as error:
             self._agreement.tell("memory", id_, BROKEN)
             self._agreement.tell("local", id_, BROKEN)
-            self._fail(self.version, f"the state could not be captured: {error}")
+            self._reports.lost(self.version, f"the state could not be captured: {error}")
             return None
 
-    def _capture(self, levels: tuple[str, ...]) -> Snapshot:
-        if self._plan is None or not self._plan.fits(self.state):
-            self.state.refresh_names()
-            self._plan = Plan(self.state, self.state.walk(), self.group.rank, self.group.size)
-        self._plan.buffers.stage()
-        odd = self.state.walk().odd if self._plan.has_odd else ()
-        rng, arena = self._rng_after_step or self._pack_own()
-        self._rng_after_step = None
-        node = {
-            **rng,
-            "odd": self.state.group_odd(odd),
-            "groups": self.state.pack_groups(arena.keep),
-            "extra": self.state.pack_extra(self.state.extra, arena),
-            "adapter": self.pack_adapter(),
-        }
-        protected = self._agreement.protected(self._id())
-
-        def choose_slot(blocks: int, image_bytes: int) -> Slot:
-            return self._choose_slot(protected, blocks, image_bytes)
-
-        head = Head(
+    def _head(self) -> Head:
+        return Head(
             job=self._job.job,
             version=self.version,
             generation=self._id().generation,
@@ -469,32 +429,22 @@ class Checkpointer:
             lineage=self._lives.lineage,
             iteration=self._at(),
         )
-        parts = (head, self._plan, levels, node, arena, choose_slot, self._on_done)
-        if self._plan.device.type == "cuda":
-            from . import cuda
 
-            if self._lane is None:
-                self._lane = cuda.CudaLane(self._plan.device)
-                self._pool.on_map, self._pool.on_unmap = cuda.page_lock, cuda.page_unlock
-            return cuda.CudaSnapshot(*parts, lane=self._lane)
-        return Snapshot(*parts)
+    def _chooser(self) -> Callable[[int, int], Slot]:
+        """Who finds a slot for the version of this boundary, on the copier's thread: as long as it
+        takes, it waits for the proof that an older version is superseded."""
+        protected = self._agreement.protected(self._id())
+        lives = len(self._lives.lineage)
 
-    def _pack_own(self) -> tuple[dict[str, Any], tree.Arena]:
-        arena = tree.Arena()
-        packed = {
-            "rng": state_module.pack_rng(),
-            "extra_per_rank": self.state.pack_extra(self.state.extra_per_rank, arena),
-        }
-        return packed, arena
+        def choose(blocks: int, image_bytes: int) -> Slot:
+            seal_bytes, pool = seal_area_bytes(blocks, lives), self._pool
+            try:
+                return pool.choose(protected, self._agent.pinned(), seal_bytes, image_bytes)
+            except NoSlotError:
+                proven = self._agreement.last_word(protected)
+            return pool.choose(proven, self._agent.pinned(), seal_bytes, image_bytes)
 
-    def _choose_slot(self, protected: set[VersionId], blocks: int, image_bytes: int) -> Slot:
-        """Copier thread: a slot, waiting for the proof that an older version is superseded."""
-        seal_bytes = seal_area_bytes(blocks, len(self._lives.lineage))
-        try:
-            return self._pool.choose(protected, self._agent.pinned(), seal_bytes, image_bytes)
-        except NoSlotError:
-            protected = self._agreement.last_word(protected)
-        return self._pool.choose(protected, self._agent.pinned(), seal_bytes, image_bytes)
+        return choose
 
     def _on_done(self, snapshot: Snapshot) -> None:
         """Sealed or failed; on the thread that did it."""
@@ -523,7 +473,7 @@ class Checkpointer:
         error = self._agent.commit(key, slot)
         if error:
             self._agreement.tell("local", id_, BROKEN)
-            self._said.append(("failed", self._local_failure(id_, error)))
+            self._reports.not_committed_later(id_, error)
 
     def _local_safe(self, safe: VersionId, largest_bytes: int) -> None:
         """A version is complete on all local levels: older ones may go, it may be flushed."""
@@ -555,30 +505,19 @@ class Checkpointer:
             )
         )
 
-    def _local_failure(self, id_: VersionId, error: str) -> dict[str, Any]:
-        why = f"{error}; training goes on, {self.config.directory} is behind"
-        return _failure("local", id_.version, why, self._agreement.local.safe)
-
     # --- reports -------------------------------------------------------------------------------
 
     def _report(self, snapshot: Snapshot) -> None:
         if snapshot.phase is Phase.FAILED:
-            self._fail(snapshot.head.version, snapshot.error)
+            self._reports.lost(snapshot.head.version, snapshot.error)
             return
-        assert snapshot.manifest is not None
-        self._emit(
-            "sealed",
-            version=snapshot.head.version,
-            level="memory",
-            nbytes=snapshot.manifest.image_bytes,
-            seconds=snapshot.clock.as_dict(),
-        )
+        self._reports.sealed(snapshot)
         if self.config.release == "auto" and not self._release_early:
             slow = snapshot.clock.barrier > SLOW_BARRIER_SECONDS
             self._slow_barriers = self._slow_barriers + 1 if slow else 0
             if self._slow_barriers >= EARLY_AFTER:
                 self._release_early = True
-                self._notice(
+                self._reports.notice(
                     "copying does not fit into the backward pass "
                     f"(the last barrier took {1e3 * snapshot.clock.barrier:.1f} ms); from now on "
                     "it starts with the forward pass",
@@ -588,84 +527,7 @@ class Checkpointer:
     def _collect(self) -> None:
         """Hear what the agent said."""
         for message in self._agent.poll():
-            op = message["op"]
-            if op == "committed":
-                id_ = VersionId(message["generation"], message["version"])
-                self._agreement.tell("local", id_, DONE)
-                self._emit(
-                    "committed",
-                    version=id_.version,
-                    level="local",
-                    nbytes=message["nbytes"],
-                    seconds={
-                        "write": message["write_seconds"],
-                        "commit": message["commit_seconds"],
-                    },
-                )
-            elif op == "failed":
-                id_ = VersionId(message["generation"], message["version"])
-                self._agreement.tell("local", id_, BROKEN)
-                self._emit("failed", **self._local_failure(id_, message["error"]))
-            elif op == "flushed":
-                self._flushed(message)
-            elif op in ("protected", "protect_failed"):
-                id_ = VersionId(message["generation"], message["version"])
-                self._agreement.tell("peer", id_, DONE if op == "protected" else BROKEN)
-                self._protected(message)
-            elif op == "flush_failed":
-                behind = f"training goes on, {self.config.persistent.path} is behind"
-                why = f"{message['error']}; {behind}"
-                self._emit("failed", **_failure("persistent", message["version"], why))
-            elif op == "cleaned":
-                names = ", ".join(message["names"])
-                self._notice(f"removed what a killed writer left half-done: {names}", logging.INFO)
-            else:
-                self._notice(f"local level: {message['error']}", logging.ERROR)
-
-    def _protected(self, message: dict[str, Any]) -> None:
-        """This node's shards of a version are protected, or are not."""
-        if message["op"] == "protected":
-            self._emit(
-                "committed",
-                version=message["version"],
-                level="peer",
-                nbytes=message["nbytes"],
-                seconds={"write": message["seconds"]},
-            )
-        elif not message.get("superseded"):
-            why = "training goes on, other nodes cannot rebuild this version"
-            why = f"{message['error']}; {why}"
-            safe = self._agreement.peer.safe
-            self._emit("failed", **_failure("peer", message["version"], why, safe))
-
-    def _flushed(self, message: dict[str, Any]) -> None:
-        """This node's part is there; the version, when the last node's is."""
-        whole = "complete" if message["complete"] else "this node's part of it"
-        self._emit(
-            "committed",
-            version=message["version"],
-            level="persistent",
-            nbytes=message["nbytes"],
-            seconds={"write": message["seconds"]},
-            message=whole,
-            severity=logging.INFO if message["complete"] else logging.DEBUG,
-        )
-
-    def _fail(self, version: int, why: str) -> None:
-        """A version is lost in memory, and therefore everywhere."""
-        self._emit("failed", **_failure("memory", version, why, self._agreement.memory.safe))
-
-    def _emit(self, name: str, **values: Any) -> None:
-        event = self.log.emit(name, **{"version": self.version, **values})
-        if name in ("sealed", "committed"):
-            self._callbacks.call(f"on_{name}", event)
-
-    def _notice_later(self, text: str, severity: int) -> None:
-        """From another thread: the training thread will say it."""
-        self._said.append(("notice", {"message": text, "severity": severity}))
-
-    def _notice(self, text: str, severity: int) -> None:
-        self.log.emit("notice", message=text, severity=severity, version=self.version)
+            self._reports.hear(message)
 
     # --- lives ---------------------------------------------------------------------------------
 
@@ -674,7 +536,7 @@ class Checkpointer:
 
     def _at(self) -> int:
         """What `restore()` will return: calls of `step()`, or versions if it is never called."""
-        return self.iteration + self._ahead if self._explicit else self.version
+        return self.iteration + self._ahead if self._iterations.explicit else self.version
 
     def _begin_life(self) -> None:
         """First boundary without a restore: a fresh start."""
@@ -683,7 +545,7 @@ class Checkpointer:
         self._meet_peers()
         old = self._lives.newest()
         if old is not None and self.group.rank == 0:
-            self._notice(
+            self._reports.notice(
                 f"{self.config.path} holds {old} of an earlier run, and restore() was not "
                 "called: this run starts afresh beside it. Its files are kept and will not be "
                 "restored any more; delete them, or call restore() before the first step",
@@ -713,7 +575,7 @@ class Checkpointer:
             manifest, notices, adapter = load(self.state, attempt, self.group, strict)
             self.load_adapter(adapter)
             for text in notices:
-                self._notice(text, logging.WARNING)
+                self._reports.notice(text, logging.WARNING)
             result = Restored(manifest.iteration)
             result.version, result.generation = manifest.version, manifest.generation
             result.levels = attempt.plan.levels
@@ -733,15 +595,14 @@ class Checkpointer:
                 f"nothing sound was found on any level; the live state stays at v{self.version}"
             )
         if rejected:
-            self._notice("nothing sound was found: starting from scratch", logging.ERROR)
+            self._reports.notice("nothing sound was found: starting from scratch", logging.ERROR)
         self._lives.begin_afresh()
 
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration = result.version, int(result)
-        self._since.clear()
-        self._plan = None
-        self._rng_after_step = None
+        self._iterations.pass_boundary()
+        self._capture.forget()
         self._lives.go_on_from(lineage, result.version)
         self._schedule.start_at(result.version)
         id_ = VersionId(result.generation, result.version)
@@ -754,7 +615,7 @@ class Checkpointer:
 
     def _meet_peers(self) -> None:
         """A life has begun: the nodes' agents meet under its name."""
-        self._peers.meet(self._lives.name, lambda text: self._notice(text, logging.ERROR))
+        self._peers.meet(self._lives.name, lambda text: self._reports.notice(text, logging.ERROR))
 
     def _restored(
         self, result: Restored, restorer: Restorer, inventory_seconds: float, begin: float
@@ -766,7 +627,7 @@ class Checkpointer:
             total=time.perf_counter() - begin,
         )
         level = " and ".join(result.levels) or "nowhere"
-        self._emit(
+        self._reports.emit(
             "restored",
             level=level if result.levels else "",
             nbytes=result.nbytes,
@@ -778,7 +639,7 @@ class Checkpointer:
 
     def _reject(self, text: str) -> None:
         severity = logging.ERROR if self.group.rank == 0 else logging.DEBUG
-        self._emit("rejected", message=text, severity=severity)
+        self._reports.emit("rejected", message=text, severity=severity)
 
     def _save_now(self) -> None:
         """Blocking: the present state to memory and local. Collective."""
@@ -788,7 +649,9 @@ class Checkpointer:
             self._agreement.memory.safe,
             *self._agreement.memory.open,
         )
-        self._ahead = int(bool(self._since))  # the loop's own step() for it is still to come
+        self._ahead = int(
+            self._iterations.steps > 0
+        )  # the loop's own step() for it is still to come
         if all(self.group.all_gather_object(sealed_here)):
             slot = self._pool.find(id_)
             assert slot is not None
@@ -814,27 +677,6 @@ class Checkpointer:
 
     # --- hooks ---------------------------------------------------------------------------------
 
-    def _install_hooks(self, model: torch.nn.Module) -> None:
-        for label, optimizer in self.state.optimizers.items():
-            self._hooks.append(optimizer.register_step_pre_hook(self._barrier(label)))
-            self._hooks.append(optimizer.register_step_post_hook(self._counter(label)))
-        if self.config.boundary != "explicit":
-            self._hooks.append(model.register_forward_pre_hook(self._before_forward))
-
-    def _barrier(self, label: str) -> Callable[..., None]:
-        """Hook of an optimizer that runs before each of its steps."""
-
-        def before_step(_: Any, args: Any = (), kwargs: Any = None) -> None:
-            # torch counts the optimizer itself among the arguments.
-            closure = args[1] if len(args) > 1 else (kwargs or {}).get("closure")
-            if callable(closure) and label in self._since and self._automatic():
-                # The forward passes come inside the step, too late for a boundary.
-                self._boundary()
-            self._stepping.add(label)
-            self._before_step(label)
-
-        return before_step
-
     def _before_step(self, label: str) -> None:
         """The barrier: nothing may change before its copy is complete."""
         if self._snapshot is not None:
@@ -844,41 +686,10 @@ class Checkpointer:
         """False when the step that just ended was none of the training's."""
         return True
 
-    def _counter(self, label: str) -> Callable[..., None]:
-        """Hook that runs after each step; a step inside another (Horovod's) fires it twice."""
-
-        def after_step(*_: Any) -> None:
-            if label not in self._stepping:
-                return
-            self._stepping.discard(label)
-            if not self._made_step(label):
-                return
-            self._since[label] = self._since.get(label, 0) + 1
-            self._steps_seen[label] = self._steps_seen.get(label, 0) + 1
-            if self._automatic():
-                # The next batch is drawn before the next forward: keep the streams as of now.
-                self._rng_after_step = self._pack_own()
-
-        return after_step
-
-    def _automatic(self) -> bool:
-        """True when `step()` is evidently never called."""
-        if self._explicit or self.config.boundary == "explicit":
-            return False
-        seen = max(self._steps_seen.values(), default=0)
-        return self.config.boundary == "forward" or seen >= AUTOMATIC_AFTER_STEPS
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_forward(self, module: torch.nn.Module, *_: Any) -> None:
-        if not self._since or self._stepping or not self._automatic():
-            return
-        if module.training and torch.is_grad_enabled():
-            self._boundary()
-
     def _nothing_new(self) -> bool:
         """True when no step was made since the start, or since the version restored from disk."""
         begun = self._lives.began_at
-        if self._since or self.version != begun:
+        if self._iterations.steps or self.version != begun:
             return False
         durable = self._agreement.local.safe
         return begun == 0 or (durable is not None and durable.version == begun)
@@ -894,7 +705,7 @@ class Checkpointer:
     def _claim_job(self) -> int:
         self._job.create()
         for job in self._job.remove_dead_jobs(self.config.memory.linger_seconds):
-            self._notice(f"removed shared memory of the dead job {job}", logging.INFO)
+            self._reports.notice(f"removed shared memory of the dead job {job}", logging.INFO)
         return self._job.lock_rank(self.group.rank)
 
     def _start_agent(self) -> None:
@@ -903,19 +714,19 @@ class Checkpointer:
         try:
             self._agent.start(self._node.first == self.group.rank)
         except OSError as error:
-            self._notice(f"the agent could not be started: {error}", logging.ERROR)
+            self._reports.notice(f"the agent could not be started: {error}", logging.ERROR)
 
     def _shut_down(self, remove: bool) -> None:
         self._closed = True
-        for hook in self._hooks:
+        self._iterations.unwatch()
+        for hook in self._trace_hooks:
             hook.remove()
         if self._snapshot is not None:  # the copier would wait for what is never released
             self._snapshot.fail(SnapshotError("the job ended in the middle of an iteration"))
         self._copier.close()
-        if self._lane is not None:
-            self._lane.close()
+        self._capture.close()
         self._agent.close()
-        self._plan = self._snapshot = None
+        self._snapshot = None
         self._pool.close(remove)
         if remove:
             self._job.lock_path(self.group.rank).unlink(missing_ok=True)
@@ -927,27 +738,3 @@ class Checkpointer:
         if self._trace is not None:
             self._trace.close()
         self.log.close()
-
-
-def _failure(level: str, version: int, why: str, safe: VersionId | None = None) -> dict[str, Any]:
-    """An event's values: a level does not have the version, and `safe` is what it does have."""
-    return {
-        "version": version,
-        "level": level,
-        "message": why,
-        "behind_since": safe.version if safe else None,
-        "severity": logging.ERROR,
-    }
-
-
-class Unattached:
-    """What a copy of a model has where the original has our hooks: every call does nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _do_nothing
-
-
-def _do_nothing(*_: Any, **__: Any) -> None:
-    """See Unattached."""

@@ -15,7 +15,7 @@ import ddp_ckpt
 from tests import exact
 from tests.dist.rankpool import ROOT
 from tests.dist.training import Place, attach, make_job, sgd
-from tierckpt.checkpointer import AUTOMATIC_AFTER_STEPS
+from tierckpt.iterations import AUTOMATIC_AFTER_STEPS
 
 SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
 

@@ -93,7 +93,7 @@ def test_versions_are_exact_although_sealed_after_the_barrier(
     ckpt = tierckpt.Checkpointer(
         model, optimizer, on_event=events.append, local_every_seconds=0.0, **settings
     )
-    ckpt._lane = lane  # type: ignore[assignment]
+    ckpt._capture.lane = lane  # type: ignore[assignment]
     ckpt._release_early = False  # leave everything to the barrier
     ckpt.restore()
     for _ in range(8):

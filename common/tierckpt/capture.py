@@ -1,0 +1,107 @@
+"""Capture: what the boundary copies at once, and the snapshot that copies the rest.
+
+State that the next forward pass changes (buffers, generators, schedulers, the loader's position) is
+copied here, on the training thread; parameters and optimizer state follow layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import state as state_module
+from . import tree
+from .group import Group
+from .pool import SlotPool
+from .slots import Slot
+from .snapshot import Head, Plan, Snapshot
+from .state import TrainingState
+
+if TYPE_CHECKING:
+    from .cuda import CudaLane
+
+
+class Capture:
+    """Makes the snapshots of one checkpointer. Training thread."""
+
+    def __init__(self, state: TrainingState, group: Group, pool: SlotPool) -> None:
+        self.plan: Plan | None = None
+        """Of the state as it was last; None before the first snapshot and after a restore."""
+        self.lane: CudaLane | None = None
+        self._state, self._group, self._pool = state, group, pool
+        self._streams: tuple[dict[str, Any], tree.Arena] | None = None
+
+    def keep_streams(self) -> None:
+        """Take the generators and the loader's position as of now for the next snapshot.
+
+        For a loop without `step()`: it draws the next batch before the boundary.
+        """
+        self._streams = self._pack_own()
+
+    def drop_streams(self) -> None:
+        """The next snapshot takes them as they are then."""
+        self._streams = None
+
+    def forget(self) -> None:
+        """The state is another one now."""
+        self.plan = self._streams = None
+
+    def take(
+        self,
+        head: Head,
+        levels: tuple[str, ...],
+        adapter: Any,
+        choose_slot: Callable[[int, int], Slot],
+        on_done: Callable[[Snapshot], None],
+    ) -> Snapshot:
+        """A snapshot of the present state, of which nothing is released yet.
+
+        Args:
+            head: what it is of.
+            levels: where it goes.
+            adapter: what `pack_adapter` returned.
+            choose_slot: see `Snapshot`; called by the thread that copies, as is `on_done`.
+
+        Raises what the state's own objects raise, and SnapshotError.
+        """
+        if self.plan is None or not self.plan.fits(self._state):
+            self._state.refresh_names()
+            self.plan = Plan(self._state, self._state.walk(), self._group.rank, self._group.size)
+        plan, state = self.plan, self._state
+        plan.buffers.stage()
+        odd = state.walk().odd if plan.has_odd else ()
+        own, arena = self._streams or self._pack_own()
+        self._streams = None
+        node = {
+            **own,
+            "odd": state.group_odd(odd),
+            "groups": state.pack_groups(arena.keep),
+            "extra": state.pack_extra(state.extra, arena),
+            "adapter": adapter,
+        }
+        parts = (head, plan, levels, node, arena, choose_slot, on_done)
+        if plan.device.type == "cuda":
+            from . import cuda
+
+            if self.lane is None:
+                self.lane = cuda.CudaLane(plan.device)
+                self._pool.on_map, self._pool.on_unmap = cuda.page_lock, cuda.page_unlock
+            return cuda.CudaSnapshot(*parts, lane=self.lane)
+        return Snapshot(*parts)
+
+    def _pack_own(self) -> tuple[dict[str, Any], tree.Arena]:
+        arena = tree.Arena()
+        packed = {
+            "rng": state_module.pack_rng(),
+            "extra_per_rank": self._state.pack_extra(self._state.extra_per_rank, arena),
+        }
+        return packed, arena
+
+    def close(self) -> None:
+        """Give the device's things back; when no copier is at work any more."""
+        if self.lane is not None:
+            self.lane.close()
+        self.plan = None
+
+
+__all__ = ["Capture"]

@@ -1,0 +1,182 @@
+"""Reports: what becomes of versions, said as events, and entered into the agreement's books.
+
+Words come from three sides: from the training thread itself, from other threads (kept until the
+training thread says them), and from the agent, as messages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from .agreement import Agreement
+from .callbacks import CallbackList
+from .config import Config
+from .events import EventLog
+from .naming import VersionId
+from .policy import BROKEN, DONE
+from .snapshot import Snapshot
+
+
+class Reports:
+    """Training thread, but for the methods that say "later", which any thread may call."""
+
+    def __init__(
+        self,
+        config: Config,
+        log: EventLog,
+        callbacks: CallbackList,
+        agreement: Agreement,
+        version: Callable[[], int],
+    ) -> None:
+        """`version` tells the present one, for what is about no other."""
+        self._config, self._log, self._callbacks = config, log, callbacks
+        self._agreement = agreement
+        self._version = version
+        self._later: deque[tuple[str, dict[str, Any]]] = deque()
+        self._said_by_agent = {
+            "committed": self._committed,
+            "failed": self._not_committed,
+            "protected": self._protected,
+            "protect_failed": self._not_protected,
+            "flushed": self._flushed,
+            "flush_failed": self._not_flushed,
+            "cleaned": self._cleaned,
+            "problem": self._problem,
+        }
+
+    # --- the training thread's own -------------------------------------------------------------
+
+    def emit(self, name: str, **values: Any) -> None:
+        """An event, and the callback of its name if there is one."""
+        event = self._log.emit(name, **{"version": self._version(), **values})
+        if name in ("sealed", "committed"):
+            self._callbacks.call(f"on_{name}", event)
+
+    def notice(self, text: str, severity: int) -> None:
+        """Something worth a line."""
+        self.emit("notice", message=text, severity=severity)
+
+    def sealed(self, snapshot: Snapshot) -> None:
+        """A version is complete in this rank's memory."""
+        assert snapshot.manifest is not None
+        self.emit(
+            "sealed",
+            version=snapshot.head.version,
+            level="memory",
+            nbytes=snapshot.manifest.image_bytes,
+            seconds=snapshot.clock.as_dict(),
+        )
+
+    def lost(self, version: int, why: str) -> None:
+        """A version is lost in memory, and therefore everywhere."""
+        self._fail("memory", version, why, self._agreement.memory.safe)
+
+    def _fail(self, level: str, version: int, why: str, safe: VersionId | None = None) -> None:
+        self.emit("failed", **_failure(level, version, why, safe))
+
+    # --- other threads' ------------------------------------------------------------------------
+
+    def notice_later(self, text: str, severity: int) -> None:
+        """As `notice`, from another thread."""
+        self._later.append(("notice", {"message": text, "severity": severity}))
+
+    def not_committed_later(self, id_: VersionId, error: str) -> None:
+        """The local level does not get this rank's shard."""
+        self._later.append(("failed", self._local_failure(id_, error)))
+
+    def say(self) -> None:
+        """Emit what was kept."""
+        while self._later:
+            name, values = self._later.popleft()
+            self.emit(name, **values)
+
+    # --- the agent's ---------------------------------------------------------------------------
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """What the agent says: into the books, and on as an event."""
+        heed = self._said_by_agent.get(message["op"])
+        if heed is not None:  # the answer to a question that nobody waits for any more is dropped
+            heed(message)
+
+    def _committed(self, message: dict[str, Any]) -> None:
+        id_ = _id_of(message)
+        self._agreement.tell("local", id_, DONE)
+        self.emit(
+            "committed",
+            version=id_.version,
+            level="local",
+            nbytes=message["nbytes"],
+            seconds={"write": message["write_seconds"], "commit": message["commit_seconds"]},
+        )
+
+    def _not_committed(self, message: dict[str, Any]) -> None:
+        id_ = _id_of(message)
+        self._agreement.tell("local", id_, BROKEN)
+        self.emit("failed", **self._local_failure(id_, message["error"]))
+
+    def _local_failure(self, id_: VersionId, error: str) -> dict[str, Any]:
+        why = f"{error}; training goes on, {self._config.directory} is behind"
+        return _failure("local", id_.version, why, self._agreement.local.safe)
+
+    def _protected(self, message: dict[str, Any]) -> None:
+        """This node's shards of a version can be rebuilt by others."""
+        self._agreement.tell("peer", _id_of(message), DONE)
+        self.emit(
+            "committed",
+            version=message["version"],
+            level="peer",
+            nbytes=message["nbytes"],
+            seconds={"write": message["seconds"]},
+        )
+
+    def _not_protected(self, message: dict[str, Any]) -> None:
+        self._agreement.tell("peer", _id_of(message), BROKEN)
+        if not message.get("superseded"):
+            why = "training goes on, other nodes cannot rebuild this version"
+            why = f"{message['error']}; {why}"
+            self._fail("peer", message["version"], why, self._agreement.peer.safe)
+
+    def _flushed(self, message: dict[str, Any]) -> None:
+        """This node's part is there; the version, when the last node's is."""
+        whole = "complete" if message["complete"] else "this node's part of it"
+        self.emit(
+            "committed",
+            version=message["version"],
+            level="persistent",
+            nbytes=message["nbytes"],
+            seconds={"write": message["seconds"]},
+            message=whole,
+            severity=logging.INFO if message["complete"] else logging.DEBUG,
+        )
+
+    def _not_flushed(self, message: dict[str, Any]) -> None:
+        behind = f"training goes on, {self._config.persistent.path} is behind"
+        self._fail("persistent", message["version"], f"{message['error']}; {behind}")
+
+    def _cleaned(self, message: dict[str, Any]) -> None:
+        names = ", ".join(message["names"])
+        self.notice(f"removed what a killed writer left half-done: {names}", logging.INFO)
+
+    def _problem(self, message: dict[str, Any]) -> None:
+        self.notice(f"local level: {message['error']}", logging.ERROR)
+
+
+def _id_of(message: dict[str, Any]) -> VersionId:
+    return VersionId(message["generation"], message["version"])
+
+
+def _failure(level: str, version: int, why: str, safe: VersionId | None) -> dict[str, Any]:
+    """An event's values: a level does not have the version, and `safe` is what it does have."""
+    return {
+        "version": version,
+        "level": level,
+        "message": why,
+        "behind_since": safe.version if safe else None,
+        "severity": logging.ERROR,
+    }
+
+
+__all__ = ["Reports"]
