@@ -59,6 +59,9 @@ class AgentClient:
         self._pending: dict[VersionId, Slot] = {}
         self._flushing: dict[VersionId, FlushOrder] = {}
         self._protecting: set[VersionId] = set()
+        self._introduction: list[dict[str, Any]] = []
+        self._introduced: int | None = None
+        """Process id of the agent that was told."""
         self._unsent: deque[Message] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -97,7 +100,7 @@ class AgentClient:
                 self._receive()
                 self._reach()
             except OSError as error:
-                self._bury(f"the agent cannot be started ({error})")
+                self._give_up(f"the agent cannot be started ({error})")
                 return f"{type(error).__name__}: {error}"
             self._pending[key.id] = slot
             self._send(message, [] if slot.path else [slot.fd])
@@ -133,17 +136,24 @@ class AgentClient:
                 {"op": "protect", "version": version.version, "generation": version.generation}
             )
 
-    def tell(self, op: str, **values: Any) -> None:
-        """Say something that needs no answer kept. Never blocks."""
+    def introduce(self, where: dict[str, Any], parties: list[dict[str, Any]]) -> None:
+        """Tell the agent, which listens at `where`, who the others are; its successor, too.
+
+        That listens at the same port, so nobody else has to be told. Never blocks.
+        """
         with self._lock:
-            self._send({"op": op, **values})
+            know = {"op": "know", "parties": parties}
+            self._introduction = [{"op": "meet", "where": where}, know]
+            self._introduced = self.pid
+            self._send(know)
 
     def ask(self, op: str, answer: str, timeout_seconds: float, **values: Any) -> dict[str, Any]:
         """Say something and wait for the answer; other messages are kept for `poll`.
 
         Raises TimeoutError. For attach and restart, not for steps.
         """
-        self.tell(op, **values)
+        with self._lock:
+            self._send({"op": op, **values})
         deadline, kept = time.monotonic() + timeout_seconds, []
         try:
             while time.monotonic() < deadline:
@@ -157,9 +167,10 @@ class AgentClient:
                 self._heard = kept + self._heard
         raise TimeoutError(f"the agent did not answer within {timeout_seconds:.0f} s")
 
-    def flushing(self) -> int:
-        """How many flushes are under way."""
-        return len(self._flushing)
+    def behind(self) -> list[str]:
+        """Levels beyond this node that something is under way to."""
+        under_way = {"peer": self._protecting, "persistent": self._flushing}
+        return [level for level, what in under_way.items() if what]
 
     def busy(self) -> int:
         """How many commits are under way."""
@@ -179,27 +190,27 @@ class AgentClient:
                     self._reach()
                     self._flush()
                 except OSError as error:
-                    self._bury(f"the agent cannot be started ({error})")
+                    self._give_up(f"the agent cannot be started ({error})")
             heard, self._heard = self._heard, []
             return heard
 
     def wait(
-        self, timeout_seconds: float | None, poll_seconds: float = 0.002, flushes: bool = False
+        self, timeout_seconds: float | None, poll_seconds: float = 0.002, everything: bool = False
     ) -> bool:
         """Wait until no commit is under way; False on time-out. Messages are kept for `poll`.
 
-        `flushes`: nor any flush.
+        `everything`: nor any flush, nor an exchange with other nodes.
         """
         begin = time.monotonic()
         kept: list[dict[str, Any]] = []
-        while self._pending or (flushes and self._flushing):
+        while self._pending or (everything and self.behind()):
             kept += self.poll()
             if timeout_seconds is not None and time.monotonic() - begin > timeout_seconds:
                 break
             time.sleep(poll_seconds)
         with self._lock:
             self._heard = kept + self._heard
-        return not self._pending
+        return not self._pending and not (everything and self.behind())
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """Say goodbye and let the agent finish; it is left alone if that takes longer."""
@@ -262,7 +273,7 @@ class AgentClient:
                     if not self._welcome and not self._closing:
                         self._reach_now()
                 except OSError as error:
-                    self._bury(f"the agent cannot be started ({error})")
+                    self._give_up(f"the agent cannot be started ({error})")
                     self._reaching = False
                     return
                 if self._welcome or self._closing:
@@ -372,6 +383,12 @@ class AgentClient:
     def _hear(self, message: dict[str, Any]) -> None:
         if message["op"] == "welcome":
             self._welcome, self.pid, self._unproved = True, message["pid"], False
+            if self.pid != self._introduced:
+                first: list[Message] = [
+                    (json.dumps(each).encode(), []) for each in self._introduction
+                ]
+                self._unsent.extendleft(reversed(first))
+                self._introduced = self.pid
             self._flush()
             return
         if message["op"] in ("committed", "failed"):
@@ -394,32 +411,28 @@ class AgentClient:
         self._bury(reason)
 
     def _bury(self, reason: str) -> None:
-        """What was handed over, or was to be, is not committed."""
-        for id_ in self._pending:
-            self._heard.append(
-                {
-                    "op": "failed",
-                    "error": reason,
-                    "version": id_.version,
-                    "generation": id_.generation,
-                }
-            )
-        for id_ in self._protecting:
-            self._heard.append(
-                {
-                    "op": "protect_failed",
-                    "error": reason,
-                    "version": id_.version,
-                    "generation": id_.generation,
-                }
-            )
-        self._protecting.clear()
+        """What was handed over, or was to be, is not committed; a successor does the flushes."""
+        self._report_lost("failed", self._pending, reason)
+        self._report_lost("protect_failed", self._protecting, reason)
         self._pending.clear()
+        self._protecting.clear()
         self._unsent.clear()
         if self._channel is not None:
             self._drop()
-        for order in self._flushing.values():  # its successor goes on where it was
+        for order in self._flushing.values():
             self._send({"op": "flush", "order": order.as_message()})
+
+    def _give_up(self, reason: str) -> None:
+        """There will be no successor before the next commit, so nobody shall wait for one."""
+        self._report_lost("flush_failed", self._flushing, reason)
+        self._flushing.clear()
+        self._bury(reason)
+        self._unsent.clear()
+
+    def _report_lost(self, op: str, versions: Iterable[VersionId], reason: str) -> None:
+        for id_ in versions:
+            lost = {"op": op, "error": reason, "version": id_.version}
+            self._heard.append({**lost, "generation": id_.generation})
 
 
 def _close_in_child(client: AgentClient | None) -> None:

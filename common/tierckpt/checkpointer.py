@@ -42,8 +42,8 @@ from .state import TrainingState, label_optimizers, refuse_model
 from .trace import open_trace
 
 WAIT_SECONDS = 60.0
-FLUSH_NOTICE_SECONDS = 5.0
-"""When `close` waits longer than this for the persistent level, it says so."""
+CLOSE_NOTICE_SECONDS = 5.0
+"""When `close` waits longer than this for other nodes or the persistent level, it says so."""
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
@@ -273,7 +273,7 @@ class Checkpointer:
             if self._local_enabled() and not self._nothing_new():
                 self._save_now()
             self.wait()
-            self._await_flushes()
+            self._await_other_nodes()
             durable = self._nothing_new() or self._agreement.local.safe == self._id()
             safe = durable or not self._local_enabled()
         except Exception as error:
@@ -293,14 +293,13 @@ class Checkpointer:
             safe = False  # the life before is in there, and nobody restored it
         self._shut_down(remove=safe)
 
-    def _await_flushes(self) -> None:
+    def _await_other_nodes(self) -> None:
         """At the end: the scheduler may take the node when we are gone. Says that it waits."""
-        if self._agent.flushing() and not self._agent.wait(FLUSH_NOTICE_SECONDS, flushes=True):
-            self._collect()
-            self._reports.notice(
-                f"waiting for the flush to {self.config.persistent.path} to end", logging.INFO
-            )
-            self._agent.wait(None, flushes=True)
+        if not self._agent.wait(CLOSE_NOTICE_SECONDS, everything=True):
+            names = {"peer": "other nodes", "persistent": self.config.persistent.path}
+            where = " and ".join(names[level] for level in self._agent.behind())
+            self._reports.notice(f"waiting until everything is with {where}", logging.INFO)
+            self._agent.wait(None, everything=True)
         self._collect()
 
     def abandon(self, commit_newest: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .agentclient import AgentClient
 from .attach import Roll
@@ -65,8 +65,9 @@ class Peers:
         from .protector import PartySettings
 
         mine, problem = None, ""
+        where = self._where(life)
         if self._node.first == self._group.rank:
-            mine, problem = self._listen(life)
+            mine, problem = self._listen(where)
         told = self._group.all_gather_object((mine, problem))
         problems = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why]
         self.ready = not problems
@@ -83,7 +84,8 @@ class Peers:
             for rank in group.ranks
             if rank in self._node.ranks
         ]
-        self._agent.tell("know", parties=[party.as_message() for party in parties])
+        where["port"] = mine.port
+        self._agent.introduce(where, [party.as_message() for party in parties])
 
     def protect(self, version: VersionId) -> bool:
         """Have a version protected that is complete on all local levels.
@@ -95,10 +97,8 @@ class Peers:
         self._agent.protect(version)
         return True
 
-    def _listen(self, life: str) -> tuple[Address | None, str]:
-        """Where this node's agent listens, or why it does not."""
-        from .peer.address import Address
-
+    def _where(self, life: str) -> dict[str, Any]:
+        """What the agent is told of where to listen."""
         others = [
             n
             for n, h in zip(self._roll.names, self._roll.hosts, strict=True)
@@ -107,12 +107,17 @@ class Peers:
         mine = self._roll.names[self._group.rank]
         # Not towards ourselves: a machine's own name is often a loopback address on it.
         towards = next((name for name in others if name != mine), "localhost")
-        where = {
+        return {
             "life": life,
             "interface": self._config.interface,
             "port": self._config.port,
             "towards": towards,
         }
+
+    def _listen(self, where: dict[str, Any]) -> tuple[Address | None, str]:
+        """Where this node's agent listens, or why it does not."""
+        from .peer.address import Address
+
         try:
             heard = self._agent.ask("meet", "listening", MEET_SECONDS, where=where)
         except (TimeoutError, OSError) as error:

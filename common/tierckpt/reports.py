@@ -43,6 +43,7 @@ class Reports:
             "protect_failed": self._not_protected,
             "flushed": self._flushed,
             "flush_failed": self._not_flushed,
+            "listening": self._listening,
             "cleaned": self._cleaned,
             "problem": self._problem,
         }
@@ -155,6 +156,11 @@ class Reports:
     def _not_flushed(self, message: dict[str, Any]) -> None:
         behind = f"training goes on, {self._config.persistent.path} is behind"
         self._fail("persistent", message["version"], f"{message['error']}; {behind}")
+
+    def _listening(self, message: dict[str, Any]) -> None:
+        """An agent that took the place of a dead one is, or is not, ready for the other nodes'."""
+        if message["error"]:
+            self.notice(f"peer level: {message['error']}", logging.ERROR)
 
     def _cleaned(self, message: dict[str, Any]) -> None:
         names = ", ".join(message["names"])

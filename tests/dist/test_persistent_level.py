@@ -107,13 +107,13 @@ def with_an_agent_killed_in_mid_flush(place: Place, shared: str) -> dict[str, An
         while not list(Path(shared).rglob("*")):
             ckpt._agent.poll()
             assert time.monotonic() < deadline
-        assert ckpt._agent.flushing() == 1
+        assert ckpt._agent.behind() == ["persistent"]
         assert ckpt._agent.pid is not None
         os.kill(ckpt._agent.pid, signal.SIGKILL)
         # The one that follows has more bandwidth, or this test would take hours.
         fast = {**(ckpt._agent.desk.persistent or {}), "bytes_per_second": 0}
         object.__setattr__(ckpt._agent.desk, "persistent", fast)
-        assert ckpt._agent.wait(PATIENCE_SECONDS, flushes=True)
+        assert ckpt._agent.wait(PATIENCE_SECONDS, everything=True)
         ckpt._collect()
     ckpt.abandon()
     return {
