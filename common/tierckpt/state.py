@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from . import tree
 from .errors import ConfigError, UnsupportedStateError
@@ -419,16 +418,3 @@ def load_rng(value: dict[str, Any]) -> list[str]:
                 f"RNG of cuda:{index} was saved, this process has {available} device(s)"
             )
     return problems
-
-
-def derive_rng(rank: int) -> None:
-    """Give a rank that the checkpoint did not have streams of its own.
-
-    The rule: seed everything with xxh3_64 of the restored torch CPU state and the rank number. The
-    restored state is that of rank `rank % saved ranks`.
-    """
-    words = torch.get_rng_state().numpy().tobytes()
-    seed = xxhash.xxh3_64_intdigest(words + rank.to_bytes(8, "little"))
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed % 2**63)

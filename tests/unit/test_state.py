@@ -334,18 +334,6 @@ def test_numpys_kept_deviate_is_not_lost_when_a_seed_comes_again() -> None:
     assert np.random.randn() == expected
 
 
-@pytest.mark.usefixtures("streams_put_back")
-def test_ranks_that_the_checkpoint_did_not_have_get_streams_of_their_own() -> None:
-    saved = state.pack_rng().make()
-    drawn = []
-    for rank in (3, 4, 3):
-        state.load_rng(saved)
-        state.derive_rng(rank)
-        drawn.append(draws())
-    assert drawn[0] == drawn[2]
-    assert all(a != b for a, b in zip(drawn[0], drawn[1], strict=True))
-
-
 def test_the_layout_does_not_depend_on_the_order_in_which_an_optimizer_made_its_state() -> None:
     """A restored optimizer has its values in another order than one that made them itself; ranks
     of both kinds must cut the same shards."""
