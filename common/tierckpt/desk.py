@@ -6,15 +6,19 @@ import contextlib
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import faults
-from .errors import ConfigError
+from .errors import ConfigError, TierckptError
 from .flusher import Flusher, FlushOrder
 from .held import Held
-from .localstore import LocalStore
+from .localstore import CommitTimes, LocalStore
+from .modules.incremental import Chain
+from .modules.localfiles import Bases, commit_encoded
+from .modules.pipeline import Pipeline
 from .naming import ShardKey, VersionId, retired
 from .slots import Slot, pin, unpin
 
@@ -36,6 +40,8 @@ class DeskSettings:
     keep_every: int
     persistent: dict[str, Any] | None = None
     """PersistentSettings, if there is such a level."""
+    modules: str = ""
+    """What is done to shards on their way to the local level; see `modules.pipeline`."""
 
 
 class NodeServices(Protocol):
@@ -62,6 +68,8 @@ class Desk:
         self.services = services
         self.channel = channel
         self.store = LocalStore(settings.directory)
+        self._chain = Chain()
+        self._bases = Bases(self.store)
         self._slots: dict[tuple[int, int], Slot] = {}
         """Mapped slots by device and inode: mapping a large segment anew for every commit costs."""
 
@@ -114,10 +122,10 @@ class Desk:
             manifest, nbytes = self._sealed(slot, key)
             self.store.create()
             with slot.image() as image, image[:nbytes] as shard:
-                times = self.store.commit(
+                times, nbytes = self._store(
                     key, shard, manifest, lambda: slot.manifest_bytes() == manifest
                 )
-        except OSError as error:
+        except (OSError, TierckptError) as error:
             self._say(op="failed", error=_text(error), **where)
             return
         finally:
@@ -126,6 +134,16 @@ class Desk:
                 if slot.path is None:  # passed with the message, and will be again
                     self._slots.pop(_file_of(slot.fd)).close()
         self._say(op="committed", nbytes=nbytes, **asdict(times), **where)
+
+    def _store(
+        self, key: ShardKey, image: memoryview, manifest: bytes, still: Callable[[], bool]
+    ) -> tuple[CommitTimes, int]:
+        """Commit the shard, through the modules if there are any; also returns bytes written."""
+        # Made anew for each: a key in a file may be another one by now.
+        pipeline = Pipeline.of_setting(self.settings.modules, "local_modules")
+        if not pipeline:
+            return self.store.commit(key, image, manifest, still), len(image)
+        return commit_encoded(self.store, key, image, manifest, pipeline, self._chain, still)
 
     def _slot(self, segment: str | None, fds: list[int]) -> Slot:
         """Map the slot, or find it mapped; pinned, so that a restarted trainer lets it be."""
@@ -161,8 +179,11 @@ class Desk:
             {k.id for k in mine}, safe, lineage, self.settings.keep_last, self.settings.keep_every
         )
         keep = {VersionId(*each) for each in message["keep"]}
-        for key in mine:
-            if key.id in gone and key.id not in keep:
+        going = [key for key in mine if key.id in gone and key.id not in keep]
+        # The newest first: what another refers to goes after that one, never before it.
+        for key in sorted(going, key=lambda key: key.id, reverse=True):
+            there = [k for k in self.store.keys() if self._is_mine(k)]  # noqa: SIM118
+            if key not in self._bases.of(there):
                 try:
                     self._retire_one(key)
                 except OSError as error:
@@ -193,7 +214,8 @@ class Desk:
             protector.know([PartySettings.of_message(party) for party in message["parties"]])
         else:
             version = VersionId(message["generation"], message["version"])
-            protector.order(self.settings.directory, version, self.settings.shards, self._answer)
+            what = (version, self.settings.shards, message["lost"])
+            protector.order(self.settings.directory, *what, self._answer)
 
     def _answer(self, said: dict[str, Any]) -> None:
         self._say(**said)
@@ -216,5 +238,5 @@ def _file_of(path: str | int) -> tuple[int, int]:
     return (found.st_dev, found.st_ino)
 
 
-def _text(error: OSError) -> str:
+def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

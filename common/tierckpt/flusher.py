@@ -8,17 +8,18 @@ slot waits for a slow store. Retention of the local level leaves alone what is h
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .config import PersistentConfig
-from .held import Held, open_shard
+from .held import Held
 from .localstore import LocalStore
+from .modules.pipeline import Pipeline
+from .modules.sources import Bases, open_source
 from .naming import Lineage, ShardKey, VersionId
 from .persistent import (
     Lease,
@@ -27,7 +28,6 @@ from .persistent import (
     PersistentError,
     PersistentStore,
     RetentionPolicy,
-    ShardSource,
     Throttle,
     Turns,
     VersionFacts,
@@ -50,7 +50,7 @@ class PersistentSettings(PersistentConfig):
 @dataclass(frozen=True)
 class FlushOrder:
     """One version that is complete on the local level of all ranks. Alike on all nodes, but for
-    `directory` and `here`."""
+    `directory`, `here` and `node`."""
 
     directory: str
     """Of the local level."""
@@ -64,6 +64,8 @@ class FlushOrder:
     lineage: Lineage
     iteration: int
     largest_bytes: int
+    node: str
+    """Where the job has its memory level: of the same name, only one life can be alive there."""
 
     @property
     def name(self) -> VersionName:
@@ -104,6 +106,7 @@ class Flusher:
         self._thread: threading.Thread | None = None
         self._store: PersistentStore | None = None
         self._lease: Lease | None = None
+        self._bases = Bases(lambda name: self._store is not None and self._store.exists(name))
 
     def order(self, order: FlushOrder, answer: Answer) -> None:
         """Flush a version after those ordered before; `answer` is told how it went."""
@@ -152,19 +155,26 @@ class Flusher:
             superseded=self._superseded,
             keep=lease.keep,
         )
-        facts = VersionFacts(order.job, order.lineage, order.iteration, order.largest_bytes)
+        # Made anew for each: a key in a file may be another one by now.
+        pipeline = Pipeline.of_setting(settings.modules, "persistent_modules")
+        largest = pipeline.most_bytes(order.largest_bytes) if pipeline else order.largest_bytes
+        facts = VersionFacts(order.job, order.lineage, order.iteration, largest)
         local = LocalStore(order.directory)
         with contextlib.ExitStack() as stack:
-            sources = [stack.enter_context(_source(local, key)) for key in order.keys]
-            nbytes = sum(len(s.image) for s in sources)
+            sources = []
+            for key in order.keys:
+                base = self._bases.base_of(key.shard, pipeline.full_every)
+                sources.append(stack.enter_context(open_source(local, key, pipeline, base)))
             result = store.flush(order.name, facts, sources, pace)
+            for source in sources:
+                self._bases.wrote(source)
         if result.committed:
             store.retain(
                 RetentionPolicy(settings.keep_last, settings.keep_every), order.name, lease
             )
         return {
             "complete": result.committed,
-            "nbytes": nbytes,
+            "nbytes": result.written_bytes + result.reused_bytes,
             "seconds": time.perf_counter() - begin,
         }
 
@@ -181,8 +191,7 @@ class Flusher:
     def _wait_for_lease(self, store: PersistentStore, order: FlushOrder) -> Lease:
         """The place is this life's alone; after a job was killed that takes its lease's time."""
         if self._lease is None or self._lease.life != order.life:
-            owner = f"{order.job} on {socket.gethostname()}"
-            self._lease = store.lease(order.life, owner)
+            self._lease = store.lease(order.life, f"{order.job} on {order.node}")
         while True:
             try:
                 self._lease.ensure()
@@ -195,12 +204,6 @@ class Flusher:
 
     def _superseded(self) -> bool:
         return self.settings.drop_superseded and bool(self._orders)
-
-
-@contextlib.contextmanager
-def _source(local: LocalStore, key: ShardKey) -> Iterator[ShardSource]:
-    with open_shard(local, key) as (image, manifest):
-        yield ShardSource(key.shard, image, manifest, lambda: local.read_manifest(key) == manifest)
 
 
 __all__ = ["FlushOrder", "Flusher", "PersistentSettings"]

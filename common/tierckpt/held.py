@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 from collections.abc import Iterator
 
 from .localstore import LocalStore
+from .manifest import Manifest
 from .naming import ShardKey
 
 
@@ -39,8 +39,36 @@ class Held:
 
 @contextlib.contextmanager
 def open_shard(local: LocalStore, key: ShardKey) -> Iterator[tuple[memoryview, bytes]]:
-    """A held shard's bytes, mapped, and its manifest. Raises OSError."""
-    manifest = local.read_manifest(key)
-    mapped: mmap.mmap = local.open_image(key)
-    with contextlib.closing(mapped), memoryview(mapped) as image:
-        yield image, manifest
+    """A held shard's image, mapped, and the manifest that it was sealed with.
+
+    Checked: what other nodes or the persistent level were given would count as good there. What
+    modules did to it is undone first, into a file that has no name. Raises OSError,
+    CorruptShardError, and what `modules.decoder.Decoder` raises.
+    """
+    data = local.read_manifest(key)
+    manifest = Manifest.decode(data)
+    if manifest.encoding is not None:
+        from .modules.localfiles import open_encoded, unfolded
+
+        decoder = open_encoded(local, manifest)
+        with unfolded(local, decoder) as image:
+            yield image, decoder.sealed_bytes
+        return
+    with sound_image(local, manifest) as image:
+        yield image, data
+
+
+@contextlib.contextmanager
+def sound_image(local: LocalStore, manifest: Manifest) -> Iterator[memoryview]:
+    """The bytes of a shard that is stored as it was sealed, mapped and checked."""
+    from .soundness import verify_shard  # and with it numpy, for agents that do this alone
+
+    mapped = local.open_image(manifest.key)
+    image = memoryview(mapped)
+    try:
+        verify_shard(manifest, image, f"{manifest.key} in {local.directory}")
+        yield image
+    finally:
+        with contextlib.suppress(BufferError):  # a failure's traceback has a view: freed with it
+            image.release()
+            mapped.close()

@@ -1,8 +1,9 @@
 """The `local` level's store: shard and parity files in one directory of a node-local file system.
 
-`<stem>.safetensors` is a shard, `<stem>.parity` parity; `<stem>.manifest` makes either exist. Every
-method that takes a key takes a ShardKey or a ParityKey, and does the same for both. What is true at
-every instant, also when the process is killed or the machine loses power:
+`<stem>.safetensors` is a shard, `<stem>.encoded` one that modules have changed, `<stem>.parity`
+parity; `<stem>.manifest` makes any of them exist. Every method that takes a key takes a ShardKey or
+a ParityKey, and does the same for both. What is true at every instant, also when the process is
+killed or the machine loses power:
 
 - a manifest is there only when its shard is complete and on the device;
 - names beginning with a dot are work in progress and are never data.
@@ -33,6 +34,8 @@ WRITE_BYTES = 8 * 1024 * 1024
 
 KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
 MANIFEST_SUFFIX = ".manifest"
+ENCODED_SUFFIX = ".encoded"
+"""In place of ShardKey's, when modules have changed the shard."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,13 @@ class LocalStore:
             draft.commit(manifest)
         return CommitTimes(written - begin, time.perf_counter() - written, draft.direct)
 
-    def draft(self, key: ShardKey, nbytes: int) -> Draft:
+    def draft(self, key: ShardKey, nbytes: int = 0, encoded: bool = False) -> Draft:
         """Begin what `commit` does in one go: a file of `nbytes` that is written piece by piece.
 
         An earlier one of this very key stops existing now: it could only be a try of ours.
+        `encoded`: modules have changed the bytes; their number is told to `Draft.sync`.
         """
-        return Draft(self, key, nbytes)
+        return Draft(self, key, nbytes, encoded)
 
     def retire(self, key: ShardKey) -> None:
         """Make the shard not exist; its file is kept for reuse if none is kept yet."""
@@ -118,15 +122,16 @@ class LocalStore:
         mine = f"*.{kind.LETTER}{shard:05d}of*"
         for path in self.directory.glob(f".{mine}"):
             stem = path.name.removeprefix(".").removesuffix(".manifest.tmp")
-            data = self.directory / f"{stem}{kind.SUFFIX}"
-            if data.exists() and not _unlocked(data):
+            files = [self.directory / f"{stem}{suffix}" for suffix in _suffixes(kind)]
+            if any(data.exists() and not _unlocked(data) for data in files):
                 continue  # a living writer is about to rename this manifest
             if path != self._spare_of(kind, shard) and _unlocked(path):
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
                     removed.append(path.name)
-        for path in self.directory.glob(f"{mine}{kind.SUFFIX}"):
-            key = kind.parse(path.name.removesuffix(kind.SUFFIX))
+        found = [p for suffix in _suffixes(kind) for p in self.directory.glob(f"{mine}{suffix}")]
+        for path in found:
+            key = kind.parse(path.stem)
             # In this order: a writer that lets go of the lock has made its manifest before.
             if key and _unlocked(path) and not self._manifest(key).exists():
                 with contextlib.suppress(FileNotFoundError):
@@ -180,7 +185,9 @@ class LocalStore:
     # --- file operations, each with its fault point --------------------------------------------
 
     def _data(self, key: ShardKey) -> Path:
-        return self.directory / f"{key.stem}{key.SUFFIX}"
+        """The bytes' file: the one that is there, or the one that would be."""
+        plain, *others = (self.directory / f"{key.stem}{s}" for s in _suffixes(type(key)))
+        return next((path for path in others if path.exists()), plain)
 
     def _manifest(self, key: ShardKey) -> Path:
         return self.directory / f"{key.stem}{MANIFEST_SUFFIX}"
@@ -237,15 +244,18 @@ class Draft:
     For one thread at a time. Every method may raise OSError.
     """
 
-    def __init__(self, store: LocalStore, key: ShardKey, nbytes: int) -> None:
+    def __init__(self, store: LocalStore, key: ShardKey, nbytes: int, encoded: bool) -> None:
         """See `LocalStore.draft`."""
         self._store, self._key, self._nbytes = store, key, nbytes
-        self._data, self._record = store._data(key), store._manifest(key)
+        suffix = ENCODED_SUFFIX if encoded else key.SUFFIX
+        self._data, self._record = store.directory / f"{key.stem}{suffix}", store._manifest(key)
         self._temp = store.directory / f".{key.stem}.tmp"
         self._durable = self._exists = False
         if self._record.exists():
             store._unlink(self._record)
             store._sync_directory()
+        if (other := store._data(key)) != self._data and other.exists():
+            store._unlink(other)  # a manifest must not find two files
         store._take_spare(key, self._temp)
         try:
             faults.point("file", op="open")
@@ -273,9 +283,10 @@ class Draft:
         """Put `data` at `offset`. Goes past the page cache if both, and the memory, are aligned."""
         self._file.write(data, offset)
 
-    def sync(self) -> None:
-        """Make durable what was written: exactly `nbytes`, whatever a reused file had more."""
-        self._file.sync(self._nbytes)
+    def sync(self, nbytes: int | None = None) -> None:
+        """Make durable what was written: exactly `nbytes` (as told at the beginning, if not now),
+        whatever a reused file had more."""
+        self._file.sync(self._nbytes if nbytes is None else nbytes)
         self._durable = True
 
     def commit(self, manifest: bytes) -> None:
@@ -367,6 +378,11 @@ class _LockedFile:
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.direct = False
+
+
+def _suffixes(kind: type[ShardKey]) -> tuple[str, ...]:
+    """Extensions that the bytes' file may have."""
+    return (kind.SUFFIX, ENCODED_SUFFIX) if kind is ShardKey else (kind.SUFFIX,)
 
 
 def _unlocked(path: Path) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 import xxhash
 
 from . import sealed
 from .errors import FormatError
+from .modules.encoding import Encoding
 from .naming import Lineage, ShardKey, VersionId
 
 DIGEST_BYTES = 8
@@ -44,6 +45,9 @@ class Manifest:
     """xxh3_64 of the header, then of every block: DIGEST_BYTES each, little endian."""
     created_seconds: float
     """Unix time of the seal."""
+    encoding: Encoding | None = None
+    """Set when modules have changed the shard. Then `image_bytes` and `digests` are of what is
+    stored, the other lengths are 0, and the manifest that it was sealed with is in there."""
 
     @property
     def id(self) -> VersionId:
@@ -57,7 +61,11 @@ class Manifest:
 
     def encode(self) -> bytes:
         """A line of JSON, and a line with its xxh3_128."""
-        fields_ = asdict(self)
+        fields_ = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.encoding is None:
+            del fields_["encoding"]
+        else:
+            fields_["encoding"] = self.encoding.as_json()
         fields_["digests"] = base64.b64encode(self.digests).decode()
         head = sealed.head_of("manifest")
         return sealed.with_check(json.dumps({**head, **fields_}, separators=(",", ":")).encode())
@@ -75,6 +83,8 @@ class Manifest:
             sealed.check_head(values, "manifest", "manifest")
             values["digests"] = base64.b64decode(values["digests"])
             values["lineage"] = tuple((int(g), int(v)) for g, v in values["lineage"])
+            encoding = values.pop("encoding", None)
+            values["encoding"] = None if encoding is None else Encoding.of_json(encoding)
             return Manifest(**{f.name: values[f.name] for f in fields(Manifest)})
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"not a manifest: {error!r}") from error

@@ -451,6 +451,18 @@ def test_a_lease_is_one_lifes_until_it_expires(tmp_path: Path) -> None:
     assert first.ensure() == 1
 
 
+def test_a_job_does_not_wait_for_its_own_dead_life(tmp_path: Path) -> None:
+    clock = FakeClock()
+    before, now = (made(tmp_path, {}).lease(life, "us on node1", clock) for life in ("11", "22"))
+    other = lease(tmp_path, "33", clock)
+    assert before.ensure() == 1
+    assert now.ensure() == 2
+    with pytest.raises(LeaseHeldError):
+        other.ensure()
+    assert now.held()
+    assert not before.held()
+
+
 def test_a_lease_that_was_given_back_or_damaged_is_free(tmp_path: Path) -> None:
     clock = FakeClock()
     first, second = lease(tmp_path, "1111", clock), lease(tmp_path, "2222", clock)

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import CorruptShardError, FormatError
-from ..manifest import DIGEST_BYTES, Manifest
 from ..redundancy import isal
-from ..redundancy.checks import check
 from ..redundancy.codes import Segment
 from ..redundancy.kernels import Product
 from ..redundancy.schedule import Task, plan_rebuild
-from ..shardfile import decode_header
+from ..soundness import verify_shard
 from .course import window_bytes_of
 from .parity import ParityManifest, Read
 
@@ -46,7 +44,12 @@ def rebuild(
     tasks = plan_rebuild(code, lost, gone, restore_parities=False)
     _run(record, tasks, shards, parities, into)
     for member in sorted(lost):
-        verify_shard(record.manifests[member], into[member])
+        manifest = record.manifests[member]
+        try:
+            verify_shard(manifest, into[member], f"{manifest.key}, as it was rebuilt,")
+        except (CorruptShardError, FormatError) as error:
+            advice = "some source was damaged; use another level, or an older version"
+            raise CorruptShardError(f"{error}; {advice}") from error
 
 
 def _run(
@@ -72,18 +75,3 @@ def _run(
             sources = [read(s, b) for s, b in zip(task.sources, buffers, strict=True)]
             ranges = [(s.member, stripes.range_of(s, window)) for s in task.outputs]
             product.run(sources, [into[member][low:high] for member, (low, high) in ranges])
-
-
-def verify_shard(manifest: Manifest, view: memoryview) -> None:
-    """Raise CorruptShardError unless `view` is, to the byte, the shard that `manifest` is about."""
-    what = f"{manifest.key}, as it was rebuilt,"
-    advice = "some source was damaged; use another level, or an older version"
-    head, digests = manifest.header_bytes, manifest.digests
-    if not manifest.image_bytes:
-        return
-    try:
-        check(view[:head], [head], digests[:DIGEST_BYTES], what)
-        header = decode_header(view[:head])
-        check(view[head:], header.block_bytes, digests[DIGEST_BYTES:], what)
-    except (CorruptShardError, FormatError) as error:
-        raise CorruptShardError(f"{error}; {advice}") from error

@@ -16,11 +16,15 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from ..errors import ConfigError
+
 Content = Callable[[], Iterator[memoryview]]
 """Makes the windows of what is to be written, in order; called anew for every try. A window is
 valid until the next one is asked for, and is at most WINDOW_BYTES long."""
 
 WINDOW_BYTES = 8 << 20
+GROUP = "tierckpt.backends"
+"""Of entry points."""
 
 
 class Backend(Protocol):
@@ -83,15 +87,33 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backend:
-    """The backend of a directory or of any URL that fsspec knows.
+    """The backend of a directory, of a URL of somebody's own, or of any that fsspec knows.
 
-    `storage_options` go to fsspec (keys, endpoint). Raises ConfigError when fsspec, or what it
-    needs for this kind of URL, is not installed.
+    An entry point of the group `tierckpt.backends`, named as the URL's scheme, is called with the
+    URL and `storage_options`; else these go to fsspec (keys, endpoint). Raises ConfigError when
+    fsspec, or what it needs for this kind of URL, is not installed, or the entry point is broken.
     """
     if is_url(path):
+        theirs = _entry_point(os.fspath(path))
+        if theirs is not None:
+            return theirs(os.fspath(path), **storage_options)
         from .objects import ObjectBackend
 
         return ObjectBackend(os.fspath(path), **storage_options)
     from .posix import PosixBackend
 
     return PosixBackend(os.fspath(path).removeprefix("file://"), **storage_options)
+
+
+def _entry_point(url: str) -> Callable[..., Backend] | None:
+    from importlib.metadata import entry_points  # which is slow to import
+
+    scheme = url.partition("://")[0]
+    for point in entry_points(group=GROUP, name=scheme):
+        try:
+            return point.load()  # type: ignore[no-any-return]
+        except Exception as error:  # whatever somebody else's package does when it is imported
+            raise ConfigError(
+                f"{url}: the backend for {scheme}:// ({point.value}) cannot be loaded: {error}"
+            ) from error
+    return None

@@ -34,7 +34,7 @@ class LeaseRecord:
 
     number: int
     owner: str
-    """For people: job, life, host."""
+    """Job and node, for people; and of one owner, only one life can be alive."""
     life: str
     """All members of one life hold the lease together."""
     expires_seconds: float
@@ -47,6 +47,9 @@ class Lease:
     It costs a listing and a small read, and a write only once in half of `lease_seconds` for the
     whole job: whoever of the life comes first then renews it for all. Expiry is judged by Unix
     time; clocks must agree to well below `lease_seconds`.
+
+    A restarted job does not wait for its own dead life: what that life left under the same `owner`
+    is free at once. So an owner's name must be one that two living jobs cannot both have.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Lease:
     def _ensure(self) -> int:
         while True:
             newest = self.newest()
-            if newest is None or self._expired(newest):
+            if newest is None or self._free(newest):
                 made = self._take(1 if newest is None else newest.number + 1, newest)
                 if made:
                     return made
@@ -121,7 +124,7 @@ class Lease:
             # The old holder may have renewed just before our file was there. It does not see ours
             # before its next renewal, but we see its, now: ours came second.
             again = self._read(expired.number)
-            if again is not None and not self._expired(again):
+            if again is not None and not self._free(again):
                 self._backend.delete(_name(number))
                 return None
             self._backend.delete(_name(expired.number))
@@ -136,6 +139,10 @@ class Lease:
 
     def _expired(self, record: LeaseRecord) -> bool:
         return record.expires_seconds <= self._clock.now()
+
+    def _free(self, record: LeaseRecord) -> bool:
+        mine_before = record.owner == self.owner and record.life != self.life
+        return mine_before or self._expired(record)
 
     def _write(self, number: int, token: str = "", exclusive: bool = False) -> None:
         expires = self._clock.now() + self.lease_seconds

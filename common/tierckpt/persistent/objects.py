@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import socket
 from typing import Any
 
 from .. import faults
@@ -16,6 +17,9 @@ from .backend import WINDOW_BYTES, Content
 
 MOST_PARTS = 9_000
 """S3 takes 10,000 parts an upload; parts grow where that would not do."""
+STALL_SECONDS = 30.0
+"""So long what was sent to S3 may stay unacknowledged. The client's own time-outs do not cover
+sending, and the kernel would try for a quarter of an hour."""
 
 
 class ObjectBackend:
@@ -30,10 +34,8 @@ class ObjectBackend:
         self.url = url.rstrip("/")
         options = {"use_listings_cache": False, "skip_instance_cache": True, **storage_options}
         if self.url.startswith(("s3:", "s3a:")):
-            # Our own checksums are compared; and some servers answer a range with the checksum of
-            # the whole object, which the client would then take for damage.
-            config = {"response_checksum_validation": "when_required"}
-            options["config_kwargs"] = {**config, **storage_options.get("config_kwargs", {})}
+            chosen = storage_options.get("config_kwargs", {})
+            options["config_kwargs"] = {**_client_config(), **chosen}
         try:
             fsspec = importlib.import_module("fsspec")
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **options)
@@ -214,3 +216,22 @@ def http_status(error: BaseException | None) -> int | None:
 def _protocols(fs: Any) -> tuple[str, ...]:
     found = fs.protocol
     return (found,) if isinstance(found, str) else tuple(found)
+
+
+def _client_config() -> dict[str, Any]:
+    """Of S3's client: what we need otherwise than it is."""
+    # Our own checksums are compared; and some servers answer a range with the checksum of the
+    # whole object, which the client would then take for damage.
+    config = {"response_checksum_validation": "when_required"}
+    impatience = {"connector_args": {"socket_factory": _impatient}}
+    try:
+        importlib.import_module("aiobotocore.config").AioConfig(**impatience)
+    except Exception:  # an older one; or none at all, which is said when it is wanted
+        return config
+    return {**config, **impatience}
+
+
+def _impatient(where: tuple[Any, ...]) -> socket.socket:
+    made = socket.socket(*where[:3])
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * STALL_SECONDS))
+    return made

@@ -24,15 +24,70 @@ FOOTER_BYTES = 1 << 16
 _TAIL = b"TCKPPART"
 
 
+class Source(Protocol):
+    """One shard to be stored, window by window."""
+
+    @property
+    def shard(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def most_bytes(self) -> int:
+        """A bound on its length."""
+        ...
+
+    def windows(self) -> Iterator[memoryview]:
+        """All of it, from the beginning at every call; each window is at most WINDOW_BYTES long and
+        valid until the next is asked for."""
+        ...
+
+    @property
+    def still_sealed(self) -> Callable[[], bool]:
+        """Asked after the last window; False means that what was read had changed."""
+        ...
+
+    @property
+    def manifest(self) -> bytes:
+        """What is stored with it; asked for after the last window."""
+        ...
+
+    @property
+    def base(self) -> VersionName | None:
+        """The version that it refers to, which must not go while it is there; as `manifest`."""
+        ...
+
+    def is_stored_as(self, record: ShardRecord) -> bool:
+        """True when what an earlier try left is the same."""
+        ...
+
+
 @dataclass(frozen=True)
 class ShardSource:
-    """One shard to be stored. The memory belongs to the caller and must not change meanwhile."""
+    """A shard in memory. That belongs to the caller and must not change meanwhile."""
 
     shard: int
     image: memoryview
     manifest: bytes
     still_sealed: Callable[[], bool] = lambda: True
-    """Asked after the last byte was read; False means that the image did change."""
+    """See `Source.still_sealed`."""
+    base: VersionName | None = None
+    """None: it refers to nothing."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Its length."""
+        return len(self.image)
+
+    def windows(self) -> Iterator[memoryview]:
+        """See `Source.windows`."""
+        for offset in range(0, len(self.image), WINDOW_BYTES):
+            with self.image[offset : offset + WINDOW_BYTES] as window:
+                yield window
+
+    def is_stored_as(self, record: ShardRecord) -> bool:
+        """See `Source.is_stored_as`."""
+        return (record.manifest, record.nbytes) == (self.manifest, len(self.image))
 
 
 class Parts(Protocol):
@@ -42,8 +97,8 @@ class Parts(Protocol):
         """Cut a writer's shards into what `write` takes at once."""
         ...
 
-    def write(self, sources: Sequence[ShardSource], pace: Callable[[int], None]) -> None:
-        """Make one run's shards durable, then their records."""
+    def write(self, sources: Sequence[Source], pace: Callable[[int], None]) -> int:
+        """Make one run's shards durable, then their records; returns the shards' bytes."""
         ...
 
     def stored(self, run: range) -> dict[int, ShardRecord]:
@@ -67,24 +122,32 @@ def parts_of(
 class Stream:
     """One pass over a shard's bytes: paced, and hashed on the way."""
 
-    def __init__(self, source: ShardSource, pace: Callable[[int], None]) -> None:
+    def __init__(self, source: Source, pace: Callable[[int], None]) -> None:
         self.source, self._pace = source, pace
-        self.digest = ""
-        """Of all bytes, once they were all asked for."""
+        self.nbytes, self.digest = 0, ""
+        """Of all windows, once they were all asked for."""
 
     def windows(self) -> Iterator[memoryview]:
-        """The image, window by window."""
-        image, found = self.source.image, xxhash.xxh3_128()
-        for offset in range(0, len(image), WINDOW_BYTES):
-            with image[offset : offset + WINDOW_BYTES] as window:
-                self._pace(len(window))
-                found.update(window)
-                yield window
+        """The shard, window by window; from the beginning at every call."""
+        found, nbytes = xxhash.xxh3_128(), 0
+        for window in self.source.windows():
+            self._pace(len(window))
+            found.update(window)
+            nbytes += len(window)
+            if nbytes > self.source.most_bytes:  # the next place is another writer's
+                raise RuntimeError(f"shard {self.source.shard} is longer than was announced")
+            yield window
         if not self.source.still_sealed():
             raise FlushCancelledError(
                 f"the slot of shard {self.source.shard} was refilled while it was written"
             )
-        self.digest = found.hexdigest()
+        self.nbytes, self.digest = nbytes, found.hexdigest()
+
+    def record(self, file: str, offset: int) -> ShardRecord:
+        """Says that all that was asked for is there."""
+        s = self.source
+        base = s.base.stem if s.base else ""
+        return ShardRecord(s.shard, file, offset, self.nbytes, self.digest, s.manifest, base)
 
 
 def check_stored(backend: Backend, path: str, offset: int, nbytes: int, digest: str) -> None:
@@ -119,35 +182,26 @@ class SharedParts:
         """Shard by shard: each has a place and a record of its own."""
         return (range(s, s + 1) for s in sorted(set(shards)))
 
-    def write(self, sources: Sequence[ShardSource], pace: Callable[[int], None]) -> None:
+    def write(self, sources: Sequence[Source], pace: Callable[[int], None]) -> int:
         """See `Parts.write`."""
-        for source in sources:
-            self._write_one(source, pace)
+        return sum(self._write_one(source, pace) for source in sources)
 
-    def _write_one(self, source: ShardSource, pace: Callable[[int], None]) -> None:
+    def _write_one(self, source: Source, pace: Callable[[int], None]) -> int:
         file, index, places = self._place(source.shard)
         path = f"{self._name.stem}/{file}"
-        offset, nbytes = places.image_offset(index), len(source.image)
-
-        def record(digest: str) -> bytes:
-            found = ShardRecord(source.shard, file, offset, nbytes, digest, source.manifest)
-            return encode_shards("shard", [found])
-
-        if nbytes > places.largest_bytes or len(record("0" * 32)) > places.record_bytes:
-            raise PersistentError(
-                f"{self._backend.url}/{path}: shard {source.shard} has {nbytes} bytes and a "
-                f"manifest of {len(source.manifest)}; its place was made for "
-                f"{places.largest_bytes}: largest_bytes must be the maximum over all ranks for "
-                "this very version",
-                f"{self._backend.url}/{path}",
-                transient=False,
-            )
+        offset, url = places.image_offset(index), f"{self._backend.url}/{path}"
+        if source.most_bytes > places.largest_bytes:
+            raise _no_room(url, source, f"{source.most_bytes} bytes", places)
         stream = Stream(source, pace)
         self._backend.write_at(path, offset, stream.windows)
         if self._read_back:
-            check_stored(self._backend, path, offset, nbytes, stream.digest)
-        text = record(stream.digest).ljust(places.record_bytes, b"\0")
+            check_stored(self._backend, path, offset, stream.nbytes, stream.digest)
+        text = encode_shards("shard", [stream.record(file, offset)])
+        if len(text) > places.record_bytes:
+            raise _no_room(url, source, f"a record of {len(text)} bytes", places)
+        text = text.ljust(places.record_bytes, b"\0")
         self._backend.write_at(path, places.record_offset(index), lambda: iter([memoryview(text)]))
+        return stream.nbytes
 
     def stored(self, run: range) -> dict[int, ShardRecord]:
         """See `Parts.stored`: one small read a shard."""
@@ -191,6 +245,15 @@ class SharedParts:
         return f"{self._groups.label(group)}{SHARDS}", members.index(shard), places
 
 
+def _no_room(url: str, source: Source, what: str, places: SharedPlaces) -> PersistentError:
+    return PersistentError(
+        f"{url}: shard {source.shard} has {what}; its place was made for {places.largest_bytes}: "
+        "largest_bytes must be the maximum over all ranks for this very version",
+        url,
+        transient=False,
+    )
+
+
 def _only(area: bytes) -> ShardRecord | None:
     """The record in its area of the table; None when it was not, or not wholly, written."""
     try:
@@ -216,7 +279,7 @@ class OwnParts:
         """Consecutive shards of one group."""
         return self._groups.runs(shards)
 
-    def write(self, sources: Sequence[ShardSource], pace: Callable[[int], None]) -> None:
+    def write(self, sources: Sequence[Source], pace: Callable[[int], None]) -> int:
         """See `Parts.write`."""
         ordered = sorted(sources, key=lambda s: s.shard)
         file = self._file(range(ordered[0].shard, ordered[-1].shard + 1))
@@ -227,16 +290,15 @@ class OwnParts:
             records.clear()
             offset = 0
             for source in ordered:
-                stream, nbytes = Stream(source, pace), len(source.image)
+                stream = Stream(source, pace)
                 yield from stream.windows()
-                records.append(
-                    ShardRecord(source.shard, file, offset, nbytes, stream.digest, source.manifest)
-                )
-                offset += nbytes
+                records.append(stream.record(file, offset))
+                offset += stream.nbytes
             yield memoryview(_footer(records))
 
         self._backend.discard(path)  # an upload of ours that was cut short by a kill
-        self._backend.put(path, content, sum(len(s.image) + 2 * len(s.manifest) for s in ordered))
+        about = sum(s.most_bytes + s.most_bytes // 8192 + 4096 for s in ordered)
+        self._backend.put(path, content, about)
         if self._read_back:
             try:
                 for r in records:
@@ -244,6 +306,7 @@ class OwnParts:
             except CorruptShardError:
                 self._backend.delete(path)
                 raise
+        return sum(r.nbytes for r in records)
 
     def stored(self, run: range) -> dict[int, ShardRecord]:
         """See `Parts.stored`: the end of the run's object."""

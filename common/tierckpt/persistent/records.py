@@ -60,18 +60,23 @@ class ShardRecord:
     """xxh3_128 of the stored bytes, in hexadecimal digits."""
     manifest: bytes
     """The shard's own manifest; the store does not look into it."""
+    base: str = ""
+    """Stem of the version that the shard refers to; empty: none."""
 
     def as_row(self) -> list[Any]:
         """As in the records."""
         text = base64.b64encode(self.manifest).decode()
-        return [self.shard, self.file, self.offset, self.nbytes, self.digest, text]
+        row: list[Any] = [self.shard, self.file, self.offset, self.nbytes, self.digest, text]
+        return [*row, self.base] if self.base else row
 
     @staticmethod
     def from_row(row: list[Any]) -> ShardRecord:
         """The inverse of `as_row`. Raises ValueError or TypeError."""
-        shard, file, offset, nbytes, digest, text = row
+        shard, file, offset, nbytes, digest, text, *rest = row
+        (base,) = rest or [""]
         manifest = base64.b64decode(text)
-        return ShardRecord(int(shard), str(file), int(offset), int(nbytes), str(digest), manifest)
+        where = (int(shard), str(file), int(offset), int(nbytes), str(digest))
+        return ShardRecord(*where, manifest, str(base))
 
 
 def encode_shards(kind: str, records: Iterable[ShardRecord]) -> bytes:
@@ -115,6 +120,8 @@ class VersionManifest:
     """File name of every group's record and its fingerprint, by number."""
     nbytes: int
     """Of all shards together."""
+    bases: tuple[VersionName, ...] = ()
+    """Versions that some shard refers to, in order."""
 
     def encode(self) -> bytes:
         """As the file's content."""
@@ -135,6 +142,7 @@ class VersionManifest:
                 "shards_per_group": self.per_group,
                 "groups": self.groups,
                 "total_bytes": self.nbytes,
+                **({"bases": [name.stem for name in self.bases]} if self.bases else {}),
             },
         )
 
@@ -157,6 +165,14 @@ class VersionManifest:
                 per_group=int(values["shards_per_group"]),
                 groups=tuple((str(n), str(f)) for n, f in values["groups"]),
                 nbytes=int(values["total_bytes"]),
+                bases=tuple(_name(stem) for stem in values.get("bases", ())),
             )
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise FormatError(f"not a version record: {error!r}") from error
+
+
+def _name(stem: str) -> VersionName:
+    found = VersionName.parse(stem)
+    if found is None:
+        raise ValueError(f"{stem!r} names no version")
+    return found

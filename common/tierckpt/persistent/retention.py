@@ -35,17 +35,20 @@ class Held:
     lineage: Lineage
     metrics: Mapping[str, float] = field(default_factory=dict)
     pinned: bool = False
+    bases: tuple[VersionName, ...] = ()
+    """Versions that it refers to, which stay while it does."""
 
 
 def retirable(
     held: Iterable[Held], policy: RetentionPolicy, job: str, lineage: Lineage
 ) -> list[VersionName]:
-    """Versions that no rule wants, oldest first.
+    """Versions that no rule wants, and none that stays refers to, oldest first.
 
     `lineage` is that of the life that asks. The newest restorable version of the line is never
     among them, whatever the policy; nor anything newer, other jobs' versions, and lives that are
     no ancestors (see `naming.retired`, whose rules these extend).
     """
+    held = list(held)
     ours = {generation for generation, _ in lineage}
     mine = [h for h in held if h.job == job and h.name.id.generation in ours]
     newest = newest_first((h.name.id, h.lineage) for h in mine)
@@ -53,7 +56,10 @@ def retirable(
     ids = {h.name.id for h in mine}
     gone = set(retired(ids, safe, lineage, policy.keep_last, policy.keep_every))
     best = _best([h for h in mine if h.name.id in newest], policy)
-    return sorted(h.name for h in mine if h.name.id in gone and h.name not in best and not h.pinned)
+    going = {h.name for h in mine if h.name.id in gone and h.name not in best and not h.pinned}
+    # A base refers to nothing itself, so one step is enough.
+    needed = {base for h in held if h.name not in going for base in h.bases}
+    return sorted(going - needed)
 
 
 def _best(held: Iterable[Held], policy: RetentionPolicy) -> set[VersionName]:

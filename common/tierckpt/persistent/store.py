@@ -12,7 +12,8 @@ folder has. A writer that made a manifest looks for the mark, and then for the f
 mark there the remover is through, and the folder is gone, or has not begun, and will remove the
 manifest itself. So no manifest outlives its shards (but that of a writer killed at this very point:
 its readers find no shards, and go on to the next version). Pins and removers look for each other in
-the same way, each after having set its own mark.
+the same way, each after having set its own mark; and so do removers and versions that refer to what
+is being removed, whose mark is their manifest.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .clock import Clock, SystemClock
 from .errors import FlushCancelledError
 from .lease import Lease
 from .names import GROUP, MANIFEST, PIN, RETIRED, SHARDS_PER_GROUP, Groups, VersionName
-from .parts import Parts, ShardSource, parts_of
+from .parts import Parts, Source, parts_of
 from .reader import ShardReader
 from .records import (
     ShardRecord,
@@ -77,6 +78,7 @@ class PersistentStore:
         self.backend: Backend = RetryingBackend(inner, retry, sleep, on_retry=on_retry)
         self.shards_per_group, self.read_back = shards_per_group, read_back
         self._groups_read: dict[tuple[VersionName, int], dict[int, ShardRecord]] = {}
+        self._bases_read: dict[VersionName, tuple[VersionName, ...]] = {}
 
     @property
     def url(self) -> str:
@@ -101,7 +103,7 @@ class PersistentStore:
         self,
         name: VersionName,
         facts: VersionFacts,
-        sources: Sequence[ShardSource],
+        sources: Sequence[Source],
         pace: Callable[[int], None] = lambda nbytes: None,
     ) -> FlushResult:
         """Make this writer's shards durable, and the version, if they were the last ones.
@@ -113,20 +115,19 @@ class PersistentStore:
         be finished is.
         """
         begin = time.perf_counter()
-        if self._exists(name):
-            return FlushResult(True, 0, sum(len(s.image) for s in sources), 0.0)
+        if self.exists(name):
+            return FlushResult(True, 0, sum(s.most_bytes for s in sources), 0.0)
         self._check_not_retired(name)
         groups = Groups(name.shards, self.shards_per_group)
         parts = parts_of(self.backend, name, groups, facts.largest_bytes, self.read_back)
         written = reused = 0
         for run in parts.runs([s.shard for s in sources]):
             wanted = [s for s in sources if s.shard in run]
-            nbytes = sum(len(s.image) for s in wanted)
-            if _all_stored(parts.stored(run), wanted):
-                reused += nbytes
+            stored = parts.stored(run)
+            if _all_stored(stored, wanted):
+                reused += sum(stored[s.shard].nbytes for s in wanted)
                 continue
-            parts.write(wanted, pace)
-            written += nbytes
+            written += parts.write(wanted, pace)
             self._check_not_retired(name)
         touched = {groups.of(s.shard) for s in sources} or set(range(groups.count))
         closed = [self._close_group(name, parts, groups, g) for g in sorted(touched)]
@@ -151,18 +152,24 @@ class PersistentStore:
         files = [f"{groups.label(g)}{GROUP}" for g in range(groups.count)]
         if not all(file in there for file in files):
             return False
-        prints, total = [], 0
+        prints, total, stems = [], 0, set[str]()
         for file in files:
             data = self.backend.read(f"{name.stem}/{file}")
-            total += sum(r.nbytes for r in decode_shards("group", data).values())
+            records = decode_shards("group", data).values()
+            total += sum(r.nbytes for r in records)
+            stems |= {r.base for r in records if r.base}
             prints.append((file, fingerprint(data)))
-        manifest = VersionManifest(name, facts, groups.per_group, tuple(prints), total)
+        bases = tuple(sorted(b for b in map(VersionName.parse, stems) if b is not None))
+        manifest = VersionManifest(name, facts, groups.per_group, tuple(prints), total, bases)
         self._check_not_retired(name)
         self._put(name.stem + MANIFEST, manifest.encode())
         try:  # in this order, see the module's text
             self._check_not_retired(name)
             if not self.backend.sizes(name.stem).keys() >= set(files):
                 raise FlushCancelledError(f"{name} was retired while it was being committed")
+            for base in bases:
+                if self._there(base.stem + RETIRED) or not self.exists(base):
+                    raise FlushCancelledError(f"{name} refers to {base}, which was retired")
         except FlushCancelledError:
             self.backend.delete(name.stem + MANIFEST)
             raise
@@ -171,7 +178,8 @@ class PersistentStore:
     def _put(self, path: str, data: bytes) -> None:
         self.backend.put(path, lambda: iter([memoryview(data)]), len(data))
 
-    def _exists(self, name: VersionName) -> bool:
+    def exists(self, name: VersionName) -> bool:
+        """True when the version's manifest is there."""
         return self._there(name.stem + MANIFEST)
 
     def _there(self, path: str) -> bool:
@@ -240,7 +248,7 @@ class PersistentStore:
     def pin(self, name: VersionName) -> None:
         """Keep a version for good. FileNotFoundError when it is not there, or about to go."""
         self._put(name.stem + PIN, b"")
-        if not self._exists(name) or self._there(name.stem + RETIRED):
+        if not self.exists(name) or self._there(name.stem + RETIRED):
             self.unpin(name)
             raise FileNotFoundError(f"{self.url}: {name} does not exist, or is being removed")
 
@@ -249,19 +257,33 @@ class PersistentStore:
         self.backend.delete(name.stem + PIN)
 
     def retire(self, name: VersionName) -> bool:
-        """Make a version not exist, or never come to exist; False when a pin came in between.
+        """Make a version not exist, or never come to exist; False when a pin, or a version that
+        refers to it, came in between.
 
         Mark, manifest, shards, mark: in this order. Readers that have its files open read on from
         a file system; on an object store they get FileNotFoundError.
         """
         self._put(name.stem + RETIRED, b"")
-        if self._there(name.stem + PIN):
+        if self._there(name.stem + PIN) or self._is_base(name):
             self.backend.delete(name.stem + RETIRED)
             return False
         self.backend.delete(name.stem + MANIFEST)
         self.backend.delete_folder(name.stem)
         self.backend.delete(name.stem + RETIRED)
         return True
+
+    def _is_base(self, name: VersionName) -> bool:
+        """True when a version that exists refers to this one. Manifests do not change: each is read
+        once."""
+        there = [n for n in self.versions() if n.life == name.life and n.id > name.id]
+        for other in there:
+            if other not in self._bases_read:
+                try:
+                    self._bases_read[other] = self.read_manifest(other).bases
+                except (FileNotFoundError, CorruptShardError, FormatError):
+                    continue  # gone meanwhile; or damaged, so that nobody can read it anyway
+        self._bases_read = {n: b for n, b in self._bases_read.items() if n in there}
+        return any(name in self._bases_read.get(other, ()) for other in there)
 
     def retain(
         self, policy: RetentionPolicy, name: VersionName, lease: Lease | None = None
@@ -278,16 +300,21 @@ class PersistentStore:
         held = []
         for found in self.versions():
             try:
-                facts = self.read_manifest(found).facts
+                manifest = self.read_manifest(found)
             except (FileNotFoundError, CorruptShardError, FormatError):
                 continue  # gone meanwhile; or damaged: that is for people to look at
-            held.append(Held(found, facts.job, facts.lineage, facts.metrics, found in pins))
+            facts, pinned = manifest.facts, found in pins
+            held.append(
+                Held(found, facts.job, facts.lineage, facts.metrics, pinned, manifest.bases)
+            )
         gone = retirable(held, policy, asking.job, asking.lineage)
         dead = [n for n in self.incomplete() if n.id < name.id and n.life == name.life]
         if lease is not None and lease.held():
             dead += [n for n in self.incomplete() if n.life != name.life]
         half = set(self.retired()) - set(self.versions())
-        return [n for n in sorted({*gone, *dead, *half}) if self.retire(n)]
+        # The newest first: what another refers to goes after that one, never before it.
+        going = sorted({*gone, *dead, *half}, reverse=True)
+        return sorted(n for n in going if self.retire(n))
 
     def retired(self) -> list[VersionName]:
         """Versions with the mark: they are being removed, or somebody was killed at it."""
@@ -303,13 +330,10 @@ def _group_path(name: VersionName, groups: Groups, group: int) -> str:
     return f"{name.stem}/{groups.label(group)}{GROUP}"
 
 
-def _all_stored(stored: dict[int, ShardRecord], wanted: Sequence[ShardSource]) -> bool:
+def _all_stored(stored: dict[int, ShardRecord], wanted: Sequence[Source]) -> bool:
     """True when what is stored is what is wanted, by the shards' own manifests."""
     return all(
-        (record := stored.get(s.shard)) is not None
-        and record.manifest == s.manifest
-        and record.nbytes == len(s.image)
-        for s in wanted
+        (record := stored.get(s.shard)) is not None and s.is_stored_as(record) for s in wanted
     )
 
 

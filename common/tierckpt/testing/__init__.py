@@ -1,4 +1,4 @@
-"""For tests: ranks as threads, suites that a Group or a store must pass, a tiny training job.
+"""For tests: ranks as threads, suites for a Group, a store, a module, a tiny training job.
 
 The suites are plain classes; subclass one, say how to make what is under test, and pytest finds
 the rest:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .faults import injected
     from .groupsuite import GroupConformance
     from .jobs import TinyJob, run_in_child
+    from .modulesuite import HidingConformance, ModuleConformance
     from .storesuite import StoreConformance
     from .threads import GroupAbortedError, ThreadGroup, run_ranks
 
@@ -30,6 +31,8 @@ _HOME = {
     "BackendConformance": "backendsuite",
     "GroupAbortedError": "threads",
     "GroupConformance": "groupsuite",
+    "HidingConformance": "modulesuite",
+    "ModuleConformance": "modulesuite",
     "StoreConformance": "storesuite",
     "ThreadGroup": "threads",
     "TinyJob": "jobs",
@@ -42,6 +45,8 @@ __all__ = [
     "BackendConformance",
     "GroupAbortedError",
     "GroupConformance",
+    "HidingConformance",
+    "ModuleConformance",
     "StoreConformance",
     "ThreadGroup",
     "TinyJob",

@@ -1,0 +1,246 @@
+"""How small do modules make real weights and Adam's moments, and what does that cost?
+
+    python benchmarks/modules.py --toy
+    python benchmarks/modules.py --json modules.json
+
+A small net is trained on scikit-learn's digits for some hundred steps; what it and Adam hold then
+goes block by block through each module, there and back, one thread. blosc2 is measured where it is
+installed, for comparison only. Speeds are by CPU-seconds, so that a busy machine does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import xxhash
+from sklearn.datasets import load_digits
+
+import machine
+from figures import Spread, spread
+from limits import timed
+from report import align
+from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE
+from tierckpt.modules.module import Buffer, Module, ModuleError, Where
+from tierckpt.modules.pipeline import make_module
+
+BLOCK_BYTES = 512 * 1024
+"""As checkpoints have them."""
+SETTINGS = (
+    "checksum",
+    "zstd level=-5",
+    "zstd level=-1",
+    "zstd level=1",
+    "zstd level=3",
+    "zstd level=9",
+    "aes-gcm",
+)
+Way = Callable[[Buffer], Buffer]
+
+
+@dataclass
+class Row:
+    """One way with one kind of content. Speeds: bytes of content a CPU-second."""
+
+    content: str
+    way: str
+    nbytes: int
+    stored_bytes: int = 0
+    there: Spread | None = None
+    back: Spread | None = None
+    speeds: tuple[list[float], list[float]] = field(
+        default_factory=lambda: ([], []), repr=False, compare=False
+    )
+
+
+@dataclass(frozen=True)
+class Both:
+    """There and back."""
+
+    name: str
+    encode: Way
+    decode: Way
+
+
+def trained(hidden: int, steps: int) -> dict[str, bytes]:
+    """What a trained net and its Adam hold, by kind."""
+    torch.manual_seed(0)
+    digits = load_digits()
+    x = torch.tensor(digits.data, dtype=torch.float32) / 16
+    y = torch.tensor(digits.target)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(hidden, hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(hidden, 10),
+    )
+    adam = torch.optim.Adam(net.parameters(), lr=1e-3)
+    for _ in range(steps):
+        picked = torch.randint(len(x), (64,))
+        adam.zero_grad()
+        loss = torch.nn.functional.cross_entropy(net(x[picked]), y[picked])
+        loss.backward()
+        adam.step()
+    print(f"trained for {steps} steps, loss {loss.item():.4f}", file=sys.stderr)
+    parameters = [p.detach() for p in net.parameters()]
+    kinds = {
+        "weights, float32": parameters,
+        "exp_avg, float32": [adam.state[p]["exp_avg"] for p in net.parameters()],
+        "exp_avg_sq, float32": [adam.state[p]["exp_avg_sq"] for p in net.parameters()],
+        "weights, bfloat16": [p.bfloat16() for p in parameters],
+    }
+    return {
+        kind: b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
+        for kind, tensors in kinds.items()
+    }
+
+
+def ways(item_bytes: int) -> Iterator[Both]:
+    """Everything that is measured with items of this size."""
+    room = bytearray(BLOCK_BYTES)
+
+    def copy(block: Buffer) -> Buffer:
+        room[: len(block)] = block
+        return block
+
+    def hashed(block: Buffer) -> Buffer:
+        xxhash.xxh3_128_digest(block)
+        return block
+
+    yield Both("memcpy", copy, copy)
+    yield Both("incremental (xxh3_128)", hashed, copy)
+    for setting in SETTINGS:
+        name, _, parameter = setting.partition(" level=")
+        try:
+            module = make_module(name, {"level": int(parameter)} if parameter else {})
+        except ModuleError as error:
+            print(f"not measured: {error}", file=sys.stderr)
+            continue
+        yield _both(setting, module, item_bytes)
+        if parameter == "1":
+            yield _both(f"{setting}, not shuffled", module, 1)
+    yield from _blosc2(item_bytes)
+
+
+def _both(name: str, module: Module, item_bytes: int) -> Both:
+    where = Where("job", "life", 1, 1, 0, 1, 0, item_bytes)
+    return Both(name, lambda b: module.encode(b, where), lambda b: module.decode(b, where))
+
+
+def _blosc2(item_bytes: int) -> Iterator[Both]:
+    try:
+        import blosc2
+    except ImportError:
+        return
+    for filter_ in (blosc2.Filter.SHUFFLE, blosc2.Filter.BITSHUFFLE):
+        for level in (1, 5):
+            options = {
+                "codec": blosc2.Codec.ZSTD,
+                "clevel": level,
+                "typesize": item_bytes,
+                "filters": [filter_],
+                "filters_meta": [0],
+                "nthreads": 1,
+            }
+
+            def encode(block: Buffer, options=options) -> Buffer:  # type: ignore[no-untyped-def]
+                return blosc2.compress2(block, **options)  # type: ignore[no-any-return]
+
+            def decode(block: Buffer) -> Buffer:
+                return blosc2.decompress2(block, nthreads=1)  # type: ignore[no-any-return]
+
+            yield Both(f"blosc2 {filter_.name.lower()}, zstd {level}", encode, decode)
+
+
+def measure(contents: dict[str, bytes], rounds: int) -> list[Row]:
+    """All ways in turn, so that what the machine does besides hits all alike."""
+    pairs = []
+    for content, data in contents.items():
+        blocks = [data[low : low + BLOCK_BYTES] for low in range(0, len(data), BLOCK_BYTES)]
+        for both in ways(2 if "16" in content else 4):
+            pairs.append((Row(content, both.name, len(data)), both, blocks))
+    for number in range(rounds + 1):
+        for row, both, blocks in pairs:
+            stored: list[bytes] = []
+            there = timed(lambda: [stored.append(both.encode(b)) for b in blocks])  # noqa: B023
+            back = timed(lambda: [both.decode(s) for s in stored])  # noqa: B023
+            if number:  # the first one warms up, and is looked at
+                for seconds, speeds in zip((there.cpu_s, back.cpu_s), row.speeds, strict=True):
+                    speeds.append(row.nbytes / max(seconds, 1e-9))
+                continue
+            row.stored_bytes = sum(map(len, stored))
+            if [bytes(both.decode(s)) for s in stored] != blocks:
+                raise RuntimeError(f"{row.way} does not give {row.content} back")
+    for row, _, _ in pairs:
+        row.there, row.back = map(spread, row.speeds)
+    return [row for row, _, _ in pairs]
+
+
+HEADERS = ("content", "way", "MB", "ratio", "there, GB/CPU-s (range)", "back", "of memcpy")
+
+
+def table(rows: list[Row]) -> str:
+    """One way a line."""
+    copies = {row.content: row.there for row in rows if row.way == "memcpy"}
+    lines = []
+    for row in rows:
+        there, back, copy = row.there, row.back, copies[row.content]
+        assert there
+        assert back
+        assert copy
+        lines.append(
+            (
+                row.content,
+                row.way,
+                f"{row.nbytes / 1e6:.1f}",
+                f"{row.nbytes / row.stored_bytes:.3f}",
+                f"{there.median / 1e9:.2f} ({there.low / 1e9:.2f}..{there.high / 1e9:.2f})",
+                f"{back.median / 1e9:.2f}",
+                f"{there.median / copy.median:.2f}",
+            )
+        )
+    return align([HEADERS, *lines])
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="a net of 0.4 MB, 20 steps, 2 rounds")
+    parser.add_argument("--hidden", type=int, help="width of the net; default 2048, toy 256")
+    parser.add_argument("--steps", type=int, help="training steps; default 300, toy 20")
+    parser.add_argument("--rounds", type=int, help="turns of everything; default 7, toy 2")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args()
+    options.hidden = options.hidden or (256 if options.toy else 2048)
+    options.steps = options.steps or (20 if options.toy else 300)
+    options.rounds = options.rounds or (2 if options.toy else 7)
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(1)
+    os.environ.pop(FILE_VARIABLE, None)
+    os.environ[KEY_VARIABLE] = os.urandom(32).hex()
+    about = machine.description(Path.cwd())
+    rows = measure(trained(options.hidden, options.steps), options.rounds)
+    print(
+        f"{about['cpu']}, {about['cores']} cores; one thread, blocks of {BLOCK_BYTES >> 10} KiB\n"
+    )
+    print(table(rows))
+    if options.json:
+        kept = [{k: v for k, v in asdict(row).items() if k != "speeds"} for row in rows]
+        document = {**about, "block_bytes": BLOCK_BYTES, "steps": options.steps, "rows": kept}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"figures: {options.json}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Modules: what is done to a shard's blocks on their way to a level, in the order the user gives.
+
+    local_modules = "zstd level=3"
+    persistent_modules = "incremental, zstd, aes-gcm"
+
+| file | what |
+|---|---|
+| `module` | what a module is |
+| `checksum`, `compression`, `encryption` | the modules that come with Tierckpt |
+| `pipeline` | several in a row; their names, also from entry points |
+| `blocks` | how an image is cut |
+| `encoding` | what a manifest says of an encoded shard |
+| `encoder`, `decoder` | a shard, block by block, there and back |
+| `incremental` | blocks that did not change are those of an earlier version |
+| `localfiles` | encoded shards on the local level |
+
+Nothing is imported here: the agent pays only for what is used.
+"""

@@ -1,0 +1,115 @@
+"""A shard on its way back: stored blocks in, plain blocks out, any of them, by any thread."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+
+from ..errors import CorruptShardError, FormatError
+from ..manifest import DIGEST_BYTES, Manifest, digest
+from ..naming import ShardKey
+from .encoder import where
+from .encoding import Encoding
+from .module import Buffer
+from .pipeline import Pipeline
+
+Read = Callable[[int, int], bytes]
+"""`read(offset, nbytes)`: a range of what is stored of a shard; less where it ends. Any thread."""
+OpenOther = Callable[[ShardKey], tuple[Manifest, Read]]
+"""Finds the same shard of another version on the same level."""
+
+
+class Decoder:
+    """One encoded shard. Any thread may ask for blocks; each call holds one."""
+
+    def __init__(self, manifest: Manifest, read: Read, open_other: OpenOther) -> None:
+        """Reads the sealed manifest, and with it proves that modules and keys are the right ones.
+
+        Raises what `read` and `open_other` raise; ModuleError; CorruptShardError or FormatError
+        when what is stored is not what the manifests say.
+        """
+        self._manifest, self._read = manifest, read
+        self.encoding = _encoding_of(manifest)
+        self._pipeline = Pipeline.of_description(self.encoding.modules)
+        self._base = self._open_base(open_other)
+        self.sealed_bytes = bytes(self._block(len(self.encoding.plain_bytes)))
+        """The manifest that the shard was sealed with."""
+        self.sealed = Manifest.decode(self.sealed_bytes)
+        total = self.encoding.plain_offsets[-1]
+        if (self.sealed.key, self.sealed.life, self.sealed.image_bytes) != (
+            manifest.key,
+            manifest.life,
+            total,
+        ):
+            raise CorruptShardError(f"{manifest.key} has the sealed manifest of another shard")
+
+    @property
+    def hides(self) -> bool:
+        """True when it is encrypted."""
+        return self._pipeline.hides
+
+    def _open_base(self, open_other: OpenOther) -> Decoder | None:
+        key = self._manifest.key
+        other = self.encoding.base_of(key)
+        if other is None:
+            return None
+        base, read = open_other(other)
+        theirs = _encoding_of(base)
+        if (base.key, base.life, theirs.base) != (other, self._manifest.life, None):
+            raise FormatError(f"{key} refers to {other}, which cannot be what was meant")
+        if theirs.plain_bytes != self.encoding.plain_bytes:
+            raise FormatError(f"{key} refers to {other}, which is cut in another way")
+        return Decoder(base, read, open_other)
+
+    def block(self, index: int) -> Buffer:
+        """One block of the image. Raises as the constructor does."""
+        begin, nbytes = index * DIGEST_BYTES, self.encoding.plain_bytes[index]
+        source = self
+        if not self.encoding.stored_bytes[index]:
+            assert self._base is not None, "checked with the manifest"
+            source = self._base
+            if source._manifest.digests[begin : begin + DIGEST_BYTES] != self._digest(index):
+                raise CorruptShardError(f"block {index} of {source._manifest.key} is another one")
+        block = source._block(index)
+        if len(block) != nbytes:
+            raise CorruptShardError(
+                f"block {index} of {self._manifest.key} has {len(block)} bytes, not {nbytes}"
+            )
+        return block
+
+    def blocks(self) -> Iterator[Buffer]:
+        """All blocks of the image, in order."""
+        return (self.block(index) for index in range(len(self.encoding.plain_bytes)))
+
+    def bring(self, low: int, high: int, into: memoryview) -> None:
+        """Have bytes `[low, high)` of the image, and the rest of their blocks, in `into`, which has
+        room for all of it."""
+        begins = self.encoding.plain_offsets
+        for index in range(bisect_right(begins, low) - 1, len(begins) - 1):
+            if begins[index] >= high:
+                break
+            into[begins[index] : begins[index + 1]] = self.block(index)
+
+    def _block(self, index: int) -> Buffer:
+        """A block that is stored here; the one behind the image's is the sealed manifest."""
+        begin, nbytes = self.encoding.offsets[index], self.encoding.stored_bytes[index]
+        stored, key = self._read(begin, nbytes), self._manifest.key
+        if len(stored) != nbytes:
+            raise CorruptShardError(f"{key} is truncated: no bytes at {begin + len(stored)}")
+        if digest(stored) != self._digest(index):
+            raise CorruptShardError(
+                f"stored bytes {begin} to {begin + nbytes} of {key} differ from their checksum"
+            )
+        return self._pipeline.decode(stored, where(self._manifest, index))
+
+    def _digest(self, index: int) -> bytes:
+        return self._manifest.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+
+def _encoding_of(manifest: Manifest) -> Encoding:
+    if manifest.encoding is None:
+        raise FormatError(f"{manifest.key} is not encoded")
+    count = len(manifest.encoding.stored_bytes)
+    if len(manifest.digests) != count * DIGEST_BYTES:
+        raise FormatError(f"{manifest.key} has {len(manifest.digests)} bytes of digests")
+    return manifest.encoding

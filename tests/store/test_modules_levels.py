@@ -1,0 +1,251 @@
+"""Whole jobs whose levels have modules: what comes back is what was there, or nothing does."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tierckpt.localstore import ENCODED_SUFFIX, LocalStore
+from tierckpt.manifest import Manifest
+from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE
+from tierckpt.naming import VersionId
+from tierckpt.persistent import PersistentStore
+from tierckpt.testing import TinyJob
+
+STEPS = 6
+KEY, OTHER_KEY = "5e" * 32, "a7" * 32
+ROWS = ("checksum", "zstd", "aes-gcm", "incremental", "incremental full_every=3, zstd, aes-gcm")
+
+
+@pytest.fixture(autouse=True)
+def a_key_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FILE_VARIABLE, raising=False)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+
+def frozen_model() -> torch.nn.Module:
+    """Most of it never changes: an embedding's worth of megabytes."""
+    torch.manual_seed(1)
+    frozen = torch.nn.Linear(12, 50_000)
+    head = torch.nn.Linear(12, 4)
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.head = frozen, head
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x)
+
+    return Model()
+
+
+@pytest.fixture(scope="module")
+def course() -> dict[int, str]:
+    """Fingerprints after every step of a job without checkpoints."""
+    job, found = TinyJob(None, model=frozen_model()), {}
+    for step in range(1, 2 * STEPS + 1):
+        found[step] = job.run(step).fingerprint()
+    return found
+
+
+@pytest.fixture
+def job(tmp_path: Path, shm_dir: Path) -> Any:
+    """`job(**settings)`: the same job again, in the same place, with nothing left in memory."""
+
+    def start(**settings: Any) -> TinyJob:
+        for folder in shm_dir.iterdir():
+            shutil.rmtree(folder)
+        given = {"shm_dir": str(shm_dir), "agent": "inline", **settings}
+        return TinyJob(tmp_path / "ckpts", model=frozen_model(), **given)
+
+    return start
+
+
+def stored(folder: Path) -> dict[int, Manifest]:
+    store = LocalStore(folder)
+    keys = store.keys()
+    return {key.id.version: Manifest.decode(store.read_manifest(key)) for key in keys}
+
+
+def flushed(place: Path) -> list[int]:
+    return [name.id.version for name in PersistentStore(str(place)).versions()]
+
+
+# --- the local level -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_job_goes_on_from_encoded_shards(
+    row: str, job: Any, course: dict[int, str], tmp_path: Path
+) -> None:
+    with job(local_modules=row) as first:
+        first.run(STEPS)
+    there = stored(tmp_path / "ckpts")
+    assert max(there) == STEPS
+    assert all(manifest.encoding for manifest in there.values())
+    assert not list(tmp_path.rglob("*.safetensors"))
+    with job(local_modules=row) as second:
+        restored = second.restore()
+        assert (int(restored), restored.levels, restored.rejected) == (STEPS, {"local": 1}, ())
+        assert second.fingerprint() == course[STEPS]
+        assert second.run(2 * STEPS).fingerprint() == course[2 * STEPS]
+
+
+def test_without_modules_files_stay_plain(job: Any, tmp_path: Path) -> None:
+    with job() as first:
+        first.run(2)
+    assert not list(tmp_path.rglob(f"*{ENCODED_SUFFIX}"))
+    text = next((tmp_path / "ckpts").glob("*.manifest")).read_text()
+    assert "encoding" not in text
+
+
+def test_settings_may_change_between_lives(job: Any, course: dict[int, str]) -> None:
+    for number, row in enumerate(("zstd", "", "incremental, aes-gcm", "checksum"), start=1):
+        with job(local_modules=row) as each:
+            assert int(each.restore()) == 2 * (number - 1)
+            each.run(2 * number)
+            assert each.fingerprint() == course[2 * number]
+
+
+def test_unchanged_blocks_are_referred_to_and_their_version_stays(
+    job: Any, course: dict[int, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "ckpts"
+    with job(local_modules="incremental full_every=4", local_keep_last=2) as first:
+        first.run(STEPS)
+    there = stored(folder)
+    whole = [v for v, manifest in there.items() if manifest.encoding.base is None]
+    assert list(there) == [5, 6], "v1, which v2 to v4 referred to, went with them"
+    assert (whole, there[6].encoding.base) == ([5], VersionId(there[5].generation, 5))
+    assert there[6].image_bytes < there[5].image_bytes / 10
+    with job() as second:
+        second.restore()
+        assert second.fingerprint() == course[STEPS]
+
+
+def test_what_lost_its_base_is_passed_over(job: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpts"
+    with job(local_modules="incremental full_every=3", local_keep_last=6) as first:
+        first.run(STEPS)
+    bases = {v: m.encoding.base for v, m in stored(folder).items()}
+    assert [v for v, base in bases.items() if base is None] == [1, 4]
+    store = LocalStore(folder)
+    store.retire(next(key for key in store.keys() if key.id.version == 4))  # noqa: SIM118
+    with job() as second:
+        restored = second.restore()
+        assert restored.version == 3
+        problems = [e.text() for e in second.events if "refers to v4" in e.text()]
+        assert len(problems) == 2
+
+
+def test_flipped_bits_never_load(job: Any, course: dict[int, str], tmp_path: Path) -> None:
+    """Anywhere in the file, or in the manifest: the version before is restored."""
+    folder = tmp_path / "ckpts"
+    with job(local_modules="zstd, aes-gcm", local_keep_last=2) as first:
+        first.run(2)
+    (data,) = folder.glob(f"v{2:010d}.*{ENCODED_SUFFIX}")
+    (record,) = folder.glob(f"v{2:010d}.*.manifest")
+    chance = random.Random(0)
+    for path in [data] * 3 + [record] * 3:
+        sound = path.read_bytes()
+        damaged = bytearray(sound)
+        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        second = job(local_every_steps=0)
+        assert second.restore().version == 1
+        assert second.fingerprint() == course[1]
+        second.checkpointer.abandon()
+        path.write_bytes(sound)
+    with job() as last:
+        assert last.restore().version == 2
+
+
+@pytest.mark.parametrize(("key", "why"), [(OTHER_KEY, "whose fingerprint is"), ("", "has no key")])
+def test_with_another_key_nothing_loads_and_it_is_said(
+    key: str, why: str, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job(local_modules="aes-gcm") as first:
+        first.run(2)
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    second = job(local_every_steps=0)
+    restored = second.restore()
+    assert int(restored) == 0
+    assert len(restored.rejected) == 2
+    assert all(why in each and KEY_VARIABLE in each for each in restored.rejected)
+    second.checkpointer.abandon()
+
+
+def test_a_key_that_vanishes_costs_checkpoints_and_not_the_job(
+    job: Any, course: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job(local_modules="aes-gcm") as first:
+        first.run(2)
+        monkeypatch.delenv(KEY_VARIABLE)
+        first.run(STEPS)
+        assert first.fingerprint() == course[STEPS]
+    failed = [e.text() for e in first.events if e.name == "failed" and e.level == "local"]
+    assert failed
+    assert all(KEY_VARIABLE in text and KEY not in text for text in failed)
+
+
+def test_nothing_of_the_weights_or_the_key_is_on_disk_in_the_clear(
+    job: Any, tmp_path: Path
+) -> None:
+    shared, events = tmp_path / "shared", tmp_path / "events"
+    shared.mkdir()
+    with job(
+        local_modules="aes-gcm",
+        persistent_path=str(shared),
+        persistent_every_steps=1,
+        persistent_modules="incremental, zstd, aes-gcm",
+        events_dir=str(events),
+    ) as first:
+        first.run(3)
+        weights = first.model.state_dict()["frozen.weight"].numpy().tobytes()
+    assert flushed(shared)[-1] == 3
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(path.suffix in (ENCODED_SUFFIX, ".shards") for path in files) >= 3
+    for path in files:
+        content = path.read_bytes()
+        assert not any(weights[i : i + 64] in content for i in range(0, 6400, 640)), path
+        assert b"frozen.weight" not in content, path
+        assert bytes.fromhex(KEY) not in content, path
+        assert KEY.encode() not in content, path
+
+
+# --- the persistent level ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", ["", "zstd", "incremental full_every=4, zstd, aes-gcm"])
+@pytest.mark.parametrize("local", ["", "checksum, zstd"])
+def test_a_job_goes_on_from_the_persistent_level(
+    local: str, row: str, job: Any, course: dict[int, str], tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    settings = {
+        "local_modules": local,
+        "persistent_modules": row,
+        "persistent_path": str(shared),
+        "persistent_every_steps": 1,
+        "persistent_keep_last": 2,
+    }
+    with job(**settings) as first:
+        for step in range(1, STEPS + 1):
+            first.run(step)
+            first.checkpointer.wait()
+    assert flushed(shared)[-1] == STEPS
+    shutil.rmtree(tmp_path / "ckpts")
+    with job(**settings) as second:
+        restored = second.restore()
+        assert (restored.version, restored.levels) == (STEPS, {"persistent": 1})
+        assert second.fingerprint() == course[STEPS]
+        assert second.run(2 * STEPS).fingerprint() == course[2 * STEPS]

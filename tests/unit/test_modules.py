@@ -1,0 +1,292 @@
+"""Modules by themselves: the suite that each must pass, names and settings, keys."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.config import Config, LocalConfig, PeerConfig, PersistentConfig, load_config
+from tierckpt.errors import ConfigError, CorruptShardError
+from tierckpt.modules import pipeline
+from tierckpt.modules.checksum import Checksum
+from tierckpt.modules.compression import Zstd, gather_planes, scatter_planes
+from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE, AesGcm, Xaes, fingerprint
+from tierckpt.modules.module import Buffer, Module, ModuleError, Parameter, Where
+from tierckpt.modules.pipeline import Pipeline, make_module
+from tierckpt.persistent import PersistentStore, backend
+from tierckpt.persistent.posix import PosixBackend
+from tierckpt.testing import HidingConformance, ModuleConformance
+from tierckpt.testing.modulesuite import BLOCKS, PLACE, noise
+
+KEY, OTHER_KEY = "5e" * 32, "a7" * 32
+
+
+@pytest.fixture(autouse=True)
+def a_key_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FILE_VARIABLE, raising=False)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+
+class TestChecksum(ModuleConformance):
+    def make_module(self) -> Module:
+        return Checksum()
+
+
+class TestZstd(ModuleConformance):
+    def make_module(self) -> Module:
+        return Zstd(level=3)
+
+
+class TestAesGcm(HidingConformance):
+    def make_module(self) -> Module:
+        return AesGcm()
+
+
+class Mirror:
+    """A user's own, as short as they come."""
+
+    name = "mirror"
+    most_extra_bytes = 1
+    hides = False
+
+    def __init__(self, mark: int = 1) -> None:
+        self.mark = mark
+
+    def parameters(self) -> Mapping[str, Parameter]:
+        return {"mark": self.mark}
+
+    def encode(self, block: Buffer, where: Where) -> Buffer:
+        return bytes([self.mark]) + bytes(block)[::-1]
+
+    def decode(self, block: Buffer, where: Where) -> Buffer:
+        if block[0] != self.mark:
+            raise CorruptShardError("another mark")
+        return bytes(block)[:0:-1]
+
+
+class TestMirror(ModuleConformance):
+    def make_module(self) -> Module:
+        return Mirror(mark=7)
+
+
+# --- what the modules do -------------------------------------------------------------------------
+
+
+def test_a_checksum_finds_every_flipped_bit() -> None:
+    stored = bytes(Checksum().encode(BLOCKS["odd"], PLACE))
+    for at in range(0, len(stored), 97):
+        damaged = bytearray(stored)
+        damaged[at] ^= 0x10
+        with pytest.raises(CorruptShardError):
+            Checksum().decode(bytes(damaged), PLACE)
+
+
+def test_planes_are_gathered_and_scattered() -> None:
+    assert bytes(gather_planes(b"aA1bB2cC3", 3)) == b"abcABC123"
+    assert bytes(scatter_planes(b"abcABC123", 3)) == b"aA1bB2cC3"
+    with pytest.raises(CorruptShardError):
+        scatter_planes(b"abcd", 3)
+
+
+def test_numbers_compress_better_when_their_size_is_known() -> None:
+    block = BLOCKS["numbers"]
+    plain = Zstd().encode(block, PLACE)
+    shuffled = Zstd().encode(block, Where("job", "5eed", 1, 8, 0, 2, 3, item_bytes=4))
+    assert len(shuffled) < len(plain) < len(block)
+
+
+def test_noise_is_stored_as_it_is() -> None:
+    assert bytes(Zstd().encode(noise(5000), PLACE)) == b"\0" + noise(5000)
+
+
+@pytest.mark.parametrize("level", [23, -101, 1.5, "fast"])
+def test_a_level_that_does_not_exist_is_refused(level: Any) -> None:
+    with pytest.raises(ModuleError, match="levels are whole, -100 to 22"):
+        Zstd(level)
+
+
+@pytest.mark.parametrize(
+    ("key", "bound", "expected"),
+    [
+        ("01", b"", "ce546ef63c9cc60765923609b33a9a1974e96e52daf2fcf7075e2271"),
+        (
+            "03",
+            b"c2sp.org/XAES-256-GCM",
+            "986ec1832593df5443a179437fd083bf3fdb41abd740a21f71eb769d",
+        ),
+    ],
+)
+def test_encryption_is_what_its_specification_says(key: str, bound: bytes, expected: str) -> None:
+    """The specification's own examples."""
+    nonce = b"ABCDEFGHIJKLMNOPQRSTUVWX"
+    cipher = Xaes(bytes.fromhex(key * 32))
+    assert cipher.seal(nonce, b"XAES-256-GCM", bound).hex() == expected
+    assert cipher.open(nonce, bytes.fromhex(expected), bound) == b"XAES-256-GCM"
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [bytes.fromhex(KEY), KEY.encode(), f"{KEY}\n".encode()])
+def test_a_key_file_holds_bytes_or_digits(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(content)
+    monkeypatch.setenv(FILE_VARIABLE, str(path))
+    monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)  # the file comes first
+    assert AesGcm().key_id == fingerprint(bytes.fromhex(KEY))
+
+
+def test_without_a_key_the_error_says_where_it_was_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(ModuleError, match=f"{FILE_VARIABLE}.*{KEY_VARIABLE}"):
+        AesGcm()
+
+
+def test_a_key_file_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "nowhere"))
+    with pytest.raises(ModuleError, match=f"{tmp_path}/nowhere, which {FILE_VARIABLE} names"):
+        AesGcm()
+
+
+@pytest.mark.parametrize("text", ["5e" * 31, "not hexadecimal at all, but secret", "5e" * 32 + "x"])
+def test_what_is_no_key_is_not_shown(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, text)
+    with pytest.raises(ModuleError, match="64 hexadecimal digits") as caught:
+        AesGcm()
+    assert text not in str(caught.value)
+
+
+def test_another_key_is_told_by_its_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = AesGcm()
+    monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
+    with pytest.raises(ModuleError, match=f"{written.key_id}.*{KEY_VARIABLE}") as caught:
+        make_module("aes-gcm", written.parameters())
+    assert KEY not in str(caught.value)
+
+
+def test_a_key_is_in_nothing_that_is_shown_or_written() -> None:
+    module = AesGcm()
+    shown = f"{module!r} {module.parameters()} {json.dumps(dict(module.parameters()))}"
+    assert KEY not in shown.lower()
+    assert repr(bytes.fromhex(KEY)) not in shown
+    assert "\\x5e" not in shown
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def test_a_setting_is_a_row_of_modules() -> None:
+    made = Pipeline.of_setting("incremental full_every=4, zstd level=-3, checksum, aes-gcm", "here")
+    assert [module.name for module in made.modules] == ["zstd", "checksum", "aes-gcm"]
+    assert made.full_every == 4
+    assert made.hides
+    assert made.description[0] == ("zstd", {"level": -3})
+    assert not Pipeline.of_setting(" ", "here")
+    assert Pipeline.of_setting("incremental", "here").full_every == pipeline.FULL_EVERY
+
+
+def test_a_row_is_undone_in_reverse() -> None:
+    made = Pipeline.of_setting("checksum, zstd, aes-gcm", "here")
+    block = BLOCKS["numbers"]
+    stored = made.encode(block, PLACE)
+    again = Pipeline.of_description(json.loads(json.dumps(made.description)))
+    assert bytes(again.decode(stored, PLACE)) == block
+    assert len(stored) < len(block) / 2, "encryption first would leave nothing to compress"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("zsdt", "no module 'zsdt'; those there are: aes-gcm, checksum, incremental, zstd"),
+        ("zstd levle=3", "takes these parameters: level"),
+        ("zstd 3", "cannot read '3'; parameters are given as name=value"),
+        ("zstd level=99", "levels are whole"),
+        ("zstd, incremental", "it must come first"),
+        ("incremental full_every=1", "a whole number from 2 on"),
+        ("incremental depth=1", "takes full_every"),
+        ("zstd,,checksum", "no module ''"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_told_before_the_first_commit(text: str, why: str) -> None:
+    for level, kind in (("local", LocalConfig), ("persistent", PersistentConfig)):
+        with pytest.raises(ConfigError, match=f"{level}_modules.*{why}"):
+            Config(**{level: kind(modules=text)})
+
+
+def test_a_missing_package_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tierckpt\[compression\]'"):
+        Config(local=LocalConfig(modules="zstd"))
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tierckpt\[encryption\]'"):
+        Config(local=LocalConfig(modules="aes-gcm"))
+
+
+def test_the_key_variables_are_no_settings() -> None:
+    environment = {
+        **os.environ,
+        KEY_VARIABLE: KEY,
+        FILE_VARIABLE: "x",
+        "TIERCKPT_LOCAL_MODULES": "",
+    }
+    assert KEY not in str(load_config(environment=environment))
+
+
+def test_encrypted_shards_get_no_parity_in_the_clear() -> None:
+    peer = PeerConfig(redundancy="xor")
+    with pytest.raises(ConfigError, match="parity is made of shards as they are"):
+        Config(local=LocalConfig(modules="zstd, aes-gcm"), peer=peer)
+    Config(local=LocalConfig(modules="incremental, zstd"), peer=peer)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, group: str, **found: str) -> None:
+    """As if packages were installed that have these entry points."""
+    here = sys.modules[__name__]
+    monkeypatch.setitem(sys.modules, "somebodys", here)
+    points = [importlib.metadata.EntryPoint(name, at, group) for name, at in found.items()]
+    found_points = importlib.metadata.EntryPoints(points)
+    monkeypatch.setattr(importlib.metadata, "entry_points", found_points.select)
+
+
+def test_a_module_of_somebody_elses_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, pipeline.GROUP, mirror="somebodys:Mirror", broken="no_such_package:It")
+    made = Pipeline.of_setting("mirror mark=9, zstd", "here")
+    assert made.description == (("mirror", {"mark": 9}), ("zstd", {"level": 1}))
+    assert bytes(made.decode(made.encode(b"content", PLACE), PLACE)) == b"content"
+    with pytest.raises(ConfigError, match=r"broken \(no_such_package:It\) cannot be loaded"):
+        Pipeline.of_setting("broken", "here")
+    with pytest.raises(ConfigError, match="broken, checksum, incremental, mirror, zstd"):
+        Pipeline.of_setting("mirrors", "here")
+
+
+class Shelf(PosixBackend):
+    """A user's own store: where a URL of theirs says."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url.removeprefix("shelf:/"), **options)
+
+
+def test_a_store_of_somebody_elses_is_an_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, backend.GROUP, shelf="somebodys:Shelf", broken="no_such_package:It")
+    store = PersistentStore(f"shelf:/{tmp_path}/place", shared_writes=False)
+    store.create()
+    assert (tmp_path / "place").is_dir()
+    assert not store.backend.shared_writes
+    assert store.versions() == []
+    with pytest.raises(ConfigError, match=r"broken:// \(no_such_package:It\) cannot be loaded"):
+        PersistentStore("broken://place")
