@@ -1,4 +1,7 @@
-"""A stored shard's bytes, wherever they are: mapped from a slot or a file, or fetched; checked."""
+"""A stored shard's bytes, wherever they are: mapped from a slot or a file, or fetched.
+
+Nothing here is checked but that the manifest is the right one; `reading` checks the bytes.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,48 @@ from pathlib import Path
 from .errors import CorruptShardError, FormatError
 from .inventory import Place
 from .localstore import LocalStore
-from .manifest import DIGEST_BYTES, Manifest, digest
+from .manifest import Manifest
+from .modules.decoder import Decoder, Read
+from .modules.localfiles import open_encoded
+from .modules.module import ModuleError
 from .naming import ShardKey
 from .persistent import PersistentError, PersistentStore, VersionName
-from .persistent.backend import WINDOW_BYTES
-from .shardfile import ShardHeader, decode_header
 from .slots import Slot
 
-LOST = (OSError, EOFError, ImportError, CorruptShardError, FormatError, PersistentError)
+LOST = (
+    OSError,
+    EOFError,
+    ImportError,
+    CorruptShardError,
+    FormatError,
+    ModuleError,
+    PersistentError,
+)
 """What reading raises where a copy is as good as lost."""
+
+
+Bring = Callable[[int, int], None]
+
+
+def already_there(low: int, high: int) -> None:
+    """What is in memory needs no bringing."""
 
 
 class Image:
     """One shard's bytes, mapped or received."""
 
-    def __init__(self, manifest: Manifest, view: memoryview, close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        view: memoryview,
+        close: Callable[[], None],
+        bring: Bring = already_there,
+    ) -> None:
         self.manifest = manifest
         self.view = view
+        self.bring = bring
+        """`bring(low, high)`: have these bytes in `view`; to be called once for each range, by any
+        thread. Raises what `open_image` raises."""
         self._close = close
 
     def close(self) -> None:
@@ -36,8 +64,10 @@ class Image:
 
 
 def open_image(key: ShardKey, place: Place, life: str = "") -> Image:
-    """Map the shard, or fetch it. Raises OSError, PersistentError, CorruptShardError or
-    FormatError."""
+    """Map the shard, or make room for it; `Image.bring` gets its bytes.
+
+    Raises what is in LOST.
+    """
     if place.level == "persistent":
         return _fetch(key, place, life)
     if place.level == "memory":
@@ -51,47 +81,54 @@ def open_image(key: ShardKey, place: Place, life: str = "") -> Image:
         return Image(manifest, slot.image(), slot.close)
     store = LocalStore(place.where)
     manifest = Manifest.decode(store.read_manifest(key))
+    if manifest.encoding is not None:
+        return _decoded(open_encoded(store, manifest), lambda: None)
     mapped: mmap.mmap = store.open_image(key)
-    return Image(manifest, memoryview(mapped), mapped.close)
+
+    def read_ahead(low: int, high: int) -> None:
+        """Ask for the whole range at once: page faults alone ask for a few pages at a time."""
+        begin = low - low % mmap.PAGESIZE
+        if begin < len(mapped):
+            mapped.madvise(mmap.MADV_WILLNEED, begin, min(high, len(mapped)) - begin)
+
+    def close() -> None:
+        with contextlib.suppress(BufferError):  # a collective has not let go yet: unmapped then
+            mapped.close()
+
+    return Image(manifest, memoryview(mapped), close, read_ahead)
 
 
 def _fetch(key: ShardKey, place: Place, life: str) -> Image:
+    """Memory for the shard, and how to fill it."""
     shared = PersistentStore(place.where)
-    with contextlib.closing(shared):
+
+    def other(base: ShardKey) -> tuple[Manifest, Read]:
+        found = shared.open_shard(VersionName(base.id, base.shards, life), base.shard)
+        return Manifest.decode(found.manifest), found.read
+
+    try:
         reader = shared.open_shard(VersionName(key.id, key.shards, life), key.shard)
         manifest = Manifest.decode(reader.manifest)
         if manifest.key != key:
             raise CorruptShardError(f"{place.where} has {manifest.key} in the place of {key}")
-        fetched = bytearray(manifest.image_bytes)
-        for low in range(0, len(fetched), WINDOW_BYTES):
-            nbytes = min(WINDOW_BYTES, len(fetched) - low)
-            fetched[low : low + nbytes] = reader.read(low, nbytes)
-    return Image(manifest, memoryview(fetched), lambda: None)
+        if manifest.encoding is not None:
+            return _decoded(Decoder(manifest, reader.read, other), shared.close)
+    except BaseException:
+        shared.close()
+        raise
+    view = memoryview(bytearray(manifest.image_bytes))
+
+    def read(low: int, high: int) -> None:
+        view[low:high] = reader.read(low, high - low)
+
+    return Image(manifest, view, shared.close, read)
 
 
-def verify(image: Image) -> ShardHeader:
-    """Check every byte against the manifest's digests, and return the header.
+def _decoded(decoder: Decoder, close: Callable[[], None]) -> Image:
+    """Memory for an encoded shard, and how to fill it."""
+    view = memoryview(bytearray(decoder.sealed.image_bytes))
 
-    Raises CorruptShardError, naming the first damaged range, or FormatError.
-    """
-    manifest, view = image.manifest, image.view
-    if len(view) < manifest.image_bytes:
-        raise CorruptShardError(f"truncated: {len(view)} of {manifest.image_bytes} bytes")
-    digests = manifest.digests
-    offset = manifest.header_bytes
-    if digest(view[:offset]) != digests[:DIGEST_BYTES]:
-        raise CorruptShardError(f"bytes 0 to {offset} (the header) differ from their checksum")
-    header = decode_header(view)
-    total = offset + header.data_bytes
-    if (len(header.block_bytes) + 1) * DIGEST_BYTES != len(
-        digests
-    ) or total != manifest.image_bytes:
-        raise CorruptShardError("the header and the manifest do not belong together")
-    for index, nbytes in enumerate(header.block_bytes, start=1):
-        expected = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-        if digest(view[offset : offset + nbytes]) != expected:
-            raise CorruptShardError(
-                f"bytes {offset} to {offset + nbytes} differ from their checksum"
-            )
-        offset += nbytes
-    return header
+    def bring(low: int, high: int) -> None:
+        decoder.bring(low, high, view)
+
+    return Image(decoder.sealed, view, close, bring)

@@ -33,6 +33,13 @@ class Place:
     host: str
     where: str
     """Path of the segment, directory of the store, or address of the persistent one."""
+    encoded: bool = False
+    """On the local level: modules have changed it."""
+
+    @property
+    def mappable(self) -> bool:
+        """True when its bytes are there as soon as it is opened."""
+        return self.level != "persistent" and not self.encoded
 
 
 @dataclass(frozen=True)
@@ -96,14 +103,15 @@ def take_inventory(
             manifest = Manifest.decode(store.read_manifest(key))
             if manifest.key != key:
                 raise FormatError(f"the manifest of {key} says it is {manifest.key}")
+            if manifest.encoding and (base := manifest.encoding.base_of(key)) not in (None, *keys):
+                raise FormatError(f"{key} refers to {base}, which is not there")
         except FileNotFoundError:
             continue  # retired by an agent of the life before while we looked
         except (OSError, CorruptShardError, FormatError) as error:
             problems.append((Place("local", host, f"{directory}/{key.stem}"), str(error)))
         else:
-            found.append(
-                Found(key, Place("local", host, directory), manifest.lineage, manifest.life)
-            )
+            place = Place("local", host, directory, manifest.encoding is not None)
+            found.append(Found(key, place, manifest.lineage, manifest.life))
     parities = look_at_parities(store, Place("local", host, directory), problems)
     if persistent:
         look_at_persistent(persistent, found, problems)
@@ -146,7 +154,10 @@ def look_at_persistent(path: str, found: list[Found], problems: list[tuple[Place
     try:
         for name in store.versions():
             try:
-                lineage = store.read_manifest(name).facts.lineage
+                manifest = store.read_manifest(name)
+                lineage = manifest.facts.lineage
+                if lacking := [base for base in manifest.bases if not store.exists(base)]:
+                    raise FormatError(f"it refers to {lacking[0]}, which is not there")
             except (OSError, CorruptShardError, FormatError) as error:
                 problems.append((place, f"{name}: {error}"))
                 continue
@@ -242,11 +253,21 @@ def plan_restore(
         for life, shards in sorted({(life, n) for life, i, n in lives if i == id_}):
             keys = [ShardKey(id_, s, shards) for s in range(shards)]
             places_of = {k: seen[life, k] for k in keys if (life, k) in seen}
-            rebuilds = plan_rebuilds(keys, places_of, parities, life, bad)
+            # A shard that other nodes' can make is not fetched from far away.
+            near = {k: places for k in places_of if (places := _near(places_of[k]))}
+            rebuilds = plan_rebuilds(keys, near, parities, life, bad)
+            if rebuilds is not None:
+                places_of = near
+            else:
+                rebuilds = plan_rebuilds(keys, places_of, parities, life, bad)
             if rebuilds is not None:
                 sources = tuple(_assign(keys, places_of, len(inventories)))
                 return RestorePlan(id_, sources, life, rebuilds)
     return None
+
+
+def _near(places: dict[Place, list[int]]) -> dict[Place, list[int]]:
+    return {place: ranks for place, ranks in places.items() if place.level != "persistent"}
 
 
 def plan_rebuilds(
@@ -312,4 +333,6 @@ def _assign(
         home = key.shard if key.shard in readers and load[key.shard] == 0 else None
         reader = home if home is not None else min(readers, key=lambda r: (load[r], r))
         load[reader] += 1
-        yield Source(key.shard, place, reader, direct=len(readers) == ranks and not everywhere)
+        # What has to be decoded is decoded once, and not by every rank.
+        direct = len(readers) == ranks and not everywhere and not place.encoded
+        yield Source(key.shard, place, reader, direct=direct)

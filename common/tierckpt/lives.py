@@ -7,6 +7,7 @@ that says from which version of which life it went on (DESIGN.md, "Lives").
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from .config import Config
@@ -20,7 +21,7 @@ from .inventory import (
     take_inventory,
 )
 from .localstore import LocalStore
-from .naming import Lineage, VersionId
+from .naming import Lineage, VersionId, on_lineage
 from .slots import JobDirectory
 
 
@@ -85,6 +86,9 @@ class Lives:
         plan: RestorePlan | None = plan_restore(seen)
         return plan.id if plan and (limit is None or plan.id <= limit) else None
 
-    def parities_of(self, id_: VersionId) -> bool:
-        """True when some node has parity of this version."""
-        return any(p.key.id == id_ for each in self.parities for p in each)
+    def newest_protected(self, limit: VersionId) -> VersionId | None:
+        """The version in the past of this life, up to `limit`, of which the nodes have the most
+        parity, the newest of several; None without any."""
+        keys = {parity.key for each in self.parities for parity in each}
+        there = Counter(k.id for k in keys if k.id <= limit and on_lineage(k.id, self.lineage))
+        return max(there, key=lambda id_: (there[id_], id_), default=None)

@@ -48,6 +48,7 @@ class Peers:
         self.groups = groups
         self.ready = False
         """The agents know each other."""
+        self._lost: dict[VersionId, frozenset[int]] = {}
 
     @property
     def slow_coding(self) -> str:
@@ -94,8 +95,12 @@ class Peers:
         """
         if not self.ready or self._node.first != self._group.rank:
             return False
-        self._agent.protect(version)
+        self._agent.protect(version, self._lost.get(version))
         return True
+
+    def mend(self, version: VersionId, lost: frozenset[int]) -> None:
+        """When this version is protected, parity is to be made beside these shards only."""
+        self._lost = {version: lost}
 
     def _where(self, life: str) -> dict[str, Any]:
         """What the agent is told of where to listen."""

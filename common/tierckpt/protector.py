@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -72,6 +71,20 @@ class PartySettings:
         return PartySettings(**{**values, **lists})
 
 
+@dataclass(frozen=True)
+class _Order:
+    """A version to be protected."""
+
+    directory: str
+    keys: list[ShardKey]
+    lost: list[int] | None
+    answer: Answer
+
+    def say(self, op: str, **more: Any) -> None:
+        id_ = self.keys[0].id
+        self.answer({"op": op, "version": id_.version, "generation": id_.generation, **more})
+
+
 class Protector:
     """One a node and job. Any thread may call it; a thread of its own protects version by version,
     all shards of the node at once."""
@@ -83,7 +96,7 @@ class Protector:
         self._secret = b""
         self._transport: Transport | None = None
         self._parties: list[PartySettings] = []
-        self._orders: deque[tuple[str, list[ShardKey], Answer]] = deque()
+        self._orders: list[_Order] = []
         self._thread: threading.Thread | None = None
 
     def open(self, life: str, interface: str, port: int, towards: str) -> Address:
@@ -106,8 +119,20 @@ class Protector:
         with self._lock:
             self._parties = parties
 
-    def order(self, directory: str, version: VersionId, shards: int, answer: Answer) -> None:
-        """Protect the node's shards of a version; of versions that wait, the newest is enough."""
+    def order(
+        self,
+        directory: str,
+        version: VersionId,
+        shards: int,
+        lost: list[int] | None,
+        answer: Answer,
+    ) -> None:
+        """Protect the node's shards of a version; of versions that wait, the newest is enough.
+
+        But not of those that are mended: another node may be at it already, and would wait for us.
+
+        `lost`: the shards beside which parity is to be made, the same everywhere; None: all.
+        """
         with self._lock:
             keys = [ShardKey(version, party.shard, shards) for party in self._parties]
             if not keys:
@@ -115,12 +140,11 @@ class Protector:
                 answer({"op": "protect_failed", **where, "error": "the agents never met"})
                 return
             self._held.add(keys)
-            while self._orders:
-                _, older, told = self._orders.popleft()
-                self._held.discard(older)
-                said = {"version": older[0].id.version, "generation": older[0].id.generation}
-                told({"op": "protect_failed", **said, "error": "superseded", "superseded": True})
-            self._orders.append((directory, keys, answer))
+            for older in [order for order in self._orders if order.lost is None]:
+                self._orders.remove(older)
+                self._held.discard(older.keys)
+                older.say("protect_failed", error="superseded", superseded=True)
+            self._orders.append(_Order(directory, keys, lost, answer))
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="tierckpt-protector", daemon=True
@@ -144,47 +168,49 @@ class Protector:
                 if not self._orders:
                     self._thread = None
                     break
-                directory, keys, answer = self._orders.popleft()
+                order = self._orders.pop(0)
                 transport, parties = self._transport, self._parties
             begin = time.perf_counter()
-            where = {"version": keys[0].id.version, "generation": keys[0].id.generation}
             try:
-                nbytes, errors = _protect_all(transport, parties, directory, keys)
+                nbytes, errors = _protect_all(transport, parties, order)
             finally:
-                self._held.discard(keys)
+                self._held.discard(order.keys)
             if errors:
-                answer({"op": "protect_failed", **where, "error": "; ".join(errors)})
+                order.say("protect_failed", error="; ".join(errors))
             else:
                 seconds = time.perf_counter() - begin
-                answer({"op": "protected", **where, "nbytes": nbytes, "seconds": seconds})
+                order.say("protected", nbytes=nbytes, seconds=seconds)
         self._on_idle()
 
 
 def _protect_all(
-    transport: Transport | None,
-    parties: list[PartySettings],
-    directory: str,
-    keys: list[ShardKey],
+    transport: Transport | None, parties: list[PartySettings], order: _Order
 ) -> tuple[int, list[str]]:
     """Bytes of parity that were committed, and what went wrong."""
     if transport is None:
         return 0, ["the agents do not know each other"]
-    store = LocalStore(directory)
+    store, lost = LocalStore(order.directory), order.lost
     of_shard = {party.shard: party.party() for party in parties}
     written: list[int] = []
     errors: list[str] = []
 
     def protect(key: ShardKey) -> None:
+        party, make = of_shard[key.shard], None
+        if lost is not None:
+            make = [i for i, rank in enumerate(party.group.ranks) if rank in lost]
+            if not make:
+                return
         try:
+            stored = store.read_manifest(key)
             with open_shard(store, key) as (image, manifest):
-                still = _unchanged(store, key, manifest)
+                still = _unchanged(store, key, stored)
                 shard = Shard(image, manifest, still)
-                report = Exchange(transport, of_shard[key.shard], shard, store).run()
+                report = Exchange(transport, party, shard, store, make).run()
                 written.append(report.parity_bytes)
         except Exception as error:  # whatever it is, it costs this version's redundancy only
             errors.append(f"{key}: {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=protect, args=(key,), daemon=True) for key in keys]
+    threads = [threading.Thread(target=protect, args=(key,), daemon=True) for key in order.keys]
     for thread in threads:
         thread.start()
     for thread in threads:

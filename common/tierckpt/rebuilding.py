@@ -3,65 +3,99 @@
 Every rank rebuilds every lost shard, from bytes that whoever has them broadcasts. Each needs all
 shards anyway, and multiplying costs less than sending the result once more. What a rank holds of it
 is the lost shards, and windows.
+
+Sources are still being checked meanwhile. What is made of them is checked, too, so nothing damaged
+gets through; the checks of the sources say which of them it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-
-import torch
+import mmap
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, wait
 
 from .errors import CorruptShardError, RestoreError
-from .group import Group
 from .images import LOST, Image
-from .inventory import ParitySource, Place, Rebuild, RestorePlan
+from .inventory import ParitySource, Rebuild, RestorePlan
 from .localstore import LocalStore
-from .naming import ParityKey, ShardKey
+from .naming import ParityKey
 from .peer.parity import ParityManifest, Read, check_parity
 from .peer.rebuild import rebuild
-
-Failure = tuple[ShardKey, Place, str]
+from .reading import Failure, OnRead
+from .sharing import Courier
 
 
 class Parities:
-    """The parities that a plan needs: those that this rank reads, and what is made with all."""
+    """The parities that a plan needs: those that this rank reads, and what is made with all.
 
-    def __init__(self, plan: RestorePlan, group: Group) -> None:
-        self._plan, self._group = plan, group
+    Training thread; `pool` is the caller's.
+    """
+
+    def __init__(
+        self,
+        plan: RestorePlan,
+        courier: Courier,
+        pool: Executor,
+        on_read: OnRead = lambda nbytes: None,
+    ) -> None:
+        """`on_read` hears of bytes read, from any thread."""
+        self._plan, self._courier, self._pool, self._on_read = plan, courier, pool, on_read
         self._mine: dict[ParityKey, tuple[ParityManifest, memoryview]] = {}
+        self._failures: list[Failure] = []
+        self._checks: list[tuple[ParitySource, Future[None]]] = []
         self._close: list[Callable[[], None]] = []
 
-    def open(self) -> list[Failure]:
-        """Map and check this rank's; returns those that are not what they should be."""
-        failures: list[Failure] = []
+    def open(self) -> None:
+        """Map this rank's, and begin to check them."""
         for source in (s for each in self._plan.rebuilds for s in each.parities):
-            if source.reader == self._group.rank:
+            if source.reader == self._courier.rank:
                 try:
                     self._open(source)
                 except LOST as error:
-                    failures.append((source.key, source.place, str(error)))
-        return failures
+                    self._failures.append((source.key, source.place, str(error)))
+
+    def opened(self) -> bool:
+        """False when one could not be mapped."""
+        return not self._failures
+
+    def finish(self) -> list[Failure]:
+        """Wait until this rank's are checked; returns those that are not what they should be."""
+        for source, check in self._checks:
+            error = check.exception()
+            if error is not None and not isinstance(error, LOST):
+                raise error
+            if error is not None:
+                self._failures.append((source.key, source.place, str(error)))
+        return self._failures
 
     def _open(self, source: ParitySource) -> None:
         store = LocalStore(source.place.where)
         record = ParityManifest.decode(store.read_manifest(source.key))
         mapped = store.open_image(source.key)
+        mapped.madvise(mmap.MADV_WILLNEED)  # while others are still opened
         view = memoryview(mapped)
         self._close += [view.release, mapped.close]
-        check_parity(record, _reader_of(view))
         self._mine[source.key] = (record, view)
+        self._checks.append((source, self._pool.submit(self._check, record, view)))
+
+    def _check(self, record: ParityManifest, view: memoryview) -> None:
+        check_parity(record, _reader_of(view))
+        self._on_read(record.image_bytes)
 
     def records(self) -> list[tuple[ParityKey, bytes]]:
         """The manifests of this rank's, for the others."""
         return [(key, record.encode()) for key, (record, _) in self._mine.items()]
 
     def rebuild(
-        self, records: Iterable[tuple[ParityKey, bytes]], images: dict[int, Image]
+        self, records: Mapping[ParityKey, bytes], images: dict[int, Image]
     ) -> list[Failure]:
-        """Make what is lost, into `images`; returns what proved damaged. Collective."""
-        known = dict(records)
+        """Make what is lost, into `images`. Collective.
+
+        Returns the parities of a group of which something came out wrong: one of them is damaged,
+        or a shard that it was made with.
+        """
         for each in self._plan.rebuilds:
-            record = ParityManifest.decode(known[each.parities[0].key])
+            record = ParityManifest.decode(records[each.parities[0].key])
             made = {
                 each.group.index(shard): memoryview(
                     bytearray(record.manifests[each.group.index(shard)].image_bytes)
@@ -99,15 +133,16 @@ class Parities:
         """A range, from the rank that has it to all; they ask for the same ones in one order."""
 
         def read(offset: int, into: memoryview) -> None:
-            if reader == self._group.rank:
+            if reader == self._courier.rank:
                 assert view is not None
                 into[:] = view[offset : offset + len(into)]
-            self._group.broadcast(torch.frombuffer(into, dtype=torch.uint8), reader)
+            self._courier.broadcast(into, reader)
 
         return read
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap, when nobody checks any more."""
+        wait([check for _, check in self._checks])
         self._mine.clear()
         for close in self._close:
             close()

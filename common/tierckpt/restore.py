@@ -1,63 +1,42 @@
 """Restore: from bytes on some level back into the live model, optimizer and generators.
 
-Order matters: find and plan, verify every byte, compare the structure, and only then change
-anything. A damaged copy goes back into the plan as lost; a structural difference is an error on
-all ranks, with nothing changed on any.
+Order matters: find and plan, read and verify every byte, compare the structure, and only then
+change anything, on any rank. So what is mapped is gone through twice, the second time in memory or
+page cache; what is fetched stays in memory between, and every byte is read from storage once. A
+damaged copy goes back into the plan as lost; a structural difference is an error on all ranks.
+
+Beside the live state a rank holds what it fetched itself (its share of the version), what was
+rebuilt, and a window of what others read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from . import state as state_module
-from . import tree
+from . import streams, tree
 from .errors import RestoreError, StateMismatchError
 from .group import Group
-from .images import LOST, Image, open_image, verify
-from .inventory import Found, FoundParity, Place, RestorePlan, Source, plan_restore
-from .layout import Piece, TensorSpec
+from .images import LOST, Image, open_image
+from .inventory import Found, FoundParity, Place, RestorePlan, plan_restore
+from .loading import Loader
 from .manifest import Manifest
 from .naming import ShardKey
+from .progress import Progress
+from .reading import READERS, Failure, Reads
 from .rebuilding import Parities
+from .restored import Restored, Volume
 from .shardfile import ShardHeader, decode_header
-from .snapshot import as_bytes
+from .sharing import Courier, Visit
 from .state import TrainingState
 
-BROADCAST_BYTES = 64 * 1024 * 1024
-
-FIXED = ("model/", "buffer/")
-"""Names whose tensors must be in the live state; optimizer state is created and dropped."""
-
-
-class Restored(int):
-    """What `restore()` did; as a number, the iteration to go on from (0: nothing was there)."""
-
-    version: int = 0
-    """Completed optimizer steps."""
-    generation: int = 0
-    levels: dict[str, int]
-    """How many shards came from which level."""
-    nbytes: int = 0
-    """Bytes of all shards."""
-    seconds: dict[str, float]
-    """By phase: `inventory`, `verify`, `load`, `total`."""
-    rejected: tuple[str, ...] = ()
-    """Copies that were there and could not be used, and why."""
-
-    def __new__(cls, iteration: int = 0) -> Restored:
-        """See the class."""
-        made = super().__new__(cls, iteration)
-        made.levels, made.seconds = {}, {}
-        return made
-
-    def __repr__(self) -> str:
-        return f"Restored({int(self)}, version={self.version}, levels={self.levels})"
+__all__ = ["Attempt", "Restored", "Restorer", "load"]
 
 
 @dataclass
@@ -65,12 +44,42 @@ class Attempt:
     """A verified version, ready to be loaded."""
 
     plan: RestorePlan
+    courier: Courier
+    progress: Progress
     headers: list[ShardHeader] = field(default_factory=list)
     """Of every shard."""
     own: tuple[Manifest, bytes] | None = None
     """Manifest and encoded rank tree of the shard that this rank takes its small state from."""
     images: dict[int, Image] = field(default_factory=dict)
-    """What this rank maps, and what was rebuilt."""
+    """What this rank maps or fetched, and what was rebuilt."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(header.header_bytes + header.data_bytes for header in self.headers)
+
+    def visit(self, visit: Visit) -> None:
+        """Show every rank every shard, once; what was fetched is let go then. Collective."""
+
+        def visit_one(shard: int, offset: int, window: memoryview) -> None:
+            visit(shard, offset, window)
+            self.progress.advance(len(window))
+
+        for source in self.plan.sources:
+            header = self.headers[source.shard]
+            nbytes = header.header_bytes + header.data_bytes
+            self.courier.show(source, nbytes, self.images.get(source.shard), visit_one)
+            if not source.direct and source.shard in self.images:
+                self.images.pop(source.shard).close()
+
+    def report(self, manifest: Manifest) -> Restored:
+        """What was loaded; `manifest` is this rank's."""
+        result = Restored(manifest.iteration)
+        result.version, result.generation = manifest.version, manifest.generation
+        result.shard_levels = tuple(source.place.level for source in self.plan.sources)
+        result.levels = self.plan.levels
+        result.nbytes = self.nbytes
+        return result
 
     def close(self) -> None:
         """Unmap everything."""
@@ -88,12 +97,16 @@ class Restorer:
         inventories: Sequence[Sequence[Found]],
         on_reject: Callable[[str], None],
         parities: Sequence[Sequence[FoundParity]] = (),
+        progress: Progress | None = None,
     ) -> None:
         self.group = group
         self.inventories = inventories
         self.parities = parities
         self.rejected: list[str] = []
-        self.seconds = 0.0
+        self.seconds = self.rebuild_seconds = 0.0
+        """Of it all, and of rebuilding, which goes on while threads read."""
+        self.volume = Volume()
+        self._progress = progress or Progress(False)
         self._bad: set[tuple[ShardKey, Place]] = set()
         self._on_reject = on_reject
 
@@ -111,79 +124,74 @@ class Restorer:
         finally:
             self.seconds += time.perf_counter() - begin
 
+    def report(self, result: Restored) -> None:
+        """Fill in what finding it took."""
+        result.rejected = tuple(self.rejected)
+        result.read_bytes = self.volume.read_bytes
+        result.exchanged_bytes = self.volume.exchanged_bytes
+        result.seconds["verify"] = self.seconds
+        if self.rebuild_seconds:
+            result.seconds["rebuild"] = self.rebuild_seconds
+
     def _try(self, plan: RestorePlan) -> Attempt | None:
-        """Read and verify this rank's share; None, with more known as bad, when any was bad."""
-        attempt = Attempt(plan)
-        headers: dict[int, ShardHeader] = {}
-        failures: list[tuple[ShardKey, Place, str]] = []
-        for source in plan.sources:
-            if source.reader == self.group.rank:
-                key = ShardKey(plan.id, source.shard, len(plan.sources))
-                try:
-                    image = open_image(key, source.place, plan.life)
-                    attempt.images[source.shard] = image
-                    headers[source.shard] = verify(image)
-                except LOST as error:
-                    failures.append((key, source.place, str(error)))
-        parities = Parities(plan, self.group)
-        failures += parities.open()
-        # What the others cannot map themselves: headers and small state, before the data.
-        indirect = {s.shard for s in plan.sources if not s.direct}
-        told = {
-            shard: _summary(attempt.images[shard], header)
-            for shard, header in headers.items()
-            if shard in indirect
-        }
-        summaries: dict[int, tuple[bytes, bytes, bytes]] = {}
-        failed: list[tuple[ShardKey, Place, str]] = []
-        everyone = self.group.all_gather_object((failures, told, parities.records()))
-        for theirs, said, _ in everyone:
-            failed += theirs
-            summaries.update(said)
-        with contextlib.closing(parities):
-            if not failed:
-                failed = parities.rebuild(
-                    [r for *_, records in everyone for r in records], attempt.images
-                )
-        if failed:
-            attempt.close()
-            self._reject(failed)
-            return None
-        for rebuilt in plan.rebuilds:
-            headers.update({s: decode_header(attempt.images[s].view) for s in rebuilt.lost})
-        if not self._map_all(plan, attempt, headers):
-            return None
-        headers.update({s: decode_header(h) for s, (h, _, _) in summaries.items()})
-        attempt.headers = [headers[s.shard] for s in plan.sources]
-        mine = self.group.rank % len(plan.sources)
-        if mine in attempt.images:
-            image = attempt.images[mine]
-            attempt.own = (image.manifest, _tree_of(image, headers[mine]))
-        else:
-            _, record, encoded = summaries[mine]
-            attempt.own = (Manifest.decode(record), encoded)
+        attempt = Attempt(plan, Courier(self.group, self.volume), self._progress)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(attempt.close)
+            if not self._verify(attempt):
+                return None
+            on_failure.pop_all()
         return attempt
 
-    def _map_all(
-        self, plan: RestorePlan, attempt: Attempt, headers: dict[int, ShardHeader]
-    ) -> bool:
-        """Map what the other readers verified and this rank sees too; False if any rank cannot."""
-        failures: list[tuple[ShardKey, Place, str]] = []
-        for source in plan.sources:
-            if source.direct and source.shard not in attempt.images:
-                key = ShardKey(plan.id, source.shard, len(plan.sources))
-                try:
-                    attempt.images[source.shard] = image = open_image(key, source.place, plan.life)
-                    headers[source.shard] = decode_header(image.view)
-                except LOST as error:
-                    failures.append((key, source.place, str(error)))
-        failed = [f for theirs in self.group.all_gather_object(failures) for f in theirs]
-        if failed:
-            attempt.close()
-            self._reject(failed)
+    def _verify(self, attempt: Attempt) -> bool:
+        """Read and check this rank's share; False, with more known as bad, when any was bad."""
+        plan, images = attempt.plan, attempt.images
+        mine = [s for s in plan.sources if s.reader == self.group.rank]
+        self._progress.begin(f"verifying v{plan.id.version}")
+        with ThreadPoolExecutor(READERS, "tierckpt-restore") as pool:
+            reads = Reads(pool, images, self._on_read)
+            reads.open(plan.id, len(plan.sources), plan.life, mine)
+            suspected, failures = self._rebuild(attempt, pool, reads) if plan.rebuilds else ([], [])
+            failures += reads.finish()
+        failures += _map_others(attempt)
+        summaries = {
+            s.shard: _summary(images[s.shard], reads.headers[s.shard])
+            for s in mine
+            if not s.direct and s.shard in images
+        }
+        # Who cannot map a shard is told its header and small state before the data.
+        everyone = self.group.all_gather_object((failures, suspected, summaries))
+        # What is made of damaged bytes is wrong, too, and says nothing of those that are sound.
+        failed = [f for theirs, _, _ in everyone for f in theirs]
+        failed = failed or [f for _, theirs, _ in everyone for f in theirs]
+        self._reject(failed)
+        if not failed:
+            _describe(attempt, {s: told for *_, each in everyone for s, told in each.items()})
         return not failed
 
-    def _reject(self, failed: list[tuple[ShardKey, Place, str]]) -> None:
+    def _rebuild(
+        self, attempt: Attempt, pool: ThreadPoolExecutor, reads: Reads
+    ) -> tuple[list[Failure], list[Failure]]:
+        """Make the lost shards while threads still read; (what may be damaged, what is)."""
+        begin = time.perf_counter()
+        parities = Parities(attempt.plan, attempt.courier, pool, self._on_read)
+        with contextlib.closing(parities):
+            parities.open()
+            if not all(s.place.mappable for s in attempt.plan.sources):
+                reads.finish()  # what is fetched is not there before
+            ready = reads.opened() and parities.opened()
+            everyone = self.group.all_gather_object((ready, parities.records()))
+            suspected = []
+            if all(theirs for theirs, _ in everyone):
+                records = dict(r for _, each in everyone for r in each)
+                suspected = parities.rebuild(records, attempt.images)
+            self.rebuild_seconds += time.perf_counter() - begin
+            return suspected, parities.finish()
+
+    def _on_read(self, nbytes: int) -> None:
+        self.volume.read(nbytes)
+        self._progress.advance(nbytes)
+
+    def _reject(self, failed: list[Failure]) -> None:
         for key, place, why in failed:
             if (key, place) not in self._bad:
                 self._bad.add((key, place))
@@ -191,260 +199,48 @@ class Restorer:
                 self._on_reject(self.rejected[-1])
 
 
+Summary = tuple[bytes, bytes, bytes]
+"""Header, manifest and encoded rank tree of a shard."""
+
+
+def _map_others(attempt: Attempt) -> list[Failure]:
+    """Map what others read and verify and this rank sees too."""
+    failures: list[Failure] = []
+    plan = attempt.plan
+    for source in plan.sources:
+        theirs = source.reader not in (attempt.courier.rank, -1)
+        if source.direct and theirs:
+            key = ShardKey(plan.id, source.shard, len(plan.sources))
+            try:
+                attempt.images[source.shard] = open_image(key, source.place, plan.life)
+            except LOST as error:
+                failures.append((key, source.place, str(error)))
+    return failures
+
+
+def _describe(attempt: Attempt, summaries: dict[int, Summary]) -> None:
+    """Fill in what is known of a version when all of it is verified."""
+    for source in attempt.plan.sources:
+        image = attempt.images.get(source.shard) if source.direct else None
+        head = image.view if image is not None else summaries[source.shard][0]
+        attempt.headers.append(decode_header(head))
+    mine = attempt.courier.rank % len(attempt.headers)
+    if mine in summaries:
+        _, record, encoded = summaries[mine]
+        attempt.own = (Manifest.decode(record), encoded)
+    else:
+        image = attempt.images[mine]
+        attempt.own = (image.manifest, _tree_of(image, attempt.headers[mine]))
+
+
 def _tree_of(image: Image, header: ShardHeader) -> bytes:
     low = header.tree_offset
     return bytes(image.view[low : low + image.manifest.rank_state_bytes])
 
 
-def _summary(image: Image, header: ShardHeader) -> tuple[bytes, bytes, bytes]:
+def _summary(image: Image, header: ShardHeader) -> Summary:
     head = bytes(image.view[: header.header_bytes])
     return head, image.manifest.encode(), _tree_of(image, header)
-
-
-def visit_images(attempt: Attempt, group: Group, visit: Callable[[int, memoryview], None]) -> None:
-    """Show every rank every shard, one after the other: mapped, or broadcast by its reader."""
-    for source in attempt.plan.sources:
-        image = attempt.images.get(source.shard)
-        if source.direct:
-            assert image is not None
-            visit(source.shard, image.view)
-        else:
-            header = attempt.headers[source.shard]
-            nbytes = header.header_bytes + header.data_bytes
-            visit(source.shard, _broadcast(image, nbytes, source, group))
-
-
-def _broadcast(image: Image | None, nbytes: int, source: Source, group: Group) -> memoryview:
-    """Bring the shard to all ranks; each holds one at a time."""
-    buffer = torch.empty(nbytes, dtype=torch.uint8)
-    if image is not None:
-        buffer.copy_(torch.frombuffer(image.view, dtype=torch.uint8)[:nbytes])
-    for low in range(0, nbytes, BROADCAST_BYTES):
-        group.broadcast(buffer[low : low + BROADCAST_BYTES], source.reader)
-    return memoryview(buffer.numpy().data)
-
-
-class Loader:
-    """Puts a verified version into the live state: compare, load every shard, finish."""
-
-    def __init__(
-        self, state: TrainingState, headers: Sequence[ShardHeader], rank: int, size: int
-    ) -> None:
-        self.state = state
-        self.rank, self.size = rank, size
-        self.shards = len(headers)
-        self.structure = headers[0].structure
-        self.specs: dict[str, TensorSpec] = {}
-        self.own_specs: dict[str, TensorSpec] = {}
-        self._covered: dict[str, int] = {}
-        for header in headers:
-            for piece in header.pieces:
-                specs = self.own_specs if piece.own else self.specs
-                specs[piece.spec.name] = piece.spec
-                if not piece.own:
-                    count = self._covered.get(piece.spec.name, 0) + piece.stop - piece.start
-                    self._covered[piece.spec.name] = count
-        self._headers = headers
-        self._live = self._find_live()
-        self._targets: dict[str, torch.Tensor] = {}
-        self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(as it was saved, live) of tensors whose live memory order is another one."""
-        self.notices: list[str] = []
-
-    # --- comparing -----------------------------------------------------------------------------
-
-    def _find_live(self) -> dict[str, torch.Tensor]:
-        walk = self.state.walk()
-        live = {name: tensor for name, tensor, _ in self.state.entries(walk)}
-        live.update(dict(self.state.buffer_entries(walk)))
-        return live
-
-    def differences(self) -> list[str]:
-        """How the live state's structure differs from the checkpoint's; empty when it fits."""
-        found = [
-            f"{name}: only {self._covered[name]} of {spec.numel} elements are in the shards"
-            for name, spec in self.specs.items()
-            if self._covered[name] != spec.numel
-        ]
-        saved = {**self.specs, **self.own_specs}
-        for name in sorted(saved.keys() | self._live.keys()):
-            spec, live = saved.get(name), self._live.get(name)
-            if not name.startswith(FIXED):
-                continue  # optimizer state is created and dropped as the checkpoint has it
-            if live is None and spec is not None:
-                found.append(f"{name} {_shown(spec)} is in the checkpoint, not in the model")
-            elif spec is None:
-                found.append(f"{name} is in the model, not in the checkpoint")
-            elif live is not None and not _same(spec, live):
-                now = tree.spec_of(live, name)
-                found.append(f"{name} is {_shown(spec)} in the checkpoint, {_shown(now)} live")
-        return found + self._optimizer_differences()
-
-    def _optimizer_differences(self) -> list[str]:
-        found = []
-        live = self.state.structure()
-        for label in sorted(self.structure.keys() | live.keys()):
-            if label not in live or label not in self.structure:
-                where = "checkpoint" if label in self.structure else "live state"
-                found.append(f"optimizer {label!r} is only in the {where}")
-                continue
-            old, new = self.structure[label], live[label]
-            if old["class"] != new["class"]:
-                found.append(f"{label} was a {old['class']}, now it is a {new['class']}")
-            if len(old["groups"]) != len(new["groups"]):
-                found.append(
-                    f"{label} had {len(old['groups'])} param group(s), now {len(new['groups'])}"
-                )
-            for i, (a, b) in enumerate(zip(old["groups"], new["groups"], strict=False)):
-                if a != b:
-                    gone, come = sorted(set(a) - set(b)), sorted(set(b) - set(a))
-                    found.append(
-                        f"{label} group {i}: "
-                        + (f"without {', '.join(gone)} " if gone else "")
-                        + (f"with new {', '.join(come)}" if come else "")
-                        + ("parameters in another order" if not gone and not come else "")
-                    )
-        return found
-
-    def extra_differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """The same for the user's objects."""
-        have = set(saved["extra"]) | set(saved["extra_per_rank"])
-        want = set(self.state.extra) | set(self.state.extra_per_rank)
-        found = [f"extra {n!r} is in the checkpoint, not given now" for n in sorted(have - want)]
-        return found + [f"extra {n!r} is given, not in the checkpoint" for n in sorted(want - have)]
-
-    # --- loading -------------------------------------------------------------------------------
-
-    def prepare(self) -> None:
-        """Find or make a place for every tensor; memory for new optimizer state is taken here."""
-        for name, spec in {**self.specs, **self.own_specs}.items():
-            live = self._live.get(name)
-            if not name.startswith(FIXED) and not self._param_fits(_path(name)[0]):
-                continue
-            if live is not None and _same(spec, live):
-                if tree.spec_of(live, name).stride != spec.stride or not tree.is_dense(live):
-                    self._reordered.append((tree.empty(spec, "cpu"), live))
-                    live = self._reordered[-1][0]
-                self._targets[name] = live
-            elif not name.startswith(FIXED):
-                self._targets[name] = self._make(name, spec)
-
-    def _param_fits(self, parameter: str) -> bool:
-        """False when the state that an optimizer kept for the parameter is no use to it now."""
-        saved, live = self.specs.get(f"model/{parameter}"), self._live.get(f"model/{parameter}")
-        return live is not None and (saved is None or _same(saved, live))
-
-    def _param_of(self, name: str) -> torch.Tensor | None:
-        return self._live.get(f"model/{_path(name)[0]}")
-
-    def _make(self, name: str, spec: TensorSpec) -> torch.Tensor:
-        """Optimizer state lives with its parameter, unless it was on the host already then."""
-        param = self._param_of(name)
-        saved_param = self.specs.get(f"model/{_path(name)[0]}")
-        assert param is not None
-        on_host = spec.device == "cpu" and saved_param is not None and saved_param.device != "cpu"
-        return tree.empty(spec, "cpu" if on_host else param.device)
-
-    def load_shard(self, shard: int, view: memoryview) -> None:
-        """Copy one shard's pieces into place."""
-        header = self._headers[shard]
-        data = torch.frombuffer(view, dtype=torch.uint8)[header.header_bytes :]
-        own = shard == self.rank % self.shards
-        for piece in header.pieces:
-            target = self._targets.get(piece.spec.name)
-            if target is None or (piece.own and not own):
-                continue
-            _put(target, piece, data[piece.offset : piece.offset + piece.nbytes])
-
-    def finish(self, saved: dict[str, Any]) -> None:
-        """Optimizer structure, options, the user's objects; the generators last."""
-        for temp, live in self._reordered:
-            live.copy_(temp)
-        for label, optimizer in self.state.optimizers.items():
-            if label in self.structure:
-                self._finish_optimizer(label, optimizer, saved)
-        per_rank = saved["extra_per_rank"] if self.shards == self.size else {}
-        for name, obj in self.state.extra.items():
-            if name in saved["extra"]:
-                state_module.load_extra(obj, saved["extra"][name])
-        for name, obj in self.state.extra_per_rank.items():
-            if name in per_rank:
-                state_module.load_extra(obj, per_rank[name])
-        if self.shards != self.size and saved["extra_per_rank"]:
-            names = ", ".join(sorted(saved["extra_per_rank"]))
-            self.notices.append(
-                f"the checkpoint is of {self.shards} rank(s), this job has {self.size}: per-rank "
-                f"objects were left as they are: {names}"
-            )
-        self.notices += state_module.load_rng(saved["rng"])
-        if self.rank >= self.shards:
-            state_module.derive_rng(self.rank)
-
-    def _finish_optimizer(
-        self, label: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
-    ) -> None:
-        wanted: dict[str, dict[str, Any]] = {}
-        live_of = {id(temp): live for temp, live in self._reordered}
-        for name in self.specs:
-            if name.startswith(f"{label}/") and name in self._targets:
-                path, key = _path(name)
-                target = self._targets[name]
-                wanted.setdefault(path, {})[key] = live_of.get(id(target), target)
-        for full, values in saved["odd"].items():
-            path = full.split("/", 1)[1]
-            if full.startswith(f"{label}/") and self._param_fits(path):
-                found = wanted.setdefault(path, {})
-                found.update({k: _with_entries(v, found) for k, v in values.items()})
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                _replace_state(optimizer, param, wanted.get(self.state.name_of(param), {}))
-        for group, options in zip(optimizer.param_groups, saved["groups"][label], strict=False):
-            for key, value in options.items():
-                live = group.get(key)
-                if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-                    live.copy_(value)
-                else:
-                    group[key] = value
-
-
-def _path(name: str) -> tuple[str, str]:
-    """(parameter, key) of optimizer state called `label/parameter/key`."""
-    parameter, key = name.split("/", 1)[1].rsplit("/", 1)
-    return parameter, key
-
-
-def _replace_state(
-    optimizer: torch.optim.Optimizer, param: torch.Tensor, values: dict[str, Any]
-) -> None:
-    """Make `values` all of the parameter's state."""
-    if not values:
-        optimizer.state.pop(param, None)
-        return
-    kept = optimizer.state[param]
-    for key in set(kept) - set(values):
-        del kept[key]
-    kept.update({k: _on_device(v, param) for k, v in values.items()})
-
-
-def _with_entries(value: Any, tensors: dict[str, Any]) -> Any:
-    """`value` with tensors, taken out of `tensors`, in place of `Entry`s."""
-    if isinstance(value, tree.Entry):
-        return tensors.pop(value.key)
-    if isinstance(value, dict):
-        return type(value)((k, _with_entries(v, tensors)) for k, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value)(_with_entries(v, tensors) for v in value)
-    return value
-
-
-def _on_device(value: Any, param: torch.Tensor) -> Any:
-    """Tensors in lists go to the parameter's device; plain ones are where they should be."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(
-            v.to(param.device) if isinstance(v, torch.Tensor) else _on_device(v, param)
-            for v in value
-        )
-    return value
 
 
 def load(
@@ -474,23 +270,11 @@ def load(
     found: list[str] = next((d for d, _ in everyone if d), [])
     if found and strict:
         raise StateMismatchError(f"Version {attempt.plan.id}", found)
+    attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
     with torch.no_grad():
-        visit_images(attempt, group, loader.load_shard)
+        attempt.visit(loader.load_window)
         loader.finish(saved)
+    # Last: loading may have drawn.
+    loader.notices += streams.take_up(saved["rng"], manifest.version, loader.shards, group)
     notices = loader.notices + [f"accepted (strict=False): {d}" for d in differences]
     return manifest, notices, saved.get("adapter")
-
-
-def _put(target: torch.Tensor, piece: Piece, data: torch.Tensor) -> None:
-    """Copy a piece's bytes into the tensor it belongs to; both are in the same memory order."""
-    if piece.nbytes:
-        as_bytes(tree.flat(target)[piece.start : piece.stop]).copy_(data)
-
-
-def _same(spec: TensorSpec, live: torch.Tensor) -> bool:
-    now = tree.spec_of(live, spec.name)
-    return (spec.shape, spec.dtype) == (now.shape, now.dtype)
-
-
-def _shown(spec: TensorSpec) -> str:
-    return f"{spec.dtype}{list(spec.shape)}"

@@ -14,6 +14,7 @@ import pytest
 from tests import exact
 from tests.dist.training import Attached, Place, attach, make_job, rank, restored_into, train
 from tierckpt.errors import ConfigError
+from tierckpt.localstore import LocalStore
 
 EARLIER, STEPS = 3, 7
 PATIENCE_SECONDS = 60.0
@@ -187,3 +188,31 @@ def test_an_agent_that_takes_the_place_of_a_dead_one_meets_the_others(
     for told in ranks(3).run(come_back, place, "xor"):
         assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
         assert told["replicated"] == before[0]["replicated"]
+
+
+def go_on_without_peers(place: Place, steps: range) -> list[int]:
+    """Restore what there is, make a version durable that nobody protects, and crash; the versions
+    whose parity is on this node then."""
+    job = make_job()
+    attached = attach(job, place, **settings("xor"))
+    ckpt = attached.ckpt
+    ckpt.restore()
+    ckpt._peers.ready = False  # no agent gets through to another any more
+    train(job, ckpt, steps)
+    ckpt.save(now=True)
+    ckpt.abandon()
+    return [key.id.version for key in LocalStore(ckpt.config.directory).parities()]
+
+
+def test_what_is_protected_stays_over_lives_until_something_newer_is(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, "xor")
+    for steps in (range(STEPS, STEPS + 2), range(STEPS + 2, STEPS + 4)):
+        kept = ranks(3).run(go_on_without_peers, place, steps)
+        assert all(STEPS in versions for versions in kept), kept
+    lose(place, tmp_path, 1)
+    for number, told in enumerate(ranks(3).run(come_back, place, "xor")):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+        assert told["digest"] == before[number]["course"][STEPS]

@@ -1,0 +1,262 @@
+"""Loading: a verified version compared with the live state, and then put into it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import state as state_module
+from . import tree
+from .layout import Piece, TensorSpec
+from .shardfile import ShardHeader
+from .snapshot import as_bytes
+from .state import TrainingState
+
+FIXED = ("model/", "buffer/")
+"""Names whose tensors must be in the live state; optimizer state is created and dropped."""
+
+
+class Loader:
+    """Puts a verified version into the live state: compare, load every shard, finish."""
+
+    def __init__(
+        self, state: TrainingState, headers: Sequence[ShardHeader], rank: int, size: int
+    ) -> None:
+        self.state = state
+        self.rank, self.size = rank, size
+        self.shards = len(headers)
+        self.structure = headers[0].structure
+        self.specs: dict[str, TensorSpec] = {}
+        self.own_specs: dict[str, TensorSpec] = {}
+        self._covered: dict[str, int] = {}
+        for header in headers:
+            for piece in header.pieces:
+                specs = self.own_specs if piece.own else self.specs
+                specs[piece.spec.name] = piece.spec
+                if not piece.own:
+                    count = self._covered.get(piece.spec.name, 0) + piece.stop - piece.start
+                    self._covered[piece.spec.name] = count
+        self._headers = headers
+        self._offsets = [[piece.offset for piece in header.pieces] for header in headers]
+        self._live = self._find_live()
+        self._targets: dict[str, torch.Tensor] = {}
+        self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(as it was saved, live) of tensors whose live memory order is another one."""
+        self.notices: list[str] = []
+
+    # --- comparing -----------------------------------------------------------------------------
+
+    def _find_live(self) -> dict[str, torch.Tensor]:
+        walk = self.state.walk()
+        live = {name: tensor for name, tensor, _ in self.state.entries(walk)}
+        live.update(dict(self.state.buffer_entries(walk)))
+        return live
+
+    def differences(self) -> list[str]:
+        """How the live state's structure differs from the checkpoint's; empty when it fits."""
+        found = [
+            f"{name}: only {self._covered[name]} of {spec.numel} elements are in the shards"
+            for name, spec in self.specs.items()
+            if self._covered[name] != spec.numel
+        ]
+        saved = {**self.specs, **self.own_specs}
+        for name in sorted(saved.keys() | self._live.keys()):
+            spec, live = saved.get(name), self._live.get(name)
+            if not name.startswith(FIXED):
+                continue  # optimizer state is created and dropped as the checkpoint has it
+            if live is None and spec is not None:
+                found.append(f"{name} {_shown(spec)} is in the checkpoint, not in the model")
+            elif spec is None:
+                found.append(f"{name} is in the model, not in the checkpoint")
+            elif live is not None and not _same(spec, live):
+                now = tree.spec_of(live, name)
+                found.append(f"{name} is {_shown(spec)} in the checkpoint, {_shown(now)} live")
+        return found + self._optimizer_differences()
+
+    def _optimizer_differences(self) -> list[str]:
+        found = []
+        live = self.state.structure()
+        for label in sorted(self.structure.keys() | live.keys()):
+            if label not in live or label not in self.structure:
+                where = "checkpoint" if label in self.structure else "live state"
+                found.append(f"optimizer {label!r} is only in the {where}")
+                continue
+            old, new = self.structure[label], live[label]
+            if old["class"] != new["class"]:
+                found.append(f"{label} was a {old['class']}, now it is a {new['class']}")
+            if len(old["groups"]) != len(new["groups"]):
+                found.append(
+                    f"{label} had {len(old['groups'])} param group(s), now {len(new['groups'])}"
+                )
+            for i, (a, b) in enumerate(zip(old["groups"], new["groups"], strict=False)):
+                if a != b:
+                    gone, come = sorted(set(a) - set(b)), sorted(set(b) - set(a))
+                    found.append(
+                        f"{label} group {i}: "
+                        + (f"without {', '.join(gone)} " if gone else "")
+                        + (f"with new {', '.join(come)}" if come else "")
+                        + ("parameters in another order" if not gone and not come else "")
+                    )
+        return found
+
+    def extra_differences(self, saved: Mapping[str, Any]) -> list[str]:
+        """The same for the user's objects."""
+        have = set(saved["extra"]) | set(saved["extra_per_rank"])
+        want = set(self.state.extra) | set(self.state.extra_per_rank)
+        found = [f"extra {n!r} is in the checkpoint, not given now" for n in sorted(have - want)]
+        return found + [f"extra {n!r} is given, not in the checkpoint" for n in sorted(want - have)]
+
+    # --- loading -------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Find or make a place for every tensor; memory for new optimizer state is taken here."""
+        for name, spec in {**self.specs, **self.own_specs}.items():
+            live = self._live.get(name)
+            if not name.startswith(FIXED) and not self._param_fits(_path(name)[0]):
+                continue
+            if live is not None and _same(spec, live):
+                if tree.spec_of(live, name).stride != spec.stride or not tree.is_dense(live):
+                    self._reordered.append((tree.empty(spec, "cpu"), live))
+                    live = self._reordered[-1][0]
+                self._targets[name] = live
+            elif not name.startswith(FIXED):
+                self._targets[name] = self._make(name, spec)
+
+    def _param_fits(self, parameter: str) -> bool:
+        """False when the state that an optimizer kept for the parameter is no use to it now."""
+        saved, live = self.specs.get(f"model/{parameter}"), self._live.get(f"model/{parameter}")
+        return live is not None and (saved is None or _same(saved, live))
+
+    def _param_of(self, name: str) -> torch.Tensor | None:
+        return self._live.get(f"model/{_path(name)[0]}")
+
+    def _make(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        """Optimizer state lives with its parameter, unless it was on the host already then."""
+        param = self._param_of(name)
+        saved_param = self.specs.get(f"model/{_path(name)[0]}")
+        assert param is not None
+        on_host = spec.device == "cpu" and saved_param is not None and saved_param.device != "cpu"
+        return tree.empty(spec, "cpu" if on_host else param.device)
+
+    def load_window(self, shard: int, offset: int, window: memoryview) -> None:
+        """Copy what a part of a shard, from byte `offset` on, has of its pieces into place."""
+        header = self._headers[shard]
+        low = offset - header.header_bytes
+        high = low + len(window)
+        own = shard == self.rank % self.shards
+        data = torch.frombuffer(window, dtype=torch.uint8)
+        first = max(bisect_right(self._offsets[shard], low) - 1, 0)
+        for piece in header.pieces[first:]:
+            if piece.offset >= high:
+                break
+            target = self._targets.get(piece.spec.name)
+            if target is None or (piece.own and not own):
+                continue
+            begin, end = max(piece.offset, low), min(piece.offset + piece.nbytes, high)
+            if begin < end:
+                part = slice(begin - piece.offset, end - piece.offset)
+                _bytes_of(target, piece)[part].copy_(data[begin - low : end - low])
+
+    def finish(self, saved: dict[str, Any]) -> None:
+        """Optimizer structure, options, the user's objects."""
+        for temp, live in self._reordered:
+            live.copy_(temp)
+        for label, optimizer in self.state.optimizers.items():
+            if label in self.structure:
+                self._finish_optimizer(label, optimizer, saved)
+        per_rank = saved["extra_per_rank"] if self.shards == self.size else {}
+        for name, obj in self.state.extra.items():
+            if name in saved["extra"]:
+                state_module.load_extra(obj, saved["extra"][name])
+        for name, obj in self.state.extra_per_rank.items():
+            if name in per_rank:
+                state_module.load_extra(obj, per_rank[name])
+        if self.shards != self.size and saved["extra_per_rank"]:
+            names = ", ".join(sorted(saved["extra_per_rank"]))
+            self.notices.append(
+                f"the checkpoint is of {self.shards} rank(s), this job has {self.size}: per-rank "
+                f"objects were left as they are: {names}"
+            )
+
+    def _finish_optimizer(
+        self, label: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+    ) -> None:
+        wanted: dict[str, dict[str, Any]] = {}
+        live_of = {id(temp): live for temp, live in self._reordered}
+        for name in self.specs:
+            if name.startswith(f"{label}/") and name in self._targets:
+                path, key = _path(name)
+                target = self._targets[name]
+                wanted.setdefault(path, {})[key] = live_of.get(id(target), target)
+        for full, values in saved["odd"].items():
+            path = full.split("/", 1)[1]
+            if full.startswith(f"{label}/") and self._param_fits(path):
+                found = wanted.setdefault(path, {})
+                found.update({k: _with_entries(v, found) for k, v in values.items()})
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                _replace_state(optimizer, param, wanted.get(self.state.name_of(param), {}))
+        for group, options in zip(optimizer.param_groups, saved["groups"][label], strict=False):
+            for key, value in options.items():
+                live = group.get(key)
+                if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+                    live.copy_(value)
+                else:
+                    group[key] = value
+
+
+def _path(name: str) -> tuple[str, str]:
+    """(parameter, key) of optimizer state called `label/parameter/key`."""
+    parameter, key = name.split("/", 1)[1].rsplit("/", 1)
+    return parameter, key
+
+
+def _replace_state(
+    optimizer: torch.optim.Optimizer, param: torch.Tensor, values: dict[str, Any]
+) -> None:
+    """Make `values` all of the parameter's state."""
+    if not values:
+        optimizer.state.pop(param, None)
+        return
+    kept = optimizer.state[param]
+    for key in set(kept) - set(values):
+        del kept[key]
+    kept.update({k: _on_device(v, param) for k, v in values.items()})
+
+
+def _with_entries(value: Any, tensors: dict[str, Any]) -> Any:
+    """`value` with tensors, taken out of `tensors`, in place of `Entry`s."""
+    if isinstance(value, tree.Entry):
+        return tensors.pop(value.key)
+    if isinstance(value, dict):
+        return type(value)((k, _with_entries(v, tensors)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_entries(v, tensors) for v in value)
+    return value
+
+
+def _on_device(value: Any, param: torch.Tensor) -> Any:
+    """Tensors in lists go to the parameter's device; plain ones are where they should be."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(
+            v.to(param.device) if isinstance(v, torch.Tensor) else _on_device(v, param)
+            for v in value
+        )
+    return value
+
+
+def _bytes_of(target: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The piece's bytes in the tensor it belongs to; both are in the same memory order."""
+    return as_bytes(tree.flat(target)[piece.start : piece.stop])
+
+
+def _same(spec: TensorSpec, live: torch.Tensor) -> bool:
+    now = tree.spec_of(live, spec.name)
+    return (spec.shape, spec.dtype) == (now.shape, now.dtype)
+
+
+def _shown(spec: TensorSpec) -> str:
+    return f"{spec.dtype}{list(spec.shape)}"

@@ -1,0 +1,83 @@
+"""The progress bar of a restore: rank 0's, on a terminal, when it takes long enough to be seen."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import rich.progress
+
+PATIENCE_SECONDS = 1.0
+"""What is over sooner shows no bar, and does not pay for the import of one (0.2 s)."""
+
+
+class Progress:
+    """A bar on standard error, or nothing. `advance` is for any thread, the rest for one."""
+
+    def __init__(self, shown: bool, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        """With `shown` False, every call does nothing."""
+        self._shown = shown
+        self._after = time.monotonic() + patience_seconds
+        self._lock = threading.Lock()
+        self._bar: rich.progress.Progress | None = None
+        self._phase, self._done, self._total = "", 0, 0
+        self._task: rich.progress.TaskID | None = None
+
+    @staticmethod
+    def wanted(rank: int, asked: bool | None) -> bool:
+        """Whether this rank shows one: rank 0 alone, when asked to, or on a terminal if None."""
+        return rank == 0 and (sys.stderr.isatty() if asked is None else asked)
+
+    def begin(self, phase: str, total_bytes: int = 0) -> None:
+        """A phase begins; 0 bytes: nobody knows how many."""
+        if self._shown:
+            with self._lock:
+                self._phase, self._done, self._total = phase, 0, total_bytes
+                self._task = None
+                self._show()
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes more are through."""
+        if self._shown:
+            with self._lock:
+                self._done += nbytes
+                self._show()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        with self._lock:
+            self._shown = False
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None
+
+    def _show(self) -> None:
+        if self._bar is None:
+            if time.monotonic() < self._after:
+                return
+            self._bar = _bar()
+            self._bar.start()
+        if self._task is None:
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            self._task = self._bar.add_task(self._phase, total=self._total or None)
+        self._bar.update(self._task, completed=self._done)
+
+
+def _bar() -> rich.progress.Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+        redirect_stdout=False,  # a script's own streams are not ours to replace
+        redirect_stderr=False,
+    )

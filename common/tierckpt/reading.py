@@ -1,0 +1,143 @@
+"""A rank's share of what a restart reads: opened, brought and checked by threads, every byte once.
+
+The threads hash what they bring while it is in the core's cache, and call nothing collective, so
+the training thread may rebuild lost shards meanwhile, together with the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from typing import NamedTuple
+
+from .errors import CorruptShardError
+from .images import LOST, Image, open_image
+from .inventory import Place, Source
+from .manifest import DIGEST_BYTES, digest
+from .naming import ShardKey, VersionId
+from .shardfile import ShardHeader, decode_header
+
+READERS = 4
+"""Threads of a rank: enough that one's waiting for storage is another's hashing."""
+RUN_BYTES = 8 * 1024 * 1024
+"""Brought and checked at once; whole blocks."""
+
+Failure = tuple[ShardKey, Place, str]
+"""A copy (of a shard, or of parity) that is as good as lost, and why."""
+OnRead = Callable[[int], None]
+
+
+class Run(NamedTuple):
+    """Blocks that lie side by side."""
+
+    low: int
+    """In the shard, bytes."""
+    first: int
+    """Number of the first block; block 0 is the header."""
+    block_bytes: tuple[int, ...]
+
+
+class Reads:
+    """What one rank reads of a version. One thread calls; `pool` is the caller's, as are images."""
+
+    def __init__(
+        self, pool: Executor, images: dict[int, Image], on_read: OnRead = lambda nbytes: None
+    ) -> None:
+        """Images come into `images`, by shard; `on_read` hears of bytes read, from any thread."""
+        self._pool, self._images, self._on_read = pool, images, on_read
+        self._checks: list[tuple[ShardKey, Place, list[Future[None]]]] = []
+        self.headers: dict[int, ShardHeader] = {}
+        """Of the shards that could be opened; checked."""
+
+    def open(self, version: VersionId, shards: int, life: str, sources: Iterable[Source]) -> None:
+        """Open the shards, and begin to read them. What cannot be opened is told by `finish`."""
+        opened = []
+        for source in sources:
+            key = ShardKey(version, source.shard, shards)
+            opening = self._pool.submit(_open, key, source.place, life)
+            opened.append((key, source.place, opening))
+        for key, place, opening in opened:
+            checks: list[Future[None]] = []
+            try:
+                image, header = opening.result()
+            except LOST as error:
+                checks.append(_failed(error))
+            else:
+                self._images[key.shard], self.headers[key.shard] = image, header
+                self._on_read(header.header_bytes)
+                checks += [self._pool.submit(self._check, image, run) for run in runs_of(header)]
+            self._checks.append((key, place, checks))
+
+    def opened(self) -> bool:
+        """False when something could not be opened."""
+        return len(self.headers) == len(self._checks)
+
+    def finish(self) -> list[Failure]:
+        """Wait until all is read; returns the damaged, each with its first damage."""
+        failures = []
+        for key, place, checks in self._checks:
+            errors = [error for each in checks if (error := each.exception()) is not None]
+            if errors and not isinstance(errors[0], LOST):
+                raise errors[0]
+            failures += [(key, place, str(error)) for error in errors[:1]]
+        return failures
+
+    def _check(self, image: Image, run: Run) -> None:
+        """Bring some blocks and compare them with their digests."""
+        offset, digests = run.low, image.manifest.digests
+        image.bring(offset, offset + sum(run.block_bytes))
+        for number, nbytes in enumerate(run.block_bytes, run.first):
+            expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            if digest(image.view[offset : offset + nbytes]) != expected:
+                raise CorruptShardError(
+                    f"bytes {offset} to {offset + nbytes} differ from their checksum"
+                )
+            offset += nbytes
+        self._on_read(sum(run.block_bytes))
+
+
+def runs_of(header: ShardHeader) -> Iterator[Run]:
+    """All blocks of a shard, in runs of RUN_BYTES or a little less."""
+    low, first, blocks = header.header_bytes, 1, list[int]()
+    for number, nbytes in enumerate(header.block_bytes, 1):
+        if blocks and sum(blocks) + nbytes > RUN_BYTES:
+            yield Run(low, first, tuple(blocks))
+            low, first, blocks = low + sum(blocks), number, []
+        blocks.append(nbytes)
+    if blocks:
+        yield Run(low, first, tuple(blocks))
+
+
+def _open(key: ShardKey, place: Place, life: str) -> tuple[Image, ShardHeader]:
+    """A shard with its header checked. Raises what is in LOST."""
+    image = open_image(key, place, life)
+    try:
+        return image, check_header(image)
+    except BaseException:
+        image.close()
+        raise
+
+
+def check_header(image: Image) -> ShardHeader:
+    """Bring the header, compare it with its digest and with the manifest, and decode it.
+
+    Raises CorruptShardError or FormatError.
+    """
+    manifest, view = image.manifest, image.view
+    if len(view) < manifest.image_bytes:
+        raise CorruptShardError(f"truncated: {len(view)} of {manifest.image_bytes} bytes")
+    end = manifest.header_bytes
+    image.bring(0, end)
+    if digest(view[:end]) != manifest.digests[:DIGEST_BYTES]:
+        raise CorruptShardError(f"bytes 0 to {end} (the header) differ from their checksum")
+    header = decode_header(view[:end])
+    blocks = len(manifest.digests) // DIGEST_BYTES - 1
+    if (len(header.block_bytes), end + header.data_bytes) != (blocks, manifest.image_bytes):
+        raise CorruptShardError("the header and the manifest do not belong together")
+    return header
+
+
+def _failed(error: Exception) -> Future[None]:
+    failed: Future[None] = Future()
+    failed.set_exception(error)
+    return failed

@@ -1,0 +1,57 @@
+"""What a restore did, as a number that a loop can start from."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Restored(int):
+    """What `restore()` did; as a number, the iteration to go on from (0: nothing was there)."""
+
+    version: int = 0
+    """Completed optimizer steps."""
+    generation: int = 0
+    shard_levels: tuple[str, ...] = ()
+    """The level that each shard came from, by shard number; `peer` is one that was rebuilt."""
+    levels: dict[str, int]
+    """How many shards came from which level."""
+    nbytes: int = 0
+    """Bytes of all shards."""
+    read_bytes: int = 0
+    """Bytes that this rank read from some level, parity included. The ranks' sum is what the job
+    read: a shard has one reader, and is in its memory or page cache when it is loaded."""
+    exchanged_bytes: int = 0
+    """Bytes that this rank received from other ranks."""
+    seconds: dict[str, float]
+    """By phase: `inventory`, `verify` (reading is in it), `rebuild` (in the background of it),
+    `load`, `total`."""
+    rejected: tuple[str, ...] = ()
+    """Copies that were there and could not be used, and why."""
+
+    def __new__(cls, iteration: int = 0) -> Restored:
+        """See the class."""
+        made = super().__new__(cls, iteration)
+        made.levels, made.seconds = {}, {}
+        return made
+
+    def __repr__(self) -> str:
+        return f"Restored({int(self)}, version={self.version}, levels={self.levels})"
+
+
+class Volume:
+    """Bytes that one rank moved. Any thread."""
+
+    def __init__(self) -> None:
+        self.read_bytes = 0
+        self.exchanged_bytes = 0
+        self._lock = threading.Lock()
+
+    def read(self, nbytes: int) -> None:
+        """Bytes came from a level."""
+        with self._lock:
+            self.read_bytes += nbytes
+
+    def received(self, nbytes: int) -> None:
+        """Bytes came from another rank."""
+        with self._lock:
+            self.exchanged_bytes += nbytes

@@ -1,0 +1,72 @@
+"""After a rebuild the redundancy is restored: what was rebuilt survives the next failure, too."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.test_peer_level import (
+    PATIENCE_SECONDS,
+    STEPS,
+    leave_behind,
+    lose,
+    place_of,
+    settings,
+)
+from tests.dist.training import Place, attach, make_job, restored_into, train
+
+
+def come_back_and_crash(place: Place, scheme: str, steps: int = 4) -> dict[str, Any]:
+    """Restore, go on for some steps without a checkpoint to disk, and crash when protected."""
+    job = make_job(seed=2)
+    attached = attach(job, place, memory_every_steps=0, **settings(scheme))
+    ckpt = attached.ckpt
+    told = restored_into(job, attached)
+    told["course"] = {}
+    for step in range(STEPS, STEPS + steps):
+        ckpt.wait()  # so that the next vote can say that it is there
+        told["course"] |= train(job, ckpt, [step])
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not attached.versions("committed", "peer"):
+        assert time.monotonic() < deadline, [e.text() for e in attached.events]
+        time.sleep(0.01)
+        ckpt.wait()
+    told["protected"] = attached.versions("committed", "peer")
+    told["complaints"] = [e.text() for e in attached.events if e.severity > 30]
+    ckpt.abandon()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("scheme", "losses"),
+    [("xor", [(1,), (0,)]), ("partner", [(0,), (1,)]), ("rs 1+2", [(1, 2), (0, 1)])],
+)
+def test_one_failure_after_the_other(
+    scheme: str, losses: list[tuple[int, ...]], ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, scheme)
+    for lost in losses:
+        lose(place, tmp_path, *lost)
+        for number, told in enumerate(ranks(3).run(come_back_and_crash, place, scheme)):
+            assert told["restored"] == (STEPS, {"local": 3 - len(lost), "peer": len(lost)})
+            assert told["digest"] == before[number]["course"][STEPS]
+            assert told["protected"] == [STEPS], "the restored version, not a later one"
+            assert told["complaints"] == []
+
+
+def test_on_fewer_ranks_a_new_version_is_protected(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    ranks(3).run(leave_behind, place, "xor")
+    lose(place, tmp_path, 2)
+    before = ranks(2).run(come_back_and_crash, place, "xor")
+    assert [told["protected"] for told in before] == [[STEPS + 1]] * 2
+    lose(place, tmp_path, 0)
+    for number, told in enumerate(ranks(2).run(come_back_and_crash, place, "xor")):
+        assert told["restored"] == (STEPS + 1, {"local": 1, "peer": 1})
+        assert told["digest"] == before[number]["course"][STEPS + 1]

@@ -1,0 +1,107 @@
+"""What has to be made again after a rebuild: shards on their nodes' disks, and parity."""
+
+from __future__ import annotations
+
+from tierckpt.inventory import EVERYWHERE, Found, FoundParity, Place, RestorePlan, plan_restore
+from tierckpt.mending import parities_to_mend, shards_to_mend
+from tierckpt.naming import ParityKey, ShardKey, VersionId
+from tierckpt.redundancy.codes import Code
+from tierckpt.redundancy.groups import RedundancyGroup
+
+ID = VersionId(1, 5)
+RANKS = 4
+GROUP = RedundancyGroup(tuple(range(RANKS)), Code(RANKS, 2, 2))
+LINEAGE = ((1, 0),)
+
+
+def place(node: int) -> Place:
+    return Place("local", f"node{node}", "/disk")
+
+
+def found(shard: int, node: int) -> Found:
+    return Found(ShardKey(ID, shard, RANKS), place(node), LINEAGE, "life")
+
+
+def parity(shard: int, node: int, group: tuple[int, ...] = GROUP.ranks) -> FoundParity:
+    key = ParityKey(ID, shard, RANKS)
+    return FoundParity(key, place(node), LINEAGE, "life", group, 2, 2)
+
+
+def world(*lost: int) -> tuple[list[list[Found]], list[list[FoundParity]]]:
+    """Every rank on a node of its own, some of which are new ones."""
+    there = [rank not in lost for rank in range(RANKS)]
+    shards = [[found(rank, rank)] if there[rank] else [] for rank in range(RANKS)]
+    return shards, [[parity(rank, rank)] if there[rank] else [] for rank in range(RANKS)]
+
+
+def plan_of(
+    shards: list[list[Found]], parities: list[list[FoundParity]], bad: frozenset = frozenset()
+) -> RestorePlan:
+    plan = plan_restore(shards, bad, None, parities)
+    assert plan is not None
+    return plan
+
+
+def test_nothing_was_lost() -> None:
+    shards, parities = world()
+    assert shards_to_mend(plan_of(shards, parities), shards) == frozenset()
+
+
+def test_what_was_rebuilt_is_to_be_kept_where_it_was_lost() -> None:
+    shards, parities = world(1, 3)
+    plan = plan_of(shards, parities)
+    assert shards_to_mend(plan, shards) == {1, 3}
+    assert parities_to_mend(plan, [GROUP], parities) == {1, 3}
+
+
+def test_what_other_nodes_can_make_is_not_fetched_from_far_away() -> None:
+    far = Place("persistent", EVERYWHERE, "s3://far")
+    every = [Found(ShardKey(ID, shard, RANKS), far, LINEAGE, "life") for shard in range(RANKS)]
+    shards, parities = world(1, 3)
+    assert plan_of([[*shards[0], *every], *shards[1:]], parities).levels == {"local": 2, "peer": 2}
+    shards, parities = world(0, 1, 3)
+    plan = plan_of([every, *shards[1:]], parities)
+    assert plan.levels == {"local": 1, "persistent": 3}
+
+
+def test_a_shard_alone_was_damaged() -> None:
+    shards, parities = world()
+    bad = frozenset([(shards[2][0].key, shards[2][0].place)])
+    plan = plan_of(shards, parities, bad)
+    assert shards_to_mend(plan, shards) == {2}
+    assert parities_to_mend(plan, [GROUP], parities) == frozenset()
+
+
+def test_damaged_parity_is_made_again() -> None:
+    shards, parities = world(1)
+    bad = frozenset([(parities[0][0].key, parities[0][0].place)])
+    plan = plan_of(shards, parities, bad)
+    assert parities_to_mend(plan, [GROUP], parities) == {0, 1}
+
+
+def test_ranks_that_moved_cannot_be_protected_as_they_are() -> None:
+    """Rank 0 is where rank 1 was, and the other way round; 3 is lost."""
+    shards, parities = world(3)
+    shards[0], shards[1] = shards[1], shards[0]
+    plan = plan_of(shards, parities)
+    assert shards_to_mend(plan, shards) is None
+
+
+def test_another_number_of_ranks() -> None:
+    shards, parities = world(3)
+    plan = plan_of(shards[:3], parities[:3])
+    assert shards_to_mend(plan, shards[:3]) is None
+
+
+def test_groups_that_are_others_now_have_no_parity() -> None:
+    shards, parities = world(1)
+    now = [RedundancyGroup((0, 2, 1, 3), Code(RANKS, 2, 2))]
+    plan = plan_of(shards, parities)
+    assert parities_to_mend(plan, now, parities) == set(range(RANKS))
+
+
+def test_parity_of_another_life_is_none() -> None:
+    shards, parities = world(1)
+    plan = plan_of(shards, parities)
+    stranger = [[], *parities[1:]]
+    assert parities_to_mend(plan, [GROUP], stranger) == {0, 1}

@@ -1,0 +1,60 @@
+"""The progress bar of a restore."""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import redirect_stderr
+
+import pytest
+
+from tierckpt.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("rank", "asked", "there", "shown"),
+    [
+        (0, None, True, True),
+        (0, None, False, False),
+        (0, True, False, True),
+        (0, False, True, False),
+        (1, True, True, False),
+        (1, None, True, False),
+    ],
+)
+def test_who_shows_one(
+    rank: int, asked: bool | None, there: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal() if there else io.StringIO())
+    assert Progress.wanted(rank, asked) == shown
+
+
+def shown_by(progress: Progress) -> str:
+    """What a terminal gets of a restore."""
+    terminal = Terminal()
+    with redirect_stderr(terminal):
+        progress.begin("verifying v7")
+        progress.advance(1000)
+        progress.begin("loading v7", 2000)
+        progress.advance(2000)
+        progress.close()
+        progress.advance(1)
+    return terminal.getvalue()
+
+
+def test_what_takes_long_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    text = shown_by(Progress(True, patience_seconds=0.0))
+    assert "verifying v7" in text
+    assert "loading v7" in text
+    assert "2.0/2.0 kB" in text
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_is_over_soon_shows_nothing(shown: bool) -> None:
+    assert shown_by(Progress(shown, patience_seconds=1e6 if shown else 0.0)) == ""

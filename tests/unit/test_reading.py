@@ -1,0 +1,206 @@
+"""A rank's share of a restart's reading: every byte brought once, checked, and damage named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.peershards import shard_of
+from tierckpt import reading
+from tierckpt.group import SingleGroup
+from tierckpt.images import Image
+from tierckpt.inventory import Place, RestorePlan, Source
+from tierckpt.manifest import Manifest
+from tierckpt.naming import VersionId
+from tierckpt.progress import Progress
+from tierckpt.reading import RUN_BYTES, Reads, runs_of
+from tierckpt.restore import Attempt
+from tierckpt.restored import Volume
+from tierckpt.shardfile import decode_header
+from tierckpt.sharing import Courier
+
+SHARD_BYTES = 2 * RUN_BYTES + 3 * 4096
+SHARDS = 3
+
+
+class Disk:
+    """Shards that are brought range by range, from what may be damaged, into what was empty."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, bytearray] = {}
+        self.manifests: dict[int, Manifest] = {}
+        self.brought: dict[int, list[tuple[int, int]]] = {}
+        self.closed: list[int] = []
+        self.broken: set[int] = set()
+        self._lock = threading.Lock()
+        for number in range(SHARDS):
+            image, record = shard_of(number, SHARD_BYTES, SHARDS)
+            self.stored[number] = bytearray(image)
+            self.manifests[number] = replace(Manifest.decode(record), shard=number)
+            self.brought[number] = []
+
+    def open_image(self, key: Any, place: Place, life: str) -> Image:
+        number = key.shard
+        if number in self.broken:
+            raise FileNotFoundError(f"shard {number} cannot be opened")
+        view = memoryview(bytearray(len(self.stored[number])))
+
+        def bring(low: int, high: int) -> None:
+            with self._lock:
+                self.brought[number].append((low, high))
+            view[low:high] = self.stored[number][low:high]
+
+        return Image(self.manifests[number], view, lambda: self.closed.append(number), bring)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk()
+    monkeypatch.setattr(reading, "open_image", made.open_image)
+    return made
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(3) as made:
+        yield made
+
+
+def sources(readers: list[int]) -> tuple[Source, ...]:
+    place = Place("persistent", "*", "somewhere")
+    return tuple(Source(s, place, reader, direct=False) for s, reader in enumerate(readers))
+
+
+def read(
+    pool: ThreadPoolExecutor, volume: Volume
+) -> tuple[list[tuple[int, str]], dict[int, Image], Reads]:
+    images: dict[int, Image] = {}
+    reads = Reads(pool, images, volume.read)
+    reads.open(VersionId(1, 1), SHARDS, "", sources([0] * SHARDS))
+    return [(key.shard, why) for key, _, why in reads.finish()], images, reads
+
+
+def test_every_byte_is_brought_once(disk: Disk, pool: ThreadPoolExecutor) -> None:
+    volume = Volume()
+    failures, images, reads = read(pool, volume)
+    assert failures == []
+    assert reads.opened()
+    for number, ranges in disk.brought.items():
+        assert [high for _, high in sorted(ranges)][-1] == SHARD_BYTES
+        assert [low for low, _ in sorted(ranges)] == [0, *(h for _, h in sorted(ranges)[:-1])]
+        assert images[number].view == disk.stored[number]
+    assert volume.read_bytes == SHARDS * SHARD_BYTES
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (100, "(the header) differ"),
+        (4096, "bytes 4096 to 528384 differ"),
+        (SHARD_BYTES - 1, f"to {SHARD_BYTES} differ"),
+    ],
+)
+def test_damage_is_named_and_the_rest_is_still_read(
+    at: int, said: str, disk: Disk, pool: ThreadPoolExecutor
+) -> None:
+    disk.stored[1][at] ^= 1
+    failures, _, reads = read(pool, Volume())
+    ((number, why),) = failures
+    assert number == 1
+    assert said in why
+    assert 2 in reads.headers
+
+
+def test_the_first_damage_of_several_is_named(disk: Disk, pool: ThreadPoolExecutor) -> None:
+    for at in (5000, SHARD_BYTES - 1):
+        disk.stored[0][at] ^= 1
+    failures, _, _ = read(pool, Volume())
+    assert "bytes 4096 to" in failures[0][1]
+    assert len(failures) == 1
+
+
+def test_what_is_short_or_cannot_be_opened_is_lost(disk: Disk, pool: ThreadPoolExecutor) -> None:
+    del disk.stored[0][-4096:]
+    disk.broken.add(2)
+    failures, images, reads = read(pool, Volume())
+    assert [number for number, _ in failures] == [0, 2]
+    assert failures[0][1] == f"truncated: {SHARD_BYTES - 4096} of {SHARD_BYTES} bytes"
+    assert failures[1][1] == "shard 2 cannot be opened"
+    assert list(images) == [1]
+    assert disk.closed == [0]
+    assert not reads.opened()
+
+
+def test_a_mistake_of_ours_is_no_damage(disk: Disk, pool: ThreadPoolExecutor) -> None:
+    disk.manifests[0] = replace(disk.manifests[0], digests=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        read(pool, Volume())
+
+
+@given(st.lists(st.integers(1, RUN_BYTES), max_size=40))
+def test_runs_are_all_blocks_in_order(block_bytes: list[int]) -> None:
+    header: Any = SimpleNamespace(header_bytes=8192, block_bytes=tuple(block_bytes))
+    low, number, seen = 8192, 1, []
+    for run in runs_of(header):
+        assert (run.low, run.first) == (low, number)
+        assert 0 < sum(run.block_bytes) <= RUN_BYTES
+        low, number = low + sum(run.block_bytes), number + len(run.block_bytes)
+        seen += run.block_bytes
+    assert seen == block_bytes
+
+
+# --- showing to others ---------------------------------------------------------------------------
+
+
+class Other(SingleGroup):
+    """Rank 1 of two; what rank 0 broadcasts is `said`."""
+
+    rank, size = 1, 2
+
+    def __init__(self, said: bytes) -> None:
+        self.said, self.lengths = said, list[int]()
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        self.lengths.append(len(buffer))
+        if source == 0:
+            at = sum(self.lengths) - len(buffer)
+            buffer.copy_(torch.tensor(list(self.said[at : at + len(buffer)]), dtype=torch.uint8))
+
+
+def test_a_rank_holds_a_window_of_what_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierckpt.sharing.BROADCAST_BYTES", 1000)
+    said = bytes(i % 251 for i in range(2500))
+    group, volume, seen = Other(said), Volume(), bytearray()
+    courier = Courier(group, volume)
+    (source, _) = sources([0, 1])[:2]
+
+    def visit(shard: int, offset: int, window: memoryview) -> None:
+        assert (shard, offset) == (0, len(seen))
+        seen.extend(window)
+
+    courier.show(source, len(said), None, visit)
+    assert seen == said
+    assert group.lengths == [1000, 1000, 500]
+    assert volume.exchanged_bytes == 2500
+
+
+def test_what_was_fetched_is_let_go_when_it_is_loaded(disk: Disk, pool: ThreadPoolExecutor) -> None:
+    _, images, _ = read(pool, Volume())
+    plan = RestorePlan(VersionId(1, 1), sources([0] * SHARDS))
+    headers = [decode_header(bytes(disk.stored[s])) for s in range(SHARDS)]
+    courier = Courier(SingleGroup(), Volume())
+    attempt = Attempt(plan, courier, Progress(False), headers, None, images)
+    held = []
+    attempt.visit(lambda shard, offset, window: held.append((shard, len(images))))
+    assert held == [(0, 3), (1, 2), (2, 1)]
+    assert images == {}
+    assert disk.closed == [0, 1, 2]
