@@ -15,7 +15,7 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
     -> {"op": "flush", "order": {...}}                           see flusher.FlushOrder
     -> {"op": "meet", "where": {...}}                            listen for other nodes' agents
     -> {"op": "know", "parties": [...]}                          see protector.PartySettings
-    -> {"op": "protect", "version": ..., "generation": ...}
+    -> {"op": "protect", "version": ..., "generation": ..., "lost": [shard, ...] or null}
     -> {"op": "bye"}                                             this trainer ends of its own will
     <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "listening" |
         "protected" | "protect_failed" | "cleaned" | "problem", ...}
@@ -38,7 +38,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,8 +142,13 @@ class Agent:
         self._protector: Protector | None = None
         self._woken, self._wake = socket.socketpair()
 
-    def serve(self, listener: socket.socket) -> None:
-        """Accept trainers until there is nobody to serve, or to wait for, any more."""
+    def serve(
+        self, listener: socket.socket, on_lingering: Callable[[], None] = lambda: None
+    ) -> None:
+        """Accept trainers until there is nobody to serve, or to wait for, any more.
+
+        `on_lingering` is called when all are gone, and one that was killed may come back.
+        """
         nobody_before = time.monotonic() + FIRST_CLIENT_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
@@ -152,6 +157,8 @@ class Agent:
                 left = self._patience(nobody_before)
                 if left is not None and left <= 0:
                     return
+                if left is not None and not nobody_before:
+                    on_lingering()
                 for key, _ in selector.select(left):
                     if key.fileobj is listener:
                         nobody_before = 0
@@ -274,6 +281,14 @@ def lower_priority(nice: int) -> None:
         ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, best_effort_lowest)
 
 
+def _let_go_of_output() -> None:
+    """Launchers wait until nobody holds their pipes any more, and would wait for us to linger."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (1, 2):
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
+
+
 def run(settings: AgentSettings) -> int:
     """Be the agent; returns the exit status."""
     place = settings.place()
@@ -285,7 +300,7 @@ def run(settings: AgentSettings) -> int:
     try:
         agent = Agent(settings.linger_seconds)
         with contextlib.closing(agent):
-            agent.serve(listener)
+            agent.serve(listener, _let_go_of_output)
     finally:
         # Only the one who holds the lock may remove these, and the lock goes last.
         listener.close()
@@ -299,7 +314,7 @@ def run(settings: AgentSettings) -> int:
 def main() -> None:
     """Entry point of the process: settings in argv."""
     # The agent ends when its trainers have: signals meant for the job must not cut a write short.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     sys.exit(run(AgentSettings(**json.loads(sys.argv[1]))))
 

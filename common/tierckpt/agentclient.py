@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -128,12 +128,20 @@ class AgentClient:
             self._flushing[order.name.id] = order
             self._send({"op": "flush", "order": order.as_message()})
 
-    def protect(self, version: VersionId) -> None:
-        """Have a version protected by the agents of other nodes. One call for the whole node."""
+    def protect(self, version: VersionId, lost: Collection[int] | None = None) -> None:
+        """Have a version protected by the agents of other nodes. One call for the whole node.
+
+        `lost`: the shards beside which parity is missing, where only that is to be made.
+        """
         with self._lock:
             self._protecting.add(version)
             self._send(
-                {"op": "protect", "version": version.version, "generation": version.generation}
+                {
+                    "op": "protect",
+                    "version": version.version,
+                    "generation": version.generation,
+                    "lost": None if lost is None else sorted(lost),
+                }
             )
 
     def introduce(self, where: dict[str, Any], parties: list[dict[str, Any]]) -> None:

@@ -8,15 +8,17 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from . import tree
+from torch.utils.data import DataLoader
+
+from . import health, tree
 from .agent import AgentSettings
 from .agentclient import AgentClient
 from .config import Config
 from .desk import DeskSettings
-from .errors import ConfigError
+from .errors import ConfigError, NodeHealthError
 from .group import Group, Node
 from .pool import too_small
-from .slots import JobDirectory, Slot
+from .slots import JobDirectory, Slot, job_id_of
 from .state import TrainingState
 
 PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
@@ -30,7 +32,9 @@ def check_state(state: TrainingState) -> None:
     state.buffer_entries(walk)
     arena = tree.Arena()
     state.pack_groups(arena.keep)
-    state.pack_extra({**state.extra, **state.extra_per_rank}, arena)
+    # A loader that is asked begins to draw, and a restore may have it draw from somewhere else.
+    objects = {**state.extra, **state.extra_per_rank}.items()
+    state.pack_extra({n: o for n, o in objects if not isinstance(o, DataLoader)}, arena)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +81,7 @@ def lacking_room(
 
     An estimate while the optimizer has made no state yet. `slots` are those that are there already.
     """
-    walk = state.walk()
-    held = sum(t.nbytes for t in walk.striped)
-    if not walk.state:  # most optimizers will make two values for every parameter
-        held *= 3
-    needed = count * held // ranks + count * sum(b.nbytes for b in walk.buffers)
+    needed = count * _shard_bytes(state, ranks)
     found = os.statvfs(config.shm_dir)
     free = found.f_bavail * found.f_frsize
     have = sum(s.nbytes for s in slots if s is not None)
@@ -91,6 +91,52 @@ def lacking_room(
         f"{config.shm_dir} has {free} bytes free, and this rank needs about {needed} "
         f"for {count} slots: {too_small(config.shm_dir)}"
     )
+
+
+def _shard_bytes(state: TrainingState, ranks: int) -> int:
+    """About how large one rank's shard is."""
+    walk = state.walk()
+    held = sum(t.nbytes for t in walk.striped)
+    if not walk.state:  # most optimizers will make two values for every parameter
+        held *= 3
+    return held // ranks + sum(b.nbytes for b in walk.buffers)
+
+
+def check_health(config: Config, state: TrainingState, group: Group, node: Node, count: int) -> str:
+    """What is wrong with the job's nodes, in words, by name; empty when all is well, or nobody
+    asked. Collective: each node's first rank looks. `count` slots of every rank there need room.
+
+    Raises NodeHealthError, on all ranks alike, when nodes that are not well are to be refused.
+    """
+    if config.health == "off":
+        return ""
+    name = config.node or socket.gethostname()
+    mine: list[str] = []
+    if node.first == group.rank:
+        needs, memory_bytes = _needs(config, _shard_bytes(state, group.size), group, node, count)
+        processes = config.agent != "inline"
+        mine = health.examine(needs, memory_bytes, config.health_seconds, processes)
+    told = group.all_gather_object((name, mine))
+    unwell = NodeHealthError({name: problems for name, problems in told if problems})
+    if unwell.problems and config.health == "refuse":
+        raise unwell
+    return str(unwell)
+
+
+def _needs(
+    config: Config, shard_bytes: int, group: Group, node: Node, count: int
+) -> tuple[list[health.Need], int]:
+    """What this node's directories and memory have to offer: the slots that are not there yet, and
+    one version on each level."""
+    job = JobDirectory.at(config.shm_dir, config.job_id or job_id_of(config.path), config.node)
+    have = sum(path.stat().st_size for path in job.segments())
+    slots_bytes = max(count * shard_bytes * len(node.ranks) - have, 0)
+    needs = [health.Need(config.shm_dir, slots_bytes)]
+    if config.uses("local"):
+        needs.append(health.Need(config.directory, shard_bytes * len(node.ranks), make=True))
+    if config.uses("persistent") and "://" not in config.persistent.path:
+        needs.append(health.Need(config.persistent.path, shard_bytes * group.size, make=True))
+    return needs, slots_bytes
 
 
 def agent_client(config: Config, group: Group, job: JobDirectory, node: Node) -> AgentClient:
@@ -113,6 +159,7 @@ def agent_client(config: Config, group: Group, job: JobDirectory, node: Node) ->
             keep_last=config.local.keep_last,
             keep_every=config.local.keep_every,
             persistent=persistent,
+            modules=config.local.modules,
         ),
         inline=config.agent == "inline",
     )

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .errors import TierckptError
+from .errors import ConfigError, NodeHealthError, TierckptError
+from .intervalcommand import interval
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +63,87 @@ def _add_inputs(parser: argparse.ArgumentParser, action: str) -> None:
     parser.set_defaults(run=run)
 
 
-COMMANDS: tuple[Callable[[Any], None], ...] = (trace,)
+def halt(commands: Subparsers) -> None:
+    """`tierckpt halt PATH`."""
+    parser = commands.add_parser(
+        "halt",
+        help="have a job take a last checkpoint and end",
+        description="Asks the job whose path (or persistent_path, if that is a directory) PATH is "
+        "to take a last checkpoint and end: when any of the conditions holds. They stay until they "
+        "are cleared. Within some seconds the job has read them.",
+    )
+    parser.add_argument("path", type=Path, metavar="PATH")
+    what = "when version V, or a later one, is taken"
+    parser.add_argument("--after-version", type=int, metavar="V", help=what)
+    what = "before a time: HH:MM, or 2026-12-24T18:00"
+    parser.add_argument("--before", metavar="TIME", help=what)
+    what = "S seconds before that time, and before the end of the scheduler's allocation"
+    parser.add_argument("--seconds-left", type=float, metavar="S", help=what)
+    parser.add_argument("--now", action="store_true", help="at once")
+    parser.add_argument("--show", action="store_true", help="print what is asked for")
+    parser.add_argument("--clear", action="store_true", help="ask for nothing any more")
+    parser.set_defaults(run=_halt)
+
+
+def _halt(args: argparse.Namespace, console: Console) -> None:
+    from datetime import datetime
+
+    from . import haltrequest
+
+    before = haltrequest.parse_time(args.before, datetime.now()) if args.before else None
+    asked = haltrequest.HaltRequest(args.now, args.after_version, before, args.seconds_left)
+    nothing = asked == haltrequest.HaltRequest()
+    if nothing and not (args.show or args.clear):
+        raise ConfigError("nothing is asked for; see tierckpt halt --help for the conditions")
+    try:
+        if args.clear:
+            haltrequest.clear(args.path)
+        standing = haltrequest.read(args.path)
+        if not nothing:
+            standing = (standing or haltrequest.HaltRequest()).merged(asked)
+            haltrequest.write(args.path, standing)
+    except OSError as error:
+        raise ConfigError(
+            f"{args.path} cannot be used: {error}; PATH is the directory of the job's checkpoints, "
+            "on a node where the job runs"
+        ) from error
+    said = f"the job is to end: {standing.text()}" if standing else "the job may go on"
+    console.print(f"{args.path}: {said}", soft_wrap=True)
+
+
+def health(commands: Subparsers) -> None:
+    """`tierckpt health PATH...`."""
+    parser = commands.add_parser(
+        "health",
+        help="tell whether this node can take checkpoints",
+        description="Writes, flushes, reads back and compares a file in each directory. For "
+        "prologue scripts: the exit status is 0 when all is well, else 1.",
+    )
+    parser.add_argument("path", nargs="+", metavar="PATH", help="directories of the levels")
+    what = "room that each directory must have, e.g. 20G"
+    parser.add_argument("--free", default="0", metavar="SIZE", help=what)
+    what = "memory that must be available"
+    parser.add_argument("--memory", default="0", metavar="SIZE", help=what)
+    what = "a directory that does not answer for so long is not well (20)"
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help=what)
+    parser.set_defaults(run=_health)
+
+
+def _health(args: argparse.Namespace, console: Console) -> None:
+    import os
+    import socket
+
+    from .health import Need, examine, parse_size
+
+    free, node = parse_size(args.free), os.environ.get("TIERCKPT_NODE") or socket.gethostname()
+    needs = [Need(os.path.abspath(path), free) for path in args.path]
+    problems = examine(needs, parse_size(args.memory), args.seconds)
+    if problems:
+        raise NodeHealthError({node: problems})
+    console.print(f"node {node} is well: {', '.join(n.path for n in needs)}", soft_wrap=True)
+
+
+COMMANDS: tuple[Callable[[Any], None], ...] = (trace, halt, health, interval)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

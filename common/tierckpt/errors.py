@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class TierckptError(Exception):
@@ -15,6 +15,18 @@ class ConfigError(TierckptError, ValueError):
 
 class UnsupportedStateError(TierckptError):
     """The training state holds something that cannot be taken; raised when attaching."""
+
+
+class NodeHealthError(TierckptError):
+    """Nodes are not well; the text names each, and what is wrong with it.
+
+    `problems` has a list of sentences for each node's name.
+    """
+
+    def __init__(self, problems: Mapping[str, Sequence[str]]) -> None:
+        self.problems = {node: tuple(each) for node, each in problems.items()}
+        told = [f"node {node}: {each}" for node, many in self.problems.items() for each in many]
+        super().__init__("\n".join(told))
 
 
 class FormatError(TierckptError):

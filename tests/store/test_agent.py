@@ -103,6 +103,21 @@ def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(node: Any) -> Non
     until(lambda: not alive(pid))
 
 
+def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
+    """It reads the job's output until nobody has the other end any more."""
+    killed = trainer(node(0, linger=PATIENCE_SECONDS))
+    pid = int(killed.stdout.readline())
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert killed.stdout.read() == ""
+    assert alive(pid)
+    end(killed)
+    successor = AgentClient(*node(0))
+    assert reach(successor) == pid
+    successor.close()
+    until(lambda: not alive(pid))
+
+
 def test_it_does_not_wait_longer_than_it_was_told(node: Any) -> None:
     killed = trainer(node(0, linger=0.2))
     pid = int(killed.stdout.readline())

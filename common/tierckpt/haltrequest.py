@@ -1,0 +1,182 @@
+"""Halt requests: an operator's wish that a job end early, as a file in its checkpoints' directory.
+
+The conditions are SCR's (Scalable Checkpoint/Restart, Moody et al., SC 2010): after a version,
+before a time, when so many seconds of the allocation are left, at once. The request stays until it
+is cleared: a job that is started again under it ends again, and says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from .errors import ConfigError, FormatError
+
+FILE_NAME = "halt.json"
+KIND = "tierckpt-halt"
+FORMAT_VERSION = 1
+
+
+class Reason(enum.IntEnum):
+    """Why a job ends early; of several the smallest is told, so ranks agree by a minimum."""
+
+    SIGNAL = 0
+    NOW = 1
+    TIME = 2
+    VERSION = 3
+    NONE = 9
+
+    def text(self) -> str:
+        """For people."""
+        return {
+            Reason.SIGNAL: "a signal told some rank to end",
+            Reason.NOW: "a halt was asked for",
+            Reason.TIME: "its time is over",
+            Reason.VERSION: "it has the version after which a halt was asked for",
+            Reason.NONE: "",
+        }[self]
+
+
+@dataclass(frozen=True)
+class HaltRequest:
+    """The conditions; any of them is enough. Times are Unix seconds."""
+
+    now: bool = False
+    after_version: int | None = None
+    """End when this version, or a later one, is taken."""
+    before_seconds: float | None = None
+    """End in time before this moment."""
+    seconds_left: float | None = None
+    """How long before that, and before the end of the scheduler's allocation, is in time."""
+
+    def reason(self, version: int, now_seconds: float, end_seconds: float | None) -> Reason:
+        """Which condition the next boundary after `version` meets, or NONE. Pure.
+
+        What is found out at one boundary happens at the next, so the next version counts.
+        `end_seconds` is the end of the allocation, if that is known.
+        """
+        if self.now:
+            return Reason.NOW
+        ends = [self.before_seconds, end_seconds if self.seconds_left is not None else None]
+        known = [end for end in ends if end is not None]
+        if known and now_seconds >= min(known) - (self.seconds_left or 0):
+            return Reason.TIME
+        if self.after_version is not None and version + 1 >= self.after_version:
+            return Reason.VERSION
+        return Reason.NONE
+
+    def unknown(self, end_seconds: float | None) -> bool:
+        """True when it asks for seconds before an end that nobody named."""
+        return bool(self.seconds_left) and self.before_seconds is None and end_seconds is None
+
+    def text(self) -> str:
+        """The conditions in words."""
+        parts = ["now"] if self.now else []
+        if self.after_version is not None:
+            parts.append(f"after version {self.after_version}")
+        margin = f"{self.seconds_left:g} seconds" if self.seconds_left is not None else ""
+        if self.before_seconds is not None:
+            when = datetime.fromtimestamp(self.before_seconds).astimezone()
+            parts.append(f"{margin} before {when:%Y-%m-%d %H:%M:%S %Z}".strip())
+        if margin:
+            parts.append(f"when {margin} of the allocation are left")
+        return ", or ".join(parts)
+
+    def merged(self, other: HaltRequest) -> HaltRequest:
+        """With what `other` sets in place of what is there."""
+        plain = HaltRequest()
+        changes = {
+            f.name: getattr(other, f.name)
+            for f in fields(self)
+            if getattr(other, f.name) != getattr(plain, f.name)
+        }
+        return replace(self, **changes)
+
+    def encode(self) -> str:
+        """As the file has it."""
+        head = {"kind": KIND, "version": FORMAT_VERSION}
+        return json.dumps({**head, **asdict(self)}, indent=1) + "\n"
+
+    @staticmethod
+    def decode(text: str) -> HaltRequest:
+        """The inverse of `encode`. Raises FormatError."""
+        try:
+            found = json.loads(text)
+            if found["kind"] != KIND or found["version"] > FORMAT_VERSION:
+                raise FormatError(f"no halt request that this release can read: {text[:80]!r}")
+            after, before = found["after_version"], found["before_seconds"]
+            left = found["seconds_left"]
+            return HaltRequest(
+                now=bool(found["now"]),
+                after_version=None if after is None else int(after),
+                before_seconds=None if before is None else float(before),
+                seconds_left=None if left is None else float(left),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"not a halt request: {text[:80]!r} ({error!r})") from error
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def read(directory: str | os.PathLike[str]) -> HaltRequest | None:
+    """The request in a directory; None without one. Raises OSError, FormatError."""
+    try:
+        return HaltRequest.decode((Path(directory) / FILE_NAME).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def write(directory: str | os.PathLike[str], request: HaltRequest) -> None:
+    """Put the request in place of one that is there, atomically. Raises OSError."""
+    folder = Path(directory)
+    temp = folder / f".{FILE_NAME}.{socket.gethostname()}.{os.getpid()}.tmp"
+    try:
+        temp.write_text(request.encode())
+        temp.replace(folder / FILE_NAME)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temp.unlink(missing_ok=True)
+        raise
+
+
+def clear(directory: str | os.PathLike[str]) -> bool:
+    """Remove the request; True when there was one. Raises OSError."""
+    try:
+        (Path(directory) / FILE_NAME).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+# --- times ---------------------------------------------------------------------------------------
+
+
+def parse_time(text: str, now: datetime) -> float:
+    """Unix seconds of `HH:MM` (the next one), or of a date and time as ISO 8601 writes them, in
+    local time unless it names an offset. Raises ConfigError."""
+    with contextlib.suppress(ValueError):
+        clock = datetime.strptime(text, "%H:%M")
+        then = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
+        return (then if then > now else then + timedelta(days=1)).timestamp()
+    with contextlib.suppress(ValueError):
+        return datetime.fromisoformat(text).timestamp()
+    raise ConfigError(
+        f"{text!r} is no time; give HH:MM, or date and time, for example 2026-12-24T18:00"
+    )
+
+
+def allocation_end(environment: Mapping[str, str]) -> float | None:
+    """When the scheduler ends this job, in Unix seconds, if its environment tells: Slurm's does
+    (SLURM_JOB_END_TIME, from 22.05 on)."""
+    try:
+        return float(environment["SLURM_JOB_END_TIME"])
+    except (KeyError, ValueError):
+        return None

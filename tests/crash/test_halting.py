@@ -1,0 +1,175 @@
+"""Told to end by a signal: under a real launcher, and where the process cannot do as it is told."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.crash.launcher import PATIENCE_SECONDS, Job, Process, quiet_environment
+from tests.crash.scenario import RANKS, VARIABLE
+
+SCRIPT = Path(__file__).with_name("halting_job.py")
+STAND, LAST = 12, 14
+"""All ranks stand before this step; the one told there says so at v13, and v14 is the last."""
+
+
+def start_torchrun(job: Job, asks: bool) -> subprocess.Popen[bytes]:
+    """A life of the job, number 0, that stands before step STAND."""
+    scenario = replace(job.scenario, life=0, gates={"stand": STAND})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS), "--max-restarts", "3"]
+    command += ["--monitor-interval", "0.1", str(SCRIPT)]
+    with (job.folder / "torchrun.log").open("wb") as log:
+        job.foreign = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env={
+                **quiet_environment(),
+                VARIABLE: scenario.to_json(),
+                "CRASH_ASKS": "yes" if asks else "",
+            },
+        )
+    stand = "both ranks at the gate"
+    patience = 2 * PATIENCE_SECONDS
+    job.wait_for(
+        lambda: all(job.journal(r, 0, waiting="stand") for r in range(RANKS)), stand, patience
+    )
+    return job.foreign
+
+
+def open_when_told(job: Job, ranks: list[int]) -> None:
+    """Let all ranks go on as soon as these have their signal."""
+    job.wait_for(lambda: all(job.journal(r, 0, signal=15) for r in ranks), f"SIGTERM at {ranks}")
+    (job.folder / "stand").touch()
+
+
+def both_ended_after_the_same_version(job: Job) -> None:
+    for rank in range(RANKS):
+        assert [x["exit"] for x in job.journal(rank, 0) if "exit" in x] == [0], job.output()
+        assert job.committed(rank, 0)[-1] == LAST
+        assert max(job.losses(rank, 0)) == LAST - 1
+    resumed = job.live()
+    assert resumed.start == LAST
+    assert resumed.resumed()["levels"] == {"local": RANKS}
+    job.ended_as_undisturbed()
+
+
+def test_one_rank_is_told_and_all_end_with_one_last_version(job: Job) -> None:
+    """The loop never asks."""
+    torchrun = start_torchrun(job, asks=False)
+    (line,) = (x for x in job.journal(1, 0) if "pid" in x)
+    rank = Process(line["pid"])
+    rank.signal(signal.SIGTERM)
+    open_when_told(job, [1])
+    job.wait_for(lambda: torchrun.poll() is not None, "torchrun's end")
+    rank.forget()
+    assert torchrun.returncode == 0, "nothing failed, so nothing is restarted"
+    assert not job.journal(0, 0, signal=15)
+    both_ended_after_the_same_version(job)
+
+
+def test_the_launcher_is_told_and_hands_it_on(job: Job) -> None:
+    """The loop asks."""
+    torchrun = start_torchrun(job, asks=True)
+    torchrun.send_signal(signal.SIGTERM)
+    open_when_told(job, [0, 1])
+    job.wait_for(lambda: torchrun.poll() is not None, "torchrun's end")
+    assert "SIGKILL" not in (job.folder / "torchrun.log").read_text()
+    both_ended_after_the_same_version(job)
+
+
+# --- processes that cannot do as they are told ---------------------------------------------------
+
+BEGIN = """
+import ctypes, os, signal, sys, time
+import tierckpt.signals as module
+{patch}
+signals = module.Signals(module.parse_signals("SIGTERM"))
+{boundary}
+print("ready", flush=True)
+"""
+BOUNDARY = "signals.passed_boundary()"
+# A wait that no signal interrupts, as in a collective whose other side is gone.
+STUCK = """
+lock = ctypes.create_string_buffer(64)
+libc = ctypes.CDLL(None)
+libc.pthread_mutex_lock(lock)
+libc.pthread_mutex_lock(lock)
+"""
+SLEEPS = "while not signals.came: time.sleep(0.001)\n"
+HEARD = 'print("heard", flush=True)\ntime.sleep(60)\n'
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`start(program)`: a process that has said "ready"."""
+    started = []
+
+    def run(then: str, patch: str = "", boundary: str = BOUNDARY) -> subprocess.Popen[str]:
+        program = BEGIN.format(patch=patch, boundary=boundary) + then
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=-1, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_before_the_first_boundary_a_signal_ends_at_once(start: Start) -> None:
+    process = start("time.sleep(60)", boundary="")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+
+
+def test_the_same_signal_again_ends_at_once(start: Start) -> None:
+    """But not the echo of the first: this one's is told apart by a shorter time."""
+    wait = f"{SLEEPS}first = time.monotonic()\n"
+    wait += "while time.monotonic() < first + 0.2: time.sleep(0.001)\n"
+    process = start(wait + HEARD, patch="module.REPEATED_SECONDS = 0.1")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "heard\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+
+
+def test_a_process_that_hangs_in_a_collective_ends(start: Start) -> None:
+    process = start(STUCK, patch="module.PATIENCE_SECONDS = 0.1")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
+
+
+def test_one_that_is_at_its_end_may_take_its_time(start: Start) -> None:
+    patch = "module.PATIENCE_SECONDS = 0.05"
+    wait = f"signals.be_calm()\n{SLEEPS}first = time.monotonic()\n"
+    wait += "while time.monotonic() < first + 0.5: time.sleep(0.01)\nprint('done')\n"
+    process = start(wait, patch)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_a_forked_child_ends_when_told_so_and_its_parent_hears_nothing(start: Start) -> None:
+    """As DataLoader ends its workers."""
+    child = "read, write = os.pipe()\nchild = os.fork()\n"
+    child += "if not child:\n  os.write(write, b'!')\n  time.sleep(60)\n  os._exit(1)\n"
+    child += "os.read(read, 1)\nos.kill(child, signal.SIGTERM)\n"
+    child += "print(os.waitpid(child, 0)[1], signals.came, flush=True)\n"
+    process = start(child)
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"{int(signal.SIGTERM)} None\n"
+    assert process.wait(PATIENCE_SECONDS) == 0

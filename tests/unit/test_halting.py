@@ -1,0 +1,412 @@
+"""Ending early: the conditions, the request in the directory, signals, and what follows."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierckpt import halting, haltrequest
+from tierckpt.cli import main
+from tierckpt.config import Config, load_config
+from tierckpt.errors import ConfigError, FormatError
+from tierckpt.group import Node
+from tierckpt.halting import Halting, Lookout, watched_directories
+from tierckpt.haltrequest import HaltRequest, Reason
+from tierckpt.policy import Vote
+from tierckpt.signals import Signals, parse_signals
+
+NOON = 1_800_000_000.0
+"""Unix seconds."""
+
+# --- conditions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "version", "seconds", "end", "expected"),
+    [
+        (HaltRequest(), 10**9, NOON, NOON - 1, Reason.NONE),
+        (HaltRequest(now=True), 0, NOON, None, Reason.NOW),
+        (HaltRequest(after_version=10), 8, NOON, None, Reason.NONE),
+        (HaltRequest(after_version=10), 9, NOON, None, Reason.VERSION),
+        (HaltRequest(after_version=10), 99, NOON, None, Reason.VERSION),
+        (HaltRequest(before_seconds=NOON), 0, NOON - 0.1, None, Reason.NONE),
+        (HaltRequest(before_seconds=NOON), 0, NOON, None, Reason.TIME),
+        (HaltRequest(before_seconds=NOON, seconds_left=60), 0, NOON - 61, None, Reason.NONE),
+        (HaltRequest(before_seconds=NOON, seconds_left=60), 0, NOON - 60, None, Reason.TIME),
+        (HaltRequest(seconds_left=60), 0, NOON, None, Reason.NONE),
+        (HaltRequest(seconds_left=60), 0, NOON, NOON + 61, Reason.NONE),
+        (HaltRequest(seconds_left=60), 0, NOON, NOON + 60, Reason.TIME),
+        # Nobody asked to look at the end of the allocation, which may have been prolonged.
+        (HaltRequest(before_seconds=NOON + 9), 0, NOON, NOON - 9, Reason.NONE),
+        (HaltRequest(now=True, after_version=1), 5, NOON, None, Reason.NOW),
+    ],
+)
+def test_a_condition_holds_when_it_should(
+    request_: HaltRequest, version: int, seconds: float, end: float | None, expected: Reason
+) -> None:
+    assert request_.reason(version, seconds, end) is expected
+
+
+times = st.none() | st.floats(0, 2e9)
+requests = st.builds(
+    HaltRequest,
+    now=st.booleans(),
+    after_version=st.none() | st.integers(0, 2**40),
+    before_seconds=times,
+    seconds_left=times,
+)
+
+
+@given(requests)
+def test_a_request_survives_the_file(request_: HaltRequest) -> None:
+    assert HaltRequest.decode(request_.encode()) == request_
+
+
+@given(requests, requests)
+def test_what_is_asked_later_is_added(first: HaltRequest, second: HaltRequest) -> None:
+    both = first.merged(second)
+    assert both.now == (first.now or second.now)
+    for name in ("after_version", "before_seconds", "seconds_left"):
+        later, earlier = getattr(second, name), getattr(first, name)
+        assert getattr(both, name) == (earlier if later is None else later)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"kind": "another", "version": 1}',
+        HaltRequest().encode().replace('"version": 1', '"version": 2'),
+        HaltRequest(after_version=3).encode().replace("3", '"x"'),
+    ],
+)
+def test_what_is_no_request_is_refused(text: str) -> None:
+    with pytest.raises(FormatError, match="halt request"):
+        HaltRequest.decode(text)
+
+
+def test_times_as_people_write_them() -> None:
+    now = datetime(2026, 12, 24, 18, 30)
+    at = {
+        "18:31": datetime(2026, 12, 24, 18, 31),
+        "18:30": datetime(2026, 12, 25, 18, 30),
+        "6:00": datetime(2026, 12, 25, 6, 0),
+        "2026-12-24T06:00": datetime(2026, 12, 24, 6, 0),
+        "2026-12-24 06:00:30": datetime(2026, 12, 24, 6, 0, 30),
+        "2026-12-24T06:00+00:00": datetime(2026, 12, 24, 6, 0, tzinfo=timezone.utc),
+    }
+    for text, expected in at.items():
+        assert haltrequest.parse_time(text, now) == expected.timestamp(), text
+    with pytest.raises(ConfigError, match="'tomorrow' is no time; give HH:MM"):
+        haltrequest.parse_time("tomorrow", now)
+
+
+def test_the_end_of_the_allocation_is_slurms() -> None:
+    assert haltrequest.allocation_end({"SLURM_JOB_END_TIME": "1800000000"}) == NOON
+    assert haltrequest.allocation_end({"SLURM_JOB_END_TIME": "Unknown"}) is None
+    assert haltrequest.allocation_end({}) is None
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_asks_adds_shows_and_clears(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = str(tmp_path)
+    assert main(["halt", place, "--after-version", "100"]) == 0
+    assert haltrequest.read(tmp_path) == HaltRequest(after_version=100)
+    assert main(["halt", place, "--before", "2027-01-15T08:00+00:00", "--seconds-left", "90"]) == 0
+    assert haltrequest.read(tmp_path) == HaltRequest(False, 100, NOON, 90.0)
+    capsys.readouterr()
+    assert main(["halt", place, "--show"]) == 0
+    assert "to end: after version 100, or 90 seconds before 2027-01-15" in capsys.readouterr().out
+    assert main(["halt", place, "--now", "--clear"]) == 0
+    assert haltrequest.read(tmp_path) == HaltRequest(now=True)
+    assert main(["halt", place, "--clear"]) == 0
+    assert haltrequest.read(tmp_path) is None
+    assert "may go on" in capsys.readouterr().out
+    assert main(["halt", place, "--clear"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "nothing is asked for"),
+        (["--before", "noon"], "'noon' is no time"),
+        (["--now"], "cannot be used: .*No such file.*directory of the job's checkpoints"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["halt", str(tmp_path / "nowhere"), *arguments]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("tierckpt: ")
+    assert re.search(said, told), told
+
+
+# --- looking for requests ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halting, "LOOK_SECONDS", 0.001)
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+
+
+def test_a_request_is_found_replaced_and_forgotten(often: None, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "not there yet"
+    lookout = Lookout([str(tmp_path), str(elsewhere)])
+    try:
+        haltrequest.write(tmp_path, HaltRequest(after_version=5))
+        until(lambda: lookout.requests == (HaltRequest(after_version=5),))
+        elsewhere.mkdir()
+        haltrequest.write(elsewhere, HaltRequest(now=True))
+        until(lambda: len(lookout.requests) == 2)
+        assert f"tierckpt halt {tmp_path} --clear, " in lookout.advice()
+        haltrequest.clear(elsewhere)
+        (tmp_path / haltrequest.FILE_NAME).write_text("what?")
+        until(lambda: lookout.problems)
+        assert lookout.requests == ()
+        assert f"a halt request in {tmp_path} is passed over" in lookout.problems[0]
+    finally:
+        lookout.close()
+
+
+def test_who_looks_where() -> None:
+    first, second = Node(1, 2, (4, 5)), Node(0, 2, (0, 1))
+    own = load_config({"path": "/local/ckpts"}, {})
+    both = load_config({"path": "/local/ckpts", "persistent_path": "/shared"}, {})
+    bucket = load_config({"path": "/local/ckpts", "persistent_path": "s3://bucket/x"}, {})
+    assert watched_directories(own, 4, first) == ["/local/ckpts"]
+    assert watched_directories(both, 4, first) == ["/local/ckpts"]
+    assert watched_directories(both, 5, first) == []
+    assert watched_directories(both, 0, second) == ["/local/ckpts", "/shared"]
+    assert watched_directories(bucket, 0, second) == ["/local/ckpts"]
+
+
+def test_a_rank_that_does_not_look_has_no_thread() -> None:
+    before = threading.active_count()
+    lookout = Lookout([])
+    assert threading.active_count() == before
+    lookout.close()
+
+
+# --- signals -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., Signals]]:
+    """`listen("SIGUSR1")`: as in a job that has passed a boundary; all is put back afterwards."""
+    before = {s: signal.getsignal(s) for s in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
+    made = []
+
+    def start(names: str) -> Signals:
+        made.append(Signals(parse_signals(names)))
+        made[-1].passed_boundary()
+        return made[-1]
+
+    yield start
+    for signals in made:
+        signals.close()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_is_remembered_and_ends_nothing(listen: Any) -> None:
+    signals = listen("SIGUSR1, sigterm")
+    assert signals.came is None
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert signals.came is signal.SIGTERM
+
+
+def test_who_was_there_before_is_told_too(listen: Any) -> None:
+    told = []
+    signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
+    signals = listen("SIGUSR1")
+    inner = listen("SIGUSR1")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert told == [signal.SIGUSR1]
+    assert signals.came is inner.came is signal.SIGUSR1
+
+
+def test_without_a_signal_all_is_as_before(listen: Any) -> None:
+    theirs = signal.getsignal(signal.SIGUSR1)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    wakeup = signal.set_wakeup_fd(write)
+    try:
+        listen("SIGUSR1").close()
+        assert signal.getsignal(signal.SIGUSR1) is theirs
+        assert signal.set_wakeup_fd(wakeup) == write
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        os.close(read)
+        os.close(write)
+
+
+def test_between_a_clean_end_and_the_process_s_the_same_request_kills_nobody(listen: Any) -> None:
+    signals = listen("SIGUSR1")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    signals.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    later = listen("SIGUSR1")
+    assert later.came is None
+    later.close()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL, "not chained to what is over"
+
+
+def test_what_others_decided_about_a_signal_stands(listen: Any) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signals = listen("SIGUSR1")
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    assert "told to ignore it" in signals.left_alone[signal.SIGUSR1]
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    with (Path(os.devnull)).open("w") as nowhere:
+        faulthandler.register(signal.SIGUSR2, file=nowhere)
+        try:
+            signals = listen("SIGUSR2")
+            assert "not Python's" in signals.left_alone[signal.SIGUSR2]
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert signals.came is None
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+
+
+def test_on_another_thread_nothing_is_heard_and_nothing_breaks() -> None:
+    made: list[Signals] = []
+    thread = threading.Thread(target=lambda: made.append(Signals(parse_signals("SIGUSR1"))))
+    thread.start()
+    thread.join()
+    made[0].passed_boundary()
+    made[0].close()
+    assert "main thread" in made[0].left_alone[signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("text", ["SIGKILL", "SIGTERM,SIGSTOP", "TERM", "15", "SIGTERM SIGUSR1"])
+def test_signals_that_cannot_be(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"halt_signals: .* no signal that can be handled"):
+        load_config({"halt_signals": text}, {})
+
+
+# --- one rank's part -----------------------------------------------------------------------------
+
+
+class Rank:
+    """A rank's halting, without a checkpointer."""
+
+    def __init__(self, directory: Path, environment: dict[str, str], **settings: Any) -> None:
+        self.said: list[tuple[str, int]] = []
+        config: Config = load_config({"path": directory, "halt_signals": "", **settings}, {})
+        node = Node(0, 1, (0,))
+        self.halting = Halting(config, 0, node, lambda *said: self.said.append(said), environment)
+
+    def texts(self) -> str:
+        return "\n".join(text for text, _ in self.said)
+
+
+@pytest.fixture
+def make_rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
+    made = []
+
+    def make(directory: Path = tmp_path, environment: Any = None, **settings: Any) -> Rank:
+        made.append(Rank(directory, environment or {}, **settings))
+        return made[-1]
+
+    yield make
+    for rank in made:
+        rank.halting.close()
+
+
+def boundary(ranks: list[Rank], version: int, agreed: Vote) -> tuple[list[bool], Vote]:
+    """What each does at a boundary, in the checkpointer's order; and what they then agree on."""
+    ends = [rank.halting.hear(agreed) for rank in ranks]
+    cast = [rank.halting.vote(version) for rank in ranks]
+    votes = [Vote(halt=reason, unattended=int(silent)).pack() for reason, silent in cast]
+    return ends, Vote.unpack([min(column) for column in zip(*votes, strict=True)])
+
+
+def test_all_ranks_learn_of_it_one_boundary_later(make_rank: Any, tmp_path: Path) -> None:
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    haltrequest.write(places[1], HaltRequest(after_version=4))
+    ranks = [make_rank(place) for place in places]
+    until(lambda: ranks[1].halting._lookout.requests)
+    agreed, answers = Vote(), []
+    for version in range(1, 6):
+        ends, agreed = boundary(ranks, version, agreed)
+        assert ends == [False, False]
+        answers.append([rank.halting.should_exit() for rank in ranks])
+    assert answers == [[False] * 2] * 3 + [[True] * 2] * 2
+    assert ranks[0].halting.reason is Reason.VERSION
+    assert agreed.halt == Reason.NONE, "said once"
+    assert f"tierckpt halt {places[1]} --clear" in ranks[1].texts()
+
+
+@pytest.mark.parametrize("asks", [[], [1]])
+def test_a_script_that_never_asks_is_ended_and_one_rank_that_asks_is_enough(
+    asks: list[int], make_rank: Any
+) -> None:
+    """The first boundary is too early to tell: a loop asks after it."""
+    ranks = [make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "0"}), make_rank()]
+    agreed, ended = Vote(), []
+    for version in range(1, 5):
+        ends, agreed = boundary(ranks, version, agreed)
+        assert len(set(ends)) == 1
+        ended.append(ends[0])
+        for rank in asks:
+            ranks[rank].halting.should_exit()
+    assert ended == ([False] * 4 if asks else [False, False, True, True])
+    assert ranks[0].halting.reason is Reason.TIME
+
+
+def test_no_end_of_the_allocation_is_said_once(make_rank: Any) -> None:
+    rank = make_rank(halt_seconds_left=10)
+    for version in range(1, 4):
+        assert rank.halting.vote(version)[0] is Reason.NONE
+    assert len(rank.said) == 1
+    assert "SLURM_JOB_END_TIME is not set" in rank.texts()
+
+
+def test_a_signal_is_the_most_urgent_reason(make_rank: Any, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    haltrequest.write(tmp_path, HaltRequest(now=True))
+    rank = make_rank(halt_signals="SIGUSR1")
+    try:
+        until(lambda: rank.halting._lookout.requests)
+        assert rank.halting.vote(1)[0] is Reason.NOW
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert rank.halting.vote(2)[0] is Reason.SIGNAL
+        assert ("SIGUSR1 came to this rank", logging.WARNING) in rank.said
+        rank.halting.hear(Vote(halt=Reason.SIGNAL))
+        assert "a signal told some rank to end" in rank.texts()
+    finally:
+        rank.halting.close()
+        signal.signal(signal.SIGUSR1, before)

@@ -1,0 +1,136 @@
+"""A node that is not well is found out, by name, and in bounded time."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt import faults, health
+from tierckpt.cli import main
+from tierckpt.errors import ConfigError
+from tierckpt.health import PROBE_BYTES, Need, check_directory, check_memory, examine
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`fault("eio@health:op=write")`: here, and in the processes that look."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+
+    def ask(rule: str) -> Path:
+        monkeypatch.setenv(faults.FAULTS_VARIABLE, rule)
+        monkeypatch.setenv(faults.FIRED_VARIABLE, str(marks))
+        monkeypatch.setattr(faults, "_rules", faults.parse(rule))
+        return marks
+
+    return ask
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "ckpts").mkdir()
+    return tmp_path / "ckpts"
+
+
+def test_a_well_node_has_nothing_to_say_and_keeps_nothing(place: Path) -> None:
+    needs = [Need(str(place)), Need(str(place / "made" / "here"), make=True), Need("/dev/shm")]
+    assert examine(needs, memory_bytes=1) == []
+    assert sorted(place.rglob("*")) == [place / "made", place / "made" / "here"]
+
+
+@pytest.mark.parametrize("op", ["room", "write", "read"])
+@pytest.mark.parametrize("processes", [True, False])
+def test_an_error_of_the_device_is_told(op: str, processes: bool, fault: Any, place: Path) -> None:
+    marks = fault(f"eio@health:op={op}")
+    (problem,) = examine([Need(str(place))], processes=processes)
+    assert problem.startswith(f"{place}: [Errno 5]")
+    assert list(marks.iterdir())
+    assert list(place.iterdir()) == []
+
+
+def test_bytes_that_come_back_wrong_are_found(place: Path, monkeypatch: Any) -> None:
+    read = Path.read_bytes
+
+    def flipped(self: Path) -> bytes:
+        found = bytearray(read(self))
+        found[12345] ^= 4
+        return bytes(found)
+
+    monkeypatch.setattr(Path, "read_bytes", flipped)
+    said = check_directory(Need(str(place)))
+    assert said.startswith(f"{place}: 1 of {PROBE_BYTES} bytes were read back wrong")
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self)[:-7])
+    assert "7 of" in check_directory(Need(str(place)))
+
+
+def test_what_hangs_is_named_and_the_others_are_heard(fault: Any, place: Path) -> None:
+    """The first of the two to write is stopped, as a dead file system would stop it."""
+    other = place / "other"
+    other.mkdir()
+    marks = fault("stop@health:op=write")
+    problems = examine([Need(str(place)), Need(str(other)), Need("/nowhere")], timeout_seconds=3)
+    assert len(problems) == 2
+    assert re.fullmatch(r"/.* did not answer within 3 s; its file system hangs", problems[0])
+    assert problems[1].startswith("/nowhere: [Errno 2]")
+    assert list(marks.iterdir())
+
+
+def test_room_is_counted(place: Path) -> None:
+    found = os.statvfs(place)
+    everything = found.f_blocks * found.f_frsize
+    assert check_directory(Need(str(place), needed_bytes=everything // 10**6)) == ""
+    said = check_directory(Need(str(place), needed_bytes=everything))
+    assert re.fullmatch(rf"{place}: [\d.]+ \wiB are free and [\d.]+ \wiB needed; make room", said)
+
+
+def test_memory_is_counted(tmp_path: Path) -> None:
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal:       9999999 kB\nMemAvailable:       2048 kB\nBuffers: 7 kB\n")
+    assert check_memory(2 * 1024**2, str(told)) == ""
+    said = check_memory(2 * 1024**2 + 1, str(told))
+    assert said == "memory: 2 MiB are available and 2 MiB needed"
+    assert check_memory(10**18, str(tmp_path / "none")) == "", "nothing is known to be wrong"
+    assert check_memory(0) == ""
+    assert "needed" in check_memory(10**18)
+
+
+def test_a_check_that_crashes_is_a_problem(place: Path, fault: Any) -> None:
+    fault("kill@health:op=read")
+    (problem,) = examine([Need(str(place))])
+    assert problem == f"{place}: the check itself ended with status -9"
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), ("800", 800), ("64K", 65536), ("1.5G", 3 * 2**29), ("2 TiB", None), ("2TiB", 2**41)],
+)
+def test_sizes(text: str, nbytes: int | None) -> None:
+    if nbytes is None:
+        with pytest.raises(ConfigError, match="is no size"):
+            health.parse_size(text)
+    else:
+        assert health.parse_size(text) == nbytes
+    assert [health.size_text(n) for n in (0, 1023, 1536, 2**41)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.5 KiB",
+        "2 TiB",
+    ]
+
+
+def test_the_command_is_for_prologue_scripts(
+    place: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TIERCKPT_NODE", "node17")
+    assert main(["health", str(place), "/dev/shm", "--free", "1K", "--memory", "1M"]) == 0
+    assert capsys.readouterr().out == f"node node17 is well: {place}, /dev/shm\n"
+    assert main(["health", str(place), str(place / "gone"), "--free", "8000P"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"tierckpt: node node17: {place}: ")
+    assert f"\nnode node17: {place / 'gone'}: [Errno 2]" in said
+    assert main(["health", str(place), "--free", "plenty"]) == 1
+    assert "'plenty' is no size" in capsys.readouterr().err
