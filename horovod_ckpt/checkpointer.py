@@ -47,11 +47,13 @@ class Checkpointer(tierckpt.Checkpointer):
         for reductions in self._reductions.values():
             reductions.watch(self.release)
 
-    def restore(self, version: int | None = None, strict: bool = True) -> tierckpt.Restored:
+    def restore(
+        self, version: int | None = None, strict: bool = True, progress: bool | None = None
+    ) -> tierckpt.Restored:
         """See `tierckpt.Checkpointer`; what an iteration cut short launched is dropped."""
         for reductions in self._reductions.values():
             reductions.even_out(self.group)
-        restored = super().restore(version, strict)
+        restored = super().restore(version, strict, progress)
         for reductions in self._reductions.values():
             reductions.forget()
         return restored

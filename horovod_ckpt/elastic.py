@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,11 @@ from .checkpointer import Checkpointer
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 logger = logging.getLogger("tierckpt")
+
+NOTHING_HEARD = 1
+RARE_SECONDS = 1.0
+"""Commits that are further apart ask for new hosts at once: a broadcast is nothing to them, and an
+answer one commit later would be late."""
 
 INEXACT = (
     "no level has a complete version that the ranks that are left can reach: training goes on from "
@@ -107,6 +113,17 @@ class TorchState(State):  # type: ignore[misc]
         """A rank failed: let go. The state comes back with the `sync()` that follows."""
         self._let_go(exact=False)
 
+    def commit(self) -> None:
+        """Take a version, and interrupt all ranks alike if hosts come or go.
+
+        Horovod asks for that by a broadcast at each commit, and all ranks wait for it. Here the
+        question goes with the checkpointer's own agreement: a broadcast follows only when some rank
+        has heard of something, one commit later, or where commits are rare.
+        """
+        self.save()
+        if self.checkpointer is None or self.checkpointer.agreed_vote != NOTHING_HEARD:
+            self.check_host_updates()
+
     def check_host_updates(self) -> None:
         """See Horovod. Ranks come or go and nobody failed: what is live is newer than any copy."""
         try:
@@ -152,12 +169,14 @@ class TorchState(State):  # type: ignore[misc]
     def _attach(self) -> _Checkpointer:
         optimizers = {n: getattr(self, n) for n in self._optimizers}
         extra = {n: getattr(self, n) for n in self._objects}
-        return _Checkpointer(
+        checkpointer = _Checkpointer(
             self.model,
             optimizers if len(optimizers) > 1 else self.optimizer,
             extra={**extra, "attributes": self._values},
             **{"boundary": "explicit", **self._settings},
         )
+        checkpointer.quiet = self._host_messages.empty
+        return checkpointer
 
     def _let_go(self, exact: bool) -> None:
         """Leave the ranks there were, and remember what this one has in its model."""
@@ -191,6 +210,16 @@ class TorchState(State):  # type: ignore[misc]
 
 class _Checkpointer(Checkpointer):
     """Takes a version at every commit: values may have changed without a step."""
+
+    quiet: Callable[[], bool]
+    """True while this rank has heard of no host that comes or goes."""
+    _voted_seconds = float("-inf")
+
+    def own_vote(self) -> int:
+        """NOTHING_HEARD, or something smaller."""
+        now, before = time.monotonic(), self._voted_seconds
+        self._voted_seconds = now
+        return NOTHING_HEARD if self.quiet() and now - before < RARE_SECONDS else 0
 
     @property
     def half_way(self) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ConfigError,
         CorruptShardError,
         FormatError,
+        NodeHealthError,
         RestoreError,
         StateMismatchError,
         TierckptError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .events import Event
     from .group import Group, SingleGroup
     from .restore import Restored
+    from .sampler import ResumableSampler
 
 _HOME = {
     "Callbacks": "callbacks",
@@ -35,6 +37,7 @@ _HOME = {
     "ConfigError": "errors",
     "CorruptShardError": "errors",
     "FormatError": "errors",
+    "NodeHealthError": "errors",
     "RestoreError": "errors",
     "StateMismatchError": "errors",
     "TierckptError": "errors",
@@ -43,6 +46,7 @@ _HOME = {
     "Group": "group",
     "SingleGroup": "group",
     "Restored": "restore",
+    "ResumableSampler": "sampler",
 }
 
 __all__ = [
@@ -54,8 +58,10 @@ __all__ = [
     "Event",
     "FormatError",
     "Group",
+    "NodeHealthError",
     "RestoreError",
     "Restored",
+    "ResumableSampler",
     "SingleGroup",
     "StateMismatchError",
     "TierckptError",

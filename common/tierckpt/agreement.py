@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 
 from .config import Config
 from .group import Group, Pending
+from .haltrequest import Reason
 from .naming import VersionId
 from .policy import BROKEN, DONE, PENDING, Ledger, Vote, superseded_by
+from .tuning import UNKNOWN, Figures
 
 
 class _Ballot:
@@ -99,8 +101,17 @@ class Agreement:
 
     # --- voting --------------------------------------------------------------------------------
 
-    def launch(self, newest: VersionId, slot_free: bool, local_free: bool) -> None:
-        """Cast this rank's vote; `newest` is the version of this boundary, too young to judge."""
+    def launch(
+        self,
+        newest: VersionId,
+        slot_free: bool,
+        local_free: bool,
+        halt: tuple[Reason, bool] = (Reason.NONE, False),
+        figures: Figures = UNKNOWN,
+        adapter: int = 0,
+    ) -> None:
+        """Cast this rank's vote; `newest` is the version of this boundary, too young to judge,
+        `halt` what `Halting.vote` says, and `figures` what checkpoints cost here."""
         memory = next((v for v in self.memory.open if v != newest), None)
         local = next((v for v in self.local.open if v != newest), None)
         peer = next(iter(self.peer.open), None)
@@ -112,12 +123,19 @@ class Agreement:
             local_state=self._state("local", local),
             memory_time_left=_time_left(config.memory.every_seconds, now - self._since_memory),
             local_time_left=_time_left(config.local.every_seconds, now - self._since_local),
-            no_request=int(not self._asked),
+            no_request=int(not self._asked and halt[0] is Reason.NONE),
             persistent_time_left=_time_left(
                 config.persistent.every_seconds, now - self._since_persistent
             ),
             peer_state=self._state("peer", peer),
             less_bytes=-self._sizes.get(local, 0) if local is not None else 0,
+            halt=halt[0],
+            unattended=int(halt[1]),
+            less_step_us=-figures.step_us,
+            less_memory_us=-figures.memory_us,
+            less_local_us=-figures.local_us,
+            less_local_steps=-figures.local_steps,
+            adapter=adapter,
         )
         self._asked = False
         self._ballot = _Ballot(self._group.all_reduce_min(vote.pack()), memory, local, peer)

@@ -8,6 +8,7 @@ All public methods are for the training thread, and all ranks call them alike.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -27,19 +28,24 @@ from .errors import RestoreError
 from .events import Callback, EventLog
 from .flusher import FlushOrder
 from .group import Group, SingleGroup, host_id
+from .halting import Halting
+from .haltrequest import Reason
 from .iterations import Iterations, Unattached
 from .lives import Lives
 from .localstore import LocalStore
+from .mending import keep, parities_to_mend, shards_to_mend
 from .naming import Lineage, ShardKey, VersionId
 from .peers import Peers, redundancy_groups
 from .policy import BROKEN, DONE, LEVELS, Decision, Schedule
 from .pool import NoSlotError, SlotPool
+from .progress import Progress
 from .reports import Reports
-from .restore import Restored, Restorer, load
+from .restore import Attempt, Restored, Restorer, load
 from .slots import JobDirectory, Slot, job_id_of, seal_area_bytes
 from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError
 from .state import TrainingState, label_optimizers, refuse_model
 from .trace import open_trace
+from .tuning import UNKNOWN, Meter
 
 WAIT_SECONDS = 60.0
 CLOSE_NOTICE_SECONDS = 5.0
@@ -58,7 +64,7 @@ class Checkpointer:
         group: the job's ranks; None for a single process.
         extra: objects with `state_dict`/`load_state_dict` that are alike on all ranks (scheduler,
             scaler); also torch and numpy generators.
-        extra_per_rank: objects whose state is each rank's own (sampler, data loader).
+        extra_per_rank: objects whose state is each rank's own (a data loader).
         on_event: called with every `Event`, on the training thread.
         callbacks: see `Callbacks`; `add_callbacks` adds more.
         config_file: TOML file with settings.
@@ -91,10 +97,12 @@ class Checkpointer:
         refuse_model(model)
         self.state = TrainingState(model, label_optimizers(optimizer), extra, extra_per_rank)
         attach.check_state(self.state)
-        host = host_id(self.config.node)
-        roll = attach.check_alike(self.config, self.group, host)
+        self._host = host_id(self.config.node)
+        roll = attach.check_alike(self.config, self.group, self._host)
         self._node = roll.node(self.group.rank)
         groups = redundancy_groups(self.config, roll)  # while nothing has been started yet
+        slots = self.config.slots or (3 if self._uses_cuda() else 2)
+        unwell = attach.check_health(self.config, self.state, self.group, self._node, slots)
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         self._callbacks = CallbackList(callbacks)
         self._agreement = Agreement(self.group, self.config, self._local_safe)
@@ -105,6 +113,8 @@ class Checkpointer:
         """Completed optimizer steps."""
         self.iteration = 0
         """Calls of `step()`."""
+        self.agreed_vote = 0
+        """See `own_vote`; 0 until there was one."""
         self.restored = Restored(0)
         """What the last `restore()` did."""
         self._job = JobDirectory.at(
@@ -113,9 +123,8 @@ class Checkpointer:
             self.config.node,
         )
         store = LocalStore(self.config.directory)
-        self._lives = Lives(self.config, self.group, self._job, store, host)
+        self._lives = Lives(self.config, self.group, self._job, store, self._host)
         self._lock_fd = self._claim_job()
-        slots = self.config.slots or (3 if self._uses_cuda() else 2)
         self._pool = SlotPool(self._job, self.group.rank, slots, self._reports.notice_later)
         self._pool.adopt()
         lacking = attach.lacking_room(
@@ -123,9 +132,12 @@ class Checkpointer:
         )
         if lacking:
             self._reports.notice(lacking, logging.ERROR)
+        if unwell and self.group.rank == 0:
+            self._reports.notice(unwell, logging.ERROR)
         self._copier = Copier()
         self._capture = Capture(self.state, self.group, self._pool)
         self._schedule = Schedule(self.config)
+        self._meter = Meter() if self._schedule.tuner.every_steps else None
         self._snapshot: Snapshot | None = None
         self._finished: deque[Snapshot] = deque()
         self._to_flush: dict[VersionId, int] = {}
@@ -153,6 +165,8 @@ class Checkpointer:
         self._trace_hooks: list[Any] = []
         if self._trace is not None:  # behind the barrier's hooks: what they wait is no update
             self._trace_hooks += self._trace.watch(self.state.optimizers)
+        # Last: what fails above leaves no handler behind.
+        self._halting = Halting(self.config, self.group.rank, self._node, self._reports.notice)
 
     # --- the recipe ----------------------------------------------------------------------------
 
@@ -199,7 +213,24 @@ class Checkpointer:
             return
         self._save_now()
 
-    def restore(self, version: int | None = None, strict: bool = True) -> Restored:
+    def should_exit(self) -> bool:
+        """Whether the job is to end early: a signal came to some rank, `tierckpt halt` asked for
+        it, or the allocation's time is over. A last version is under way then; leave the loop and
+        `close()`.
+
+        The same on all ranks, if they ask after the same boundary. A script that never asks is
+        ended all the same: all ranks close and raise SystemExit at the boundary.
+        """
+        return self._halting.should_exit()
+
+    @property
+    def exit_reason(self) -> str:
+        """Why `should_exit()` is true, in words; empty while it is not."""
+        return self._halting.reason.text()
+
+    def restore(
+        self, version: int | None = None, strict: bool = True, progress: bool | None = None
+    ) -> Restored:
         """Bring back the newest sound version, in place; returns the iteration to go on from.
 
         Looks at memory and local on every node, verifies checksums before anything is changed, and
@@ -209,8 +240,11 @@ class Checkpointer:
         Args:
             version: only this version; RestoreError when it is not there.
             strict: raise StateMismatchError when the structure differs; else load what fits.
+            progress: show a bar on rank 0's standard error; None: if that is a terminal.
         """
-        self.restored = self._restore(version, strict)
+        bar = Progress(Progress.wanted(self.group.rank, progress))
+        with contextlib.closing(bar):
+            self.restored = self._restore(version, strict, bar)
         self._callbacks.call("on_restored", self.restored)
         return self.restored
 
@@ -268,6 +302,7 @@ class Checkpointer:
         """
         if self._closed:
             return
+        self._halting.be_calm()
         safe = False
         try:
             if self._local_enabled() and not self._nothing_new():
@@ -275,7 +310,8 @@ class Checkpointer:
             self.wait()
             self._await_other_nodes()
             durable = self._nothing_new() or self._agreement.local.safe == self._id()
-            safe = durable or not self._local_enabled()
+            # A job that ends early comes back; without a disk, what is in memory is all it has.
+            safe = durable or not (self._local_enabled() or self._halting.reason < Reason.NONE)
         except Exception as error:
             self._reports.notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
         try:
@@ -344,6 +380,11 @@ class Checkpointer:
     def load_adapter(self, value: Any) -> None:
         """An adapter's own, after a restore; `value` is what `pack_adapter` returned."""
 
+    def own_vote(self) -> int:
+        """What an adapter wants all ranks to know at the next boundary, where `agreed_vote` is the
+        smallest of all ranks' votes; asked at every boundary."""
+        return 0
+
     def add_callbacks(self, callbacks: Callbacks) -> None:
         """Have these called from now on."""
         self._callbacks.add(callbacks)
@@ -366,10 +407,14 @@ class Checkpointer:
             self._reports.lost(
                 broken.version, "the snapshot failed on some rank; it is void on all"
             )
+        self.agreed_vote = agreed.adapter
         self._collect()
+        unattended = self._halting.hear(agreed)
         decision = self._schedule.decide(self.version, agreed)
         if force:
             decision = Decision(tuple(level for level in LEVELS if self.config.uses(level)))
+        for change in decision.changes:
+            self._reports.interval(change)
         for level, reason in decision.skipped:
             severity = logging.WARNING if level == "local" else logging.INFO
             self._reports.emit("skipped", level=level, message=reason, severity=severity)
@@ -377,10 +422,16 @@ class Checkpointer:
             self._agent.wait(None)
             self._collect()
         snapshot = self._open_snapshot(decision.take) if decision.take else None
+        if self._meter is not None:
+            busy = self._agent.busy() > 0
+            self._meter.boundary(begin, self.version, decision.take, busy)
         self._agreement.launch(
             self._id(),
             slot_free=self._pool.has_room(self._agreement.needed(), self._agent.pinned()),
             local_free=not self._agent.busy(),
+            figures=self._meter.figures() if self._meter is not None else UNKNOWN,
+            halt=self._halting.vote(self.version),
+            adapter=self.own_vote(),
         )
         self._snapshot = snapshot
         if snapshot is not None:
@@ -392,6 +443,9 @@ class Checkpointer:
         if self._trace is not None:
             self._trace = self._trace.boundary(self.version, begin)
         self._callbacks.call("on_step_boundary", self.version)
+        if unattended and not force:
+            self.close()
+            raise SystemExit(0)
 
     def _finish_snapshot(self) -> None:
         """The barrier, and what the snapshot has to report."""
@@ -501,6 +555,7 @@ class Checkpointer:
                 lineage=self._lives.lineage,
                 iteration=iteration,
                 largest_bytes=largest_bytes,
+                node=f"{self._host}, {self._job.path}",
             )
         )
 
@@ -511,6 +566,8 @@ class Checkpointer:
             self._reports.lost(snapshot.head.version, snapshot.error)
             return
         self._reports.sealed(snapshot)
+        if self._meter is not None:
+            self._meter.stalled(snapshot.clock.boundary + snapshot.clock.barrier)
         if self.config.release == "auto" and not self._release_early:
             slow = snapshot.clock.barrier > SLOW_BARRIER_SECONDS
             self._slow_barriers = self._slow_barriers + 1 if slow else 0
@@ -551,7 +608,7 @@ class Checkpointer:
                 logging.WARNING,
             )
 
-    def _restore(self, version: int | None, strict: bool) -> Restored:
+    def _restore(self, version: int | None, strict: bool, bar: Progress) -> Restored:
         begin = time.perf_counter()
         if self._snapshot is not None:
             self._snapshot.fail(SnapshotError("restore() was called"))
@@ -560,7 +617,7 @@ class Checkpointer:
         self._collect()
         self._lives.look()
         inventory_seconds = time.perf_counter() - begin
-        restorer = Restorer(self.group, self._lives.found, self._reject, self._lives.parities)
+        restorer = Restorer(self.group, self._lives.found, self._reject, self._lives.parities, bar)
         for problem in self._lives.problems:
             restorer.rejected.append(problem)
             self._reject(problem)
@@ -575,15 +632,38 @@ class Checkpointer:
             self.load_adapter(adapter)
             for text in notices:
                 self._reports.notice(text, logging.WARNING)
-            result = Restored(manifest.iteration)
-            result.version, result.generation = manifest.version, manifest.generation
-            result.levels = attempt.plan.levels
-            result.nbytes = sum(h.header_bytes + h.data_bytes for h in attempt.headers)
+            result = attempt.report(manifest)
             result.seconds["load"] = time.perf_counter() - load_begin
+            self._go_on_from(manifest.lineage, result)
+            self._mend(attempt)
         finally:
             attempt.close()
-        self._go_on_from(manifest.lineage, result)
         return self._restored(result, restorer, inventory_seconds, begin)
+
+    def _mend(self, attempt: Attempt) -> None:
+        """After a rebuild: have the version whole and protected again, or a new one taken."""
+        id_ = attempt.plan.id
+        lacking = shards_to_mend(attempt.plan, self._lives.found)
+        if not self._peers.ready or lacking == frozenset():
+            return
+        if lacking is None:
+            self._schedule.requested = frozenset(("memory", "local"))
+            return
+        parities = parities_to_mend(attempt.plan, self._peers.groups, self._lives.parities)
+        self._peers.mend(id_, parities)
+        self._agreement.local.open.append(id_)
+        if self.group.rank not in lacking:
+            self._agreement.tell("local", id_, DONE)
+            return
+        protected = self._agreement.memory.protected()
+        image = attempt.images[self.group.rank]
+        try:
+            slot = keep(image, self._pool, protected, self._agent.pinned())
+        except (OSError, NoSlotError) as error:
+            self._agreement.tell("local", id_, BROKEN)
+            self._reports.not_committed_later(id_, f"what was rebuilt cannot be kept: {error}")
+        else:
+            self._commit_sealed(id_, slot)
 
     def _nothing_found(self, version: int | None, rejected: list[str]) -> None:
         """A fresh start, unless something was expected."""
@@ -608,7 +688,7 @@ class Checkpointer:
         # Even when some shards came from elsewhere: those in memory may be the only ones.
         memory = id_ if "memory" in result.levels else self._lives.newest("memory", id_)
         # Until something newer is protected, what was rebuilt may have to be rebuilt again.
-        peer = id_ if "peer" in result.levels or self._lives.parities_of(id_) else None
+        peer = id_ if "peer" in result.levels else self._lives.newest_protected(id_)
         self._agreement.restart(memory, self._lives.newest("local", id_), peer)
         self._meet_peers()
 
@@ -619,12 +699,8 @@ class Checkpointer:
     def _restored(
         self, result: Restored, restorer: Restorer, inventory_seconds: float, begin: float
     ) -> Restored:
-        result.rejected = tuple(restorer.rejected)
-        result.seconds.update(
-            inventory=inventory_seconds,
-            verify=restorer.seconds,
-            total=time.perf_counter() - begin,
-        )
+        restorer.report(result)
+        result.seconds.update(inventory=inventory_seconds, total=time.perf_counter() - begin)
         level = " and ".join(result.levels) or "nowhere"
         self._reports.emit(
             "restored",
@@ -717,6 +793,7 @@ class Checkpointer:
 
     def _shut_down(self, remove: bool) -> None:
         self._closed = True
+        self._halting.close()
         self._iterations.unwatch()
         for hook in self._trace_hooks:
             hook.remove()

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from .errors import ConfigError
+from .signals import parse_signals
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,16 +25,20 @@ else:
     import tomli as tomllib
 
 PREFIX = "TIERCKPT_"
-NOT_SETTINGS = ("CONFIG", "FAULTS", "FAULTS_DIR")
+NOT_SETTINGS = ("CONFIG", "ENCRYPTION_KEY", "ENCRYPTION_KEY_FILE", "FAULTS", "FAULTS_DIR")
 """Variables with our prefix that are not settings."""
+AUTO: Literal["auto"] = "auto"
+"""In place of a number of steps: as often as the overhead budget allows; see `tuning`."""
+Steps = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
     """The memory level: sealed slots, which survive a crashed process."""
 
-    every_steps: int = 1
-    """Take a version to memory every so many optimizer steps; 0: not by steps."""
+    every_steps: Steps = 1
+    """Take a version to memory every so many optimizer steps; 0: not by steps; `auto`: as often as
+    `overhead_budget` allows."""
     every_seconds: float = 0.0
     """... or when this much time has passed; 0: not by time."""
     linger_seconds: float = 3600.0
@@ -44,13 +49,17 @@ class MemoryConfig:
 class LocalConfig:
     """The local level: shard files on a node-local file system."""
 
-    every_steps: int = 0
+    every_steps: Steps = 0
+    """As for memory."""
     every_seconds: float = 60.0
     """By default once a minute: a bound on what is lost, however long a step is."""
     keep_last: int = 2
     """Keep so many of the newest complete versions (at least 1)."""
     keep_every: int = 0
     """Also keep every version that is a multiple of this; 0: none."""
+    modules: str = ""
+    """What is done to shards on their way, in this order: `incremental`, `checksum`, `zstd
+    level=1`, `aes-gcm`, or a module of yours (see `tierckpt.modules`); empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,8 @@ class PersistentConfig:
     """Read every byte again before a version is declared complete."""
     drop_superseded: bool = False
     """Give up a flush when a newer version is waiting for it."""
+    modules: str = ""
+    """As for local; what was done there is undone first."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,16 @@ class Config:
     """CPU niceness of the agent."""
     agent_linger_seconds: float = 60.0
     """An agent whose trainer was killed waits so long for its successor, and then ends."""
+    halt_signals: str = "SIGTERM,SIGUSR1"
+    """Signals that mean: one last checkpoint, and the end; empty: none."""
+    halt_seconds_left: float = 0.0
+    """End after a last checkpoint when so many seconds of the scheduler's allocation are left, if
+    its environment tells its end (SLURM_JOB_END_TIME); 0: do not look at the time."""
+    health: str = "off"
+    """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
+    not well; `refuse` also ends the start there."""
+    health_seconds: float = 20.0
+    """A directory that does not answer for so long is not well."""
     events_dir: str = ""
     """Write events to `<events_dir>/events-r<rank>.jsonl`; empty: no file."""
     trace_dir: str = ""
@@ -142,6 +163,12 @@ class Config:
     trace_steps: int = 50
     """Stop that after so many steps of every life: a few tell all, and a thousand ranks' files stay
     small."""
+    overhead_budget: float = 0.03
+    """Intervals that are `auto` are so long that checkpoints take at most this share of the
+    training's time. An interval in seconds is kept all the same."""
+    mean_failure_seconds: float = 0.0
+    """How far failures of the job are apart, on average: intervals that are `auto` are then no
+    shorter than is best (see `tierckpt interval`); 0: unknown, and all of the budget is used."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     peer: PeerConfig = field(default_factory=PeerConfig)
@@ -154,9 +181,15 @@ class Config:
         _one_of("agent", self.agent, ("process", "inline"))
         _at_least("agent_linger_seconds", self.agent_linger_seconds, 0)
         _one_of("boundary", self.boundary, ("auto", "explicit", "forward"))
+        parse_signals(self.halt_signals)
+        _at_least("halt_seconds_left", self.halt_seconds_left, 0)
+        _one_of("health", self.health, ("off", "warn", "refuse"))
+        _at_least("health_seconds", self.health_seconds, 0.1)
         if self.slots:
             _at_least("slots", self.slots, 2)
         _at_least("trace_steps", self.trace_steps, 1)
+        _at_least("overhead_budget", self.overhead_budget, 1e-4)
+        _at_least("mean_failure_seconds", self.mean_failure_seconds, 0)
         _at_least("local_keep_last", self.local.keep_last, 1)
         for name in ("memory_every_steps", "memory_every_seconds", "memory_linger_seconds"):
             _at_least(name, getattr(self.memory, name.removeprefix("memory_")), 0)
@@ -168,8 +201,25 @@ class Config:
         for name in ("every_steps", "every_seconds", "keep_every", "bytes_per_second"):
             _at_least(f"persistent_{name}", getattr(persistent, name), 0)
         _at_least("persistent_nodes_at_once", persistent.nodes_at_once, 0)
+        self._check_modules()
         if not self.path:
             raise ConfigError("path is empty; name the directory that checkpoints go to")
+
+    def _check_modules(self) -> None:
+        """Packages and keys that are missing are told at the start, not by the first commit."""
+        if not (self.local.modules or self.persistent.modules):
+            return
+        from .modules.pipeline import Pipeline
+
+        local = Pipeline.of_setting(self.local.modules, "local_modules")
+        Pipeline.of_setting(self.persistent.modules, "persistent_modules")
+        if local.hides and self.uses("peer"):
+            raise ConfigError(
+                f"local_modules is {self.local.modules!r}, and peer_redundancy is "
+                f"{self.peer.redundancy!r}: parity is made of shards as they are, so other nodes' "
+                "disks would hold in the clear what this one encrypts. Encrypt on the persistent "
+                "level (persistent_modules), or do without one of the two"
+            )
 
     @property
     def directory(self) -> str:
@@ -184,7 +234,7 @@ class Config:
             return self.peer.redundancy.strip().lower() != "none" and self.uses("local")
         table = getattr(self, level)
         there = level != "persistent" or bool(self.persistent.path)
-        return there and (table.every_steps > 0 or table.every_seconds > 0)
+        return there and (table.every_steps != 0 or table.every_seconds > 0)
 
 
 TABLES = {
@@ -194,6 +244,8 @@ TABLES = {
     "persistent": PersistentConfig,
 }
 """Settings of one level each."""
+AUTOMATIC = ("memory_every_steps", "local_every_steps")
+"""Numbers that may be `auto`."""
 
 
 def known_settings() -> dict[str, type]:
@@ -204,10 +256,15 @@ def known_settings() -> dict[str, type]:
         kind = hints[item.name]
         if kind in TABLES.values():
             inner = get_type_hints(kind)
-            known.update({f"{item.name}_{f.name}": inner[f.name] for f in fields(kind)})
+            known.update({f"{item.name}_{f.name}": _plain(inner[f.name]) for f in fields(kind)})
         else:
             known[item.name] = kind
     return known
+
+
+def _plain(kind: Any) -> type:
+    """The type of a setting, but for the `auto` that some take, too."""
+    return int if kind == Steps else kind
 
 
 def load_config(
@@ -259,6 +316,8 @@ def _convert(key: str, value: Any, source: str) -> Any:
         )
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if value == AUTO and key in AUTOMATIC:
+        return value
     try:
         if isinstance(value, str) and kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
@@ -269,7 +328,9 @@ def _convert(key: str, value: Any, source: str) -> Any:
         if type(value) is not kind:
             raise TypeError
     except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"{key} in {source} is {value!r}; it must be {kind.__name__}") from None
+        either = " or auto" if key in AUTOMATIC else ""
+        must = f"it must be {kind.__name__}{either}"
+        raise ConfigError(f"{key} in {source} is {value!r}; {must}") from None
     return value
 
 
@@ -295,6 +356,6 @@ def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}; valid: {', '.join(valid)}")
 
 
-def _at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:  # NaN is not
+def _at_least(name: str, value: float | Literal["auto"], least: float) -> None:
+    if value != AUTO and not value >= least:  # NaN is not
         raise ConfigError(f"{name} is {value}; it must be {least} or more")

@@ -25,7 +25,7 @@ class Event:
     """What happened to one version on one level, seen from one rank."""
 
     name: str
-    """`sealed`, `committed`, `skipped`, `failed`, `restored`, `rejected`, `notice`."""
+    """`sealed`, `committed`, `skipped`, `failed`, `restored`, `rejected`, `interval`, `notice`."""
     level: str = ""
     """`memory`, `local`, or empty."""
     version: int = -1

@@ -8,10 +8,12 @@ ever waiting for each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from .config import Config
+from .config import AUTO, Config
+from .haltrequest import Reason
 from .naming import VersionId
+from .tuning import Change, Figures, Tuner
 
 LEVELS = ("memory", "local", "persistent")
 """Every version that a level takes, those before it take, too."""
@@ -44,6 +46,18 @@ class Vote:
     less_bytes: int = 0
     """Of the version that `local_state` is about: the size of this rank's shard, negative, so that
     the minimum tells the largest."""
+    halt: int = Reason.NONE
+    """Why this rank wants the job to end early, a `Reason`: NONE is the largest. A wish to end is
+    a request for a checkpoint, too."""
+    unattended: int = 0
+    """1 when this rank's script has evidently never asked whether the job is to end."""
+    less_step_us: int = 0
+    """This and the next three: `tuning.Figures` of this rank, negative as `less_bytes` is."""
+    less_memory_us: int = 0
+    less_local_us: int = 0
+    less_local_steps: int = 0
+    adapter: int = 0
+    """An adapter's own, see `Checkpointer.own_vote`."""
 
     def pack(self) -> list[int]:
         """As the vector to be reduced."""
@@ -59,12 +73,26 @@ class Vote:
             self.persistent_time_left,
             self.peer_state,
             self.less_bytes,
+            int(self.halt),
+            self.unattended,
+            self.less_step_us,
+            self.less_memory_us,
+            self.less_local_us,
+            self.less_local_steps,
+            self.adapter,
         ]
 
     @staticmethod
     def unpack(values: list[int]) -> Vote:
         """The inverse of `pack`."""
         return Vote(*values)
+
+    @property
+    def figures(self) -> Figures:
+        """The largest of all ranks, each."""
+        return Figures(
+            -self.less_step_us, -self.less_memory_us, -self.less_local_us, -self.less_local_steps
+        )
 
 
 def superseded_by(safe: VersionId, protected: set[VersionId]) -> set[VersionId]:
@@ -110,6 +138,8 @@ class Decision:
     """(level, reason) of what is due and cannot be taken now."""
     wait: bool = False
     """The user prefers to wait (`when_busy="wait"`) for what is busy."""
+    changes: tuple[Change, ...] = ()
+    """Automatic intervals that are others from now on."""
 
 
 @dataclass
@@ -124,26 +154,33 @@ class Schedule:
     """Levels whose due version was already reported as skipped."""
     requested: frozenset[str] = frozenset()
     """Levels that a user's request has not reached yet."""
+    tuner: Tuner = field(init=False)
+    """Of intervals that are automatic."""
+    seen: int = 0
+    """The version of the last boundary."""
+
+    def __post_init__(self) -> None:
+        """Begin with the first intervals."""
+        self.tuner = Tuner(self.config)
 
     def start_at(self, version: int) -> None:
         """After a restore: nothing is due before the intervals have passed again."""
-        self.last_memory = self.last_local = self.last_persistent = version
+        self.last_memory = self.last_local = self.last_persistent = self.seen = version
 
     def due(self, version: int, agreed: Vote) -> set[str]:
         """Levels that want this version."""
-        memory, local = self.config.memory, self.config.local
         asked = agreed.no_request == 0
         due = set()
         if (
             asked
             or agreed.memory_time_left == 0
-            or _crossed(self.last_memory, version, memory.every_steps)
+            or self._steps_passed("memory", self.last_memory, version)
         ):
             due.add("memory")
         if (
             asked
             or agreed.local_time_left == 0
-            or _crossed(self.last_local, version, local.every_steps)
+            or self._steps_passed("local", self.last_local, version)
         ):
             due.add("local")
         if self.config.uses("persistent") and (
@@ -154,8 +191,20 @@ class Schedule:
             due |= {"local", "persistent"}
         return due
 
+    def _steps_passed(self, level: str, last: int, version: int) -> bool:
+        every = getattr(self.config, level).every_steps
+        if every == AUTO:
+            return self.tuner.due(level, last, version)
+        return _crossed(last, version, every)
+
     def decide(self, version: int, agreed: Vote) -> Decision:
         """Take or skip; a version that had to be skipped stays due."""
+        changes = self.tuner.heed(version, self.seen, agreed.figures)
+        self.seen = version
+        decision = self._decide(version, agreed)
+        return replace(decision, changes=changes) if changes else decision
+
+    def _decide(self, version: int, agreed: Vote) -> Decision:
         if agreed.no_request == 0:
             self.requested = frozenset(self.due(version, agreed))
         due = self.due(version, agreed) | self.requested

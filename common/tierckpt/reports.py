@@ -18,6 +18,7 @@ from .events import EventLog
 from .naming import VersionId
 from .policy import BROKEN, DONE
 from .snapshot import Snapshot
+from .tuning import Change
 
 
 class Reports:
@@ -69,6 +70,16 @@ class Reports:
             level="memory",
             nbytes=snapshot.manifest.image_bytes,
             seconds=snapshot.clock.as_dict(),
+        )
+
+    def interval(self, change: Change) -> None:
+        """An automatic interval is another one from now on, on all ranks."""
+        self.emit(
+            "interval",
+            level=change.level,
+            seconds={"step": change.step_seconds, "cost": change.cost_seconds},
+            message=change.text(),
+            severity=logging.INFO if self._log.rank == 0 else logging.DEBUG,
         )
 
     def lost(self, version: int, why: str) -> None:

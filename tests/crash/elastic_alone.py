@@ -12,6 +12,7 @@ import torch
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.runner.elastic.worker import HostUpdateResult
 
+from horovod_ckpt import elastic
 from horovod_ckpt.elastic import TorchState
 from tests import exact
 from tierckpt import ConfigError, UnsupportedStateError
@@ -96,6 +97,20 @@ def main(folder: Path, shm_dir: Path) -> None:
     assert exact.replicated(model, optimizer) == weights
     go(2)
     assert fail() == (8, 1, 5)
+
+    # In a loop that commits often, Horovod's broadcast comes only when there is news.
+    elastic.RARE_SECONDS = float("inf")
+    asked = []
+    ask = state.check_host_updates
+    state.check_host_updates = lambda: (asked.append(state.batch), ask())
+    go(8)
+    assert asked == [9, 10, 11, 12, 13]  # until two votes were cast, and the second is known
+    state.on_hosts_updated(3, HostUpdateResult.added)
+    go(3)
+    with pytest.raises(HostsUpdatedInterrupt):
+        go(1)
+    assert state.batch == 20
+    state.sync()
 
     state.checkpointer.close()
     assert list(shm_dir.rglob("*")) == []

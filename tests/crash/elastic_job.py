@@ -177,10 +177,14 @@ def main() -> None:
     model[4].weight.register_hook(lambda _: point("backward", step=state.step))
     state.where = ""
     state.register_reset_callbacks([lambda: tell(reset=True)])
-    state.check_host_updates = announced(
-        state.check_host_updates, lambda: point(state.where, step=state.step - 1)
-    )
-    restore.Loader.load_shard = announced(restore.Loader.load_shard, lambda: point("loading"))
+    save = state.save
+
+    def save_and_tell() -> None:
+        save()
+        point(state.where, step=state.step - 1)
+
+    state.save = save_and_tell
+    restore.Loader.load_window = announced(restore.Loader.load_window, lambda: point("loading"))
     hvd.elastic.run(train)(state)
 
 

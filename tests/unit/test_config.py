@@ -20,7 +20,16 @@ from tierckpt.errors import ConfigError
 
 NAME = {str: "text", int: 7, float: 2.5, bool: True}
 """A valid value of each type, for settings that take any."""
-CHOICES = {"when_busy": "wait", "release": "forward", "boundary": "explicit", "agent": "inline"}
+CHOICES = {
+    "when_busy": "wait",
+    "release": "forward",
+    "boundary": "explicit",
+    "agent": "inline",
+    "halt_signals": "SIGHUP",
+    "health": "warn",
+    "local_modules": "checksum",
+    "persistent_modules": "checksum",
+}
 
 
 def value_for(setting: str, kind: type) -> Any:

@@ -1,0 +1,115 @@
+"""How much of the time is useful training, when ranks are killed again and again?
+
+    python benchmarks/goodput.py --toy
+    python benchmarks/goodput.py --json goodput.json --plot goodput.png
+    python benchmarks/goodput.py --mtbf 10,60 --methods torch-save,ours
+
+See benchmarks/README.md for what the columns mean and how they are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import machine
+import models
+from goodreport import plot, table, verdicts
+from goodruns import Bench, Result, everything, say
+from resumable import RESUMABLE, preload
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Read by torch and numpy when they are imported."""
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="1.5 MB of state, half a minute")
+    parser.add_argument("--model", choices=models.NAMES, help="default: linear, toy: toy")
+    parser.add_argument("--batch", type=int, help="samples a rank")
+    parser.add_argument("--world", type=int, default=2, help="ranks")
+    parser.add_argument("--mtbf", help="mean seconds between failures; default 10,30,60, toy 4")
+    parser.add_argument("--failures", type=int, help="that each method meets; default 6, toy 2")
+    parser.add_argument("--methods", help="names, separated by commas; default: all")
+    parser.add_argument("--steps", type=int, help="timed, to learn what a version costs")
+    parser.add_argument("--every", type=int, default=5, help="steps a version, meanwhile")
+    parser.add_argument("--rounds", type=int, help="turns, meanwhile; default 3, toy 1")
+    parser.add_argument("--seed", type=int, default=1, help="of the failures")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds for one block")
+    parser.add_argument("--dir", type=Path, help="folder on the disk to use, must exist")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--plot", type=Path, help="draw the picture here (needs matplotlib)")
+    options = parser.parse_args()
+    toy = options.toy
+    options.model = options.model or ("toy" if toy else "linear")
+    options.batch = options.batch or models.BATCHES[options.model]
+    options.mtbf = [float(x) for x in (options.mtbf or ("4" if toy else "10,30,60")).split(",")]
+    options.failures = options.failures or (2 if toy else 6)
+    options.steps = options.steps or (20 if toy else 40)
+    options.rounds = options.rounds or (1 if toy else 3)
+    known = [name for name in RESUMABLE if name != "nothing"]
+    here = [name for name in known if RESUMABLE[name].missing() is None]
+    options.methods = options.methods.split(",") if options.methods else here
+    unknown = [name for name in options.methods if name not in known]
+    if unknown:
+        parser.error(f"unknown methods {', '.join(unknown)}; known are {', '.join(known)}")
+    return options
+
+
+@contextmanager
+def temporary(parent: Path) -> Iterator[Path]:
+    """A folder that is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="goodput-", dir=parent)).resolve()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    options = arguments()
+    if any(os.environ.get(name) != "1" for name in ONE_THREAD):  # ranks are forked from here
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ONE_THREAD})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    preload()
+    parent = options.dir or machine.scratch_parent()
+    with temporary(parent) as folder, temporary(Path("/dev/shm")) as memory:
+        about = machine.description(folder)
+        results = []
+        for result in everything(Bench(options, folder, memory)):
+            results.append(result)
+            if options.json:
+                write(options.json, about, options, results)
+    print(f"{options.model}, {options.world} ranks; {about['cpu']}, {about['cores']} cores")
+    print(f"{about['filesystem']}, torch {about['torch']}, load {os.getloadavg()[0]:.1f}\n")
+    print(table(results), "\n")
+    print("\n".join(["the toy is not judged"] if options.toy else verdicts(results)))
+    if options.plot:
+        say(plot(options.plot, results))
+
+
+def write(
+    path: Path, about: dict[str, Any], options: argparse.Namespace, results: list[Result]
+) -> None:
+    """All figures, in seconds; again after every one, in one step."""
+    rows = [{**asdict(r), "goodput": r.goodput if r.status == "ok" else None} for r in results]
+    settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "dir")}
+    document = {**about, "settings": settings, "rows": rows}
+    whole = path.with_name(f".{path.name}.part")
+    whole.write_text(json.dumps(document, indent=1) + "\n")
+    whole.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Interval: how often to take a checkpoint, from what it costs and how often something fails.
+
+Pure. Times are in seconds, rates in failures per second of wall time; an interval is training time
+between two checkpoints, without what these cost. Failures come independently of each other and of
+the past (exponential gaps).
+
+The ideas are old: the interval of one level is J. W. Young's (Communications of the ACM, 1974) as
+refined by J. T. Daly (Future Generation Computer Systems, 2006). Several levels, each for failures
+of its own, go back to N. Vaidya (1995) and A. Moody et al. (SC 2010); that the best intervals of
+the levels do not depend on each other, to first order, is in S. Di et al. (IPDPS 2014) and
+A. Benoit et al. (IEEE Transactions on Computers, 2017). To keep to an overhead that the user chose
+is the idea of J. Mohan et al. (CheckFreq, FAST 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+SHARES = {"memory": 0.8, "local": 0.15, "persistent": 0.05}
+"""Of a hundred failures, how many leave a level as the first that still has a version: processes
+die more often than nodes, and nodes more often than their disks. An assumption for those who do not
+know better. Only its square root matters: four times off costs the level a quarter of its part."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level, as far as it matters here."""
+
+    name: str
+    cost_seconds: float
+    """What one checkpoint adds to the training's wall time, beyond what the levels before add."""
+    failures_per_second: float
+    """Of those failures after which this level is the first that still has a version."""
+    restart_seconds: float = 0.0
+    """From such a failure until training is where the version is."""
+    latency_seconds: float = 0.0
+    """From the boundary until the version is complete here. Whoever fails meanwhile goes back to
+    the version before, and no other one is taken meanwhile."""
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Where the time goes."""
+
+    checkpoints: float
+    """Seconds of checkpoints for each second of training."""
+    lost: float
+    """Share of the wall time in which steps are made that are lost, or made again."""
+    restarts: float
+    """Share of the wall time in which the job comes back."""
+
+    @property
+    def goodput(self) -> float:
+        """Useful seconds of training for each second of wall time; 0 when there is no progress."""
+        return max(0.0, 1 - self.lost - self.restarts) / (1 + self.checkpoints)
+
+
+def young_seconds(cost_seconds: float, failures_per_second: float) -> float:
+    """The interval at which checkpoints cost as much as what is lost between them."""
+    if failures_per_second <= 0:
+        return math.inf
+    return math.sqrt(2 * cost_seconds / failures_per_second)
+
+
+def daly_seconds(cost_seconds: float, failures_per_second: float) -> float:
+    """Young's, with the failures counted that come in the middle of a checkpoint.
+
+    Right to a few parts in a thousand of the overhead as long as a checkpoint takes less than half
+    of the mean time between failures; beyond, as often as there are failures.
+    """
+    young = young_seconds(cost_seconds, failures_per_second)
+    if math.isinf(young) or cost_seconds == 0:
+        return young
+    x = cost_seconds * failures_per_second / 2
+    if x >= 1:
+        return 1 / failures_per_second
+    return young * (1 + math.sqrt(x) / 3 + x / 9) - cost_seconds
+
+
+def optimum(levels: Sequence[Level], step_seconds: float = 0.0) -> list[float]:
+    """Every level's best interval, the cheapest level first; infinite where nothing ever fails.
+
+    Taken alone, a level would often be best off with a shorter interval than one that is cheaper.
+    As what is on a level is on those before it, too, such levels share an interval: that of one
+    level with the sum of their costs and rates. (Overhead is convex in the intervals' logarithms,
+    so joining neighbours until they are in order finds the optimum, as in isotonic regression.)
+
+    No interval is shorter than a step, or than its level's latency.
+    """
+    groups: list[list[Level]] = []
+    for level in levels:
+        groups.append([level])
+        while len(groups) > 1 and _best(groups[-2]) >= _best(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    found: list[float] = []
+    for group in groups:
+        for level in group:
+            before = found[-1] if found else step_seconds
+            found.append(max(before, _best(group), level.latency_seconds))
+    return found
+
+
+def _best(group: Iterable[Level]) -> float:
+    """The interval of levels that are always taken together."""
+    group = list(group)
+    return daly_seconds(
+        sum(level.cost_seconds for level in group),
+        sum(level.failures_per_second for level in group),
+    )
+
+
+def overhead(levels: Sequence[Level], intervals_seconds: Sequence[float]) -> Overhead:
+    """What these intervals cost, on average and in the long run.
+
+    A failure costs half an interval, the latency, and the restart. Good as long as failures are
+    rare beside intervals and restarts; where they are not, the truth is a little better.
+    """
+    checkpoints = lost = restarts = 0.0
+    for level, interval in zip(levels, intervals_seconds, strict=True):
+        if level.cost_seconds > 0:
+            checkpoints += level.cost_seconds / interval if interval > 0 else math.inf
+        if level.failures_per_second > 0:
+            period = interval + level.cost_seconds
+            lost += level.failures_per_second * (period / 2 + level.latency_seconds)
+            restarts += level.failures_per_second * level.restart_seconds
+    return Overhead(checkpoints, lost, restarts)
+
+
+def within_budget(
+    levels: Sequence[Level],
+    intervals_seconds: Sequence[float],
+    budget: float,
+    use_all: bool = False,
+) -> list[float]:
+    """The best intervals with which checkpoints take at most `budget` of the training's time.
+
+    All are stretched alike: that loses least, as the best intervals of a smaller failure rate are
+    just the longer ones. With `use_all` they are shortened, too, until the budget is spent: for
+    when nobody knows the failure rate, but only how it divides into levels.
+    """
+    intervals = list(intervals_seconds)
+    factor = overhead(levels, intervals).checkpoints / budget
+    if factor > 1 or use_all:
+        intervals = [interval * factor for interval in intervals]
+    return intervals
+
+
+def rates(levels: Sequence[str], failures_per_second: float) -> list[float]:
+    """The failures dealt out to the levels there are, by `SHARES`.
+
+    A level also repairs what the missing ones before it would have repaired; the last one repairs
+    everything that is left.
+    """
+    dealt: list[float] = []
+    waiting = 0.0
+    for name, share in SHARES.items():
+        waiting += share
+        if name in levels:
+            dealt.append(waiting)
+            waiting = 0.0
+    dealt[-1] += waiting
+    return [failures_per_second * share for share in dealt]
+
+
+def whole_steps(intervals_seconds: Sequence[float], step_seconds: float, most: int) -> list[int]:
+    """Intervals as numbers of steps, rounded up, from 1 to `most`.
+
+    Each is a multiple of the one before: a version that goes to a level goes to those before it,
+    too, and shall not come beside theirs.
+    """
+    found: list[int] = []
+    for interval in intervals_seconds:
+        ratio = interval / step_seconds
+        steps = most if ratio >= most else max(1, math.ceil(ratio - 1e-9))
+        unit = found[-1] if found else 1
+        found.append(min(most, math.ceil(steps / unit) * unit))
+    return found

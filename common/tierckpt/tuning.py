@@ -1,0 +1,221 @@
+"""Tuning: intervals that are `auto`, from what checkpoints turn out to cost.
+
+Each rank has a `Meter`, which looks at how long steps take with and without a checkpoint. Its
+figures go into the ballot as integers, the largest of all ranks comes out, and from that every
+rank's `Tuner` draws the same conclusions: no rank ever decides by a clock of its own. To measure
+while the training runs, and to keep to an overhead that the user chose, is the idea of CheckFreq
+(J. Mohan et al., FAST 2021); here intervals also become shorter again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from .config import AUTO, Config, LocalConfig, MemoryConfig
+from .interval import SHARES, Level, optimum, rates, whole_steps, within_budget
+
+WINDOW_STEPS = 32
+"""So many of the newest steps of a kind count: their median, so that an evaluation or a slow batch
+now and then changes nothing."""
+WINDOW_COMMITS = 8
+ENOUGH_STEPS = 4
+"""Nothing is said of a kind of step before so many of it were seen."""
+LOOK_STEPS = 16
+"""Intervals change at multiples of this only."""
+FIRST_STEPS = {"memory": 4, "local": 32}
+"""Intervals until something is known."""
+PROBE_STEPS = 16
+"""Where a version is due at every step, one in so many is left out, to see a step without."""
+MOST_STEPS = 1_000_000
+SLACK_UP, SLACK_DOWN = 1.1, 0.7
+"""An interval stays as long as the one wanted is not longer or shorter than by these factors: noise
+shall not move it back and forth."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What checkpoints cost; 0: not known yet."""
+
+    step_us: int = 0
+    """Microseconds of a step during which no checkpoint is made."""
+    memory_us: int = 0
+    """Microseconds that a version to memory adds to its step."""
+    local_us: int = 0
+    """Microseconds that the agent's writing of one to local adds to the steps meanwhile."""
+    local_steps: int = 0
+    """How many steps that is."""
+
+
+UNKNOWN = Figures()
+
+
+class Meter:
+    """How long this rank's steps take, by what is done meanwhile. Training thread."""
+
+    def __init__(self) -> None:
+        self._plain: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._copying: deque[float] = deque(maxlen=WINDOW_STEPS)
+        """Seconds of steps with a version to memory, but nothing written to local."""
+        self._stalls: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._commits: deque[tuple[float, int]] = deque(maxlen=WINDOW_COMMITS)
+        """Of each version to local: the seconds it added, and the steps meanwhile."""
+        self._commit: list[tuple[float, int, bool]] = []
+        """Steps of the one under way: seconds, steps, and whether a version was copied, too."""
+        self._last: tuple[float, int, bool, bool] | None = None
+
+    def stalled(self, seconds: float) -> None:
+        """A version to memory kept the training thread for so long: it cost at least that."""
+        self._stalls.append(seconds)
+
+    def boundary(self, now_seconds: float, version: int, take: Collection[str], busy: bool) -> None:
+        """A step is over, at any monotonic clock's `now_seconds`, and the next begins.
+
+        `take`: the levels that this version goes to; `busy`: the agent is writing an older one.
+        """
+        if self._last is not None:
+            begin, before, copied, written = self._last
+            steps = max(1, version - before)
+            self._passed(now_seconds - begin, steps, copied, written)
+        if self._commit and not busy:  # true also where the next is taken: it waits for this one
+            self._end_commit()
+        self._last = now_seconds, version, bool(take), busy or "local" in take
+
+    def _passed(self, seconds: float, steps: int, copied: bool, written: bool) -> None:
+        if written:
+            self._commit.append((seconds, steps, copied))
+        elif copied:
+            # What it adds to one step, also where a loop makes several between two boundaries.
+            self._copying.append(seconds - (steps - 1) * (_median(self._plain) or seconds / steps))
+        else:
+            self._plain.append(seconds / steps)
+
+    def _end_commit(self) -> None:
+        steps = sum(n for _, n, _ in self._commit)
+        step = self._step_seconds()
+        # Where every step has a version to memory, what that costs is in `step` already.
+        memory = self._memory_seconds() if self._plain else 0.0
+        usual = steps * step + memory * sum(copied for _, _, copied in self._commit)
+        if step:
+            self._commits.append((sum(s for s, _, _ in self._commit) - usual, steps))
+        self._commit.clear()
+
+    def _step_seconds(self) -> float:
+        """Without a checkpoint; with one where every step has one."""
+        return _median(self._plain) or _median(self._copying)
+
+    def _memory_seconds(self) -> float:
+        longer = _median(self._copying) - _median(self._plain) if self._known(self._plain) else 0.0
+        return max(longer, _median(self._stalls), 0.0)
+
+    @staticmethod
+    def _known(values: deque[float]) -> bool:
+        return len(values) >= ENOUGH_STEPS
+
+    def figures(self) -> Figures:
+        """As far as known."""
+        step = self._step_seconds()
+        if not self._known(self._plain) and not self._known(self._copying):
+            return UNKNOWN
+        commits = list(self._commits)
+        memory = self._memory_seconds() if self._known(self._copying) else 0.0
+        return Figures(
+            step_us=_us(step),
+            memory_us=_us(memory) if memory else 0,
+            local_us=_us(median(s for s, _ in commits)) if commits else 0,
+            local_steps=max((n for _, n in commits), default=0),
+        )
+
+
+def _median(values: Iterable[float]) -> float:
+    kept = list(values)
+    return median(kept) if kept else 0.0
+
+
+def _us(seconds: float) -> int:
+    """At least 1: 0 is unknown."""
+    return max(1, round(1e6 * seconds))
+
+
+@dataclass(frozen=True)
+class Change:
+    """An interval that is another one from now on."""
+
+    level: str
+    every_steps: int
+    before_steps: int
+    cost_seconds: float
+    step_seconds: float
+
+    def text(self) -> str:
+        """For people."""
+        return (
+            f"every {self.every_steps} steps (was {self.before_steps}): a version costs "
+            f"{1e3 * self.cost_seconds:.2f} ms, a step takes {1e3 * self.step_seconds:.1f} ms"
+        )
+
+
+class Tuner:
+    """The intervals; a function of agreed figures alone, so alike on every rank."""
+
+    def __init__(self, config: Config) -> None:
+        tables: dict[str, MemoryConfig | LocalConfig]
+        tables = {"memory": config.memory, "local": config.local}
+        self.every_steps = {n: FIRST_STEPS[n] for n, t in tables.items() if t.every_steps == AUTO}
+        """By level: those that are automatic."""
+        self._budget = config.overhead_budget
+        self._rate_known = config.mean_failure_seconds > 0
+        there = [name for name in SHARES if config.uses(name)]
+        rate = 1 / config.mean_failure_seconds if self._rate_known else 1.0
+        self._rates = dict(zip(there, rates(there, rate) if there else [], strict=True))
+
+    def due(self, level: str, last: int, version: int) -> bool:
+        """True when a version of this automatic level is due, `last` having been taken."""
+        every = self.every_steps[level]
+        probe = level == "memory" and every == 1 and version % PROBE_STEPS == 0
+        return not probe and version // every > last // every
+
+    def heed(self, version: int, before: int, agreed: Figures) -> tuple[Change, ...]:
+        """What changes at this boundary, given what all ranks agreed on at the last one.
+
+        `before`: the version of the last boundary.
+        """
+        costs_us = {"memory": agreed.memory_us, "local": agreed.local_us}
+        known = [name for name in self.every_steps if costs_us[name]]
+        if version // LOOK_STEPS == before // LOOK_STEPS or not agreed.step_us or not known:
+            return ()
+        step_seconds = agreed.step_us / 1e6
+        levels = [
+            Level(
+                name,
+                costs_us[name] / 1e6,
+                self._rates[name],
+                # As long again, so that steps without it are seen, too.
+                latency_seconds=2 * agreed.local_steps * step_seconds if name == "local" else 0.0,
+            )
+            for name in known
+        ]
+        ideal = self._ideal_steps(levels, step_seconds)
+        if all(self._near(level.name, s) for level, s in zip(levels, ideal, strict=True)):
+            return ()
+        wanted = whole_steps(ideal, 1.0, MOST_STEPS)
+        before_steps = [self.every_steps[name] for name in known]
+        changes = tuple(
+            Change(level.name, steps, was, level.cost_seconds, step_seconds)
+            for level, steps, was in zip(levels, wanted, before_steps, strict=True)
+            if steps != was
+        )
+        self.every_steps |= {change.level: change.every_steps for change in changes}
+        return changes
+
+    def _ideal_steps(self, levels: list[Level], step_seconds: float) -> list[float]:
+        best = optimum(levels, step_seconds)
+        best = within_budget(levels, best, self._budget, use_all=not self._rate_known)
+        floors = [max(1.0, level.latency_seconds / step_seconds) for level in levels]
+        return [max(f, t / step_seconds) for f, t in zip(floors, best, strict=True)]
+
+    def _near(self, level: str, steps: float) -> bool:
+        every = self.every_steps[level]
+        return SLACK_DOWN * every <= steps <= SLACK_UP * every

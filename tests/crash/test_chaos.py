@@ -1,0 +1,187 @@
+"""Chaos: random faults by a seed, and after every recovery every bit is that of the reference.
+
+Short here, long by hand (`make chaos`). A round that finds something says how to play it again.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.forkserver
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.driver import Run
+from tests.chaos.plan import APART, LIVES, RANKS, STEPS, Shape, make_round
+from tests.chaos.truth import Truth
+from tests.horovod_here import horovod_missing
+
+SEEDS = {"ddp": (8, 11), "horovod": (32,)}
+NO_HOROVOD = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> None:
+    """Started before the first test, as it holds descriptors; it forks the ranks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.chaos.job"])
+    multiprocessing.forkserver.ensure_running()
+
+
+@pytest.mark.parametrize("launcher", ["ddp", pytest.param("horovod", marks=NO_HOROVOD)])
+def test_a_job_that_is_broken_again_and_again(launcher: str, tmp_path: Path, shm_dir: Path) -> None:
+    run = Run(launcher, tmp_path, shm_dir)
+    for seed in SEEDS[launcher]:
+        findings = run.round(seed)
+        again = f"python -m tests.chaos --launcher {launcher} --seed {seed} --rounds 1"
+        assert findings == [], f"play it again: {again}"
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert sum("fault" in line for line in lines) >= LIVES * len(SEEDS[launcher])
+    assert any(line["version"] > 0 for line in lines if "promised" in line), "nothing came back"
+    if launcher == "ddp":
+        it_is_noticed_when_bits_differ(run)
+        it_is_noticed_when_a_version_is_older_than_promised(run)
+
+
+def it_is_noticed_when_bits_differ(run: Run) -> None:
+    """The reference is made to differ in one bit of one rank's stream, in every version."""
+    states, _ = run.reference
+    before = [dict(each) for each in states]
+    states[2].update({v: {**names, "stream": "?"} for v, names in states[2].items()})
+    (finding,) = run.round(8)
+    assert "came back to rank 2 with wrong ['stream']" in finding
+    states[:] = before
+
+
+def it_is_noticed_when_a_version_is_older_than_promised(run: Run) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Truth, "promised", lambda truth: STEPS + 1)
+        (finding,) = run.round(11)
+    assert f"v{STEPS + 1} was promised" in finding
+
+
+# --- the schedule --------------------------------------------------------------------------------
+
+
+def test_the_schedule_is_a_function_of_the_seed() -> None:
+    assert make_round(7) == make_round(7)
+    assert len({make_round(seed) for seed in range(50)}) == 50
+
+
+def test_every_kind_of_fault_comes_and_all_that_mends_itself_is_mended() -> None:
+    rounds = [make_round(seed) for seed in range(200)]
+    kinds = set()
+    for each in rounds:
+        down: set[tuple[str, int]] = set()
+        for life in each.lives:
+            assert [f.at for f in life.during] == sorted(f.at for f in life.during)
+            for fault in (*life.during, *filter(None, [life.end]), *life.after):
+                kinds.add(f"{fault.kind} {fault.level}".strip())
+                for node in fault.nodes:
+                    if fault.kind in ("stop", "fill"):
+                        down.add((fault.kind, node))
+                    elif fault.kind in ("wake", "free"):
+                        down.discard(({"wake": "stop", "free": "fill"}[fault.kind], node))
+        assert not down, each.seed
+        assert sum(life.end.at for life in each.lives if life.end) + 2 < STEPS
+    assert kinds == {
+        *("trainer", "loading", "node", "nodes", "reboot", "power", "allocation", "agent"),
+        *("stop", "wake", "fill", "free", "flip memory"),
+        *(f"{kind} {level}" for kind in ("flip", "truncate") for level in DISKS),
+    }
+
+
+DISKS = ("local", "parity", "persistent")
+
+
+# --- what is owed --------------------------------------------------------------------------------
+
+
+class Told:
+    """A truth, and the reports of its ranks in short."""
+
+    def __init__(self, survives: int = 1) -> None:
+        self.truth = Truth(Shape(APART, "xor", survives, 2), keep_last=2)
+        self.truth.began(1, 1, (0, 0))
+
+    def all_say(self, event: str, level: str, *versions: int, life: int = 1) -> None:
+        for version in versions:
+            for rank in range(RANKS):
+                self.truth.heard(life, rank, event, level, version, "complete")
+
+    def owed_after(self, *losses: tuple[str, int]) -> int:
+        for level, node in losses:
+            self.truth.lost(level, node)
+        return self.truth.promised()
+
+
+def told(survives: int = 1) -> Told:
+    """Versions 1 to 9 sealed; 4 and 8 committed; 4 protected; 4 flushed."""
+    made = Told(survives)
+    made.all_say("sealed", "memory", *range(1, 10))
+    made.all_say("committed", "local", 4, 8)
+    made.all_say("committed", "peer", 4)
+    made.all_say("committed", "persistent", 4)
+    return made
+
+
+def test_what_the_table_in_the_design_says_is_owed() -> None:
+    everywhere = [("memory", node) for node in range(RANKS)]
+    disks = [("local", node) for node in range(RANKS)]
+    assert told().owed_after() == 9, "a trainer died"
+    assert told().owed_after(*everywhere) == 8, "the power failed"
+    assert told().owed_after(*everywhere, disks[1]) == 4, "a node is gone: peers"
+    assert told().owed_after(*everywhere, *disks[:2]) == 4, "two are: the persistent level"
+    assert told().owed_after(*everywhere, *disks) == 4, "all are"
+    assert Told().owed_after() == 0, "nothing was ever reported"
+
+
+def test_what_not_everybody_reported_is_not_owed() -> None:
+    made = told()
+    made.truth.heard(1, 3, "sealed", "memory", 10, "")
+    assert made.owed_after() == 9
+
+
+def test_without_the_persistent_level_two_lost_nodes_are_more_than_xor_survives() -> None:
+    for survives, owed in ((1, 0), (2, 4)):
+        made = Told(survives)
+        made.all_say("committed", "local", 4)
+        made.all_say("committed", "peer", 4)
+        assert made.owed_after(("local", 0), ("local", 3)) == owed
+
+
+def test_damage_is_owed_the_next_source() -> None:
+    made = told()
+    made.truth.damaged("memory", 2, 1, 9)
+    assert made.truth.promised() == 8
+    made.truth.damaged("local", 0, 1, 8)  # not protected yet
+    assert made.truth.promised() == 4
+    made.truth.damaged("local", 0, 1, 4)
+    assert made.truth.promised() == 4
+    made.truth.damaged("local", 1, 1, 4)
+    assert made.truth.promised() == 4
+    made.truth.damaged("persistent", 1, 1, 4)
+    assert made.truth.promised() == 0
+
+
+def test_what_another_life_made_counts_up_to_where_this_one_began() -> None:
+    made = told()
+    made.truth.damaged("memory", 2, 1, 9)
+    made.truth.began(2, 2, (1, 8))
+    assert made.truth.promised() == 8
+    made.all_say("sealed", "memory", 9, life=2)
+    assert made.truth.promised() == 9
+    made.truth.damaged("memory", 0, 2, 9)
+    assert made.truth.promised() == 8
+    made.truth.began(3, 3, (1, 4))
+    assert made.truth.promised() == 4, "v8 is nobody's past now"
+
+
+def test_what_retention_may_have_taken_is_not_owed() -> None:
+    made = Told()
+    made.all_say("committed", "local", 2, 4, 6)
+    made.truth.damaged("local", 0, 1, 6)
+    assert made.truth.promised() == 4
+    made.truth.damaged("local", 0, 1, 4)
+    assert made.truth.promised() == 0

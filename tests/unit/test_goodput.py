@@ -1,0 +1,95 @@
+"""benchmarks/goodput.py's own bookkeeping: which steps count, and what a failure cost."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """The benchmark's modules, which are scripts' own and no package."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    import goodreport
+    import goodruns
+    import mortal
+
+    found = argparse.Namespace(goodreport=goodreport, goodruns=goodruns, mortal=mortal)
+    for name in set(sys.modules) - before:
+        path = getattr(sys.modules[name], "__file__", None)
+        if path and Path(path).parent == BENCHMARKS:
+            monkeypatch.delitem(sys.modules, name)
+    return found
+
+
+def course(modules: argparse.Namespace, *lines: tuple[int, int, float, bool], **more: Any) -> Any:
+    steps = [modules.mortal.Step(*line) for line in lines]
+    return modules.mortal.Course(110.0, steps, **more)
+
+
+def test_steps_that_were_made_again_count_once(modules: argparse.Namespace) -> None:
+    """Killed after the third step, back from the first."""
+    found = course(
+        modules,
+        (0, 0, 100.0, True),
+        (0, 1, 101.0, False),
+        (0, 2, 102.0, False),
+        (0, 3, 103.0, False),
+        (1, 1, 105.5, True),
+        (1, 2, 106.5, False),
+        kills=[102.5],
+    )
+    assert (found.wall_seconds, found.useful, found.made) == (10.0, 2, 4)
+    assert found.back_seconds == [4.0], "the third step had been complete already"
+    assert found.last_life() == [106.5]
+
+
+def test_a_job_that_never_came_back(modules: argparse.Namespace) -> None:
+    found = course(modules, (0, 0, 100.0, True), (0, 1, 101.0, False), kills=[101.5])
+    assert found.back_seconds == []
+    nothing = course(modules)
+    assert (nothing.wall_seconds, nothing.useful) == (0.0, 0)
+
+
+def test_failures_are_the_same_for_every_method_and_as_many_as_asked_for(
+    modules: argparse.Namespace,
+) -> None:
+    arrivals = modules.goodruns.arrivals
+    assert arrivals(1000, 100, seed=3) == arrivals(1000, 100, seed=3)
+    assert arrivals(1000, 100, seed=3) != arrivals(1000, 100, seed=4)
+    found = arrivals(100_000, 10_000, seed=1)
+    assert len(found) == 10_000
+    gaps = [b - a for a, b in pairwise(found)]
+    assert min(gaps) >= 0
+    assert sum(gap < 10 for gap in gaps) / len(gaps) == pytest.approx(1 - 1 / math.e, abs=0.02)
+
+
+def result(modules: argparse.Namespace, method: str, mtbf: float, useful: int) -> Any:
+    return modules.goodruns.Result(
+        method, method, mtbf, 3, 0.01, step_seconds=0.1, wall_seconds=100.0, useful_steps=useful
+    )
+
+
+def test_the_targets_are_judged_rate_by_rate(modules: argparse.Namespace) -> None:
+    rows = [
+        result(modules, "ours", 60.0, 960),
+        result(modules, "torch-save", 60.0, 500),
+        result(modules, "ours", 10.0, 700),
+        result(modules, "torch-save", 10.0, 710),
+    ]
+    assert rows[0].goodput == pytest.approx(0.96)
+    said = modules.goodreport.verdicts(rows)
+    assert [line.split(":")[0] for line in said] == ["MISSED", "met", "met"]
+    assert "10 s (70.0 %, the next best 71.0 %)" in said[0]
+    rows[0].useful_steps = 940
+    assert modules.goodreport.verdicts(rows)[-1].startswith("MISSED: 95 %")
+    assert modules.goodreport.verdicts(rows[2:])[-1].startswith("not measured: 95 %")

@@ -1,0 +1,153 @@
+"""`tierckpt interval`, from events as a job writes them and from figures by hand."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.cli import main
+from tierckpt.events import EventLog
+from tierckpt.intervalcommand import duration, observe, read, text_of
+
+
+def said(capsys: pytest.CaptureFixture[str], *line: str) -> str:
+    assert main(["interval", *line]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *line: str) -> str:
+    assert main(["interval", *line]) == 1
+    return capsys.readouterr().err
+
+
+class Story:
+    """A job's events at a pace of our own, written as jobs write them."""
+
+    def __init__(self, folder: Path, ranks: int = 2) -> None:
+        self.now = 1000.0
+        self.logs = [EventLog(rank, str(folder)) for rank in range(ranks)]
+        self.files = [str(folder / f"events-r{rank:05d}.jsonl") for rank in range(ranks)]
+
+    def tell(self, name: str, **values: Any) -> None:
+        for rank, log in enumerate(self.logs):
+            own = {k: v[rank] if isinstance(v, list) else v for k, v in values.items()}
+            log.emit(name, time_seconds=self.now, **own)
+
+    def steps(self, versions: range, stalls: tuple[float, float] = (0.001, 0.002)) -> None:
+        """A version every second step of 100 ms; every tenth goes to disk in half a second."""
+        for version in versions:
+            self.now += 0.1
+            if version % 2 == 0:
+                seconds = [{"boundary": s, "stall": s} for s in stalls]
+                self.tell("sealed", level="memory", version=version, seconds=seconds)
+            if version % 10 == 0:
+                seconds = [{"write": 0.4, "commit": 0.1}] * 2
+                self.tell("committed", level="local", version=version, seconds=seconds)
+
+    def restarts(self, level: str, version: int, after: float) -> None:
+        self.now += after
+        self.tell("restored", level=level, version=version, seconds={"total": 0.2})
+
+    def end(self) -> list[str]:
+        for log in self.logs:
+            log.close()
+        return self.files
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Story:
+    return Story(tmp_path)
+
+
+def test_a_jobs_own_events_say_what_to_set(
+    story: Story, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.tell("restored", level="", version=0)
+    story.steps(range(1, 1001))
+    story.restarts("memory", 1000, after=3.0)
+    story.steps(range(1001, 2001))
+    story.restarts("memory and local", 2000, after=7.0)
+    story.steps(range(2001, 4001))
+    files = [Path(name) for name in story.end()]
+    job = observe(read(files))
+    assert job.step_seconds == pytest.approx(0.1)
+    memory, local = job.levels["memory"], job.levels["local"]
+    assert memory.cost_seconds == pytest.approx(0.002), "of the slower rank"
+    assert memory.failures_per_second == pytest.approx(1 / 409.9, rel=1e-3)
+    assert local.failures_per_second == memory.failures_per_second
+    assert (memory.restart_seconds, local.restart_seconds) == pytest.approx((3.0, 7.0))
+    assert local.latency_seconds == pytest.approx(0.5)
+    out = said(capsys, "--events", *map(str, files), "--level", "local", "30ms")
+    # Young: sqrt(2 x 2 ms x 410 s) is 1.28 s.
+    assert "memory_every_steps=13, local_every_steps=52" in out
+
+
+def test_costs_that_the_job_measured_itself_are_believed(story: Story) -> None:
+    story.steps(range(1, 101))
+    cost = {"step": 0.1, "cost": 0.01}
+    story.tell("interval", level="local", version=100, seconds=cost, message="every 9 steps")
+    job = observe(read([Path(name) for name in story.end()]))
+    assert job.levels["local"].cost_seconds == 0.01
+    assert job.notes == ()
+    assert math.isnan(job.levels["memory"].failures_per_second), "nothing has failed yet"
+
+
+def test_what_was_not_measured_is_said(story: Story, capsys: pytest.CaptureFixture[str]) -> None:
+    story.steps(range(1, 101))
+    files = story.end()
+    out = said(capsys, "--events", *files, "--failure-every", "1h")
+    assert "Note: local counted as costing nothing" in out
+    assert "--failure-every" in refused(capsys, "--events", *files)
+
+
+def test_figures_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """Young: sqrt(2 x 0.1 s x 2000 s) is 20 s; the higher order makes it 19.97 s."""
+    out = said(capsys, "--step", "0.5", "--level", "memory", "100ms", "2000s")
+    assert "memory_every_steps=40" in out
+    out = said(capsys, "--step", "0.5", "--level", "memory", "100ms", "2000s", "--budget", "0.001")
+    assert "memory_every_steps=200" in out
+
+
+def test_the_last_line_of_a_killed_rank_may_be_cut(
+    story: Story, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.steps(range(1, 101))
+    files = story.end()
+    whole = Path(files[0]).read_text()
+    Path(files[0]).write_text(whole + whole[:40])
+    assert said(capsys, "--events", *files, "--failure-every", "1h")
+    Path(files[0]).write_text("what is this\n" + whole)
+    assert f"{files[0]}, line 1" in refused(capsys, "--events", *files)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("", "--events"),
+        ("--step 1 --level lokal 3ms", "memory, local, persistent"),
+        ("--step 1 --level local", "one to three times"),
+        ("--step 1 --level local soon", "'soon'"),
+        ("--step 1 --level local 3ms", "--failure-every"),
+        ("--level local 3ms 1h", "--step"),
+        ("--step 1 --level local 3ms 1h --budget 2", "between 0 and 1"),
+        ("--events /nowhere/events.jsonl", "/nowhere/events.jsonl"),
+    ],
+)
+def test_what_is_missing_is_named(line: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert what in refused(capsys, *line.split())
+
+
+def test_durations() -> None:
+    assert [duration(t) for t in ("3", "20ms", "1.5s", "2m", "8h", "2d")] == pytest.approx(
+        [3, 0.02, 1.5, 120, 28800, 172800]
+    )
+    for wrong in ("", "x", "3y", "-1", "nan", "s"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            duration(wrong)
+    assert [text_of(s) for s in (0.0005, 0.02, 90, 7200, math.inf)] == [
+        "0.5 ms", "20 ms", "1.5 m", "2 h", "never",
+    ]  # fmt: skip

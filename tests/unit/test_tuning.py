@@ -1,0 +1,287 @@
+"""Automatic intervals: measured on a training that is made up, decided alike on all ranks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.config import load_config
+from tierckpt.errors import ConfigError
+from tierckpt.policy import Schedule, Vote
+from tierckpt.tuning import ENOUGH_STEPS, LOOK_STEPS, Change, Figures, Meter, Tuner
+
+STEP_SECONDS = 0.1
+
+
+def tuner(**arguments: Any) -> Tuner:
+    settings = {"memory_every_steps": "auto", "local_every_steps": "auto", **arguments}
+    return Tuner(load_config(settings, {}))
+
+
+def heed(made: Tuner, **figures: int) -> tuple[Change, ...]:
+    return made.heed(LOOK_STEPS, LOOK_STEPS - 1, Figures(**figures))
+
+
+# --- the setting ---------------------------------------------------------------------------------
+
+
+def test_auto_from_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "tierckpt.toml"
+    file.write_text('[memory]\nevery_steps = "auto"\n')
+    for config in (
+        load_config({"memory_every_steps": "auto"}, {}),
+        load_config({}, {"TIERCKPT_MEMORY_EVERY_STEPS": "auto"}),
+        load_config({}, {}, file),
+    ):
+        assert config.memory.every_steps == "auto"
+        assert config.uses("memory")
+    off = load_config({"local_every_steps": "auto", "local_every_seconds": 0}, {})
+    assert off.uses("local")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"persistent_every_steps": "auto"},
+        {"local_every_seconds": "auto"},
+        {"memory_every_steps": "automatic"},
+        {"overhead_budget": 0.0},
+        {"mean_failure_seconds": -1.0},
+    ],
+)
+def test_auto_is_for_steps_of_memory_and_local_only(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        load_config(wrong, {})
+
+
+# --- the meter -----------------------------------------------------------------------------------
+
+
+class Training:
+    """A rank's steps, as its clock sees them."""
+
+    def __init__(self, memory: float, local: float = 0.0, writing: int = 1) -> None:
+        """Seconds that a version to memory adds, and one to local over `writing` steps."""
+        self.meter, self.chance = Meter(), random.Random(1)
+        self.memory, self.local, self.writing = memory, local, writing
+        self.now, self.version, self.left = 100.0, 0, 0
+
+    def run(self, steps: int, memory_every: int, local_every: int = 0, noise: float = 0.0) -> float:
+        """Returns what the checkpoints took, as a share of the steps' own time."""
+        spent = 0.0
+        for _ in range(steps):
+            self.version += 1
+            busy, take = self.left > 0, ["memory"] * (self.version % memory_every == 0)
+            if local_every and self.version % local_every == 0 and not busy:
+                self.left, take = self.writing, ["memory", "local"]
+            self.meter.boundary(self.now, self.version, take, busy)
+            extra = self.memory * bool(take) + (self.local / self.writing if self.left else 0.0)
+            self.left = max(0, self.left - 1)
+            self.now += STEP_SECONDS * (1 + noise * self.chance.random()) + extra
+            spent += extra
+        return spent / (steps * STEP_SECONDS)
+
+
+def test_nothing_is_said_before_enough_was_seen() -> None:
+    training = Training(memory=0.01)
+    training.run(ENOUGH_STEPS - 1, memory_every=1000)
+    assert training.meter.figures() == Figures()
+    training.run(2, memory_every=1000)
+    assert training.meter.figures().step_us == pytest.approx(1e6 * STEP_SECONDS, rel=1e-3)
+    assert training.meter.figures().memory_us == 0, "not known is not free"
+
+
+def test_what_each_level_adds_is_told_apart() -> None:
+    training = Training(memory=0.01, local=0.06, writing=3)
+    training.run(200, memory_every=2, local_every=12)
+    found = training.meter.figures()
+    assert found.step_us == pytest.approx(100_000, abs=10)
+    assert found.memory_us == pytest.approx(10_000, abs=10)
+    assert found.local_us == pytest.approx(60_000, abs=10)
+    assert found.local_steps == 3
+
+
+def test_what_local_adds_is_told_apart_where_every_step_has_a_version_to_memory() -> None:
+    training = Training(memory=0.01, local=0.06, writing=3)
+    for _ in range(200):
+        training.run(1, memory_every=1, local_every=12)
+        training.meter.stalled(0.01)
+    assert training.meter.figures().local_us == pytest.approx(60_000, abs=10)
+
+
+def test_a_disk_that_is_always_busy_is_seen() -> None:
+    """Versions to local follow each other without a pause."""
+    training = Training(memory=0.01, local=0.06, writing=10)
+    training.run(100, memory_every=4, local_every=1000)
+    training.run(100, memory_every=4, local_every=10)
+    found = training.meter.figures()
+    assert found.local_us == pytest.approx(60_000, rel=0.2)
+    assert found.local_steps == 10
+
+
+def test_slow_steps_now_and_then_are_no_cost() -> None:
+    """An evaluation between two steps, once among twenty."""
+    training = Training(memory=0.01)
+    for _ in range(10):
+        training.run(19, memory_every=4)
+        training.now += 30.0
+    assert training.meter.figures().memory_us == pytest.approx(10_000, abs=10)
+
+
+def test_a_stall_is_the_least_that_a_version_costs() -> None:
+    """Also where steps vary by more than that, or every step has one."""
+    training = Training(memory=0.0)
+    training.run(100, memory_every=1)
+    for _ in range(10):
+        training.meter.stalled(0.004)
+    assert training.meter.figures().memory_us == 4000
+
+
+def test_several_steps_between_two_boundaries_share_the_time() -> None:
+    meter, now = Meter(), 0.0
+    for boundary in range(40):
+        meter.boundary(now, 4 * boundary, ["memory"] * (boundary % 2 == 0), False)
+        now += 4 * STEP_SECONDS + 0.01 * (boundary % 2 == 0)
+    assert meter.figures().step_us == pytest.approx(100_000, abs=10)
+    assert meter.figures().memory_us == pytest.approx(10_000, abs=10)
+
+
+# --- the tuner -----------------------------------------------------------------------------------
+
+
+def test_the_budget_alone_decides_where_failures_are_unknown() -> None:
+    made = tuner(local_every_steps=0, local_every_seconds=0.0)
+    (change,) = heed(made, step_us=100_000, memory_us=30_000)
+    assert (change.level, change.every_steps, change.before_steps) == ("memory", 10, 4)
+    assert made.every_steps == {"memory": 10}
+    assert "every 10 steps (was 4)" in change.text()
+    heed(made, step_us=1_000, memory_us=600)
+    assert made.every_steps == {"memory": 20}, "all of it is used, also where versions are cheap"
+
+
+def test_it_moves_in_both_directions() -> None:
+    made = tuner(local_every_steps=0)
+    for cost, expected in ((60_000, 20), (6_000, 2), (300, 1), (600_000, 200), (3_000, 1)):
+        heed(made, step_us=100_000, memory_us=cost)
+        assert made.every_steps["memory"] == expected
+
+
+def test_what_is_little_different_changes_nothing() -> None:
+    made = tuner(local_every_steps=0)
+    heed(made, step_us=100_000, memory_us=60_000)
+    for cost in (63_000, 57_000, 46_000, 65_000):
+        assert heed(made, step_us=100_000, memory_us=cost) == ()
+    assert [c.every_steps for c in heed(made, step_us=100_000, memory_us=80_000)] == [27]
+
+
+def test_known_failures_leave_budget_unused() -> None:
+    """Young: sqrt(2 x 1 ms x 5000 s) is 3.2 s."""
+    made = tuner(local_every_steps=0, local_every_seconds=0.0, mean_failure_seconds=5000)
+    heed(made, step_us=100_000, memory_us=1_000)
+    assert made.every_steps["memory"] == 32
+    heed(made, step_us=100_000, memory_us=1_000_000)
+    assert made.every_steps["memory"] == 994, "a second every 99.4, by Daly"
+
+
+def test_both_levels_share_the_budget() -> None:
+    made = tuner(overhead_budget=0.05)
+    heed(made, step_us=100_000, memory_us=2_000, local_us=80_000, local_steps=2)
+    memory, local = made.every_steps["memory"], made.every_steps["local"]
+    assert local % memory == 0
+    spent = 0.02 / memory + 0.8 / local
+    assert 0.03 < spent <= 0.05
+    assert memory < local
+
+
+def test_a_level_of_unknown_cost_waits() -> None:
+    made = tuner()
+    heed(made, step_us=100_000, memory_us=60_000)
+    assert made.every_steps == {"memory": 20, "local": 32}
+
+
+def test_the_agent_has_time_to_write() -> None:
+    made = tuner(memory_every_steps=1)
+    heed(made, step_us=100_000, local_us=1, local_steps=7)
+    assert made.every_steps == {"local": 14}
+
+
+def test_changes_come_at_certain_versions_only() -> None:
+    made, figures = tuner(local_every_steps=0), Figures(step_us=100_000, memory_us=60_000)
+    assert made.heed(LOOK_STEPS - 1, 1, figures) == ()
+    assert made.heed(LOOK_STEPS + 5, LOOK_STEPS, figures) == ()
+    assert made.heed(LOOK_STEPS + 5, LOOK_STEPS - 3, figures) != (), "also when jumped over"
+
+
+# --- both, in a schedule -------------------------------------------------------------------------
+
+
+class Rank:
+    """A schedule with a training behind it; votes come from its own meter."""
+
+    def __init__(self, speed: float, **settings: Any) -> None:
+        self.schedule = Schedule(load_config(settings, {}))
+        self.meter, self.chance, self.speed = Meter(), random.Random(speed), speed
+        self.now, self.taken, self.spent = 0.0, [False], 0.0
+
+    def boundary(self, version: int, agreed: Vote) -> tuple[str, ...]:
+        decision = self.schedule.decide(version, agreed)
+        self.meter.boundary(self.now, version, decision.take, False)
+        return decision.take
+
+    def vote(self) -> Vote:
+        mine = self.meter.figures()
+        return Vote(
+            less_step_us=-mine.step_us,
+            less_memory_us=-mine.memory_us,
+            less_local_us=-mine.local_us,
+            less_local_steps=-mine.local_steps,
+        )
+
+
+def train(ranks: list[Rank], versions: range, cost: float, noise: float) -> tuple[list[int], float]:
+    """Returns what was taken, and the share of time that it took."""
+    agreed, taken = Vote(), []
+    for version in versions:
+        takes = {rank.boundary(version, agreed) for rank in ranks}
+        assert len(takes) == 1, "ranks decided differently"
+        if takes.pop():
+            taken.append(version)
+        packed = zip(*(rank.vote().pack() for rank in ranks), strict=True)
+        agreed = Vote.unpack([min(column) for column in packed])
+        for rank in ranks:
+            rank.now += STEP_SECONDS * (1 + noise * rank.chance.random())
+            rank.now += cost * rank.speed if taken and taken[-1] == version else 0.0
+    return taken, len(taken) * cost / (len(versions) * STEP_SECONDS)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_the_budget_is_held_while_costs_change(noise: float) -> None:
+    settings = {"memory_every_steps": "auto", "local_every_seconds": 0.0}
+    ranks = [Rank(1.0, **settings), Rank(0.8, **settings)]
+    train(ranks, range(1, 200), 0.02, noise)
+    _, dear = train(ranks, range(200, 1000), 0.02, noise)
+    assert 0.015 <= dear <= 0.034
+    train(ranks, range(1000, 1400), 0.002, noise)
+    taken, cheap = train(ranks, range(1400, 2200), 0.002, noise)
+    assert len(taken) > 300, "more often, now that it is cheap"
+    assert cheap <= 0.034
+    train(ranks, range(2200, 2600), 0.05, noise)
+    _, dearer = train(ranks, range(2600, 3400), 0.05, noise)
+    assert 0.015 <= dearer <= 0.034
+
+
+def test_one_step_in_so_many_is_left_out_to_see_what_it_is_like() -> None:
+    made = tuner(local_every_steps=0)
+    heed(made, step_us=100_000, memory_us=10)
+    due = [v for v in range(1, 65) if made.due("memory", v - 1, v)]
+    assert len(due) == 60
+
+
+def test_without_auto_nothing_is_tuned() -> None:
+    schedule = Schedule(load_config({"memory_every_steps": 3}, {}))
+    vote = Vote(less_step_us=-100_000, less_memory_us=-90_000)
+    taken = [v for v in range(1, 40) if schedule.decide(v, vote).take]
+    assert taken == list(range(3, 40, 3))
