@@ -1,0 +1,15 @@
+#!/bin/sh
+# Goes on here with what a job on another machine left on its persistent level.
+#
+#   ./migrate.sh FROM TO [options of train.py]
+#
+# FROM is that job's TIERCKPT_PERSISTENT_PATH, TO the one here, both as directories seen from here;
+# where both machines see one store (an object store, say), nothing needs to be copied.
+from=$1 to=$2
+shift 2
+mkdir -p "$to"
+cp -a "$from/." "$to"
+rm -f "$to"/lease.*  # the old job's, on the place that was copied
+
+export TIERCKPT_PATH="${TIERCKPT_PATH:-ckpts}" TIERCKPT_PERSISTENT_PATH="$to"
+exec torchrun --standalone --nproc-per-node="${PROCESSES:-2}" --max-restarts=10 train.py "$@"

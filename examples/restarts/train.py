@@ -1,0 +1,131 @@
+"""One rank of a small DDP job, started by any launcher: torchrun, mpirun or srun.
+
+What the checkpoints need is set by the scripts beside this file, as TIERCKPT_... variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_ckpt
+import tierckpt
+
+WIDTH = 64
+BATCH = 32
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+"""Variables that tell a process its rank and how many there are, by torchrun, mpirun and srun."""
+
+
+def place() -> tuple[int, int]:
+    """This process's rank, and how many ranks the job has; alone if no launcher says so."""
+    for rank, ranks in LAUNCHERS:
+        if rank in os.environ and ranks in os.environ:
+            return int(os.environ[rank]), int(os.environ[ranks])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    return 0, 1
+
+
+def build_model() -> nn.Module:
+    """BatchNorm and dropout are what makes resuming hard."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        nn.BatchNorm1d(WIDTH),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(WIDTH, 2),
+    )
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The data of a rank in a step: the same in every life."""
+    source = torch.Generator().manual_seed(1_000_003 * rank + step)
+    x = torch.randn(BATCH, WIDTH, generator=source)
+    return x, (x[:, :8].sum(1) > 0).long()
+
+
+def digest(model: nn.Module) -> str:
+    """Names the weights: alike on all ranks, and another one after every step."""
+    said = hashlib.sha256()
+    for weights in model.parameters():
+        said.update(weights.detach().numpy().tobytes())
+    return said.hexdigest()[:16]
+
+
+class Journal:
+    """A rank's JSON lines, by which it can be seen that a restart changed nothing."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self._file = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / f"journal-r{rank}.jsonl").open("a", buffering=1)
+
+    def write(self, **values: object) -> None:
+        """Add a line."""
+        if self._file is not None:
+            self._file.write(json.dumps(values) + "\n")
+
+
+def main() -> int:
+    """Train; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--step-seconds", type=float, default=0.1, help="time to break something")
+    parser.add_argument(
+        "--halted-status", type=int, default=0, help="exit status when asked to stop before the end"
+    )
+    parser.add_argument("--journal", type=Path, help="folder for one JSON line a step and rank")
+    args = parser.parse_args()
+    rank, ranks = place()
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    model = DistributedDataParallel(build_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(1000 + rank)
+    journal = Journal(args.journal, rank)
+
+    def on_event(event: tierckpt.Event) -> None:
+        journal.write(event=event.name, level=event.level, version=event.version)
+
+    ckpt = ddp_ckpt.Checkpointer(model, optimizer, on_event=on_event)
+    start = ckpt.restore()
+    levels = ckpt.restored.levels
+    journal.write(start=int(start), ranks=ranks, levels=levels, digest=digest(model))
+    if rank == 0:
+        print(f"{ranks} ranks go on from step {int(start)}; shards from {levels}", flush=True)
+    for step in range(start, args.steps):
+        x, y = batch(step, rank)
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ckpt.step()
+        journal.write(step=step, loss=loss.item().hex(), digest=digest(model))
+        if ckpt.should_exit():  # alike on all ranks; the last checkpoint is taken
+            break
+        time.sleep(args.step_seconds)
+    ckpt.close()
+    finished = ckpt.iteration == args.steps
+    journal.write(done=finished)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if finished else args.halted_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,299 @@
+"""The course of one round: lives, the faults that strike them, and what must hold after each.
+
+Every fault, recovery and finding is told, with its number, to whoever keeps the log.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.cluster import Cluster
+from tests.chaos.job import Orders
+from tests.chaos.journals import Journals, Line
+from tests.chaos.plan import RANKS, STEPS, Fault, Life, Round
+from tests.chaos.truth import Truth
+from tests.crash.launcher import Process
+
+PATIENCE_SECONDS = 100.0
+"""Without any progress for so long, a life is stuck."""
+LINGER_SECONDS = 10
+KEEP_LAST = 2
+OF_TRAINERS = ("kill_script", "kill_barrier", "kill_copy", "kill_seal", "kill_call")
+"""How the marks begin that rules of trainers leave, and those of agents do not."""
+
+States = list[dict[int, dict[str, str]]]
+"""By rank and version: digests of all that a next step depends on."""
+Losses = list[dict[int, str]]
+"""By rank and step."""
+
+
+class FindingError(Exception):
+    """Something is not as it was promised; the round ends with it."""
+
+
+class Watch:
+    """Waits for a life, and says when it is over or stuck."""
+
+    def __init__(
+        self, cluster: Cluster, journals: Journals, life: int, listen: Callable[[], None]
+    ) -> None:
+        """`listen` takes in what is new in `journals`."""
+        self._cluster, self._journals, self._life = cluster, journals, life
+        self._listen = listen
+        self._seen, self._since = 0, time.monotonic()
+
+    def over(self) -> bool:
+        """Some rank ended that was not done, or all are done."""
+        ended = [r for r, p in enumerate(self._cluster.ranks) if p.exitcode is not None]
+        self._listen()
+        done = [r for r in ended if self._journals.of(r, self._life, "done")]
+        return len(done) < len(ended) or len(done) == RANKS
+
+    def rest(self) -> None:
+        """A moment. Raises FindingError when nothing has moved for long."""
+        lines = sum(map(len, self._journals.lines))
+        if lines != self._seen:
+            self._seen, self._since = lines, time.monotonic()
+        elif time.monotonic() - self._since > PATIENCE_SECONDS:
+            for process in self._cluster.ranks:
+                Process(process.pid).signal(signal.SIGUSR1)  # dumps its stacks to its log
+            time.sleep(1)
+            raise FindingError(f"stuck; the stacks are in {self._cluster.folder}/life*.log")
+        time.sleep(0.005)
+
+
+class Course:
+    """One round; `run` it once."""
+
+    def __init__(
+        self,
+        plan: Round,
+        cluster: Cluster,
+        states: States,
+        losses: Losses,
+        log: Callable[..., None],
+    ) -> None:
+        """`states` and `losses` are those of a job that nothing happened to."""
+        self._plan, self._cluster, self._log = plan, cluster, log
+        self._states, self._losses = states, losses
+        self._journals = Journals(cluster.folder, RANKS)
+        self._truth = Truth(plan.shape, KEEP_LAST)
+        self.life = self.number = self.recoveries = 0
+        """The life that goes on, how many faults there were, and lives that came back from one."""
+
+    def run(self) -> None:
+        """All lives. Raises FindingError."""
+        for number, life in enumerate(self._plan.lives, 1):
+            self.life = number
+            self._cluster.expire_lease()
+            promised = self._truth.promised()
+            self._start(life)
+            if not self._live(life, promised):
+                self._log(life=self.life, ended="a restart from version 1 may round differently")
+                return
+            self._check_losses()
+            if life.end is None:
+                self._check_end()
+                return
+            self._check_that_it_was_killed(life.end)
+            self._die(life.end)
+            for fault in life.after:
+                self._strike(fault)
+
+    # --- a life --------------------------------------------------------------------------------
+
+    def _start(self, life: Life) -> None:
+        settings = {
+            "path": self._cluster.path,
+            "shm_dir": str(self._cluster.shm),
+            "persistent_path": str(self._cluster.shared) if self._plan.shape.persistent else "",
+            "local_every_steps": 2,
+            "persistent_every_steps": 4,
+            "local_every_seconds": 0,
+            "persistent_every_seconds": 0,
+            "local_keep_last": KEEP_LAST,
+            "persistent_keep_last": KEEP_LAST,
+            "peer_redundancy": self._plan.shape.scheme,
+            "peer_interface": "lo",
+            "slots": self._plan.shape.slots,
+            "agent_linger_seconds": LINGER_SECONDS,
+        }
+        orders = []
+        for rank, node in enumerate(self._plan.shape.nodes):
+            rules: list[tuple[str, int]] = []
+            loading = ""
+            if life.end is not None and life.end.rank == rank:
+                loading = life.end.place if life.end.kind == "loading" else ""
+                if not loading:
+                    rules.append((f"kill@{life.end.place}", life.end.at))
+                # Where that version is not taken, or nothing is loaded, it dies a little later.
+                rules.append(("kill@script:phase=begin,step={}", life.end.at + 2))
+            orders.append(
+                Orders(
+                    folder=str(self._cluster.folder),
+                    life=self.life,
+                    rank=rank,
+                    ranks=RANKS,
+                    steps=STEPS,
+                    launcher=self._cluster.launcher,
+                    settings={**settings, "node": f"node{node}"},
+                    gates=tuple(fault.at for fault in life.during),
+                    dies_loading_at=loading,
+                    rules=tuple(rules),
+                    agent_rule=life.agent_rule if node == life.agent_rule_node else "",
+                )
+            )
+        self._cluster.start(orders)
+
+    def _live(self, life: Life, promised: int) -> bool:
+        """Until it is over; False when it cannot be compared with the reference from here on."""
+        began = False
+        gates = sorted({fault.at for fault in life.during})
+        watch = Watch(self._cluster, self._journals, self.life, self._listen)
+        while not watch.over():
+            if not began and (starts := self._starts()):
+                began = True
+                self._check_recovery(starts, promised)
+                if starts[0]["version"] == 1 and self._cluster.launcher == "ddp":
+                    return False
+            if gates and self._stand_at(gates[0]):
+                for fault in (f for f in life.during if f.at == gates[0]):
+                    self._strike(fault)
+                (self._cluster.folder / f"gate-{self.life}-{gates.pop(0)}").touch()
+            if life.end is None and self._closing():
+                self._cluster.expire_lease()  # else its last flush waits for a dead life's
+            watch.rest()
+        if not began and (starts := self._starts()):
+            self._check_recovery(starts, promised)
+        return True
+
+    def _listen(self) -> None:
+        for rank, line in self._journals.read():
+            if "event" in line:
+                what = (line["event"], line["level"], line["version"], line["message"])
+                self._truth.heard(line["life"], rank, *what)
+
+    def _starts(self) -> list[Line]:
+        """How every rank came back; empty while some have not."""
+        found = [self._journals.of(rank, self.life, "start") for rank in range(RANKS)]
+        return [lines[0] for lines in found] if all(found) else []
+
+    def _stand_at(self, gate: int) -> bool:
+        found = [self._journals.of(rank, self.life, "waiting") for rank in range(RANKS)]
+        return all(any(line["waiting"] == gate for line in lines) for lines in found)
+
+    def _closing(self) -> bool:
+        """True when some rank has made its last step."""
+        return any(
+            line["step"] == STEPS - 1
+            for rank in range(RANKS)
+            for line in self._journals.of(rank, self.life, "loss")
+        )
+
+    # --- faults --------------------------------------------------------------------------------
+
+    def _die(self, end: Fault) -> None:
+        """What ended the life takes the rest along; the launcher kills the other trainers."""
+        self._cluster.stop()
+        self._listen()
+        nodes = end.nodes
+        if end.kind in ("power", "allocation"):
+            nodes = self._plan.shape.node_numbers
+        for node in nodes:
+            self._cluster.kill_agents(node)
+            self._cluster.wipe_memory(node)
+            self._truth.lost("memory", node)
+            if end.kind in ("node", "nodes", "allocation"):
+                self._cluster.wipe_disk(node)
+                self._truth.lost("local", node)
+        self._tell(end)
+
+    def _strike(self, fault: Fault) -> None:
+        """A fault that ends no life."""
+        hit: Any = None
+        self._listen()
+        for node in fault.nodes:
+            if fault.kind == "agent":
+                hit = self._cluster.kill_agents(node)
+            elif fault.kind in ("stop", "wake"):
+                number = signal.SIGSTOP if fault.kind == "stop" else signal.SIGCONT
+                hit = self._cluster.signal_agents(node, number)
+            else:
+                getattr(self._cluster, fault.kind)(node)
+        if fault.kind in ("flip", "truncate"):
+            hit = self._cluster.damage(fault)
+            if hit is not None:
+                self._truth.damaged(fault.level, fault.rank, *hit)
+        self._tell(fault, hit)
+
+    def _tell(self, fault: Fault, hit: Any = None) -> None:
+        self.number += 1
+        said = {key: value for key, value in asdict(fault).items() if value}
+        self._log(fault=self.number, life=self.life, **said, hit=hit)
+
+    # --- what must hold ------------------------------------------------------------------------
+
+    def _check_recovery(self, starts: list[Line], promised: int) -> None:
+        """All ranks came back to one version, no older than promised, and every bit is right."""
+        first = starts[0]
+        version = first["version"]
+        self.recoveries += self.life > 1
+        keys = ("version", "generation", "levels", "rejected")
+        self._log(life=self.life, promised=promised, **{key: first[key] for key in keys})
+        if len({(x["version"], x["generation"], x["start"]) for x in starts}) > 1:
+            raise FindingError(f"ranks came back to different versions: {starts}")
+        self._truth.began(self.life, first["own_generation"], (first["generation"], version))
+        for rank, line in enumerate(starts):
+            expected = self._states[rank][version]
+            wrong = [name for name in expected if expected[name] != line["digests"].get(name)]
+            if wrong:
+                raise FindingError(f"v{version} came back to rank {rank} with wrong {wrong}")
+        if version < promised:
+            raise FindingError(
+                f"came back to v{version} from {first['levels']}, v{promised} was promised; "
+                f"rejected: {first['rejected']}"
+            )
+
+    def _check_losses(self) -> None:
+        """What was trained in this life is what the reference trained."""
+        for rank in range(RANKS):
+            for line in self._journals.of(rank, self.life, "loss"):
+                if self._losses[rank][line["step"]] != line["loss"]:
+                    raise FindingError(f"rank {rank}, step {line['step']}: another loss")
+
+    def _check_that_it_was_killed(self, end: Fault) -> None:
+        """The life ended by what was to end it, and by nothing else."""
+        marks = Path(self._cluster.folder) / f"marks-{self.life}-r{end.rank}"
+        if any(mark.name.startswith(OF_TRAINERS) for mark in marks.glob("*")):
+            return
+        raise FindingError(self._ends())
+
+    def _check_end(self) -> None:
+        """The job ended, in the right state, and nothing of it is left in memory."""
+        for rank in range(RANKS):
+            found = self._journals.of(rank, self.life, "done")
+            if not found:
+                raise FindingError(self._ends())
+            if found[0]["done"] != self._states[rank][STEPS]:
+                raise FindingError(f"rank {rank} ended in another state than the reference")
+        deadline = time.monotonic() + LINGER_SECONDS + 30
+        while agents := self._cluster.agents():
+            for agent in agents:
+                agent.forget()
+            if time.monotonic() > deadline:
+                raise FindingError(f"{len(agents)} agents outlived the job and their linger")
+            time.sleep(0.01)
+        if left := self._cluster.left_in_memory():
+            raise FindingError(f"left in shared memory: {left}")
+
+    def _ends(self) -> str:
+        """Why a life is over that should not be, from the logs."""
+        statuses = [process.exitcode for process in self._cluster.ranks]
+        logs = sorted(self._cluster.folder.glob(f"life{self.life}-r*.log"))
+        tails = [f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs]
+        return f"the life ended by itself, with {statuses}\n" + "\n".join(tails)

@@ -1,0 +1,220 @@
+"""The schedule of a round: what is broken, where, and when. Pure: a function of the seed alone.
+
+A round is one job with several lives. "When" is never a time: it is a number of versions after the
+one that a life started from, or the moment between two lives.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+RANKS = 4
+LIVES = 6
+"""So many end in a failure; one more goes to the end."""
+LONGEST = 18
+"""Versions that a life makes at most before it ends."""
+STEPS = LIVES * LONGEST + 12
+"""Of the whole job: the last life always has some left."""
+
+PLACES = (
+    *(f"script:phase={p},step={{}}" for p in ("begin", "forward", "backward", "optimizer")),
+    "script:phase=boundary,step={}",
+    "barrier:version={}",
+    "copy:version={}",
+    "seal:version={}",
+    "sealed:version={}",
+)
+"""Fault points at which a trainer is killed; {} is the version, or the step that makes it."""
+LOADING = ("take_inventory", "verify", "load_shard", "finish_load", "after_load")
+"""The same while it is coming back; see `CALLS` in tests/crash/job.py."""
+AGENTS = (
+    "kill@agent:hit={}",
+    "kill@file:op=write,hit={}",
+    "kill@file:op=fsync,hit={}",
+    "kill@file:op=rename,hit={}",
+    "kill@file:op=unlink,hit={}",
+    "kill@file:op=fsync_directory,hit={}",
+    "kill@peer:op=meet,hit={}",
+    "kill@peer:op=send,hit={}",
+    "kill@peer:op=commit,hit={}",
+    "enospc@file:op=write,hit={}",
+    "eio@file:op=fsync,hit={}",
+    "enospc@file:op=write_manifest,hit={}",
+)
+"""Rules for the agents that a life starts; one that found an agent of the life before starts none,
+unless that one is killed."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a round's job looks like."""
+
+    nodes: tuple[int, ...]
+    """The node of every rank."""
+    scheme: str
+    survives: int
+    """So many nodes may be lost, by the scheme."""
+    slots: int
+    persistent: bool = True
+    """There is a persistent level; without it peers have to do."""
+
+    @property
+    def node_numbers(self) -> tuple[int, ...]:
+        """Every node once."""
+        return tuple(dict.fromkeys(self.nodes))
+
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """Who runs there."""
+        return tuple(rank for rank, its in enumerate(self.nodes) if its == node)
+
+
+APART, PAIRS, MIXED = (0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 1, 2)
+SCHEMES = (
+    (APART, "xor", 1),
+    (APART, "partner", 1),
+    (APART, "partner 2", 2),
+    (APART, "rs 2+1", 1),
+    (APART, "rs 2+2", 2),
+    (PAIRS, "xor", 1),
+    (PAIRS, "partner", 1),
+    (MIXED, "xor", 1),
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong; which fields say something depends on `kind`.
+
+    While a life goes on, all ranks standing before a step: `agent` (SIGKILL to a node's), `stop`
+    and `wake` it, `fill` a node's disk and `free` it, `flip` a bit, `truncate` a file. Between two
+    lives: `agent`, `flip` and `truncate`. What ends a life: `trainer`, or one `loading`, `node`
+    and `nodes` (processes, memory and disk), `reboot` (a node's processes and memory), `power`
+    (that of all), `allocation` (all but the persistent level).
+    """
+
+    kind: str
+    at: int = 0
+    """Versions after the one that the life started from."""
+    rank: int = 0
+    nodes: tuple[int, ...] = ()
+    level: str = ""
+    part: str = ""
+    """`data` or `manifest` of the newest thing that the rank has on `level`."""
+    spot: float = 0.0
+    """How far into the file, 0 to 1."""
+    bit: int = 0
+    place: str = ""
+    """Where a trainer is killed."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """What happens to one life of the job."""
+
+    during: tuple[Fault, ...]
+    """By `at`."""
+    end: Fault | None
+    """None: it may go to the end."""
+    after: tuple[Fault, ...] = ()
+    """Before the next one."""
+    agent_rule: str = ""
+    """For the agent that this node's first rank starts; see AGENTS."""
+    agent_rule_node: int = 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """A job, and all that happens to it."""
+
+    seed: int
+    shape: Shape
+    lives: tuple[Life, ...]
+
+
+def make_round(seed: int) -> Round:
+    """The same for the same seed, on every machine."""
+    draw = random.Random(seed)
+    nodes, scheme, survives = draw.choice(SCHEMES)
+    shape = Shape(nodes, scheme, survives, draw.choice((2, 3)), draw.random() < 0.5)
+    lives = []
+    to_mend: list[Fault] = []
+    for number in range(LIVES):
+        life, to_mend = _life(draw, shape, number == 0, to_mend)
+        lives.append(life)
+    lives.append(Life(tuple(_mending(to_mend, 1)), None))
+    return Round(seed, shape, tuple(lives))
+
+
+def _life(
+    draw: random.Random, shape: Shape, first: bool, to_mend: list[Fault]
+) -> tuple[Life, list[Fault]]:
+    """A life, and what the next one has to mend."""
+    end = _end(draw, shape, first)
+    during: list[Fault] = []
+    left: list[Fault] = []
+    if end.kind == "loading":
+        left = to_mend
+    else:
+        during += _mending(to_mend, 1)
+        for _ in range(draw.choice((0, 0, 1, 1, 2))):
+            fault = _blow(draw, shape, draw.randint(1, max(end.at - 1, 1)))
+            during.append(fault)
+            if fault.kind in MENDS:
+                later = fault.at + draw.randint(2, 6)
+                if later < end.at:
+                    during += _mending([fault], later)
+                else:
+                    left.append(fault)
+    after = [
+        _damage(draw, shape)
+        if draw.random() < 0.8
+        else Fault("agent", nodes=(draw.choice(shape.node_numbers),))
+        for _ in range(draw.choice((0, 0, 0, 1, 1, 2)))
+    ]
+    rule = draw.choice(AGENTS).format(draw.randint(1, 8)) if draw.random() < 0.5 else ""
+    during.sort(key=lambda fault: fault.at)
+    ruled = draw.choice(shape.node_numbers)
+    return Life(tuple(during), end, tuple(after), rule, ruled), left
+
+
+MENDS = {"stop": "wake", "fill": "free"}
+
+
+def _mending(faults: list[Fault], at: int) -> list[Fault]:
+    return [Fault(MENDS[fault.kind], at, nodes=fault.nodes) for fault in faults]
+
+
+ENDS = ("trainer",) * 8 + ("node",) * 5 + ("nodes", "reboot", "reboot", "power", "allocation")
+
+
+def _end(draw: random.Random, shape: Shape, first: bool) -> Fault:
+    kind = draw.choice(ENDS if first else ("loading", "loading", *ENDS))
+    rank = draw.randrange(RANKS)
+    if kind == "loading":
+        return Fault(kind, 1, rank, place=draw.choice(LOADING))
+    # Not before version 4: a restart from version 1 may round differently (DESIGN.md).
+    at = draw.randint(4 if first else 1, LONGEST)
+    nodes: tuple[int, ...] = ()
+    if kind in ("node", "nodes", "reboot"):
+        nodes = (shape.nodes[rank],)
+    if kind == "nodes":
+        nodes += (draw.choice([n for n in shape.node_numbers if n not in nodes]),)
+    return Fault(kind, at, rank, nodes, place=draw.choice(PLACES))
+
+
+def _blow(draw: random.Random, shape: Shape, at: int) -> Fault:
+    kind = draw.choice(("agent", "agent", "stop", "fill", "damage"))
+    if kind == "damage":
+        return _damage(draw, shape, at)
+    return Fault(kind, at, nodes=(draw.choice(shape.node_numbers),))
+
+
+def _damage(draw: random.Random, shape: Shape, at: int = 0) -> Fault:
+    """One bit, or a file's end. Nobody truncates memory: what is mapped there is in use."""
+    levels = ("memory", "local", "parity", "persistent")
+    level = draw.choice(levels if shape.persistent else levels[:-1])
+    kind = "flip" if level == "memory" else draw.choice(("flip", "flip", "truncate"))
+    part = draw.choice(("data", "data", "manifest"))
+    spot, bit = draw.random(), draw.randrange(8)
+    return Fault(kind, at, draw.randrange(RANKS), (), level, part, spot, bit)

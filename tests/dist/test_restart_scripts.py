@@ -1,0 +1,176 @@
+"""The scripts of examples/restarts, run for real; Slurm's are in test_slurm.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.dist.rankpool import HOROVODRUN, MPIRUN
+from tests.dist.restartjob import (
+    STEPS,
+    Curve,
+    RestartJob,
+    kill,
+    state_of,
+    undisturbed_curves,
+)
+from tests.slurmcluster import free_ports
+from tierckpt.persistent import PersistentStore
+
+RANKS = 2
+HALF = STEPS // 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[Curve]:
+    return undisturbed_curves(RANKS)
+
+
+@pytest.fixture
+def job(undisturbed: list[Curve], tmp_path: Path, shm_dir: Path) -> Iterator[RestartJob]:
+    made = RestartJob(tmp_path, shm_dir)
+    yield made
+    made.end()
+
+
+def went_on(job: RestartJob, undisturbed: list[Curve], levels: dict[str, int]) -> None:
+    """One restart, from the levels named, and nothing to be seen of it in the curves."""
+    _, second = job.starts()
+    assert second["start"] > 0
+    assert second["levels"] == levels
+    assert [job.curve(rank) for rank in range(RANKS)] == undisturbed
+
+
+def test_torchrun_starts_the_processes_of_a_node_again(
+    job: RestartJob, undisturbed: list[Curve]
+) -> None:
+    torchrun = job.start("./torchrun_cold.sh", *job.options, TIERCKPT_PATH=str(job.disks))
+    job.wait_for(lambda: job.step() >= HALF, "half of the training")
+    kill(job.trainers()[-1])
+    job.over(torchrun, RANKS)
+    went_on(job, undisturbed, {"memory": RANKS})
+
+
+def test_mpirun_in_a_loop(
+    job: RestartJob, undisturbed: list[Curve], launchable: Callable[[str], None]
+) -> None:
+    launchable(MPIRUN)
+    mpirun = job.start(
+        "./mpirun_again.sh",
+        *job.options,
+        TIERCKPT_PATH=str(job.disks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_ports(1)[0]),
+        MPIRUN_OPTIONS="--allow-run-as-root --oversubscribe --bind-to none",
+    )
+    job.wait_for(lambda: job.step() >= HALF, "half of the training")
+    kill(job.trainers()[-1])
+    job.over(mpirun, RANKS)
+    assert mpirun.returncode == 0
+    went_on(job, undisturbed, {"memory": RANKS})
+
+
+def test_migration(job: RestartJob, undisturbed: list[Curve], tmp_path: Path) -> None:
+    """The first machine is gone with all it had but its persistent level."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    first = job.start(
+        "./torchrun_cold.sh",
+        *job.options,
+        TIERCKPT_NODE="old",
+        TIERCKPT_PATH=str(job.disks / "old"),
+        TIERCKPT_PERSISTENT_PATH=str(there),
+        TIERCKPT_PERSISTENT_EVERY_STEPS="8",
+        TIERCKPT_PERSISTENT_EVERY_SECONDS="0",
+    )
+    job.wait_for(lambda: job.step() >= HALF and job.kept(1, "persistent"), "a flush")
+    kill(first.pid)
+    first.wait()
+    job.wipe("old")
+    assert PersistentStore(str(there)).versions()
+    second = job.start(
+        "./migrate.sh",
+        str(there),
+        str(here),
+        *job.options,
+        TIERCKPT_NODE="new",
+        TIERCKPT_PATH=str(job.disks / "new"),
+    )
+    job.over(second, RANKS)
+    went_on(job, undisturbed, {"persistent": RANKS})
+
+
+def test_suspending(job: RestartJob, undisturbed: list[Curve]) -> None:
+    torchrun = job.start("./torchrun_cold.sh", *job.options, TIERCKPT_PATH=str(job.disks))
+    job.wait_for(lambda: job.step() >= HALF, "half of the training")
+    job.start("./suspend.sh", "STOP", str(torchrun.pid)).wait()
+    stopped = job.trainers()
+    assert len(stopped) == RANKS
+    assert [state_of(pid) for pid in stopped] == ["T"] * RANKS
+    assert job.step() < STEPS - 1
+    job.start("./suspend.sh", "CONT", str(torchrun.pid)).wait()
+    job.over(torchrun, RANKS)
+    assert len(job.starts()) == 1
+    assert [job.curve(rank) for rank in range(RANKS)] == undisturbed
+
+
+def listening(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def test_torchrun_shrinks_and_grows(job: RestartJob) -> None:
+    """Three nodes, two, and three again; what the lost one had comes from the others."""
+    meeting = f"127.0.0.1:{free_ports(1)[0]}"
+
+    def start(node: str) -> int:
+        more = {"TIERCKPT_NODE": node, "LAST_CALL_SECONDS": "1"}
+        path = str(job.disks / "{node}")
+        command = ["./torchrun_elastic.sh", meeting, *job.options, "--steps", "100000"]
+        return job.start(*command, TIERCKPT_PATH=path, **more).pid
+
+    def begins(ranks: int, protected: bool = True) -> None:
+        job.wait_for(
+            lambda: (
+                job.newest_life(0)[0].get("ranks") == ranks
+                and job.step() > 4
+                and (not protected or job.kept(ranks, "peer"))
+            ),
+            f"a life of {ranks} ranks that is protected",
+        )
+
+    for node in ("node0", "node1", "node2"):
+        start(node)
+    begins(3)
+    job.wipe("node2")
+    begins(2)
+    start("spare")
+    begins(3)
+    lives = job.starts()
+    assert [x["ranks"] for x in lives] == [3, 2, 3]
+    assert lives[1]["levels"]["peer"] == 1
+    job.lost_nothing()
+
+
+def test_elastic_horovod(
+    job: RestartJob, tmp_path: Path, launchable: Callable[[str], None]
+) -> None:
+    launchable(HOROVODRUN)
+    options = ["--steps", "24", "--kill-step", "12", "--journal", str(tmp_path)]
+    path = ["--path", str(job.disks)]
+    horovodrun = job.start("./horovod_elastic.sh", *options, *path)
+    assert horovodrun.wait(200) == 0, job.give_up("it failed")
+    for rank in range(RANKS):
+        text = (tmp_path / f"steps-r{rank}.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        assert max(x["start"] for x in lines if "start" in x) in (11, 12)
+        losses: Curve = {}
+        for line in lines:
+            if "step" in line:
+                assert losses.setdefault(line["step"], line["loss"]) == line["loss"]
+        assert sorted(losses) == list(range(24))
