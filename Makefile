@@ -5,13 +5,15 @@ VENV ?= .venv
 ifndef PY
 PY := $(VENV)/bin/python
 READY := $(VENV)/.tierckpt-ready
+S3 := $(VENV)/.tierckpt-s3-ready
 else
 HOROVOD_ARGS := --check
 endif
 PYTEST := $(PY) -m pytest
-BENCHMARKS := benchmarks/stall.py benchmarks/coding.py benchmarks/peer.py
+BENCHMARKS := benchmarks/stall.py benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
+	benchmarks/restart.py benchmarks/modules.py benchmarks/goodput.py
 
-.PHONY: help venv horovod horovod-for-tests demo demo-horovod spares test test-unit test-store test-dist test-crash test-gpu coverage lint format bench clean
+.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares test test-unit test-store test-dist test-crash test-gpu coverage lint format bench chaos clean
 
 help:
 	@echo 'make demo        train a small classifier, kill it, see it resume to the bit'
@@ -22,6 +24,7 @@ help:
 	@echo 'make lint        formatting, lint and strict types; make format repairs the first two'
 	@echo 'make coverage    all tiers, with the lines that no test runs'
 	@echo 'make bench       every benchmark at toy size'
+	@echo 'make chaos       random faults for CHAOS_SECONDS (600), from CHAOS_SEED (0) on, under CHAOS_LAUNCHER (ddp; horovod)'
 	@echo 'make venv        only the environment (.venv) that the others make and reuse'
 	@echo 'make horovod     Horovod for the torch in .venv, built once (minutes) and cached; with MPI if it is there'
 	@echo 'make clean       remove build products and caches; .venv stays'
@@ -31,7 +34,7 @@ help:
 	@echo 'VENV="$$VIRTUAL_ENV"         install into this environment instead of .venv'
 	@echo 'PY=python                   use this Python as it is, and install nothing'
 	@echo 'HOROVOD_WITHOUT_MPI=1       build Horovod without MPI, though there is an MPI compiler'
-	@echo 'REQUIRE_HOROVOD=1           fail the tests where Horovod is missing; REQUIRE_MPI=1 likewise'
+	@echo 'REQUIRE_HOROVOD=1           fail the tests where Horovod is missing; REQUIRE_MPI=1, REQUIRE_S3=1, REQUIRE_SLURM=1 likewise'
 
 venv: $(READY)
 	@:
@@ -49,6 +52,15 @@ horovod: $(READY)
 horovod-for-tests: $(READY)
 	@$(PY) tools/make_horovod.py --for-tests $(HOROVOD_ARGS)
 
+# A real S3 server and a client, 50 MB, for the tests alone. Goes on without, and says so; REQUIRE_S3=1 makes pytest fail.
+s3-for-tests: $(READY) $(S3)
+	@:
+
+$(VENV)/.tierckpt-s3-ready: setup.cfg $(VENV)/.tierckpt-ready
+	@echo "[s3] installing an S3 server and client for the tests (the s3-tests extra)"
+	@if $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[s3-tests]'; then touch $@; else \
+	echo "[s3] that failed, for the reason above: the tests that need them are reported as skipped"; fi
+
 demo: $(READY)
 	$(PY) examples/digits/demo.py
 
@@ -59,14 +71,15 @@ spares: $(READY)
 	$(PY) examples/spares/experiment.py
 
 # One run, so that there is one closing line. tests/conftest.py puts the tiers in order.
-test: horovod-for-tests
+test: horovod-for-tests s3-for-tests
 	$(PYTEST)
 
 test-dist test-crash: horovod-for-tests
+test-store test-dist: s3-for-tests
 test-unit test-store test-dist test-crash test-gpu: test-%: $(READY)
 	$(PYTEST) tests/$*
 
-coverage: horovod-for-tests
+coverage: horovod-for-tests s3-for-tests
 	$(PY) -m coverage erase
 	$(PY) -m coverage run -m pytest
 	$(PY) -m coverage combine --quiet
@@ -86,6 +99,12 @@ bench: $(READY)
 	@if $(PY) tools/make_horovod.py --check >/dev/null 2>&1; then \
 	echo "benchmarks/stall.py --toy --launcher horovod"; $(PY) benchmarks/stall.py --toy --launcher horovod; \
 	else echo "no Horovod here: benchmarks/stall.py --launcher horovod is not run"; fi
+
+CHAOS_SECONDS ?= 600
+CHAOS_SEED ?= 0
+CHAOS_LAUNCHER ?= ddp
+chaos: $(READY)
+	PYTHONPATH=.:common $(PY) -m tests.chaos --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --launcher $(CHAOS_LAUNCHER)
 
 clean:
 	rm -rf build dist *.egg-info common/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

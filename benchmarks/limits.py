@@ -39,9 +39,8 @@ def timed(work: Callable[[], object]) -> Cost:
 
 
 @contextmanager
-def direct_file(path: Path) -> Iterator[int]:
-    """A descriptor for writing past the page cache, or through it where O_DIRECT is refused."""
-    flags = os.O_WRONLY | os.O_CREAT
+def direct_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT) -> Iterator[int]:
+    """A descriptor that passes the page cache by, or uses it where O_DIRECT is refused."""
     try:
         descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError:

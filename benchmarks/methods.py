@@ -65,6 +65,7 @@ class Method:
     fsync = "-"  # yes: fsync'ed before it counts as durable; no: handed to the page cache only
     peer = False  # compared against, as opposed to ours and the control
     slots = 0  # host buffers a rank, for the memory target
+    usual = True  # measured by stall.py when no methods are named
     beside = ""  # method whose ranks train the plain blocks, where being attached costs by itself
 
     def __init__(self) -> None:

@@ -65,7 +65,8 @@ def _defaults(options: argparse.Namespace) -> None:
     options.every = options.every or (1 if cuda else 4)
     options.steps = options.steps or (12 if options.every == 1 else 4 * options.every)
     options.rounds = options.rounds or (2 if options.toy else 5)
-    options.methods = options.methods or ",".join(METHODS[options.launcher])
+    usual = (name for name, method in METHODS[options.launcher].items() if method.usual)
+    options.methods = options.methods or ",".join(usual)
     options.json = options.json or options.resume
 
 

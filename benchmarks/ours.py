@@ -147,4 +147,40 @@ class OursOff(OursMemory):
         self._checkpointer.step()
 
 
-OURS = (OursOff, OursMemory, OursLocal)
+class OursLevels(OursMemory):
+    """Down to every level. Each rank is a node with a disk and an agent, and partner of the other.
+
+    Durable is what is on the persistent level, which a version reaches some boundaries later.
+    """
+
+    name = "ours-levels"
+    title = "ours, to all levels"
+    fsync = "yes"
+    level = "persistent"
+    final = "committed"
+    usual = False
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            **super()._settings(),
+            "path": str(self.job.directory / "{node}"),
+            "node": f"node{self.job.rank}",
+            "peer_redundancy": "partner",
+            "peer_interface": "lo",
+            "persistent_path": str(self.job.directory / "persistent"),
+            "persistent_every_steps": NEVER,
+            "persistent_every_seconds": 0,
+        }
+
+    def _end(self, event: Any, version: int) -> float:
+        """When it was heard, at a boundary: at most a step late."""
+        return time.perf_counter()
+
+    def drain(self) -> None:
+        super().drain()
+        if not self._checkpointer._agent.wait(DRAIN_LIMIT_S, everything=True):
+            raise TimeoutError(f"{self.name}: {self._checkpointer._agent.behind()} are not through")
+        self._checkpointer._collect()
+
+
+OURS = (OursOff, OursMemory, OursLocal, OursLevels)

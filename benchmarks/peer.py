@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import shutil
 import socket
@@ -22,14 +21,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 import machine
 from figures import Spread, spread
 from limits import Cost
 from report import align
+from shards import manifest, shared
 from tierckpt.localstore import LocalStore
-from tierckpt.manifest import Manifest
 from tierckpt.peer.exchange import Exchange, Party, Report, Shard
 from tierckpt.peer.transport import Transport
 from tierckpt.redundancy import isal
@@ -69,13 +66,6 @@ class Row:
         self.samples = []
 
 
-def shared(nbytes: int) -> memoryview:
-    """Anonymous shared memory, as a slot is, with something in it."""
-    view = memoryview(mmap.mmap(-1, nbytes))
-    np.frombuffer(view, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
-    return view
-
-
 class Group:
     """All members of a group in this process, each with a transport and a folder of its own."""
 
@@ -96,7 +86,8 @@ class Group:
             store = LocalStore(self.folder / str(member))
             for key in store.parities():
                 store.retire(key)
-            shard = Shard(self.image, self._manifest(member))
+            record = manifest(member, self.code.n, self.version, len(self.image))
+            shard = Shard(self.image, record)
             party = Party(ring, addresses, member)
             exchanges.append(Exchange(transport, party, shard, store))
         reports: list[Report] = []
@@ -105,24 +96,6 @@ class Group:
         if len(reports) != self.code.n:
             raise RuntimeError("an exchange failed; its error is above")
         return cost, reports
-
-    def _manifest(self, member: int) -> bytes:
-        size = len(self.image)
-        return Manifest(
-            job="benchmark",
-            version=self.version,
-            generation=1,
-            life="0",
-            lineage=((1, 0),),
-            iteration=self.version,
-            shard=member,
-            shards=self.code.n,
-            image_bytes=size,
-            header_bytes=4096,
-            rank_state_bytes=0,
-            digests=bytes(8 * (1 + size // (512 << 10))),
-            created_seconds=time.time(),
-        ).encode()
 
     def sample(self) -> None:
         """One exchange, and as many bytes through bare sockets beside it."""

@@ -2,14 +2,16 @@
 
 import multiprocessing
 import multiprocessing.forkserver
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.store.tmpfs import SIZE_BYTES, mount
+from tests.store.persistentshards import ENDPOINT, SERVED, s3_options
+from tests.store.s3server import Proxy, proxied, serving
+from tests.store.tmpfs import SIZE_BYTES, mount, unmount
+from tierckpt.persistent.objects import ObjectBackend
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,4 +38,38 @@ def small_tmpfs() -> Iterator[Path]:
         try:
             yield Path(folder)
         finally:
-            subprocess.run(["umount", "-l", folder], check=True)
+            unmount(folder)
+
+
+# --- a real S3 server ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every test's own directory is below this one."""
+    return tmp_path_factory.getbasetemp().parent
+
+
+@pytest.fixture(scope="module")
+def endpoint(served: Path) -> Iterator[str]:
+    """A server for all tests of a module; fsspec's thread is started, too, and stays."""
+    with serving(served) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SERVED, str(served))
+        patch.setenv(ENDPOINT, url)
+        first = ObjectBackend("s3://nobucket", **s3_options(url))
+        assert first.sizes() == {}
+        first.close()
+        yield url
+
+
+@pytest.fixture(scope="module")
+def bad_server(endpoint: str, served: Path) -> Iterator[Proxy]:
+    with proxied(endpoint, served) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(bad_server: Proxy) -> Iterator[Proxy]:
+    bad_server.reset()
+    yield bad_server
+    bad_server.reset()

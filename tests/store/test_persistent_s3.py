@@ -12,15 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.store.persistentshards import (
-    ENDPOINT,
-    SERVED,
-    Shards,
-    facts_of,
-    name_of,
-    s3_options,
-)
-from tests.store.s3server import Proxy, proxied, serving
+from tests.store.persistentshards import Shards, facts_of, name_of, s3_options
+from tests.store.s3server import Proxy
 from tests.store.test_persistent_posix import GROUPS, PersistentConformance
 from tierckpt.errors import CorruptShardError
 from tierckpt.naming import ShardKey
@@ -47,37 +40,6 @@ from tierckpt.testing.storeprogram import (
 )
 
 LARGE_PAGES = 3 * WINDOW_BYTES // 4096 + 1
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every test's own directory is below this one."""
-    return tmp_path_factory.getbasetemp().parent
-
-
-@pytest.fixture(scope="module")
-def endpoint(served: Path) -> Iterator[str]:
-    """The server, for all tests here; fsspec's thread is started, too, and stays."""
-    with serving(served) as url, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SERVED, str(served))
-        patch.setenv(ENDPOINT, url)
-        first = ObjectBackend("s3://nobucket", **s3_options(url))
-        assert first.sizes() == {}
-        first.close()
-        yield url
-
-
-@pytest.fixture(scope="module")
-def bad_server(endpoint: str, served: Path) -> Iterator[Proxy]:
-    with proxied(endpoint, served) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(bad_server: Proxy) -> Iterator[Proxy]:
-    bad_server.reset()
-    yield bad_server
-    bad_server.reset()
 
 
 @pytest.fixture

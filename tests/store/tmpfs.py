@@ -19,3 +19,8 @@ def mount(*arguments: str) -> None:
     done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
+
+
+def unmount(folder: str | Path) -> None:
+    """At once for us; for who has files open there, when they are closed."""
+    subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -1,0 +1,72 @@
+"""The levels behind memory, as orders to nodes: their own work, and the same bytes bare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from levelnodes import Done, Nodes
+from tierckpt.redundancy.codes import Code
+
+Orders = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One line of the table."""
+
+    name: str
+    what: str
+    """The order for its own work."""
+    bare_what: str
+    bare_title: str
+    nodes: int = 1
+    target: float | None = 0.9
+    """Of the bare throughput."""
+
+    @property
+    def linked(self) -> bool:
+        """Between nodes, over their cables."""
+        return False
+
+    def orders(self, nodes: Nodes, repeat: int) -> Orders:
+        """Its own work."""
+        return [{"what": self.what, "repeat": repeat}]
+
+    def bare(self, nodes: Nodes, repeat: int, alone: Done) -> Orders:
+        """What moves as many bytes as `alone` did."""
+        return [{"what": self.bare_what, "repeat": repeat}]
+
+
+@dataclass(frozen=True)
+class PeerLevel(Level):
+    """A scheme, in one group of as many nodes as its ring has."""
+
+    k: int = 1
+    m: int = 1
+
+    @property
+    def linked(self) -> bool:
+        return True
+
+    def orders(self, nodes: Nodes, repeat: int) -> Orders:
+        code = Code(self.nodes, self.k, self.m)
+        order = {"what": self.what, "repeat": repeat, "code": [code.n, code.k, code.m]}
+        return [{**order, "addresses": nodes.agents[: self.nodes]}] * self.nodes
+
+    def bare(self, nodes: Nodes, repeat: int, alone: Done) -> Orders:
+        each_bytes = alone.sent_bytes // (self.nodes * len(alone.seconds))
+        return nodes.ring(self.nodes, each_bytes, repeat)
+
+
+def _peer(name: str, n: int, k: int, m: int) -> PeerLevel:
+    return PeerLevel(name, "protect", "bare_send", "socket", n, None, k, m)
+
+
+LEVELS: tuple[Level, ...] = (
+    Level("local", "commit_local", "bare_write", "write, file reused"),
+    _peer("partner, 2 nodes", 2, 1, 1),
+    _peer("xor, 4 nodes", 4, 3, 1),
+    _peer("rs 4+2, 6 nodes", 6, 4, 2),
+    Level("persistent", "flush", "bare_copy", "read, write new file"),
+)

@@ -1,0 +1,248 @@
+"""One node of levels.py: its agent's part in a level, or the same bytes with nothing around them.
+
+Started by levelnodes.Nodes, in a network namespace where there is one, with its Setup as JSON. It
+reads a line of JSON for each order, and answers with one. Times are of CLOCK_MONOTONIC, which all
+processes of a machine share. No trainer is here, and no torch: it is what an agent is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from limits import Limits, direct_file
+from shards import manifest, shared
+from tierckpt.agent import lower_priority
+from tierckpt.held import open_shard
+from tierckpt.localstore import LocalStore
+from tierckpt.naming import ShardKey, VersionId
+from tierckpt.peer.address import Address
+from tierckpt.peer.exchange import Exchange, Party, Shard
+from tierckpt.peer.transport import Transport
+from tierckpt.persistent import PersistentStore, ShardSource, VersionFacts, VersionName
+from tierckpt.redundancy.codes import Code
+from tierckpt.redundancy.groups import RedundancyGroup
+
+AGENT_NICE = 10  # the setting's default
+CHUNK_BYTES = 8 << 20
+PIECE_BYTES = 1 << 20  # what a bare connection sends at once: a window of the exchange
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a node is told once. Directories are its own, but for `persistent`."""
+
+    number: int
+    host: str
+    nbytes: int
+    """Of its shard."""
+    local: str
+    """On the disk to measure."""
+    memory: str
+    """For parity: nodes have a disk each, and the nodes here would share one."""
+    persistent: str
+
+
+@dataclass
+class Work:
+    """What was done to an order. Seconds of CLOCK_MONOTONIC; cpu_s is the whole process's."""
+
+    begin: float
+    end: float
+    cpu_s: float
+    seconds: list[float]
+    """Of each repetition, without what prepares it."""
+    sent_bytes: int = 0
+
+
+class Node:
+    """All orders are methods; `repeat` is how often, one after the other."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.image = shared(setup.nbytes)
+        self.local_store = LocalStore(setup.local)
+        self.parity_store = LocalStore(setup.memory)
+        self.local_store.create()
+        self.parity_store.create()
+        self.transport = Transport(b"levels", setup.host)
+        self.listener = socket.create_server((setup.host, 0))
+        self.seconds: list[float] = []
+        self.versions: Counter[int] = Counter()
+        self.sent_bytes = 0
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Buffers and a file, on the node that is asked for them."""
+        return Limits(self.setup.nbytes, Path(self.setup.local))
+
+    @cached_property
+    def staged(self) -> tuple[LocalStore, ShardKey]:
+        """What is flushed: a version on the local level."""
+        store = LocalStore(Path(self.setup.local, "staged"))
+        store.create()
+        key, record = self._next(0, 1)
+        store.commit(key, self.image, record)
+        return store, key
+
+    def addresses(self) -> dict[str, Any]:
+        """Where exchanges, and bare connections, find this node."""
+        agent, bare = self.transport.address, self.listener.getsockname()
+        return {"agent": [agent.host, agent.port], "bare": list(bare[:2])}
+
+    # --- levels --------------------------------------------------------------------------------
+
+    def commit_local(self, repeat: int) -> None:
+        """Over the file of the version before, which retention has given back by then."""
+        for _ in range(repeat):
+            self._retire(self.local_store, self.local_store.keys())
+            key, record = self._next(0, 1)
+            with self._timed():
+                self.local_store.commit(key, self.image, record)
+
+    def flush(self, repeat: int) -> None:
+        """From the file of the local level, which is not in the page cache: O_DIRECT wrote it."""
+        local, key = self.staged
+        path = local.directory / f"{key.stem}{key.SUFFIX}"
+        with closing(PersistentStore(self.setup.persistent)) as store:
+            store.create()
+            for version in range(repeat):
+                name = VersionName(VersionId(1, version), 1, "0")
+                facts = VersionFacts("benchmark", ((1, 0),), version, len(self.image))
+                forget(path)
+                with self._timed(), open_shard(local, key) as (image, record):
+                    store.flush(name, facts, [ShardSource(0, image, record)])
+                store.retire(name)
+
+    def protect(self, repeat: int, code: list[int], addresses: list[Any]) -> None:
+        """This node's part in a group of the first `code[0]` nodes."""
+        group = RedundancyGroup(tuple(range(code[0])), Code(*code))
+        everybody = tuple(Address(*address) for address in addresses)
+        party = Party(group, everybody, self.setup.number)
+        for _ in range(repeat):
+            self._retire(self.parity_store, self.parity_store.parities())
+            _, record = self._next(self.setup.number, code[0])
+            shard = Shard(self.image, record)
+            exchange = Exchange(self.transport, party, shard, self.parity_store)
+            with self._timed():
+                self.sent_bytes += exchange.run().sent_bytes
+
+    def _retire(self, store: LocalStore, keys: Sequence[ShardKey]) -> None:
+        for key in keys:
+            store.retire(key)
+
+    def _next(self, shard: int, shards: int) -> tuple[ShardKey, bytes]:
+        """Every group has a count of its own, so that its members agree on the version."""
+        self.versions[shards] += 1
+        key = ShardKey(VersionId(1, self.versions[shards]), shard, shards)
+        return key, manifest(shard, shards, key.id.version, len(self.image))
+
+    # --- the same bytes, bare ------------------------------------------------------------------
+
+    def bare_write(self, repeat: int) -> None:
+        """O_DIRECT and fsync, over a file that is there."""
+        for _ in range(repeat):
+            self.seconds.append(self.limits.write_recycled().wall_s)
+
+    def bare_copy(self, repeat: int) -> None:
+        """Read a file, write a new one, both past the page cache, and fsync."""
+        source, target = self.limits.path, self.limits.path.with_name("copy")
+        for _ in range(repeat):
+            with self._timed():
+                copy_file(source, target)
+            target.unlink()
+
+    def bare_send(self, repeat: int, to: list[Any], nbytes: int) -> None:
+        """Send so much to one node, and receive as much from another, at once."""
+        for _ in range(repeat):
+            with socket.create_connection(tuple(to)) as out, self.listener.accept()[0] as into:
+                sender = threading.Thread(target=send, args=(out, self.image, nbytes))
+                with self._timed():
+                    sender.start()
+                    receive(into, nbytes)
+                    sender.join()
+
+    # --- orders --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds.append(time.perf_counter() - begin)
+
+    def serve(self, what: str, **arguments: Any) -> Work:
+        """Carry out one order."""
+        order: Callable[..., None] = getattr(self, what)
+        self.seconds, self.sent_bytes = [], 0
+        begin, cpu = time.perf_counter(), time.process_time()
+        order(**arguments)
+        cpu_s = time.process_time() - cpu
+        return Work(begin, time.perf_counter(), cpu_s, self.seconds, self.sent_bytes)
+
+    def close(self) -> None:
+        """Give ports back."""
+        self.transport.close()
+        self.listener.close()
+
+
+def forget(path: Path) -> None:
+    """Have the page cache drop a file."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Whole pages, in large pieces, with one buffer."""
+    buffer = shared(CHUNK_BYTES)
+    with direct_file(source, os.O_RDONLY) as reading, direct_file(target) as writing:
+        offset = 0
+        while count := os.preadv(reading, [buffer], offset):
+            offset += os.pwrite(writing, buffer[:count], offset)
+        os.fsync(writing)
+
+
+def send(sock: socket.socket, image: memoryview, nbytes: int) -> None:
+    """`nbytes` of the image, from its beginning again where that is more than it has."""
+    for low in range(0, nbytes, PIECE_BYTES):
+        at = low % max(len(image) - PIECE_BYTES + 1, 1)
+        sock.sendall(image[at : at + min(PIECE_BYTES, nbytes - low)])
+
+
+def receive(sock: socket.socket, nbytes: int) -> None:
+    """Read so much, and drop it."""
+    window = memoryview(bytearray(PIECE_BYTES))
+    while nbytes > 0:
+        count = sock.recv_into(window[: min(PIECE_BYTES, nbytes)])
+        if not count:
+            raise EOFError(f"{nbytes} bytes before the end of a bare connection")
+        nbytes -= count
+
+
+def main() -> None:
+    lower_priority(AGENT_NICE)
+    with closing(Node(Setup(**json.loads(sys.argv[1])))) as node:
+        print(json.dumps(node.addresses()), flush=True)
+        for line in sys.stdin:
+            try:
+                answer = asdict(node.serve(**json.loads(line)))
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

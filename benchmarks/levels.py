@@ -1,0 +1,253 @@
+"""What do the levels behind memory give of the bare device or link, and what does training feel?
+
+    python benchmarks/levels.py --toy
+    python benchmarks/levels.py --json levels.json --plot levels.png
+
+See benchmarks/README.md for what the columns mean and how they are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import coding
+import levelreport
+import machine
+import models
+from harness import Team, TeamError, measure_visit
+from levelfigures import AllLevels, Block, Row, Sample, Work, block_seconds
+from levelkinds import LEVELS, Level
+from levelnodes import NodeError, Nodes, Place
+from methods import Method, Setting
+from ours import OursLevels
+
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_STEPS = 4
+"""Timed beside a level's work; what is shorter is repeated until it takes as long."""
+UNTIMED_STEPS = 2
+"""Of a block: one to warm up, one to settle."""
+
+
+def say(text: str) -> None:
+    """Progress, for whoever waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """So that a level's work and the computing beside it take about equally long."""
+
+    repeat: int
+    steps: int
+
+
+class Bench:
+    """Nodes, a training beside them, and a training of its own that has all levels on."""
+
+    def __init__(self, options: argparse.Namespace, place: Place, stack: ExitStack) -> None:
+        """What is started ends with `stack`."""
+        self.options, self.place = options, place
+        self.nbytes = options.shard_mb << 20
+        count = max(level.nodes for level in LEVELS)
+        rate = options.link_mbit * 1e6 / 8
+        self.nodes = stack.enter_context(closing(Nodes(count, self.nbytes, place, rate)))
+        self.team = self._team(Method.name, stack)
+        self.ours = self._team(OursLevels.name, stack)
+        self.ours.command("attach")
+        self.rows = {level: self._row(level) for level in LEVELS}
+        self.all_levels = AllLevels(options.every)
+        self._cadence: dict[Level, Cadence] = {}
+
+    def _row(self, level: Level) -> Row:
+        linked = level.linked and self.nodes.limited
+        data_bytes = level.nodes * self.nbytes
+        return Row(level.name, level.bare_title, level.nodes, data_bytes, linked, level.target)
+
+    def _team(self, method: str, stack: ExitStack) -> Team:
+        options, folder = self.options, self.place.disk / method
+        folder.mkdir()
+        setting = Setting(
+            method=method,
+            launcher="torchrun",
+            world=2,
+            model=options.model,
+            batch=models.BATCHES[options.model],
+            every=options.every,
+            device="cpu",
+            backend="gloo",
+            directory=str(folder),
+            memory=str(self.place.memory),
+        )
+        team = Team(setting, options.timeout, self.place.disk / f"{method}.log")
+        stack.callback(team.end_close)
+        stack.callback(team.begin_close)
+        self.state_bytes = team.ready()
+        return team
+
+    def calibrate(self) -> None:
+        """Before the rounds: what is slow the first time is over then, too."""
+        self.team.block(LEAST_STEPS, checkpoints=False)
+        steps = 2 * LEAST_STEPS
+        step_s = block_seconds(self.team.block(steps, checkpoints=False)) / steps
+        for level in LEVELS:
+            self.nodes.do(level.orders(self.nodes, 1))
+            alone_s = self.nodes.do(level.orders(self.nodes, 1)).span_s
+            repeat = max(1, round((LEAST_STEPS + UNTIMED_STEPS) * step_s / alone_s))
+            steps = max(LEAST_STEPS, round(repeat * alone_s / step_s) - UNTIMED_STEPS)
+            self._cadence[level] = Cadence(repeat, steps)
+            say(f"{level.name}: {alone_s:.2f} s, {repeat} times beside {steps} steps")
+
+    def round(self) -> None:
+        """Each level once, and all of them together."""
+        for level, row in self.rows.items():
+            row.samples.append(self._sample(level))
+        self.all_levels.visits.append(measure_visit(self.ours, self.ours, self.options.steps))
+
+    def _sample(self, level: Level) -> Sample:
+        """Alone, bare, and beside the training, which is timed without it before and after."""
+        cadence, nodes = self._cadence[level], self.nodes
+        orders = level.orders(nodes, cadence.repeat)
+        alone = nodes.do(orders)
+        bare = nodes.do(level.bare(nodes, cadence.repeat, alone))
+        before, before_s = self._train(cadence.steps)
+        begin = time.perf_counter()
+        wait = nodes.begin(orders)
+        beside, _ = self._train(cadence.steps)
+        wait()
+        overall_s = time.perf_counter() - begin
+        after, after_s = self._train(cadence.steps)
+        return Sample(
+            Work(alone.seconds, alone.span_s, alone.cpu_s),
+            bare.seconds,
+            compute_s=mean((before_s, after_s)),
+            overall_s=overall_s,
+            plain_s=mean(map(block_seconds, (before, after))),
+            beside_s=block_seconds(beside),
+        )
+
+    def _train(self, steps: int) -> tuple[Block, float]:
+        """A block of plain steps, and how long it took in all."""
+        begin = time.perf_counter()
+        block = self.team.block(steps, checkpoints=False)
+        return block, time.perf_counter() - begin
+
+
+def measure(options: argparse.Namespace, place: Place) -> dict[str, Any]:
+    """Run everything; leaves no process behind, however it ends."""
+    codes = argparse.Namespace(
+        segment_mb=4 if options.toy else 32, window_kb=1024, rounds=options.rounds
+    )
+    coded = list(coding.measure(codes))
+    with ExitStack() as stack:
+        say("starting nodes and trainings")
+        bench = Bench(options, place, stack)
+        bench.calibrate()
+        for number in range(options.rounds):
+            say(f"round {number + 1} of {options.rounds}")
+            bench.round()
+        for figures in (*bench.rows.values(), bench.all_levels):
+            figures.finish()
+        return {
+            "rows": list(bench.rows.values()),
+            "all_levels": bench.all_levels,
+            "coding": coding.judge(coded),
+            "no_network": bench.nodes.no_network,
+            "state_bytes": bench.state_bytes,
+        }
+
+
+def publish(options: argparse.Namespace, about: dict[str, Any], found: dict[str, Any]) -> None:
+    """Print table and targets, write the files that were asked for."""
+    rows, all_levels = found["rows"], found["all_levels"]
+    verdicts = levelreport.judge(rows, all_levels, options.toy, found["no_network"])
+    verdicts += found["coding"]
+    link = f"{options.link_mbit} Mbit/s each way"
+    if not any(row.linked for row in rows):
+        link = found["no_network"] or "as fast as veth is"
+    print(
+        f"\n{about['cpu']}, {about['cores']} cores, {about['filesystem']}; shards of "
+        f"{options.shard_mb} MiB, {options.rounds} rounds; links: {link}\n"
+    )
+    print(levelreport.table(rows), "\n")
+    print(levelreport.all_levels_text(all_levels, found["state_bytes"]), "\n")
+    print(levelreport.targets_text(verdicts))
+    if options.json:
+        document = {
+            **about,
+            "shard_bytes": options.shard_mb << 20,
+            "link_bits_per_second": options.link_mbit * 1_000_000,
+            "state_bytes": found["state_bytes"],
+            "levels": [asdict(row) for row in rows],
+            "all_levels": asdict(all_levels),
+            "targets": [asdict(verdict) for verdict in verdicts],
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        say(f"figures: {options.json}")
+    if options.plot:
+        say(levelreport.plot(options.plot, rows, all_levels) or f"picture: {options.plot}")
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="4 MiB shards, some 20 seconds")
+    parser.add_argument("--shard-mb", type=int, help="size of a node's shard; default 64, toy 4")
+    parser.add_argument(
+        "--link-mbit", type=int, default=100, help="of each node's cable, each way; 0: no limit"
+    )
+    parser.add_argument("--model", choices=models.NAMES, help="default: linear, with --toy toy")
+    parser.add_argument("--every", type=int, help="steps between versions to all levels")
+    parser.add_argument("--steps", type=int, help="steps of a block with them; default 2 versions")
+    parser.add_argument("--rounds", type=int, help="turns of everything; default 5, toy 1")
+    parser.add_argument("--dir", type=Path, help="folder on the disk to measure, must exist")
+    parser.add_argument("--persistent", help="directory or URL; default: on the same disk")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--plot", type=Path, help="draw the picture here (needs matplotlib)")
+    options = parser.parse_args()
+    options.shard_mb = options.shard_mb or (4 if options.toy else 64)
+    options.model = options.model or ("toy" if options.toy else "linear")
+    options.every = options.every or 32
+    options.steps = options.steps or 2 * options.every
+    options.rounds = options.rounds or (1 if options.toy else 5)
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    # A plain kill shall clean up, too: raise where the main thread is, so that `finally` runs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    parent = options.dir or machine.scratch_parent()
+    with _temporary(parent) as disk, _temporary(SHARED_MEMORY) as memory:
+        place = Place(disk, memory, options.persistent or str(disk / "persistent"))
+        about = machine.description(disk)
+        try:
+            found = measure(options, place)
+        except (TeamError, NodeError) as error:
+            sys.exit(f"not measured: {error}")
+        publish(options, about, found)
+
+
+@contextmanager
+def _temporary(parent: Path) -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="levels-", dir=parent)).resolve()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Nodes with networks of their own on one machine, whose cables can be pulled and narrowed.
+
+Linux network namespaces, joined by veth pairs and a bridge; making them takes root, `ip` and `tc`.
+Standard library only, so that processes that stand for nodes stay small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+
+HUB_ADDRESS = "10.99.0.254"
+"""Of the namespace with the bridge, where something that all nodes use may be: a server, say."""
+QUEUE_SECONDS = 0.05
+"""So much of a narrowed cable's traffic waits before it is dropped, as in a switch's buffer."""
+
+
+class NoNetworkError(OSError):
+    """Namespaces, or what was asked of them, cannot be had here; the message says why."""
+
+
+class Network:
+    """`count` namespaces, each with an interface `net0`, and a hub in one more. One thread.
+
+    Addresses are in 10.99.0.0/24; namespaces do not see each other's but over the bridge, so any
+    number of networks may be up at once. A process in a namespace keeps it alive: end it first.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Raises NoNetworkError, and leaves nothing then."""
+        prefix = f"tckpt{os.getpid()}-{id(self):x}"
+        self.hub = f"{prefix}-hub"
+        self.nodes = [f"{prefix}-{number}" for number in range(count)]
+        try:
+            self._make()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _make(self) -> None:
+        for space in (self.hub, *self.nodes):
+            _run("ip", "netns", "add", space)
+            _run("ip", "-n", space, "link", "set", "lo", "up")
+        _run("ip", "-n", self.hub, "link", "add", "bridge0", "type", "bridge")
+        _run("ip", "-n", self.hub, "address", "add", f"{HUB_ADDRESS}/24", "dev", "bridge0")
+        _run("ip", "-n", self.hub, "link", "set", "bridge0", "up")
+        for number, space in enumerate(self.nodes):
+            port = _port(number)
+            pair = ("peer", "name", "net0", "netns", space)
+            _run("ip", "-n", self.hub, "link", "add", port, "type", "veth", *pair)
+            _run("ip", "-n", self.hub, "link", "set", port, "master", "bridge0", "up")
+            address = f"{self.address(number)}/24"
+            _run("ip", "-n", space, "address", "add", address, "dev", "net0")
+            _run("ip", "-n", space, "link", "set", "net0", "up")
+
+    def address(self, number: int) -> str:
+        """Of a node, as the others reach it."""
+        return f"10.99.0.{number + 1}"
+
+    def inside(self, number: int | None) -> list[str]:
+        """What to put before a command that is to run on a node; None: at the hub."""
+        return ["ip", "netns", "exec", self.hub if number is None else self.nodes[number]]
+
+    def cut(self, number: int) -> None:
+        """Pull the node's cable: neither side is told."""
+        _run("ip", "-n", self.hub, "link", "set", _port(number), "down")
+
+    def mend(self, number: int) -> None:
+        """The inverse of `cut`."""
+        _run("ip", "-n", self.hub, "link", "set", _port(number), "up")
+
+    def narrow(self, number: int, bytes_per_second: float) -> None:
+        """What the node sends passes at this rate from now on, and what it gets, likewise."""
+        burst_bytes = max(64 << 10, int(bytes_per_second / 100))  # no less than a segment
+        shape = ["root", "tbf", "rate", f"{int(8 * bytes_per_second)}bit"]
+        shape += ["burst", str(burst_bytes), "latency", f"{1e3 * QUEUE_SECONDS:g}ms"]
+        for space, device in ((self.hub, _port(number)), (self.nodes[number], "net0")):
+            _run("tc", "-n", space, "qdisc", "replace", "dev", device, *shape)
+
+    def widen(self, number: int) -> None:
+        """The inverse of `narrow`."""
+        for space, device in ((self.hub, _port(number)), (self.nodes[number], "net0")):
+            _run("tc", "-n", space, "qdisc", "delete", "dev", device, "root")
+
+    def remove(self) -> None:
+        """Delete what is there of it."""
+        for space in (*self.nodes, self.hub):
+            with contextlib.suppress(NoNetworkError):
+                _run("ip", "netns", "delete", space)
+
+
+@contextlib.contextmanager
+def network(count: int) -> Iterator[Network]:
+    """A network inside `with`. Raises NoNetworkError."""
+    made = Network(count)
+    try:
+        yield made
+    finally:
+        made.remove()
+
+
+def _port(number: int) -> str:
+    """The node's end at the bridge."""
+    return f"port{number}"
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise NoNetworkError(f"no network namespaces here: {error}") from error
+    if done.returncode:
+        raise NoNetworkError(
+            f"no network namespaces here: {' '.join(command)}: {done.stderr.strip()}"
+        )

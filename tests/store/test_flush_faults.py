@@ -1,0 +1,232 @@
+"""A real job's flushes meet a killed agent, a full device, and a store that hangs, fails, forbids.
+
+The training goes on each time, what is lost is no more than the version under way, and the events
+say so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store.s3server import KEY, SECRET, Proxy
+from tests.store.test_full_and_read_only import fill_up
+from tierckpt import faults
+from tierckpt.localstore import CommitTimes, LocalStore
+from tierckpt.naming import ShardKey
+from tierckpt.persistent import PersistentStore
+from tierckpt.testing import TinyJob
+
+FLUSHED = 3
+NEVER = 1_000_000_000
+PATIENCE_SECONDS = 60.0
+
+# By the agent's file operations: the first ones of each kind are of the commit to local.
+PHASES = {
+    "lease written": "op=fsync,hit=2",
+    "lease about to be taken": "op=rename,hit=3",
+    "folder about to be made": "op=mkdir",
+    "shard written": "op=fsync,hit=3",
+    "shard's record written": "op=fsync,hit=4",
+    "group's record written": "op=fsync,hit=5",
+    "group's record about to be there": "op=rename,hit=4",
+    "manifest written": "op=fsync,hit=6",
+    "manifest about to be there": "op=rename,hit=5",
+    "manifest there": "op=fsync_directory,hit=8",
+}
+
+
+class Job(TinyJob):
+    """To local and to the persistent level goes what is asked for."""
+
+    def __init__(self, path: Path, shared: str, shm_dir: Path, **settings: Any) -> None:
+        self.shared = shared
+        super().__init__(
+            path,
+            shm_dir=str(shm_dir),
+            persistent_path=shared,
+            persistent_every_seconds=0,
+            **{"persistent_every_steps": NEVER, "local_every_steps": NEVER, **settings},
+        )
+
+    def flush(self) -> None:
+        """Have the present version flushed; does not wait."""
+        self.checkpointer.save(now=True)
+
+    def run_until(self, true: Callable[[], Any]) -> None:
+        """Train on; only a boundary hears what the agent says."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not true():
+            assert time.monotonic() < deadline, [e.text() for e in self.events[-20:]]
+            self.run(self.iteration + 1)
+
+    def versions(self, level: str) -> list[int]:
+        """Those that were committed there."""
+        return [e.version for e in self.heard("committed", level)]
+
+    def flushed(self) -> list[int]:
+        return self.versions("persistent")
+
+    def flush_failures(self) -> list[str]:
+        return [e.message for e in self.heard("failed", "persistent")]
+
+
+def course_of(steps: int) -> dict[int, str]:
+    job = TinyJob(None)
+    return {step: job.run(step).fingerprint() for step in range(1, steps + 1)}
+
+
+def check_restores(shared: str, version: int, tmp_path: Path, shm_dir: Path) -> None:
+    """From the persistent level alone, to the bit."""
+    shm = shm_dir / "elsewhere"
+    shm.mkdir()
+    with Job(tmp_path / "elsewhere", shared, shm, seed=99) as job:
+        restored = job.restore()
+        assert (int(restored), restored.levels) == (version, {"persistent": 1})
+        assert job.fingerprint() == course_of(version)[version]
+        job.checkpointer.abandon()
+
+
+# --- the agent -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_agent_killed_in_any_phase_leaves_the_flush_to_the_next(
+    phase: str, tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = str(tmp_path / "shared")
+    monkeypatch.setenv(faults.FAULTS_VARIABLE, f"kill@file:{PHASES[phase]}")
+    monkeypatch.setenv(faults.FIRED_VARIABLE, str(marks))
+    with Job(tmp_path / "ckpts", shared, shm_dir) as job:
+        job.run(FLUSHED)
+        job.flush()
+        job.run_until(lambda: list(marks.iterdir()))
+        there = [name.id.version for name in PersistentStore(shared).versions()]
+        assert there == ([FLUSHED] if phase == "manifest there" else [])
+        job.run_until(job.flushed)
+        assert any("agent ended unexpectedly" in e.message for e in job.heard("notice"))
+        assert (job.flushed(), job.flush_failures()) == ([FLUSHED], [])
+        job.checkpointer.abandon()
+    check_restores(shared, FLUSHED, tmp_path, shm_dir)
+
+
+def test_a_shard_that_rotted_on_the_disk_is_not_passed_on(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Far away it would count as good, and an older one that is good would go for it."""
+    commit, shared = LocalStore.commit, str(tmp_path / "shared")
+
+    def commit_and_rot(store: LocalStore, key: ShardKey, *rest: Any) -> CommitTimes:
+        times = commit(store, key, *rest)
+        with (store.directory / f"{key.stem}.safetensors").open("r+b") as file:
+            file.seek(-5, os.SEEK_END)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+        return times
+
+    monkeypatch.setattr(LocalStore, "commit", commit_and_rot)
+    with Job(tmp_path / "ckpts", shared, shm_dir, agent="inline") as job:
+        job.run(FLUSHED)
+        job.flush()
+        job.run_until(job.flush_failures)
+        assert "differ from their checksum" in job.flush_failures()[0]
+        assert PersistentStore(shared).versions() == []
+        job.checkpointer.abandon()
+
+
+# --- the place -----------------------------------------------------------------------------------
+
+
+def test_a_full_persistent_device_is_behind_and_catches_up(
+    small_tmpfs: Path, tmp_path: Path, shm_dir: Path
+) -> None:
+    shared, filler = str(small_tmpfs / "shared"), small_tmpfs / "somebody else's"
+    with Job(tmp_path / "ckpts", shared, shm_dir) as job:
+        job.run(FLUSHED)
+        job.flush()
+        job.run_until(job.flushed)
+        fill_up(filler)
+        behind = job.iteration
+        job.flush()
+        job.run_until(job.flush_failures)
+        (message,) = job.flush_failures()
+        assert "No space left on device" in message
+        assert f"training goes on, {shared} is behind" in message
+        assert behind in job.versions("local"), "the levels before it do not suffer"
+        for file in (filler, small_tmpfs / "one more"):
+            file.unlink()
+        assert [name.id.version for name in PersistentStore(shared).versions()] == [FLUSHED]
+        newest = job.iteration
+        job.flush()
+        job.run_until(lambda: newest in job.flushed())
+        job.checkpointer.abandon()
+    check_restores(shared, newest, tmp_path, shm_dir)
+
+
+@pytest.fixture
+def bucket(proxy: Proxy, tmp_path: Path, served: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of a place on a server that misbehaves when told to; for agents, too."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    return f"s3://{tmp_path.relative_to(served)}/bucket"
+
+
+def test_a_store_that_hangs_is_waited_for_by_nobody(
+    bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path
+) -> None:
+    come, go_on = threading.Event(), threading.Event()
+
+    def hang(method: str, path: str, number: int) -> None:
+        if method == "PUT":
+            come.set()
+            go_on.wait(PATIENCE_SECONDS)
+
+    try:
+        with Job(tmp_path / "ckpts", bucket, shm_dir, local_every_steps=1) as job:
+            job.run(FLUSHED)
+            proxy.rule = hang
+            job.flush()
+            job.run_until(come.is_set)
+            until = job.iteration + 10
+            job.run(until)
+            assert job.flushed() == []
+            job.settle()
+            assert until in job.versions("local"), "a dozen versions later"
+            go_on.set()
+            job.run_until(job.flushed)
+            assert (job.flushed(), job.flush_failures()) == ([FLUSHED], [])
+            job.checkpointer.abandon()
+        check_restores(bucket, FLUSHED, tmp_path, shm_dir)
+    finally:
+        go_on.set()
+
+
+def test_a_store_that_forbids_costs_the_version_and_one_that_is_busy_nothing(
+    bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path
+) -> None:
+    with Job(tmp_path / "ckpts", bucket, shm_dir) as job:
+        job.run(FLUSHED)
+        proxy.rule = lambda method, path, number: 403 if method == "PUT" else None
+        job.flush()
+        job.run_until(job.flush_failures)
+        (message,) = job.flush_failures()
+        assert "check the credentials" in message
+        assert f"{bucket} is behind" in message
+        refused = iter([503] * 3)
+        proxy.rule = lambda method, path, number: next(refused, None) if method == "PUT" else None
+        newest = job.iteration
+        job.flush()
+        job.run_until(job.flushed)
+        assert next(refused, None) is None
+        assert (job.flushed(), len(job.flush_failures())) == ([newest], 1)
+        job.checkpointer.abandon()
+    check_restores(bucket, newest, tmp_path, shm_dir)
