@@ -13,11 +13,12 @@ PYTEST := $(PY) -m pytest
 BENCHMARKS := benchmarks/stall.py benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/restart.py benchmarks/modules.py benchmarks/goodput.py
 
-.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares test test-unit test-store test-dist test-crash test-gpu coverage lint format bench chaos clean
+.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format bench chaos clean
 
 help:
 	@echo 'make demo        train a small classifier, kill it, see it resume to the bit'
 	@echo 'make demo-horovod  the same under elastic Horovod'
+	@echo 'make overlap     a picture of one iteration: allreduces, and copies under them'
 	@echo 'make spares      eight nodes, four spares, and a node lost again and again'
 	@echo 'make test        all tiers, cheapest first'
 	@echo 'make test-TIER   one tier: unit store dist crash gpu (gpu is skipped without CUDA)'
@@ -66,6 +67,14 @@ demo: $(READY)
 
 demo-horovod: horovod
 	$(PY) examples/digits/demo.py --launcher horovodrun --picture demo-horovod.png
+
+# On a machine that is otherwise idle, or it shows the others' work.
+overlap: horovod
+	@rm -rf overlap; mkdir overlap
+	TIERCKPT_TRACE_DIR=overlap HOROVOD_TIMELINE=overlap/hvd.json PYTHONPATH=common:. OMP_NUM_THREADS=1 \
+	$(VENV)/bin/horovodrun --gloo -np 2 --network-interfaces lo $(PY) examples/overlap/train.py overlap/ckpts
+	$(PY) -m tierckpt trace summary --from-version 8 --ours overlap/trace-r*.json --horovod overlap/hvd.json
+	$(PY) -m tierckpt trace plot overlap.png --ours overlap/trace-r*.json --horovod overlap/hvd.json
 
 spares: $(READY)
 	$(PY) examples/spares/experiment.py

@@ -1,0 +1,49 @@
+"""What is under way while gradients are: `make overlap` runs this and draws one of its iterations.
+
+    TIERCKPT_TRACE_DIR=traces HOROVOD_TIMELINE=hvd.json \\
+        horovodrun --gloo -np 2 python examples/overlap/train.py ckpts
+
+A net of wide layers, so that a layer's allreduce takes as long as a real one's.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import horovod.torch as hvd
+import torch
+
+import horovod_ckpt
+
+LAYERS, WIDTH, ROWS, STEPS = 8, 1024, 256, 24
+
+
+def main() -> None:
+    """Train on noise; the trace is what counts."""
+    hvd.init()
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(
+        *(
+            torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
+            for _ in range(LAYERS)
+        )
+    )
+    optimizer = horovod_ckpt.DistributedOptimizer(
+        torch.optim.Adam(net.parameters(), lr=1e-4),
+        named_parameters=net.named_parameters(),
+        model=net,
+        path=sys.argv[1],
+        release="backward",
+    )
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    for _ in range(STEPS):
+        batch = torch.randn(ROWS, WIDTH)
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.checkpointer.step()
+    optimizer.checkpointer.abandon()
+
+
+if __name__ == "__main__":
+    main()
