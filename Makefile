@@ -10,8 +10,9 @@ else
 HOROVOD_ARGS := --check
 endif
 PYTEST := $(PY) -m pytest
+# At toy size. goodput.py, and stall.py under Horovod, are run by tests/dist.
 BENCHMARKS := benchmarks/stall.py benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
-	benchmarks/restart.py benchmarks/modules.py benchmarks/goodput.py
+	benchmarks/restart.py benchmarks/modules.py
 
 .PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format bench chaos clean
 
@@ -105,9 +106,6 @@ format: $(READY)
 
 bench: $(READY)
 	@set -e; for script in $(BENCHMARKS); do echo "$$script --toy"; $(PY) $$script --toy; done
-	@if $(PY) tools/make_horovod.py --check >/dev/null 2>&1; then \
-	echo "benchmarks/stall.py --toy --launcher horovod"; $(PY) benchmarks/stall.py --toy --launcher horovod; \
-	else echo "no Horovod here: benchmarks/stall.py --launcher horovod is not run"; fi
 
 CHAOS_SECONDS ?= 600
 CHAOS_SEED ?= 0

@@ -5,10 +5,11 @@ to handle it is called, too. The process ends at once, as it would have without 
 
 - it has not passed a boundary yet, so there is nothing to save;
 - the same signal comes again, later than REPEATED_SECONDS after the first;
-- no boundary is passed any more: it hangs in a collective whose other side is gone. A handler in
-  Python would never be run then, so a thread sees to that, which the interpreter's own C handler
-  wakes through a pipe (`signal.set_wakeup_fd`). A launcher that ends the survivors of a failure
-  does not wait for its grace period to pass.
+- SIGTERM came, and no boundary is passed any more: it hangs in a collective whose other side is
+  gone. A handler in Python would never be run then, so a thread sees to that, which the
+  interpreter's own C handler wakes through a pipe (`signal.set_wakeup_fd`). A launcher that ends
+  the survivors of a failure does not wait for its grace period to pass. Other signals are no
+  launcher's, and leave time for what is between two boundaries (an evaluation).
 """
 
 from __future__ import annotations
@@ -175,20 +176,18 @@ class Signals:
         os.close(write_fd)
 
     def _watch(self, read_fd: int) -> None:
-        """Sleep until a signal comes; then see to it that the process gets to a boundary."""
-        heard: signal.Signals | None = None
+        """Sleep until SIGTERM comes; then see to it that the process gets to a boundary."""
         since = 0.0
         while True:
-            wait = None if heard is None else max(self._deadline(since) - time.monotonic(), 0.05)
+            wait = max(self._deadline(since) - time.monotonic(), 0.05) if since else None
             if select.select([read_fd], [], [], wait)[0]:
                 numbers = os.read(read_fd, 64)
                 if END in numbers:
                     return
-                known = [s for s in self._previous if s in numbers]
-                if known and heard is None:
-                    heard, since = known[0], time.monotonic()
-            if heard is not None and not self._calm and time.monotonic() > self._deadline(since):
-                self._end(heard)
+                if signal.SIGTERM in numbers and signal.SIGTERM in self._previous and not since:
+                    since = time.monotonic()
+            if since and not self._calm and time.monotonic() > self._deadline(since):
+                self._end(signal.SIGTERM)
 
     def _deadline(self, since: float) -> float:
         if not self._boundary_seconds:
