@@ -165,11 +165,7 @@ class Exchange:
 
     def cancel(self, why: str) -> None:
         """Have `run` end soon: by ExchangeCancelledError, unless it is over already."""
-        self._inbox.fail(ExchangeCancelledError(f"{self._what} was given up: {why}"))
-        # A connection that `run` may be blocked in; the others take our last words.
-        engaged = self._engaged
-        if engaged is not None and (link := self._links.get(engaged)):
-            link.shut()
+        self._fail(ExchangeCancelledError(f"{self._what} was given up: {why}"))
 
     # --- meeting -------------------------------------------------------------------------------
 
@@ -258,7 +254,7 @@ class Exchange:
             text = (
                 str(error) if known else f"{link.peer} sent what is no message of ours: {error!r}"
             )
-            self._inbox.fail(PeerError(text, source))
+            self._fail(PeerError(text, source))
             link.send_now({"op": "failed", "why": text[:MOST_TEXT]})
             raise PeerError(text, source) from error
         finally:
@@ -310,8 +306,8 @@ class Exchange:
         self._report.sent_bytes += len(view)
 
     def _engage(self, member: int) -> None:
-        """Begin what may block in the member's connection: `cancel` shuts that, if it comes later,
-        and is noticed here, if it came before."""
+        """Begin what may block in the member's connection: a failure that comes later shuts that,
+        and one that came before is noticed here."""
         self._engaged = member
         try:
             self._inbox.pause(0)
@@ -340,10 +336,21 @@ class Exchange:
         names = [self._party.name(member) for member in members if member is not None]
         return names[:SHOWN_NAMES]
 
+    def _fail(self, error: PeerError) -> None:
+        """Have `run` raise this, in whatever it waits. From any thread."""
+        self._inbox.fail(error)
+        # It may wait in a connection, for an answer or for room. The others take our last words.
+        engaged = self._engaged
+        if engaged is not None and (link := self._links.get(engaged)):
+            link.shut()
+
     def _explain(self, error: BaseException) -> BaseException:
         """The cause, where `error` is only what it did to a neighbour of ours."""
-        if cancelled := self._inbox.cancelled():
-            return cancelled
+        failure = self._inbox.failure()
+        if isinstance(failure, ExchangeCancelledError):
+            return failure
+        if failure is not None and isinstance(error, PeerError):
+            error = failure  # which shut the connection that broke
         if not isinstance(error, PeerError) or error.member is None:
             return error
         link = self._links.get(error.member)
@@ -354,12 +361,16 @@ class Exchange:
             text += f"; {self._heard[error.member]}"
         return type(error)(text, error.member)
 
-    def _excuse(self, member: int) -> bool:
+    def _excuse(self, member: int, silent_seconds: float) -> bool:
         """Ask a silent member before it is blamed. One that waits for a third has as long again.
 
         All members fall silent together when one hangs. Only those who wait for that very one are
-        to give up by themselves; their last words tell the others whose fault it is.
+        to give up by themselves; their last words tell the others whose fault it is. A member may
+        still be joining the one that hangs, which takes `join_seconds`; nobody is excused longer.
         """
+        limits = self._transport.limits
+        if silent_seconds > limits.join_seconds + limits.stall_seconds:
+            return False
         address = self._party.addresses[member]
         waits = self._transport.why(address, self.tag, member, self._ask_seconds)
         if waits is None:
@@ -379,7 +390,7 @@ class Exchange:
 
     def _keep_links(self) -> None:
         for member, link in self._links.items():
-            link.excuse = lambda: False
+            link.excuse = lambda silent_seconds: False
             self._transport.keep(self._party.addresses[member], link)
         self._links.clear()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..manifest import digest
-from .errors import ExchangeCancelledError, PeerError
+from .errors import PeerError
 from .wire import MOST_TEXT, Link
 
 
@@ -34,10 +34,10 @@ class Inbox:
     """
 
     def __init__(
-        self, names: Mapping[int, str], stall_seconds: float, excuse: Callable[[int], bool]
+        self, names: Mapping[int, str], stall_seconds: float, excuse: Callable[[int, float], bool]
     ) -> None:
-        """`names` says how errors call the members that messages come from. `excuse` is asked, once
-        for each wait, about a member that is silent: True lets it have as long again."""
+        """`names` says how errors call the members that messages come from. `excuse` is asked about
+        a member that is silent, and for how many seconds: True lets it have as long again."""
         self.names = names
         self._excuse = excuse
         self.stall_seconds = stall_seconds
@@ -150,11 +150,10 @@ class Inbox:
                 self._changed.wait(seconds)
             self._check()
 
-    def cancelled(self) -> ExchangeCancelledError | None:
-        """Why the exchange was cancelled, if that is how it failed."""
+    def failure(self) -> PeerError | None:
+        """How the exchange failed first, if it did."""
         with self._changed:
-            failure = self._failure
-            return failure if isinstance(failure, ExchangeCancelledError) else None
+            return self._failure
 
     def close(self, last_words: str) -> None:
         """The exchange is over: tell members that still send, and let their connections end."""
@@ -170,8 +169,9 @@ class Inbox:
         begin = time.monotonic()
         excused: dict[int, float] = {}
         while (silent := self._silent(missing, begin, excused)) is not None:
-            if silent in excused or not self._excuse(silent):
-                text = f"{self.names[silent]} sent nothing for {self.stall_seconds:g} s"
+            seconds = time.monotonic() - max(begin, self._progress.get(silent, begin))
+            if not self._excuse(silent, seconds):
+                text = f"{self.names[silent]} sent nothing for {seconds:.3g} s"
                 raise PeerError(text, silent)
             excused[silent] = time.monotonic()
 

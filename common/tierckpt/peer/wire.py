@@ -54,8 +54,9 @@ class Link:
         """Takes over `sock`; `peer` is how errors name the other side."""
         self.peer = peer
         self.seconds = seconds
-        self.excuse: Callable[[], bool] = lambda: False
-        """Asked when the peer took nothing for `seconds`: True lets it have as long again."""
+        self.excuse: Callable[[float], bool] = lambda silent_seconds: False
+        """Asked whenever the peer took nothing for `seconds`, with how long it took nothing by now:
+        True lets it have `seconds` more."""
         self._socket = sock
         self._closing = threading.Lock()
         sock.setblocking(False)
@@ -167,13 +168,16 @@ class Link:
         event: int,
         seconds: float | None,
         what: str,
-        excuse: Callable[[], bool] = lambda: False,
+        excuse: Callable[[float], bool] = lambda silent_seconds: False,
     ) -> None:
         poll = select.poll()
         poll.register(self._socket, event)
         limit = None if seconds is None else 1000 * max(seconds, 0)
-        if not poll.poll(limit) and not (excuse() and poll.poll(limit)):
-            raise PeerError(f"{self.peer} {what} for {seconds:g} s")
+        silent_seconds = 0.0
+        while not poll.poll(limit):
+            silent_seconds += seconds or 0.0
+            if not excuse(silent_seconds):
+                raise PeerError(f"{self.peer} {what} for {silent_seconds:.3g} s")
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
