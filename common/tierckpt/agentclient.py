@@ -18,10 +18,10 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from .agent import PROTOCOL, TAKEN, Agent, AgentSettings
+from .children import child_environment
 from .desk import MESSAGE_BYTES, DeskSettings
 from .flusher import FlushOrder
 from .naming import Lineage, ShardKey, VersionId
@@ -106,14 +106,21 @@ class AgentClient:
             self._send(message, [] if slot.path else [slot.fd])
             return ""
 
-    def retire(self, safe: VersionId, lineage: Lineage, keep: Iterable[VersionId] = ()) -> None:
+    def retire(
+        self,
+        safe: VersionId | None,
+        lineage: Lineage,
+        keep: Iterable[VersionId] = (),
+        void: Iterable[VersionId] = (),
+    ) -> None:
         """Tell the agent what is safe, so that retention can go on; versions in `keep` stay
-        whatever the policy says. Never blocks."""
+        whatever the policy says, and `void` ones count for nothing. Never blocks."""
         message = {
             "op": "retire",
-            "safe": [safe.generation, safe.version],
+            "safe": None if safe is None else [safe.generation, safe.version],
             "lineage": lineage,
             "keep": [[id_.generation, id_.version] for id_ in keep],
+            "void": [[id_.generation, id_.version] for id_ in void],
         }
         with self._lock:
             if self._welcome:
@@ -332,11 +339,9 @@ class AgentClient:
             raise ChildProcessError(f"a new agent ended with exit status {status}")
         if now < self._start_after:
             return
-        source_root = str(Path(__file__).resolve().parents[1])
-        path = os.pathsep.join([source_root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tierckpt.agent", json.dumps(asdict(self.settings))],
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",

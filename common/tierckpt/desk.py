@@ -17,7 +17,7 @@ from .flusher import Flusher, FlushOrder
 from .held import Held
 from .localstore import CommitTimes, LocalStore
 from .modules.incremental import Chain
-from .modules.localfiles import Bases, commit_encoded
+from .modules.localfiles import References, commit_encoded
 from .modules.pipeline import Pipeline
 from .naming import ShardKey, VersionId, retired
 from .slots import Slot, pin, unpin
@@ -69,7 +69,7 @@ class Desk:
         self.channel = channel
         self.store = LocalStore(settings.directory)
         self._chain = Chain()
-        self._bases = Bases(self.store)
+        self._bases = References(self.store)
         self._slots: dict[tuple[int, int], Slot] = {}
         """Mapped slots by device and inode: mapping a large segment anew for every commit costs."""
 
@@ -171,13 +171,13 @@ class Desk:
 
     def _retire(self, message: dict[str, Any]) -> None:
         """Apply retention to this rank's shards, and to those of ranks that are no more."""
-        safe = VersionId(*message["safe"])
+        safe = VersionId(*message["safe"]) if message["safe"] else None
+        void = {VersionId(*each) for each in message["void"]}
         lineage = tuple((g, v) for g, v in message["lineage"])
         held = [*self.store.keys(), *self.store.parities()]
         mine = [k for k in held if self._is_mine(k)]
-        gone = retired(
-            {k.id for k in mine}, safe, lineage, self.settings.keep_last, self.settings.keep_every
-        )
+        policy = (self.settings.keep_last, self.settings.keep_every)
+        gone = retired({k.id for k in mine}, safe, lineage, *policy, void)
         keep = {VersionId(*each) for each in message["keep"]}
         going = [key for key in mine if key.id in gone and key.id not in keep]
         # The newest first: what another refers to goes after that one, never before it.

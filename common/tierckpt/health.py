@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from . import faults
+from .children import child_environment
 from .errors import ConfigError
 
 PROBE_BYTES = 1024 * 1024
@@ -126,11 +127,9 @@ def _write_and_read(folder: Path) -> str:
 
 
 def _start(need: Need) -> subprocess.Popen[str]:
-    source_root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join([source_root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-m", __name__, json.dumps(asdict(need))],
-        env={**os.environ, "PYTHONPATH": path},
+        env=child_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

@@ -255,14 +255,11 @@ def plan_restore(
             places_of = {k: seen[life, k] for k in keys if (life, k) in seen}
             # A shard that other nodes' can make is not fetched from far away.
             near = {k: places for k in places_of if (places := _near(places_of[k]))}
-            rebuilds = plan_rebuilds(keys, near, parities, life, bad)
-            if rebuilds is not None:
-                places_of = near
-            else:
-                rebuilds = plan_rebuilds(keys, places_of, parities, life, bad)
-            if rebuilds is not None:
-                sources = tuple(_assign(keys, places_of, len(inventories)))
-                return RestorePlan(id_, sources, life, rebuilds)
+            for there in (near, places_of):
+                rebuilds = plan_rebuilds(keys, there, parities, life, bad)
+                if rebuilds is not None:
+                    sources = tuple(_assign(keys, there, len(inventories)))
+                    return RestorePlan(id_, sources, life, rebuilds)
     return None
 
 

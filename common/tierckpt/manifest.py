@@ -59,6 +59,11 @@ class Manifest:
         """The shard's name."""
         return ShardKey(self.id, self.shard, self.shards)
 
+    @property
+    def data_blocks(self) -> int:
+        """How many blocks have a checksum, the header aside."""
+        return len(self.digests) // DIGEST_BYTES - 1
+
     def encode(self) -> bytes:
         """A line of JSON, and a line with its xxh3_128."""
         fields_ = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -93,3 +98,8 @@ class Manifest:
 def digest(data: memoryview | bytes) -> bytes:
     """Checksum of one block."""
     return xxhash.xxh3_64_intdigest(data).to_bytes(DIGEST_BYTES, "little")
+
+
+def digest_at(digests: bytes, index: int) -> bytes:
+    """One of a row of checksums."""
+    return digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 
 from .images import Image
 from .inventory import REBUILT, Found, FoundParity, RestorePlan
-from .manifest import DIGEST_BYTES
 from .naming import ParityKey, ShardKey, VersionId
 from .pool import SlotPool
 from .redundancy.groups import RedundancyGroup
@@ -74,8 +73,7 @@ def keep(image: Image, pool: SlotPool, protected: set[VersionId], pinned: set[st
     `protected` and `pinned` as in `SlotPool.choose`; raises what that raises.
     """
     manifest = image.manifest
-    blocks = len(manifest.digests) // DIGEST_BYTES - 1
-    seal_bytes = seal_area_bytes(blocks, len(manifest.lineage))
+    seal_bytes = seal_area_bytes(manifest.data_blocks, len(manifest.lineage))
     slot = pool.choose(protected, pinned, seal_bytes, manifest.image_bytes)
     sealed = None
     try:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .errors import CorruptShardError
 from .images import LOST, Image, open_image
 from .inventory import Place, Source
-from .manifest import DIGEST_BYTES, digest
+from .manifest import digest, digest_at
 from .naming import ShardKey, VersionId
 from .shardfile import ShardHeader, decode_header
 
@@ -87,8 +87,7 @@ class Reads:
         offset, digests = run.low, image.manifest.digests
         image.bring(offset, offset + sum(run.block_bytes))
         for number, nbytes in enumerate(run.block_bytes, run.first):
-            expected = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            if digest(image.view[offset : offset + nbytes]) != expected:
+            if digest(image.view[offset : offset + nbytes]) != digest_at(digests, number):
                 raise CorruptShardError(
                     f"bytes {offset} to {offset + nbytes} differ from their checksum"
                 )
@@ -128,11 +127,11 @@ def check_header(image: Image) -> ShardHeader:
         raise CorruptShardError(f"truncated: {len(view)} of {manifest.image_bytes} bytes")
     end = manifest.header_bytes
     image.bring(0, end)
-    if digest(view[:end]) != manifest.digests[:DIGEST_BYTES]:
+    if digest(view[:end]) != digest_at(manifest.digests, 0):
         raise CorruptShardError(f"bytes 0 to {end} (the header) differ from their checksum")
     header = decode_header(view[:end])
-    blocks = len(manifest.digests) // DIGEST_BYTES - 1
-    if (len(header.block_bytes), end + header.data_bytes) != (blocks, manifest.image_bytes):
+    lengths = (len(header.block_bytes), end + header.data_bytes)
+    if lengths != (manifest.data_blocks, manifest.image_bytes):
         raise CorruptShardError("the header and the manifest do not belong together")
     return header
 

@@ -116,13 +116,20 @@ class Reports:
     def _committed(self, message: dict[str, Any]) -> None:
         id_ = _id_of(message)
         self._agreement.tell("local", id_, DONE)
-        self.emit(
-            "committed",
-            version=id_.version,
-            level="local",
-            nbytes=message["nbytes"],
-            seconds={"write": message["write_seconds"], "commit": message["commit_seconds"]},
-        )
+        seconds = {"write": message["write_seconds"], "commit": message["commit_seconds"]}
+        self._emit_committed("local", message, seconds)
+
+    def _emit_committed(
+        self,
+        level: str,
+        message: dict[str, Any],
+        seconds: dict[str, float],
+        text: str = "",
+        severity: int = logging.INFO,
+    ) -> None:
+        version, nbytes = message["version"], message["nbytes"]
+        what = {"version": version, "level": level, "nbytes": nbytes, "seconds": seconds}
+        self.emit("committed", **what, message=text, severity=severity)
 
     def _not_committed(self, message: dict[str, Any]) -> None:
         id_ = _id_of(message)
@@ -136,13 +143,7 @@ class Reports:
     def _protected(self, message: dict[str, Any]) -> None:
         """This node's shards of a version can be rebuilt by others."""
         self._agreement.tell("peer", _id_of(message), DONE)
-        self.emit(
-            "committed",
-            version=message["version"],
-            level="peer",
-            nbytes=message["nbytes"],
-            seconds={"write": message["seconds"]},
-        )
+        self._emit_committed("peer", message, {"write": message["seconds"]})
 
     def _not_protected(self, message: dict[str, Any]) -> None:
         self._agreement.tell("peer", _id_of(message), BROKEN)
@@ -153,16 +154,10 @@ class Reports:
 
     def _flushed(self, message: dict[str, Any]) -> None:
         """This node's part is there; the version, when the last node's is."""
-        whole = "complete" if message["complete"] else "this node's part of it"
-        self.emit(
-            "committed",
-            version=message["version"],
-            level="persistent",
-            nbytes=message["nbytes"],
-            seconds={"write": message["seconds"]},
-            message=whole,
-            severity=logging.INFO if message["complete"] else logging.DEBUG,
-        )
+        whole, severity = "complete", logging.INFO
+        if not message["complete"]:
+            whole, severity = "this node's part of it", logging.DEBUG
+        self._emit_committed("persistent", message, {"write": message["seconds"]}, whole, severity)
 
     def _not_flushed(self, message: dict[str, Any]) -> None:
         behind = f"training goes on, {self._config.persistent.path} is behind"

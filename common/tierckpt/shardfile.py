@@ -8,12 +8,12 @@ its strides, block lengths) is in the header's `__metadata__`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import FormatError
 from .layout import Layout, Piece, TensorSpec
+from .modules.blocks import runs, unrun
 from .naming import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, check_version, round_up
 
 RANK_STATE = "rank_state"
@@ -108,7 +108,7 @@ def encode_header(
         "format": "tierckpt-shard",
         "format_version": f"{FORMAT_MAJOR}.{FORMAT_MINOR}",
         "pieces": json.dumps(table, separators=(",", ":")),
-        "blocks": json.dumps(_run_lengths(blocks), separators=(",", ":")),
+        "blocks": json.dumps(runs(blocks), separators=(",", ":")),
         "structure": json.dumps(structure, separators=(",", ":")),
     }
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
@@ -130,7 +130,7 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
         check_version(metadata["format_version"], "shard")
         pieces = tuple(_decode_piece(row) for row in json.loads(metadata["pieces"]))
         structure = json.loads(metadata["structure"])
-        blocks = tuple(n for count, n in json.loads(metadata["blocks"]) for _ in range(count))
+        blocks = tuple(unrun(json.loads(metadata["blocks"])))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise FormatError(f"not a shard header: {error!r}") from error
     return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure)
@@ -147,13 +147,3 @@ def _decode_piece(row: list[object]) -> Piece:
         device=str(device),
     )
     return Piece(spec, int(start), int(stop), int(offset), bool(own))  # type: ignore[call-overload]
-
-
-def _run_lengths(values: Sequence[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and runs[-1][1] == value:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, value])
-    return runs

@@ -37,7 +37,7 @@ def blocks_of(header: Buffer, header_bytes: int) -> list[Block]:
         length = int.from_bytes(view[:8], "little")
         metadata = json.loads(bytes(view[8 : 8 + length]))["__metadata__"]
         rows = [(row[OFFSET_COLUMN], row[ITEM_COLUMN]) for row in json.loads(metadata["pieces"])]
-        lengths = [n for count, n in json.loads(metadata["blocks"]) for _ in range(count)]
+        lengths = unrun(json.loads(metadata["blocks"]))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise FormatError(f"not a shard header: {error!r}") from error
     begins = [begin for begin, _ in rows]

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
 from ..errors import CorruptShardError, FormatError
-from ..manifest import DIGEST_BYTES, Manifest, digest
+from ..manifest import DIGEST_BYTES, Manifest, digest, digest_at
 from ..naming import ShardKey
 from .encoder import where
 from .encoding import Encoding
@@ -63,14 +63,14 @@ class Decoder:
 
     def block(self, index: int) -> Buffer:
         """One block of the image. Raises as the constructor does."""
-        begin, nbytes = index * DIGEST_BYTES, self.encoding.plain_bytes[index]
         source = self
         if not self.encoding.stored_bytes[index]:
             assert self._base is not None, "checked with the manifest"
             source = self._base
-            if source._manifest.digests[begin : begin + DIGEST_BYTES] != self._digest(index):
+            if source._digest(index) != self._digest(index):
                 raise CorruptShardError(f"block {index} of {source._manifest.key} is another one")
         block = source._block(index)
+        nbytes = self.encoding.plain_bytes[index]
         if len(block) != nbytes:
             raise CorruptShardError(
                 f"block {index} of {self._manifest.key} has {len(block)} bytes, not {nbytes}"
@@ -103,7 +103,7 @@ class Decoder:
         return self._pipeline.decode(stored, where(self._manifest, index))
 
     def _digest(self, index: int) -> bytes:
-        return self._manifest.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        return digest_at(self._manifest.digests, index)
 
 
 def _encoding_of(manifest: Manifest) -> Encoding:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from ..manifest import DIGEST_BYTES, Manifest, digest
+from ..manifest import Manifest, digest, digest_at
 from .blocks import Block, blocks_of
 from .encoding import Encoding
 from .incremental import Base, content_hash
 from .module import Buffer, Where
 from .pipeline import Pipeline
-
-NOT_HERE = bytes(DIGEST_BYTES)
 
 
 def cut(image: memoryview, header_bytes: int) -> Iterator[memoryview]:
@@ -64,9 +62,8 @@ class Encoder:
         """Take the base's block instead, if it is the same."""
         if self._base is None or self._base.hashes[index] != self._hashes[index]:
             return False
-        begin = index * DIGEST_BYTES
         self._lengths.append(0)
-        self._digests.append(self._base.manifest.digests[begin : begin + DIGEST_BYTES])
+        self._digests.append(digest_at(self._base.manifest.digests, index))
         return True
 
     def _store(self, block: Buffer, index: int) -> Buffer:

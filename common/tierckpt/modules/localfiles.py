@@ -108,7 +108,7 @@ def unfolded(store: LocalStore, decoder: Decoder) -> Iterator[memoryview]:
             yield image
 
 
-class Bases:
+class References:
     """Which shards of a store others refer to. One thread."""
 
     def __init__(self, store: LocalStore) -> None:

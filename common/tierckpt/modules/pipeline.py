@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,8 +160,3 @@ def _full_every(parameters: Mapping[str, Parameter], what: str) -> int:
             f"{what}: {INCREMENTAL} takes full_every, a whole number from 2 on, and nothing else"
         )
     return value
-
-
-def names_of(description: Sequence[tuple[str, Mapping[str, Parameter]]]) -> str:
-    """For messages."""
-    return ", ".join(name for name, _ in description) or "no modules"

@@ -17,7 +17,7 @@ from functools import cached_property
 from ..errors import CorruptShardError, FormatError
 from ..layout import BLOCK_BYTES
 from ..localstore import Draft
-from ..manifest import DIGEST_BYTES, Manifest, digest
+from ..manifest import DIGEST_BYTES, Manifest, digest, digest_at
 from ..naming import Lineage, ParityKey, VersionId
 from ..persistent.records import seal, unseal
 from ..redundancy.checks import check, parity_blocks
@@ -181,5 +181,4 @@ def check_parity(record: ParityManifest, read: Read) -> None:
             read(low, view)
         except EOFError as error:
             raise CorruptShardError(f"{record.key} is truncated: {error}") from error
-        expected = record.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-        check(view, [nbytes], expected, f"{record.key} from byte {low} on")
+        check(view, [nbytes], digest_at(record.digests, index), f"{record.key} from byte {low} on")

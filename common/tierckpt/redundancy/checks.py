@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import CorruptShardError
 from ..layout import BLOCK_BYTES
-from ..manifest import DIGEST_BYTES, digest
+from ..manifest import DIGEST_BYTES, digest, digest_at
 
 
 def parity_blocks(parity_bytes: int) -> list[int]:
@@ -42,7 +42,7 @@ def check(view: memoryview, block_bytes: Sequence[int], digests: bytes, what: st
             f"should have {sum(block_bytes)} bytes, in {len(block_bytes)} blocks"
         )
     for index, (low, high) in enumerate(_ranges(block_bytes)):
-        if digest(view[low:high]) != digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+        if digest(view[low:high]) != digest_at(digests, index):
             raise CorruptShardError(f"{what}: bytes {low} to {high} differ from their checksum")
 
 

@@ -79,11 +79,6 @@ class Network:
         for space, device in ((self.hub, _port(number)), (self.nodes[number], "net0")):
             _run("tc", "-n", space, "qdisc", "replace", "dev", device, *shape)
 
-    def widen(self, number: int) -> None:
-        """The inverse of `narrow`."""
-        for space, device in ((self.hub, _port(number)), (self.nodes[number], "net0")):
-            _run("tc", "-n", space, "qdisc", "delete", "dev", device, "root")
-
     def remove(self) -> None:
         """Delete what is there of it."""
         for space in (*self.nodes, self.hub):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ..children import child_environment
 from ..naming import ShardKey
 from . import storeprogram
 from .faults import injected
@@ -234,12 +234,10 @@ class StoreConformance:
         pytest.fail("the sweep does not end")
 
     def _run_sweep(self, folder: Path) -> None:
-        source_root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([source_root, *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "tierckpt.testing.storeprogram", self.factory, str(folder)]
         subprocess.run(
             [*command, str(MOST_OPERATIONS)],
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
             check=True,
             timeout=240,
         )
