@@ -9,7 +9,6 @@ See benchmarks/README.md for what the columns mean and how they are measured.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import sys
 import threading
@@ -22,6 +21,7 @@ import numpy as np
 
 import machine
 from figures import Spread, spread
+from files import write_json
 from limits import Cost, timed
 from report import align, targets_text
 from targets import Verdict
@@ -266,7 +266,7 @@ def main() -> None:
             "rows": [{k: v for k, v in asdict(row).items() if k != "samples"} for row in rows],
             "targets": [asdict(verdict) for verdict in verdicts],
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
         print(f"figures: {options.json}", file=sys.stderr)
 
 

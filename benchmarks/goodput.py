@@ -10,20 +10,15 @@ See benchmarks/README.md for what the columns mean and how they are measured.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
-import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import machine
 import models
+from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
 from goodreport import plot, table, verdicts
 from goodruns import Bench, Result, everything, say
 from resumable import RESUMABLE, preload
@@ -67,24 +62,14 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-@contextmanager
-def temporary(parent: Path) -> Iterator[Path]:
-    """A folder that is gone afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="goodput-", dir=parent)).resolve()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def main() -> None:
     options = arguments()
     if any(os.environ.get(name) != "1" for name in ONE_THREAD):  # ranks are forked from here
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ONE_THREAD})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    clean_up_when_terminated()
     preload()
     parent = options.dir or machine.scratch_parent()
-    with temporary(parent) as folder, temporary(Path("/dev/shm")) as memory:
+    with temporary(parent) as folder, temporary(SHARED_MEMORY) as memory:
         about = machine.description(folder)
         results = []
         for result in everything(Bench(options, folder, memory)):
@@ -106,9 +91,7 @@ def write(
     rows = [{**asdict(r), "goodput": r.goodput if r.status == "ok" else None} for r in results]
     settings = {k: v for k, v in vars(options).items() if k not in ("json", "plot", "dir")}
     document = {**about, "settings": settings, "rows": rows}
-    whole = path.with_name(f".{path.name}.part")
-    whole.write_text(json.dumps(document, indent=1) + "\n")
-    whole.replace(path)
+    write_json(path, document)
 
 
 if __name__ == "__main__":

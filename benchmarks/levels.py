@@ -9,14 +9,9 @@ See benchmarks/README.md for what the columns mean and how they are measured.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -26,6 +21,7 @@ import coding
 import levelreport
 import machine
 import models
+from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
 from harness import Team, TeamError, measure_visit
 from levelfigures import AllLevels, Block, Row, Sample, Work, block_seconds
 from levelkinds import LEVELS, Level
@@ -33,7 +29,6 @@ from levelnodes import NodeError, Nodes, Place
 from methods import Method, Setting
 from ours import OursLevels
 
-SHARED_MEMORY = Path("/dev/shm")
 LEAST_STEPS = 4
 """Timed beside a level's work; what is shorter is repeated until it takes as long."""
 UNTIMED_STEPS = 2
@@ -193,7 +188,7 @@ def publish(options: argparse.Namespace, about: dict[str, Any], found: dict[str,
             "all_levels": asdict(all_levels),
             "targets": [asdict(verdict) for verdict in verdicts],
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
         say(f"figures: {options.json}")
     if options.plot:
         say(levelreport.plot(options.plot, rows, all_levels) or f"picture: {options.plot}")
@@ -227,10 +222,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    # A plain kill shall clean up, too: raise where the main thread is, so that `finally` runs.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    clean_up_when_terminated()
     parent = options.dir or machine.scratch_parent()
-    with _temporary(parent) as disk, _temporary(SHARED_MEMORY) as memory:
+    with temporary(parent) as disk, temporary(SHARED_MEMORY) as memory:
         place = Place(disk, memory, options.persistent or str(disk / "persistent"))
         about = machine.description(disk)
         try:
@@ -238,15 +232,6 @@ def main() -> None:
         except (TeamError, NodeError) as error:
             sys.exit(f"not measured: {error}")
         publish(options, about, found)
-
-
-@contextmanager
-def _temporary(parent: Path) -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="levels-", dir=parent)).resolve()
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ installed, for comparison only. Speeds are by CPU-seconds, so that a busy machin
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from sklearn.datasets import load_digits
 
 import machine
 from figures import Spread, spread
+from files import write_json
 from limits import timed
 from report import align
 from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE
@@ -238,7 +238,7 @@ def main() -> None:
     if options.json:
         kept = [{k: v for k, v in asdict(row).items() if k != "speeds"} for row in rows]
         document = {**about, "block_bytes": BLOCK_BYTES, "steps": options.steps, "rows": kept}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
         print(f"figures: {options.json}", file=sys.stderr)
 
 

@@ -9,12 +9,9 @@ See benchmarks/README.md for what the columns mean and how they are measured.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +20,7 @@ from pathlib import Path
 
 import machine
 from figures import Spread, spread
+from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
 from limits import Cost
 from report import align
 from shards import manifest, shared
@@ -212,18 +210,16 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.shard_mb = options.shard_mb or (8 if options.toy else 128)
     options.rounds = options.rounds or (2 if options.toy else 7)
-    options.dir = options.dir or Path("/dev/shm")
+    options.dir = options.dir or SHARED_MEMORY
     return options
 
 
 def main() -> None:
     options = arguments()
     about = machine.description(options.dir)
-    folder = Path(tempfile.mkdtemp(prefix="tierckpt-peer-", dir=options.dir))
-    try:
+    clean_up_when_terminated()
+    with temporary(options.dir) as folder:
         rows = list(measure(options, folder))
-    finally:
-        shutil.rmtree(folder)
     library = isal.find()
     print(f"{about['cpu']}, {about['cores']} cores, load {os.getloadavg()[0]:.1f}")
     print(f"shards of {options.shard_mb} MiB, parity on {about['filesystem']}; all members in one")
@@ -235,7 +231,7 @@ def main() -> None:
             "shard_bytes": options.shard_mb << 20,
             "rows": [{k: v for k, v in asdict(row).items() if k != "samples"} for row in rows],
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, document)
         print(f"figures: {options.json}", file=sys.stderr)
 
 

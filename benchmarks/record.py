@@ -7,12 +7,12 @@ again goes on with the missing rounds.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import targets
+from files import write_json
 
 # Where two runs differ in one of these, they are two measurements. Beside them: the settings.
 SAME = (
@@ -52,12 +52,7 @@ def write(
     }
     if partial is not None:
         document["partial"] = partial
-    temporary = path.with_name(f".{path.name}.part")
-    with open(temporary, "w") as file:
-        file.write(json.dumps(document, indent=None if partial else 1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_json(path, document, indent=None if partial else 1)
 
 
 def take_up(path: Path, about: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

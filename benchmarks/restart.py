@@ -17,7 +17,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from typing import Any
 import machine
 from comebacks import WAYS
 from figures import Spread, spread
+from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
 from limits import CHUNK_BYTES, direct_file
 from report import align
 
@@ -345,6 +345,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    clean_up_when_terminated()
     about = machine.description(options.dir)
     print(f"{about['cpu']}, {about['cores']} cores, load {os.getloadavg()[0]:.1f}")
     print(f"files on {about['filesystem']}; read, storage, sent: of all ranks, x state\n")
@@ -353,20 +354,16 @@ def main() -> None:
     for world, megabytes in cases:
         case = argparse.Namespace(**{**vars(options), "world": int(world)})
         case.megabytes = int(megabytes)
-        folder = Path(tempfile.mkdtemp(prefix="tierckpt-restart-", dir=options.dir))
-        memory = Path(tempfile.mkdtemp(prefix="tierckpt-restart-", dir="/dev/shm"))
-        try:
+        with temporary(options.dir) as folder, temporary(SHARED_MEMORY) as memory:
             bench = measure(case, folder, memory)
-        finally:
-            shutil.rmtree(folder)
-            shutil.rmtree(memory)
         lines = list(verdicts(bench))
         print(f"{world} ranks on {case.nodes} node(s), {bench.state_bytes / 1e6:.0f} MB of state\n")
         print(table(bench.rows), *lines, "", sep="\n", flush=True)
         rows = [asdict(row) for row in bench.rows]
         document["cases"].append({"rows": rows, "bare": bench.bare, "targets": lines})
+        if options.json:
+            write_json(options.json, document)
     if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
         print(f"figures: {options.json}", file=sys.stderr)
 
 

@@ -13,13 +13,7 @@ See benchmarks/README.md for what the columns mean and how they are measured.
 from __future__ import annotations
 
 import argparse
-import shutil
-import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import machine
@@ -27,10 +21,9 @@ import record
 import report
 import targets
 from bench import Bench, say
+from files import SHARED_MEMORY, clean_up_when_terminated, temporary
 from limits import Limits
 from options import arguments, settings
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def measure(bench: Bench, about: dict[str, Any]) -> targets.Run:
@@ -77,11 +70,10 @@ def publish(options: argparse.Namespace, about: dict[str, Any], run: targets.Run
 
 def main() -> None:
     options = arguments(sys.argv[1:], str(__doc__).splitlines()[0])
-    # A plain kill shall clean up, too: raise where the main thread is, so that `finally` runs.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    clean_up_when_terminated()
     parent = options.dir or machine.scratch_parent()
     # A method that is killed cannot clean up its shared memory: it gets a folder, too.
-    with _temporary(parent) as directory, _temporary(SHARED_MEMORY) as memory:
+    with temporary(parent) as directory, temporary(SHARED_MEMORY) as memory:
         about = {**machine.description(directory), "settings": settings(options)}
         bench = Bench(options, directory, memory)
         if options.resume:
@@ -91,15 +83,6 @@ def main() -> None:
                 sys.exit(str(error))
             bench.take_up(partial)
         publish(options, about, measure(bench, about))
-
-
-@contextmanager
-def _temporary(parent: Path) -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="stall-", dir=parent)).resolve()
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

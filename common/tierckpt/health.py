@@ -15,9 +15,9 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -94,27 +94,23 @@ def check_directory(need: Need) -> str:
         needed = need.needed_bytes + PROBE_BYTES
         if free < needed:
             return f"{path}: {size_text(free)} are free and {size_text(needed)} needed; make room"
-        return _write_and_read(Path(path))
+        return _write_and_read(path)
     except OSError as error:
         return f"{path}: {error}"
 
 
-def _write_and_read(folder: Path) -> str:
-    # A leading dot: work in progress, which no level takes for data.
-    probe = folder / f".health.{socket.gethostname()}.{os.getpid()}.tmp"
+def _write_and_read(folder: str) -> str:
     written = os.urandom(PROBE_BYTES)
-    try:
-        with probe.open("xb", buffering=0) as file:
-            faults.point("health", op="write")
-            file.write(written)
-            os.fsync(file.fileno())
-            # What is clean and not wanted leaves the page cache: the device has to be asked.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    # Without a name: nothing of it stays, though the check may be killed where it hangs.
+    with tempfile.TemporaryFile(dir=folder) as file:
+        faults.point("health", op="write")
+        file.write(written)
+        file.flush()
+        os.fsync(file.fileno())
+        # What is clean and not wanted leaves the page cache: the device has to be asked.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         faults.point("health", op="read")
-        read = probe.read_bytes()
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink(missing_ok=True)
+        read = os.pread(file.fileno(), PROBE_BYTES, 0)
     if read == written:
         return ""
     wrong = sum(a != b for a, b in zip(written, read, strict=False)) + abs(len(written) - len(read))

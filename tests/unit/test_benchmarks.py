@@ -19,11 +19,12 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before = set(sys.modules)
     import bench
+    import files
     import options
     import pace
     import record
 
-    found = argparse.Namespace(bench=bench, options=options, pace=pace, record=record)
+    found = argparse.Namespace(bench=bench, files=files, options=options, pace=pace, record=record)
     for name in set(sys.modules) - before:
         path = getattr(sys.modules[name], "__file__", None)
         if path and Path(path).parent == BENCHMARKS:
@@ -153,7 +154,7 @@ def test_a_write_that_fails_leaves_the_file_before_it(
     def full(_: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(modules.record.os, "fsync", full)
+    monkeypatch.setattr(modules.files.os, "fsync", full)
     bench.rounds = 1
     with pytest.raises(OSError, match="no space"):
         modules.record.write(path, about(), bench.result(), bench.partial())

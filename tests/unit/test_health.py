@@ -53,17 +53,17 @@ def test_an_error_of_the_device_is_told(op: str, processes: bool, fault: Any, pl
 
 
 def test_bytes_that_come_back_wrong_are_found(place: Path, monkeypatch: Any) -> None:
-    read = Path.read_bytes
+    read = os.pread
 
-    def flipped(self: Path) -> bytes:
-        found = bytearray(read(self))
+    def flipped(*arguments: int) -> bytes:
+        found = bytearray(read(*arguments))
         found[12345] ^= 4
         return bytes(found)
 
-    monkeypatch.setattr(Path, "read_bytes", flipped)
+    monkeypatch.setattr(os, "pread", flipped)
     said = check_directory(Need(str(place)))
     assert said.startswith(f"{place}: 1 of {PROBE_BYTES} bytes were read back wrong")
-    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self)[:-7])
+    monkeypatch.setattr(os, "pread", lambda *arguments: read(*arguments)[:-7])
     assert "7 of" in check_directory(Need(str(place)))
 
 
@@ -77,6 +77,7 @@ def test_what_hangs_is_named_and_the_others_are_heard(fault: Any, place: Path) -
     assert re.fullmatch(r"/.* did not answer within 3 s; its file system hangs", problems[0])
     assert problems[1].startswith("/nowhere: [Errno 2]")
     assert list(marks.iterdir())
+    assert list(place.rglob("*")) == [other], "what was stopped left nothing when it was killed"
 
 
 def test_room_is_counted(place: Path) -> None:
