@@ -21,11 +21,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from . import faults
 from .children import child_environment
 from .errors import ConfigError
+from .memoryroom import memory_room
 
 PROBE_BYTES = 1024 * 1024
 """Written to each directory: enough for the device to have to do something."""
@@ -68,18 +68,13 @@ def examine(
     return [problem for problem in found if problem]
 
 
-def check_memory(needed_bytes: int, meminfo: str = "/proc/meminfo") -> str:
+def check_memory(needed_bytes: int) -> str:
     """In words, that less memory is available than needed; empty when there is enough."""
-    try:
-        found = re.search(r"^MemAvailable: *(\d+) kB$", Path(meminfo).read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    if found is None:  # a kernel that does not tell; nothing is known to be wrong
+    room = memory_room()
+    if room is None or room.nbytes >= needed_bytes:  # None: nothing is known to be wrong
         return ""
-    available = int(found[1]) * 1024
-    if available >= needed_bytes:
-        return ""
-    return f"memory: {size_text(available)} are available and {size_text(needed_bytes)} needed"
+    have, needed = size_text(room.nbytes), size_text(needed_bytes)
+    return f"{room.where}: {have} of memory are available and {needed} needed"
 
 
 def check_directory(need: Need) -> str:

@@ -88,15 +88,10 @@ def test_room_is_counted(place: Path) -> None:
     assert re.fullmatch(rf"{place}: [\d.]+ \wiB are free and [\d.]+ \wiB needed; make room", said)
 
 
-def test_memory_is_counted(tmp_path: Path) -> None:
-    told = tmp_path / "meminfo"
-    told.write_text("MemTotal:       9999999 kB\nMemAvailable:       2048 kB\nBuffers: 7 kB\n")
-    assert check_memory(2 * 1024**2, str(told)) == ""
-    said = check_memory(2 * 1024**2 + 1, str(told))
-    assert said == "memory: 2 MiB are available and 2 MiB needed"
-    assert check_memory(10**18, str(tmp_path / "none")) == "", "nothing is known to be wrong"
+def test_memory_is_counted() -> None:
     assert check_memory(0) == ""
-    assert "needed" in check_memory(10**18)
+    said = check_memory(10**18)
+    assert re.fullmatch(r".+: [\d.]+ \wiB of memory are available and 888.2 PiB needed", said)
 
 
 def test_a_check_that_crashes_is_a_problem(place: Path, fault: Any) -> None:
