@@ -65,6 +65,7 @@ def _peer(name: str, n: int, k: int, m: int) -> PeerLevel:
 
 LEVELS: tuple[Level, ...] = (
     Level("local", "commit_local", "bare_write", "write, file reused"),
+    Level("local, in place", "commit_in_place", "commit_copy", "copy to tmpfs", target=1.0),
     _peer("partner, 2 nodes", 2, 1, 1),
     _peer("xor, 4 nodes", 4, 3, 1),
     _peer("rs 4+2, 6 nodes", 6, 4, 2),

@@ -31,11 +31,14 @@ from tierckpt.peer.address import Address
 from tierckpt.peer.exchange import Exchange, Party, Shard
 from tierckpt.peer.transport import Transport
 from tierckpt.persistent import PersistentStore, ShardSource, VersionFacts, VersionName
+from tierckpt.pool import SlotPool
 from tierckpt.redundancy.codes import Code
 from tierckpt.redundancy.groups import RedundancyGroup
+from tierckpt.slots import JobDirectory, seal_area_bytes
 
 AGENT_NICE = 10  # the setting's default
 CHUNK_BYTES = 8 << 20
+SEAL_BYTES = seal_area_bytes(4096)
 PIECE_BYTES = 1 << 20  # what a bare connection sends at once: a window of the exchange
 
 
@@ -97,6 +100,21 @@ class Node:
         store.commit(key, self.image, manifest(0, 1, 0, len(self.image), digests))
         return store, key
 
+    @cached_property
+    def memory_store(self) -> LocalStore:
+        """A local level on tmpfs, for copies."""
+        store = LocalStore(Path(self.setup.memory, "copies"))
+        store.create()
+        return store
+
+    @cached_property
+    def slots(self) -> SlotPool:
+        """Slots that are files of a local level on tmpfs."""
+        job = JobDirectory.at(self.setup.memory, "levels")
+        job.create()
+        store = LocalStore(Path(self.setup.memory, "in-place"))
+        return SlotPool(job, 0, 2, lambda *_: None, store)
+
     def addresses(self) -> dict[str, Any]:
         """Where exchanges, and bare connections, find this node."""
         agent, bare = self.transport.address, self.listener.getsockname()
@@ -111,6 +129,21 @@ class Node:
             key, record = self._next(0, 1)
             with self._timed():
                 self.local_store.commit(key, self.image, record)
+
+    def commit_in_place(self, repeat: int) -> None:
+        """Where the local level is tmpfs and the slot is the file: all but the slot's filling."""
+        pool, store = self.slots, self.slots.in_place
+        assert store is not None
+        for _ in range(repeat):
+            self._retire(store, store.keys()[:-1])
+            key, record = self._next(0, 1)
+            newest = {known.id for known in store.keys()}  # noqa: SIM118
+            with self._timed():
+                slot = pool.choose(newest, set(), SEAL_BYTES, self.setup.nbytes)
+                slot.seal(record)
+                assert slot.file is not None
+                store.commit_file(key, slot.file.path, record)
+            pool.filled(slot, key.id)
 
     def flush(self, repeat: int) -> None:
         """From the file of the local level, which is not in the page cache: O_DIRECT wrote it."""
@@ -150,6 +183,14 @@ class Node:
         return key, manifest(shard, shards, key.id.version, len(self.image))
 
     # --- the same bytes, bare ------------------------------------------------------------------
+
+    def commit_copy(self, repeat: int) -> None:
+        """To tmpfs as to any other file system: over the file of the version before."""
+        for _ in range(repeat):
+            self._retire(self.memory_store, self.memory_store.keys())
+            key, record = self._next(0, 1)
+            with self._timed():
+                self.memory_store.commit(key, self.image, record)
 
     def bare_write(self, repeat: int) -> None:
         """O_DIRECT and fsync, over a file that is there."""
@@ -192,7 +233,9 @@ class Node:
         return Work(begin, time.perf_counter(), cpu_s, self.seconds, self.sent_bytes)
 
     def close(self) -> None:
-        """Give ports back."""
+        """Give ports and memory back."""
+        if "slots" in self.__dict__:  # it was asked for
+            self.slots.close(remove=True)
         self.transport.close()
         self.listener.close()
 

@@ -226,11 +226,11 @@ class _Checkpointer(Checkpointer):
         """True while there are gradients that no step has used."""
         return any(optimizer._handles for optimizer in self.state.optimizers.values())  # type: ignore[attr-defined]
 
-    def step(self) -> None:
+    def step(self, metric: float | None = None) -> None:
         """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""
         if not self._iterations.steps and not self.half_way:
             self._iterations.count_one()
-        super().step()
+        super().step(metric)
 
 
 @dataclass(frozen=True, order=True)

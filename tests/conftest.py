@@ -28,8 +28,14 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT), str(ROOT / "common"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+# A run starts hundreds of processes: what one has compiled the others need not.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A test that kills a trainer does not wait for an agent that waits for the successor.
 os.environ["TIERCKPT_AGENT_LINGER_SECONDS"] = "0"
+
+# The same tests wherever pytest's folders are: in memory, a level's files would be the slots'.
+os.environ["TIERCKPT_LOCAL_IN_PLACE"] = "0"
 
 pytest.register_assert_rewrite("tierckpt.testing")
 

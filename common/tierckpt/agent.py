@@ -9,9 +9,10 @@ torch nor numpy.
 
 Trainers reach it over a Unix socket in the job's private folder, one JSON object a message:
 
-    -> {"op": "hello", "protocol": 1, "desk": {...}}             first; see DeskSettings
+    -> {"op": "hello", "protocol": 2, "desk": {...}}             first; see DeskSettings
     -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
-    -> {"op": "retire", "safe": [generation, version], "lineage": [[generation, version], ...]}
+    -> {"op": "retire", "safe": [generation, version] or null,
+        "lineage": [[generation, version], ...], "keep": the same, "void": the same}
     -> {"op": "flush", "order": {...}}                           see flusher.FlushOrder
     -> {"op": "meet", "where": {...}}                            listen for other nodes' agents
     -> {"op": "know", "parties": [...]}                          see protector.PartySettings
@@ -51,7 +52,7 @@ from .slots import JobDirectory, take_lock
 if TYPE_CHECKING:
     from .protector import Protector
 
-PROTOCOL = 1
+PROTOCOL = 2
 FIRST_CLIENT_SECONDS = 30.0
 """An agent that nobody speaks to ends after this."""
 TAKEN = 3

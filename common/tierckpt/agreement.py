@@ -12,11 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from .best import as_vote, of_vote
 from .config import Config
 from .group import Group, Pending
 from .haltrequest import Reason
 from .naming import VersionId
-from .policy import BROKEN, DONE, PENDING, Ledger, Vote, superseded_by
+from .policy import BROKEN, DONE, PENDING, REMEMBERED, Ledger, Vote, superseded_by
 from .tuning import UNKNOWN, Figures
 
 
@@ -44,26 +45,36 @@ class Agreement:
     """See the module's text. Every rank's is alike, but for what it was told."""
 
     def __init__(
-        self, group: Group, config: Config, on_local_safe: Callable[[VersionId, int], None]
+        self,
+        group: Group,
+        config: Config,
+        on_local_safe: Callable[[VersionId, int, float | None], None],
+        on_local_broken: Callable[[], None],
     ) -> None:
-        """`on_local_safe` hears of every version that became durable on all ranks, and the size of
-        its largest shard in bytes."""
+        """`on_local_safe` hears of every version that became durable on all ranks, the size of its
+        largest shard in bytes, and its metric; `on_local_broken`, that one did not, and is in the
+        ledger."""
         self._group = group
         self._config = config
-        self._on_local_safe = on_local_safe
+        self._on_local_safe, self._on_local_broken = on_local_safe, on_local_broken
         self._ballot: _Ballot | None = None
         self._asked = False
         self._known: dict[str, dict[VersionId, int]] = {"memory": {}, "local": {}, "peer": {}}
         """By level: how the versions under way are doing here."""
-        self._sizes: dict[VersionId, int] = {}
-        """Bytes of this rank's shards on their way to local."""
+        self._shards: dict[VersionId, tuple[int, float | None]] = {}
+        """Bytes, and metric, of this rank's shards on their way to local."""
         self.restart(None, None)
 
     def restart(
-        self, memory: VersionId | None, local: VersionId | None, peer: VersionId | None = None
+        self,
+        memory: VersionId | None,
+        local: VersionId | None,
+        peer: VersionId | None = None,
+        broken: Iterable[VersionId] = (),
     ) -> None:
-        """Begin with these versions as safe, after a restore."""
-        self.memory, self.local = Ledger(safe=memory), Ledger(safe=local)
+        """Begin with these versions as safe, after a restore; `broken` ones are on local disks."""
+        self.memory = Ledger(safe=memory)
+        self.local = Ledger(safe=local, broken=sorted(broken)[-REMEMBERED:])
         self.peer = Ledger(safe=peer)
         self._since_memory = self._since_local = self._since_persistent = time.monotonic()
         self._ballot = None
@@ -95,9 +106,10 @@ class Agreement:
         """How a version is doing on this rank (DONE, BROKEN). Any thread."""
         self._known[level][id_] = state
 
-    def tell_size(self, id_: VersionId, nbytes: int) -> None:
-        """How large this rank's shard is, of a version on its way to local. Any thread."""
-        self._sizes[id_] = nbytes
+    def tell_shard(self, id_: VersionId, nbytes: int, metric: float | None) -> None:
+        """How large this rank's shard is, of a version on its way to local, and the metric that
+        rank 0's manifest has of it. Any thread."""
+        self._shards[id_] = (nbytes, metric)
 
     # --- voting --------------------------------------------------------------------------------
 
@@ -115,6 +127,7 @@ class Agreement:
         memory = next((v for v in self.memory.open if v != newest), None)
         local = next((v for v in self.local.open if v != newest), None)
         peer = next(iter(self.peer.open), None)
+        nbytes, metric = (0, None) if local is None else self._shards.get(local, (0, None))
         now, config = time.monotonic(), self._config
         vote = Vote(
             slot_free=int(slot_free),
@@ -128,7 +141,8 @@ class Agreement:
                 config.persistent.every_seconds, now - self._since_persistent
             ),
             peer_state=self._state("peer", peer),
-            less_bytes=-self._sizes.get(local, 0) if local is not None else 0,
+            less_bytes=-nbytes,
+            metric=as_vote(metric),
             halt=halt[0],
             unattended=int(halt[1]),
             less_step_us=-figures.step_us,
@@ -150,7 +164,8 @@ class Agreement:
         agreed = self._ballot.result()
         broken = self.memory.resolve(agreed.memory_state, self._ballot.memory)
         self.peer.resolve(agreed.peer_state, self._ballot.peer)
-        self._resolve_local(agreed.local_state, self._ballot.local, -agreed.less_bytes)
+        told = (-agreed.less_bytes, of_vote(agreed.metric))
+        self._resolve_local(agreed.local_state, self._ballot.local, *told)
         for known, ledger in (
             (self._known["memory"], self.memory),
             (self._known["local"], self.local),
@@ -159,16 +174,19 @@ class Agreement:
             for id_ in list(known):  # the copier thread may add one any time
                 if id_ not in ledger.open:
                     known.pop(id_, None)
-        for id_ in list(self._sizes):
+        for id_ in list(self._shards):
             if id_ not in self.local.open:
-                self._sizes.pop(id_, None)
+                self._shards.pop(id_, None)
         return agreed, broken
 
-    def _resolve_local(self, state: int, candidate: VersionId | None, largest_bytes: int) -> None:
+    def _resolve_local(
+        self, state: int, candidate: VersionId | None, largest_bytes: int, metric: float | None
+    ) -> None:
         before = self.local.safe
-        self.local.resolve(state, candidate)
-        if self.local.safe is not None and self.local.safe != before:
-            self._on_local_safe(self.local.safe, largest_bytes)
+        if self.local.resolve(state, candidate) is not None:
+            self._on_local_broken()
+        elif self.local.safe is not None and self.local.safe != before:
+            self._on_local_safe(self.local.safe, largest_bytes, metric)
 
     def settle(self) -> None:
         """Learn the fate of everything that is open; what is not done by now is broken.
@@ -179,14 +197,14 @@ class Agreement:
             level: {i: self._state(level, i) for i in ledger.open}
             for level, ledger in (("memory", self.memory), ("local", self.local))
         }
-        everyone = self._group.all_gather_object({**mine, "sizes": dict(self._sizes)})
+        everyone = self._group.all_gather_object({**mine, "shards": dict(self._shards)})
         for level, ledger in (("memory", self.memory), ("local", self.local)):
             for id_ in list(ledger.open):
                 state = min(theirs[level].get(id_, BROKEN) for theirs in everyone)
                 state = BROKEN if state == PENDING else state
                 if level == "local":
-                    largest = max(theirs["sizes"].get(id_, 0) for theirs in everyone)
-                    self._resolve_local(state, id_, largest)
+                    told = [theirs["shards"].get(id_, (0, None)) for theirs in everyone]
+                    self._resolve_local(state, id_, max(nbytes for nbytes, _ in told), told[0][1])
                 else:
                     ledger.resolve(state, id_)
         self._ballot = None

@@ -5,24 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 from torch.utils.data import DataLoader
 
-from . import health, tree
+from . import health, inplace, tree
 from .agent import AgentSettings
 from .agentclient import AgentClient
 from .config import Config
 from .desk import DeskSettings
-from .errors import ConfigError, NodeHealthError
+from .errors import NodeHealthError
 from .group import Group, Node
 from .pool import too_small
 from .slots import JobDirectory, Slot, job_id_of
 from .state import TrainingState
-
-PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
-"""Settings that may differ between ranks: a node's disk may have the node's name in its path."""
 
 
 def check_state(state: TrainingState) -> None:
@@ -37,63 +33,39 @@ def check_state(state: TrainingState) -> None:
     state.pack_extra({n: o for n, o in objects if not isinstance(o, DataLoader)}, arena)
 
 
-@dataclasses.dataclass(frozen=True)
-class Roll:
-    """Who takes part in the job, and where; by rank."""
-
-    hosts: tuple[str, ...]
-    """Nodes, as `group.host_id` names them."""
-    names: tuple[str, ...]
-    """Host names of their machines."""
-    domains: tuple[str, ...]
-    """What dies together."""
-
-    def node(self, rank: int) -> Node:
-        """The rank's node."""
-        return Node.of(self.hosts[rank], self.hosts)
-
-
-def check_alike(config: Config, group: Group, host: str) -> Roll:
-    """Ranks decide alike without talking, so they must start from the same settings.
-
-    Collective. Raises ConfigError on all ranks, naming one that differs.
-    """
-    places: dict[str, Any] = dict.fromkeys(PLACES, "-")
-    peer = dataclasses.replace(config.peer, domain="-", interface="-", port=0)
-    mine = dataclasses.replace(config, peer=peer, **places)
-    here = (host, socket.gethostname(), config.peer.domain or host)
-    everyone = group.all_gather_object((mine, here))
-    ours = everyone[0][0]
-    for rank, (theirs, _) in enumerate(everyone):
-        if theirs != ours:
-            raise ConfigError(
-                f"rank {rank} and rank 0 have different settings:\n  {theirs}\n  {ours}\n"
-                "All ranks need the same arguments, environment variables and file."
-            )
-    hosts, names, domains = zip(*(there for _, there in everyone), strict=True)
-    return Roll(hosts, names, domains)
-
-
 def lacking_room(
-    config: Config, state: TrainingState, ranks: int, count: int, slots: Iterable[Slot | None]
+    config: Config,
+    state: TrainingState,
+    ranks: int,
+    slots: Sequence[Slot | None],
+    in_place: bool = False,
 ) -> str:
-    """In words and bytes, that shared memory will not do for `count` slots; empty when it will.
+    """In words and bytes, that memory will not do for the slots; empty when it will.
 
-    An estimate while the optimizer has made no state yet. `slots` are those that are there already.
+    An estimate while the optimizer has made no state yet. `slots` are those that are there already,
+    and None for each that is not; `in_place`: they are files of the local level.
     """
-    needed = count * _shard_bytes(state, ranks)
-    found = os.statvfs(config.shm_dir)
+    count = inplace.most_files(config, len(slots)) if in_place else len(slots)
+    place = config.directory if in_place else config.shm_dir
+    needed = count * shard_bytes(state, ranks)
+    found = os.statvfs(place)
     free = found.f_bavail * found.f_frsize
-    have = sum(s.nbytes for s in slots if s is not None)
+    have = sum(s.nbytes for s in slots if s is not None and (s.file is not None) == in_place)
     if needed <= free + have:
         return ""
+    if in_place:
+        return (
+            f"{place} has {free} bytes free, and this rank needs about {needed} there for "
+            f"{len(slots)} slots and the versions that it keeps: some will not be committed. Give "
+            "it more memory, or set local_keep_last to less"
+        )
     return (
-        f"{config.shm_dir} has {free} bytes free, and this rank needs about {needed} "
-        f"for {count} slots: {too_small(config.shm_dir)}"
+        f"{place} has {free} bytes free, and this rank needs about {needed} "
+        f"for {count} slots: {too_small(place)}"
     )
 
 
-def _shard_bytes(state: TrainingState, ranks: int) -> int:
+def shard_bytes(state: TrainingState, ranks: int) -> int:
     """About how large one rank's shard is."""
     walk = state.walk()
     held = sum(t.nbytes for t in walk.striped)
@@ -113,7 +85,7 @@ def check_health(config: Config, state: TrainingState, group: Group, node: Node,
     name = config.node or socket.gethostname()
     mine: list[str] = []
     if node.first == group.rank:
-        needs, memory_bytes = _needs(config, _shard_bytes(state, group.size), group, node, count)
+        needs, memory_bytes = _needs(config, shard_bytes(state, group.size), group, node, count)
         processes = config.agent != "inline"
         mine = health.examine(needs, memory_bytes, config.health_seconds, processes)
     told = group.all_gather_object((name, mine))
@@ -129,11 +101,18 @@ def _needs(
     """What this node's directories and memory have to offer: the slots that are not there yet, and
     one version on each level."""
     job = JobDirectory.at(config.shm_dir, config.job_id or job_id_of(config.path), config.node)
-    have = sum(path.stat().st_size for path in job.segments())
-    slots_bytes = max(count * shard_bytes * len(node.ranks) - have, 0)
-    needs = [health.Need(config.shm_dir, slots_bytes)]
-    if config.uses("local"):
-        needs.append(health.Need(config.directory, shard_bytes * len(node.ranks), make=True))
+    in_place = inplace.expected(config)
+    files = {*job.segments(), *(path for path in job.images() if path.exists())}
+    have = sum(path.stat().st_size for path in files)
+    each = inplace.most_files(config, count) if in_place else count
+    slots_bytes = max(each * shard_bytes * len(node.ranks) - have, 0)
+    if in_place:
+        needs = [health.Need(config.shm_dir)]
+        needs.append(health.Need(config.directory, slots_bytes, make=True))
+    else:
+        needs = [health.Need(config.shm_dir, slots_bytes)]
+        if config.uses("local"):
+            needs.append(health.Need(config.directory, shard_bytes * len(node.ranks), make=True))
     if config.uses("persistent") and "://" not in config.persistent.path:
         needs.append(health.Need(config.persistent.path, shard_bytes * group.size, make=True))
     return needs, slots_bytes
@@ -144,7 +123,7 @@ def agent_client(config: Config, group: Group, job: JobDirectory, node: Node) ->
     persistent = None
     if config.uses("persistent"):
         persistent = dataclasses.asdict(config.persistent)
-        persistent.update(node=node.index, nodes=node.count)
+        persistent.update(node=node.index, nodes=node.count, best=config.best)
     return AgentClient(
         AgentSettings(
             root=str(job.root),

@@ -9,7 +9,9 @@ All public methods are for the training thread, and all ranks call them alike.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -18,24 +20,29 @@ from typing import Any
 
 import torch
 
-from . import attach
+from . import attach, inplace
 from . import state as state_module
 from .agreement import Agreement
+from .alike import agree_on_settings
+from .best import Best
 from .callbacks import CallbackList, Callbacks
 from .capture import Capture
-from .config import Config, load_config
+from .config import Config
 from .errors import RestoreError
 from .events import Callback, EventLog
 from .flusher import FlushOrder
-from .group import Group, SingleGroup, host_id
+from .group import Group, SingleGroup
 from .halting import Halting
 from .haltrequest import Reason
 from .iterations import Iterations, Unattached
 from .lives import Lives
 from .localstore import LocalStore
+from .manifest import Manifest
 from .mending import keep, parities_to_mend, shards_to_mend
 from .naming import Lineage, ShardKey, VersionId
 from .peers import Peers, redundancy_groups
+from .persistent import PersistentStore
+from .pinning import mark_everywhere
 from .policy import BROKEN, DONE, LEVELS, Decision, Schedule
 from .pool import NoSlotError, SlotPool
 from .progress import Progress
@@ -92,20 +99,19 @@ class Checkpointer:
         config_file: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
-        self.config: Config = load_config(settings, config_file=config_file)
         self.group: Group = group or SingleGroup()
         refuse_model(model)
         self.state = TrainingState(model, label_optimizers(optimizer), extra, extra_per_rank)
         attach.check_state(self.state)
-        self._host = host_id(self.config.node)
-        roll = attach.check_alike(self.config, self.group, self._host)
-        self._node = roll.node(self.group.rank)
+        self.config: Config
+        self.config, roll = agree_on_settings(settings, config_file, self.group)
+        self._host, self._node = roll.hosts[self.group.rank], roll.node(self.group.rank)
         groups = redundancy_groups(self.config, roll)  # while nothing has been started yet
         slots = self.config.slots or (3 if self._uses_cuda() else 2)
         unwell = attach.check_health(self.config, self.state, self.group, self._node, slots)
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         self._callbacks = CallbackList(callbacks)
-        self._agreement = Agreement(self.group, self.config, self._local_safe)
+        self._agreement = Agreement(self.group, self.config, self._local_safe, self._retire)
         self._reports = Reports(
             self.config, self.log, self._callbacks, self._agreement, lambda: self.version
         )
@@ -113,6 +119,8 @@ class Checkpointer:
         """Completed optimizer steps."""
         self.iteration = 0
         """Calls of `step()`."""
+        self.metric: float | None = None
+        """What was measured of the state as it is now; see `step`. Rank 0's counts."""
         self.agreed_vote = 0
         """See `own_vote`; 0 until there was one."""
         self.restored = Restored(0)
@@ -125,10 +133,14 @@ class Checkpointer:
         store = LocalStore(self.config.directory)
         self._lives = Lives(self.config, self.group, self._job, store, self._host)
         self._lock_fd = self._claim_job()
-        self._pool = SlotPool(self._job, self.group.rank, slots, self._reports.notice_later)
+        place = inplace.place_for_slots(self.config)
+        self._pool = SlotPool(self._job, self.group.rank, slots, self._reports.notice_later, place)
         self._pool.adopt()
+        if place is not None and self._node.first == self.group.rank:
+            each_bytes = attach.shard_bytes(self.state, self.group.size)
+            self._reports.notice(inplace.told(self.config, slots, each_bytes), logging.INFO)
         lacking = attach.lacking_room(
-            self.config, self.state, self.group.size, slots, self._pool.slots
+            self.config, self.state, self.group.size, self._pool.slots, place is not None
         )
         if lacking:
             self._reports.notice(lacking, logging.ERROR)
@@ -140,6 +152,7 @@ class Checkpointer:
         self._meter = Meter() if self._schedule.tuner.every_steps else None
         self._snapshot: Snapshot | None = None
         self._finished: deque[Snapshot] = deque()
+        self._best = Best(self.config.local.keep_best, self.config.best == "lowest")
         self._to_flush: dict[VersionId, int] = {}
         """Versions under way to the persistent level, and the iteration that each is of."""
         self._ordered: VersionId | None = None
@@ -170,12 +183,17 @@ class Checkpointer:
 
     # --- the recipe ----------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, metric: float | None = None) -> None:
         """The boundary: call it once an iteration, after the optimizer's (and scheduler's) step.
 
         Takes a checkpoint when one is due. An iteration without an optimizer step (gradient
         accumulation, a step skipped by the GradScaler) is counted and otherwise passed over.
+
+        `metric` is what was measured of the state as it is now, for `keep_best`; rank 0's counts.
+        It does not make a checkpoint due (`save(now=True)`, called next, does). Where boundaries
+        are not called so, set the attribute `metric` instead: the optimizer's next step clears it.
         """
+        self.metric = self.metric if metric is None else float(metric)
         self._iterations.explicit = True
         self._capture.drop_streams()
         self.iteration += 1
@@ -212,6 +230,19 @@ class Checkpointer:
             self._agreement.ask()
             return
         self._save_now()
+
+    def pin(self, version: int) -> tuple[str, ...]:
+        """Have retention leave a version alone, on every level that has it; returns these levels.
+
+        Waits until what is under way to the levels is there. All ranks call it, between steps.
+        Raises PinError, on all ranks, when no level has it.
+        """
+        self._agent.wait(None, everything=True)
+        return mark_everywhere("pin", version, self.config, self.group, self._node)
+
+    def unpin(self, version: int) -> tuple[str, ...]:
+        """Leave a version to retention again; otherwise as `pin`."""
+        return mark_everywhere("unpin", version, self.config, self.group, self._node)
 
     def should_exit(self) -> bool:
         """Whether the job is to end early: a signal came to some rank, `tierckpt halt` asked for
@@ -481,7 +512,13 @@ class Checkpointer:
             life=self._lives.name,
             lineage=self._lives.lineage,
             iteration=self._at(),
+            metric=self._measured(),
         )
+
+    def _measured(self) -> float | None:
+        """Rank 0's metric, if it is a number."""
+        metric = None if self.metric is None or self.group.rank else float(self.metric)
+        return metric if metric is not None and math.isfinite(metric) else None
 
     def _chooser(self) -> Callable[[int, int], Slot]:
         """Who finds a slot for the version of this boundary, on the copier's thread: as long as it
@@ -508,7 +545,7 @@ class Checkpointer:
             if sealed:
                 assert snapshot.slot is not None
                 assert snapshot.manifest is not None
-                self._commit(id_, snapshot.slot, snapshot.manifest.image_bytes)
+                self._commit(id_, snapshot.slot, snapshot.manifest)
             else:
                 self._agreement.tell("local", id_, BROKEN)
         self._agreement.tell("memory", id_, DONE if sealed else BROKEN)
@@ -518,20 +555,28 @@ class Checkpointer:
         """Commit what was sealed at an earlier boundary."""
         manifest = slot.manifest()
         assert manifest is not None
-        self._commit(id_, slot, manifest.image_bytes)
+        self._commit(id_, slot, manifest)
 
-    def _commit(self, id_: VersionId, slot: Slot, nbytes: int) -> None:
-        self._agreement.tell_size(id_, nbytes)
+    def _commit(self, id_: VersionId, slot: Slot, manifest: Manifest) -> None:
+        self._agreement.tell_shard(id_, manifest.image_bytes, manifest.metric)
         key = ShardKey(id_, self.group.rank, self.group.size)
         error = self._agent.commit(key, slot)
         if error:
             self._agreement.tell("local", id_, BROKEN)
             self._reports.not_committed_later(id_, error)
 
-    def _local_safe(self, safe: VersionId, largest_bytes: int) -> None:
-        """A version is complete on all local levels: older ones may go, it may be flushed."""
+    def _retire(self) -> None:
+        """It is known of one more version whether it is complete on all local levels."""
+        local, lineage = self._agreement.local, self._lives.lineage
+        void = [id_ for id_ in local.broken if id_ not in local.open]  # else it is tried again
         # What peers can bring back stays until they can bring back something newer.
-        self._agent.retire(safe, self._lives.lineage, self._agreement.peer.protected())
+        keep = self._agreement.peer.protected() | self._best.versions
+        self._agent.retire(local.safe, lineage, keep, void)
+
+    def _local_safe(self, safe: VersionId, largest_bytes: int, metric: float | None) -> None:
+        """A version is complete on all local levels: older ones may go, it may be flushed."""
+        self._best.add(safe, metric)
+        self._retire()
         if self._peers.ready:
             self._agreement.open_peer(safe)
             if not self._peers.protect(safe):
@@ -555,6 +600,7 @@ class Checkpointer:
                 lineage=self._lives.lineage,
                 iteration=iteration,
                 largest_bytes=largest_bytes,
+                metric=metric,
                 node=f"{self._host}, {self._job.path}",
             )
         )
@@ -617,7 +663,10 @@ class Checkpointer:
         self._collect()
         self._lives.look()
         inventory_seconds = time.perf_counter() - begin
-        restorer = Restorer(self.group, self._lives.found, self._reject, self._lives.parities, bar)
+        open_store = functools.partial(PersistentStore, **self.config.persistent.options())
+        restorer = Restorer(
+            self.group, self._lives.found, self._reject, self._lives.parities, bar, open_store
+        )
         for problem in self._lives.problems:
             restorer.rejected.append(problem)
             self._reject(problem)
@@ -679,7 +728,7 @@ class Checkpointer:
 
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
-        self.version, self.iteration = result.version, int(result)
+        self.version, self.iteration, self.metric = result.version, int(result), None
         self._iterations.pass_boundary()
         self._capture.forget()
         self._lives.go_on_from(lineage, result.version)
@@ -689,7 +738,9 @@ class Checkpointer:
         memory = id_ if "memory" in result.levels else self._lives.newest("memory", id_)
         # Until something newer is protected, what was rebuilt may have to be rebuilt again.
         peer = id_ if "peer" in result.levels else self._lives.newest_protected(id_)
-        self._agreement.restart(memory, self._lives.newest("local", id_), peer)
+        local, broken = self._lives.newest("local", id_), self._lives.incomplete()
+        self._agreement.restart(memory, local, peer, broken)
+        self._best.restart(self._lives.metrics())
         self._meet_peers()
 
     def _meet_peers(self) -> None:
@@ -747,13 +798,15 @@ class Checkpointer:
         if id_ in self._to_flush and id_ == self._agreement.local.safe:  # and was so before
             slot = self._pool.find(id_)
             manifest = slot.manifest() if slot is not None else None
-            sizes = self.group.all_gather_object(manifest.image_bytes if manifest else 0)
-            self._local_safe(id_, max(sizes))
+            mine = (manifest.image_bytes, manifest.metric) if manifest else (0, None)
+            told = self.group.all_gather_object(mine)
+            self._local_safe(id_, max(nbytes for nbytes, _ in told), told[0][1])
 
     # --- hooks ---------------------------------------------------------------------------------
 
     def _before_step(self, label: str) -> None:
         """The barrier: nothing may change before its copy is complete."""
+        self.metric = None
         if self._snapshot is not None:
             self._finish_snapshot()
 

@@ -143,7 +143,41 @@ def _health(args: argparse.Namespace, console: Console) -> None:
     console.print(f"node {node} is well: {', '.join(n.path for n in needs)}", soft_wrap=True)
 
 
-COMMANDS: tuple[Callable[[Any], None], ...] = (trace, halt, health, interval)
+def pin(commands: Subparsers) -> None:
+    """`tierckpt pin PATH VERSION`."""
+    _add_pin(commands, "pin", "keep a version whatever retention says")
+
+
+def unpin(commands: Subparsers) -> None:
+    """`tierckpt unpin PATH VERSION`."""
+    _add_pin(commands, "unpin", "leave a pinned version to retention again")
+
+
+def _add_pin(commands: Subparsers, action: str, what: str) -> None:
+    parser = commands.add_parser(
+        action,
+        help=what,
+        description="PATH is a job's path, on this node alone, or its persistent_path, also as a "
+        "URL, whose client is told what TIERCKPT_PERSISTENT_STORAGE_OPTIONS says. On several nodes "
+        f"with a path each, run it on all of them, or call {action}() in the job.",
+    )
+    parser.add_argument("path", metavar="PATH")
+    parser.add_argument("version", type=int, metavar="VERSION")
+    parser.set_defaults(run=_run_pin, action=action)
+
+
+def _run_pin(args: argparse.Namespace, console: Console) -> None:
+    from .config import load_config
+    from .pinning import mark_at
+
+    try:
+        marked = mark_at(args.action, args.version, args.path, load_config().persistent)
+    except OSError as error:
+        raise ConfigError(f"{args.path} cannot be used: {error}") from error
+    console.print(f"{args.path}: {args.action}ned {', '.join(marked)}", soft_wrap=True)
+
+
+COMMANDS: tuple[Callable[[Any], None], ...] = (trace, halt, health, interval, pin, unpin)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

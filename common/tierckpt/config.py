@@ -8,6 +8,7 @@ One flat name serves everywhere: `local_every_steps=10` as an argument,
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import socket
 import sys
@@ -57,6 +58,11 @@ class LocalConfig:
     """Keep so many of the newest complete versions (at least 1)."""
     keep_every: int = 0
     """Also keep every version that is a multiple of this; 0: none."""
+    keep_best: int = 0
+    """Also keep so many of the best by the metric given at boundaries (see `best`); 0: none."""
+    in_place: bool = True
+    """Where the directory is memory (tmpfs, DAX) and there are no modules, slots are files in it,
+    and are committed without a copy (see `imagefile`). False: a copy of its own for each level."""
     modules: str = ""
     """What is done to shards on their way, in this order: `incremental`, `checksum`, `zstd
     level=1`, `aes-gcm`, or a module of yours (see `tierckpt.modules`); empty: nothing."""
@@ -101,6 +107,8 @@ class PersistentConfig:
     """Keep so many of the newest versions (at least 1)."""
     keep_every: int = 0
     """Also keep every version that is a multiple of this; 0: none."""
+    keep_best: int = 0
+    """As for local."""
     bytes_per_second: float = 0.0
     """Of each node at most; 0: no limit."""
     nodes_at_once: int = 0
@@ -113,6 +121,15 @@ class PersistentConfig:
     """Give up a flush when a newer version is waiting for it."""
     modules: str = ""
     """As for local; what was done there is undone first."""
+    storage_options: str = field(default="", repr=False)
+    """What the store's client is to be told besides the path, for fsspec: endpoint, key, region;
+    a directory takes `direct` and `shared_writes`. Given as a table (a mapping), or as JSON; kept
+    as JSON. May be secret: shown nowhere, and handed to the agent over its private socket."""
+
+    def options(self) -> dict[str, Any]:
+        """`storage_options` as keyword arguments."""
+        found: dict[str, Any] = json.loads(self.storage_options or "{}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -163,6 +180,9 @@ class Config:
     trace_steps: int = 50
     """Stop that after so many steps of every life: a few tell all, and a thousand ranks' files stay
     small."""
+    best: str = "lowest"
+    """Which metric is best, for `local_keep_best` and `persistent_keep_best`: the `lowest` (a
+    loss), or the `highest` (an accuracy)."""
     overhead_budget: float = 0.03
     """Intervals that are `auto` are so long that checkpoints take at most this share of the
     training's time. An interval in seconds is kept all the same."""
@@ -190,17 +210,19 @@ class Config:
         _at_least("trace_steps", self.trace_steps, 1)
         _at_least("overhead_budget", self.overhead_budget, 1e-4)
         _at_least("mean_failure_seconds", self.mean_failure_seconds, 0)
+        _one_of("best", self.best, ("lowest", "highest"))
         _at_least("local_keep_last", self.local.keep_last, 1)
         for name in ("memory_every_steps", "memory_every_seconds", "memory_linger_seconds"):
             _at_least(name, getattr(self.memory, name.removeprefix("memory_")), 0)
-        for name in ("local_every_steps", "local_every_seconds", "local_keep_every"):
-            _at_least(name, getattr(self.local, name.removeprefix("local_")), 0)
+        for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
+            _at_least(f"local_{name}", getattr(self.local, name), 0)
         persistent = self.persistent
         _at_least("persistent_keep_last", persistent.keep_last, 1)
         _at_least("persistent_shards_per_file", persistent.shards_per_file, 1)
-        for name in ("every_steps", "every_seconds", "keep_every", "bytes_per_second"):
+        for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
             _at_least(f"persistent_{name}", getattr(persistent, name), 0)
-        _at_least("persistent_nodes_at_once", persistent.nodes_at_once, 0)
+        for name in ("bytes_per_second", "nodes_at_once"):
+            _at_least(f"persistent_{name}", getattr(persistent, name), 0)
         self._check_modules()
         if not self.path:
             raise ConfigError("path is empty; name the directory that checkpoints go to")
@@ -246,6 +268,7 @@ TABLES = {
 """Settings of one level each."""
 AUTOMATIC = ("memory_every_steps", "local_every_steps")
 """Numbers that may be `auto`."""
+STORAGE_OPTIONS = "persistent_storage_options"
 
 
 def known_settings() -> dict[str, type]:
@@ -316,6 +339,8 @@ def _convert(key: str, value: Any, source: str) -> Any:
         )
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if key == STORAGE_OPTIONS:
+        return _storage_options(value, source)
     if value == AUTO and key in AUTOMATIC:
         return value
     try:
@@ -332,6 +357,21 @@ def _convert(key: str, value: Any, source: str) -> Any:
         must = f"it must be {kind.__name__}{either}"
         raise ConfigError(f"{key} in {source} is {value!r}; {must}") from None
     return value
+
+
+def _storage_options(value: Any, source: str) -> str:
+    """A mapping, or JSON of one, as JSON. What was given is not repeated: it may be secret."""
+    try:
+        options = json.loads(value) if isinstance(value, str) and value else value or {}
+        if isinstance(options, Mapping):
+            return json.dumps(dict(options), sort_keys=True) if options else ""
+    except (TypeError, ValueError):  # whose texts, and whose traces, may show it
+        pass
+    raise ConfigError(
+        f"{STORAGE_OPTIONS} in {source} must be a table of names and values that JSON can hold, or "
+        "as a text the same in JSON, like "
+        '{"endpoint_url": "https://...", "client_kwargs": {"region_name": "..."}}'
+    )
 
 
 def _build(flat: Mapping[str, Any]) -> Config:

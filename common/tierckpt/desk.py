@@ -7,19 +7,20 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from . import faults
-from .errors import ConfigError, TierckptError
+from .errors import ConfigError, CorruptShardError, TierckptError
 from .flusher import Flusher, FlushOrder
 from .held import Held
 from .localstore import CommitTimes, LocalStore
 from .modules.incremental import Chain
 from .modules.localfiles import References, commit_encoded
 from .modules.pipeline import Pipeline
-from .naming import ShardKey, VersionId, retired
+from .naming import ParityKey, ShardKey, VersionId, retired
+from .pins import LocalPins
 from .slots import Slot, pin, unpin
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ class DeskSettings:
     shards: int
     keep_last: int
     keep_every: int
-    persistent: dict[str, Any] | None = None
-    """PersistentSettings, if there is such a level."""
+    persistent: dict[str, Any] | None = field(default=None, repr=False)
+    """PersistentSettings, which may hold secrets, if there is such a level."""
     modules: str = ""
     """What is done to shards on their way to the local level; see `modules.pipeline`."""
 
@@ -121,10 +122,7 @@ class Desk:
             slot = self._slot(message["segment"], fds)
             manifest, nbytes = self._sealed(slot, key)
             self.store.create()
-            with slot.image() as image, image[:nbytes] as shard:
-                times, nbytes = self._store(
-                    key, shard, manifest, lambda: slot.manifest_bytes() == manifest
-                )
+            times, nbytes = self._commit_slot(key, slot, nbytes, manifest)
         except (OSError, TierckptError) as error:
             self._say(op="failed", error=_text(error), **where)
             return
@@ -135,10 +133,26 @@ class Desk:
                     self._slots.pop(_file_of(slot.fd)).close()
         self._say(op="committed", nbytes=nbytes, **asdict(times), **where)
 
+    def _commit_slot(
+        self, key: ShardKey, slot: Slot, nbytes: int, manifest: bytes
+    ) -> tuple[CommitTimes, int]:
+        """Commit the shard as the file that the slot is already, or by writing it; also returns how
+        long its file is."""
+
+        def still() -> bool:
+            return slot.manifest_bytes() == manifest
+
+        file = slot.file
+        if file is not None and not self.settings.modules and file.can_be(self.store, nbytes):
+            return self.store.commit_file(key, file.path, manifest, still), nbytes
+        with slot.image() as whole, whole[:nbytes] as image:
+            return self._store(key, image, manifest, still)
+
     def _store(
         self, key: ShardKey, image: memoryview, manifest: bytes, still: Callable[[], bool]
     ) -> tuple[CommitTimes, int]:
-        """Commit the shard, through the modules if there are any; also returns bytes written."""
+        """Write and commit the shard, through the modules if there are any; also returns bytes
+        written."""
         # Made anew for each: a key in a file may be another one by now.
         pipeline = Pipeline.of_setting(self.settings.modules, "local_modules")
         if not pipeline:
@@ -167,6 +181,8 @@ class Desk:
         encoded, manifest = slot.manifest_bytes(), slot.manifest()
         if encoded is None or manifest is None or manifest.key != key:
             raise FileNotFoundError(f"{key} is no longer in slot {slot.name}")
+        if slot.image_bytes < manifest.image_bytes:
+            raise CorruptShardError(f"the image of {key} in slot {slot.name} is cut short")
         return encoded, manifest.image_bytes
 
     def _retire(self, message: dict[str, Any]) -> None:
@@ -180,19 +196,24 @@ class Desk:
         gone = retired({k.id for k in mine}, safe, lineage, *policy, void)
         keep = {VersionId(*each) for each in message["keep"]}
         going = [key for key in mine if key.id in gone and key.id not in keep]
+        there = {key for key in mine if not isinstance(key, ParityKey)}
         # The newest first: what another refers to goes after that one, never before it.
         for key in sorted(going, key=lambda key: key.id, reverse=True):
-            there = [k for k in self.store.keys() if self._is_mine(k)]  # noqa: SIM118
             if key not in self._bases.of(there):
                 try:
-                    self._retire_one(key)
+                    if self._retire_one(key):
+                        there.discard(key)
                 except OSError as error:
                     self._say(op="problem", error=f"cannot retire {key}: {_text(error)}")
 
-    def _retire_one(self, key: ShardKey) -> None:
-        with self.services.held.lock:
-            if key not in self.services.held:  # else it goes with a later one
-                self.store.retire(key)
+    def _retire_one(self, key: ShardKey) -> bool:
+        """False when it is pinned, or something still reads it: it goes with a later one then."""
+        pins = LocalPins(self.store.directory)
+        with self.services.held.lock, pins.spared(key.id) as pinned:
+            if pinned or key in self.services.held:
+                return False
+            self.store.retire(key)
+            return True
 
     def _flush(self, message: dict[str, Any]) -> None:
         flusher = self.services.flusher(self.settings)

@@ -41,6 +41,10 @@ class RestoreError(TierckptError):
     """A restore was asked for and cannot be done; nothing of the live state was changed."""
 
 
+class PinError(TierckptError):
+    """A version cannot be pinned, or unpinned: it is nowhere, or a level cannot be asked."""
+
+
 class StateMismatchError(RestoreError):
     """The checkpoint and the live state differ in structure; nothing was changed.
 

@@ -34,6 +34,7 @@ from .persistent import (
     VersionName,
 )
 from .persistent.backend import WINDOW_BYTES
+from .persistent.retention import METRIC
 
 HELD_RETRY_SECONDS = 5.0
 """Another life's lease is asked about again after this."""
@@ -45,6 +46,13 @@ class PersistentSettings(PersistentConfig):
 
     node: int = 0
     nodes: int = 1
+    best: str = "lowest"
+    """The job's, see `Config.best`."""
+
+    def retention(self) -> RetentionPolicy:
+        """What to keep there."""
+        kept = (self.keep_last, self.keep_every, self.keep_best)
+        return RetentionPolicy(*kept, best_is_low=self.best == "lowest")
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,8 @@ class FlushOrder:
     lineage: Lineage
     iteration: int
     largest_bytes: int
+    metric: float | None
+    """What the user measured of it."""
     node: str
     """Where the job has its memory level: of the same name, only one life can be alive there."""
 
@@ -158,7 +168,8 @@ class Flusher:
         # Made anew for each: a key in a file may be another one by now.
         pipeline = Pipeline.of_setting(settings.modules, "persistent_modules")
         largest = pipeline.most_bytes(order.largest_bytes) if pipeline else order.largest_bytes
-        facts = VersionFacts(order.job, order.lineage, order.iteration, largest)
+        metrics = {} if order.metric is None else {METRIC: order.metric}
+        facts = VersionFacts(order.job, order.lineage, order.iteration, largest, metrics)
         local = LocalStore(order.directory)
         with contextlib.ExitStack() as stack:
             sources = []
@@ -169,9 +180,7 @@ class Flusher:
             for source in sources:
                 self._bases.wrote(source)
         if result.committed:
-            store.retain(
-                RetentionPolicy(settings.keep_last, settings.keep_every), order.name, lease
-            )
+            store.retain(settings.retention(), order.name, lease)
         return {
             "complete": result.committed,
             "nbytes": result.written_bytes + result.reused_bytes,
@@ -182,7 +191,8 @@ class Flusher:
         """The store, opened by the first flush."""
         if self._store is None:
             settings = self.settings
-            store = PersistentStore(settings.path, settings.shards_per_file, settings.read_back)
+            how = (settings.shards_per_file, settings.read_back)
+            store = PersistentStore(settings.path, *how, **settings.options())
             store.create()
             store.clean()
             self._store = store

@@ -34,6 +34,8 @@ LOST = (
 
 
 Bring = Callable[[int, int], None]
+OpenStore = Callable[[str], PersistentStore]
+"""From a place's address."""
 
 
 def already_there(low: int, high: int) -> None:
@@ -63,13 +65,16 @@ class Image:
         self._close()
 
 
-def open_image(key: ShardKey, place: Place, life: str = "") -> Image:
-    """Map the shard, or make room for it; `Image.bring` gets its bytes.
+def open_image(
+    key: ShardKey, place: Place, life: str = "", open_store: OpenStore = PersistentStore
+) -> Image:
+    """Map the shard, or make room for it; `Image.bring` gets its bytes. `open_store` opens the
+    persistent level.
 
     Raises what is in LOST.
     """
     if place.level == "persistent":
-        return _fetch(key, place, life)
+        return _fetch(key, place, life, open_store)
     if place.level == "memory":
         slot = Slot.open(Path(place.where))
         if slot is None:
@@ -78,6 +83,9 @@ def open_image(key: ShardKey, place: Place, life: str = "") -> Image:
         if data is None or (manifest := Manifest.decode(data)).key != key:
             slot.close()
             raise CorruptShardError(f"slot {place.where} no longer holds {key}")
+        if slot.image_bytes < manifest.image_bytes:
+            slot.close()
+            raise CorruptShardError(f"the image of {key} in slot {place.where} is cut short")
         return Image(manifest, slot.image(), slot.close)
     store = LocalStore(place.where)
     manifest = Manifest.decode(store.read_manifest(key))
@@ -98,9 +106,9 @@ def open_image(key: ShardKey, place: Place, life: str = "") -> Image:
     return Image(manifest, memoryview(mapped), close, read_ahead)
 
 
-def _fetch(key: ShardKey, place: Place, life: str) -> Image:
+def _fetch(key: ShardKey, place: Place, life: str, open_store: OpenStore) -> Image:
     """Memory for the shard, and how to fill it."""
-    shared = PersistentStore(place.where)
+    shared = open_store(place.where)
 
     def other(base: ShardKey) -> tuple[Manifest, Read]:
         found = shared.open_shard(VersionName(base.id, base.shards, life), base.shard)

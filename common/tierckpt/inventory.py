@@ -10,7 +10,8 @@ import secrets
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
-from .errors import CorruptShardError, FormatError, RestoreError
+from .config import PersistentConfig
+from .errors import ConfigError, CorruptShardError, FormatError, RestoreError
 from .localstore import LocalStore
 from .manifest import Manifest
 from .naming import Lineage, ParityKey, ShardKey, VersionId, newest_first
@@ -50,6 +51,8 @@ class Found:
     place: Place
     lineage: Lineage
     life: str = ""
+    metric: float | None = None
+    """Of the version, in a local shard 0's manifest."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,10 @@ class Inventory:
 
 
 def take_inventory(
-    job: JobDirectory, store: LocalStore, host: str, persistent: str = ""
+    job: JobDirectory, store: LocalStore, host: str, persistent: PersistentConfig | None = None
 ) -> Inventory:
-    """Look at memory and disk of this machine, and at the persistent level if its path is given
-    (one rank's look is enough). Reads manifests only."""
+    """Look at memory and disk of this machine, and at the persistent level if it is given (one
+    rank's look is enough). Reads manifests only."""
     found = [
         Found(m.key, Place("memory", host, str(path)), m.lineage, m.life)
         for path, m in job.sealed()
@@ -111,9 +114,9 @@ def take_inventory(
             problems.append((Place("local", host, f"{directory}/{key.stem}"), str(error)))
         else:
             place = Place("local", host, directory, manifest.encoding is not None)
-            found.append(Found(key, place, manifest.lineage, manifest.life))
+            found.append(Found(key, place, manifest.lineage, manifest.life, manifest.metric))
     parities = look_at_parities(store, Place("local", host, directory), problems)
-    if persistent:
+    if persistent is not None and persistent.path:
         look_at_persistent(persistent, found, problems)
     there = [*keys, *(f.key for f in found), *(p.key for p in parities)]
     generations = [key.id.generation for key in there]
@@ -147,10 +150,16 @@ def look_at_parities(
     return found
 
 
-def look_at_persistent(path: str, found: list[Found], problems: list[tuple[Place, str]]) -> None:
+def look_at_persistent(
+    persistent: PersistentConfig, found: list[Found], problems: list[tuple[Place, str]]
+) -> None:
     """Add what the persistent level has. A version's manifest is there only when all shards are."""
-    place = Place("persistent", EVERYWHERE, path)
-    store = PersistentStore(path)
+    place = Place("persistent", EVERYWHERE, persistent.path)
+    try:
+        store = PersistentStore(persistent.path, **persistent.options())
+    except ConfigError as error:  # on one rank alone, so that it must not end here
+        problems.append((place, str(error)))
+        return
     try:
         for name in store.versions():
             try:

@@ -57,7 +57,7 @@ class Lives:
 
     def look(self) -> None:
         """Take stock of all levels on all nodes; this is what a new life begins with."""
-        shared = self._config.persistent.path if self._group.rank == 0 else ""
+        shared = self._config.persistent if self._group.rank == 0 else None
         mine = take_inventory(self._job, self._store, self._host, shared)
         inventories: Sequence[Inventory] = self._group.all_gather_object(mine)
         self.name = inventories[0].token
@@ -85,6 +85,22 @@ class Lives:
         seen = [[f for f in each if level in ("", f.place.level)] for each in self.found]
         plan: RestorePlan | None = plan_restore(seen)
         return plan.id if plan and (limit is None or plan.id <= limit) else None
+
+    def incomplete(self) -> set[VersionId]:
+        """Versions on local disks of which a shard is on none, nor any parity anywhere."""
+        shards: dict[tuple[VersionId, str, int], set[int]] = {}
+        for f in (f for each in self.found for f in each if f.place.level == "local"):
+            shards.setdefault((f.key.id, f.life, f.key.shards), set()).add(f.key.shard)
+        whole = {id_ for (id_, _, count), there in shards.items() if len(there) == count}
+        protected = {parity.key.id for each in self.parities for parity in each}
+        return {id_ for id_, _, _ in shards} - whole - protected
+
+    def metrics(self) -> dict[VersionId, float]:
+        """What was measured of the versions in the past of this life that local disks have."""
+        local = [f for each in self.found for f in each if f.place.level == "local"]
+        known = {f.key.id: f.metric for f in local if f.metric is not None}
+        there = {id_ for id_ in known if on_lineage(id_, self.lineage)} - self.incomplete()
+        return {id_: known[id_] for id_ in there}
 
     def newest_protected(self, limit: VersionId) -> VersionId | None:
         """The version in the past of this life, up to `limit`, of which the nodes have the most

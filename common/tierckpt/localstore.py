@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import faults
+from .errors import CorruptShardError
 from .naming import PAGE_BYTES, Key, ParityKey, ShardKey
 
 WRITE_BYTES = 8 * 1024 * 1024
@@ -77,20 +78,37 @@ class LocalStore:
         begin = time.perf_counter()
         with self.draft(key, len(image)) as draft:
             draft.write(image, 0)
-            draft.sync()
-            written = time.perf_counter()
-            if not still_sealed():
-                raise FileNotFoundError(f"the slot of {key} was refilled while it was written")
-            draft.commit(manifest)
-        return CommitTimes(written - begin, time.perf_counter() - written, draft.direct)
+            return draft.finish(manifest, still_sealed, begin)
 
-    def draft(self, key: ShardKey, nbytes: int = 0, encoded: bool = False) -> Draft:
+    def commit_file(
+        self,
+        key: ShardKey,
+        image: Path,
+        manifest: bytes,
+        still_sealed: Callable[[], bool] = lambda: True,
+    ) -> CommitTimes:
+        """As `commit`, where the bytes are those of a file in this directory: it gets the shard's
+        name besides its own, and nothing is copied.
+
+        What other processes wrote to mappings of the file is made durable by fsync: nothing to do
+        on tmpfs; on DAX the kernel writes back the lines of the CPU's cache. That holds however
+        the file was mapped; flushing from user space, as libpmem does, would want the writer's
+        mapping to have been made with MAP_SYNC, and would save this process one system call.
+        """
+        begin = time.perf_counter()
+        with self.draft(key, image.stat().st_size, file=image) as draft:
+            return draft.finish(manifest, still_sealed, begin)
+
+    def draft(
+        self, key: ShardKey, nbytes: int = 0, encoded: bool = False, file: Path | None = None
+    ) -> Draft:
         """Begin what `commit` does in one go: a file of `nbytes` that is written piece by piece.
 
         An earlier one of this very key stops existing now: it could only be a try of ours.
-        `encoded`: modules have changed the bytes; their number is told to `Draft.sync`.
+        `encoded`: modules have changed the bytes; their number is told to `Draft.sync`. `file`: it
+        has the bytes already, and must not be written to.
         """
-        return Draft(self, key, nbytes, encoded)
+        return Draft(self, key, nbytes, encoded, file)
 
     def retire(self, key: ShardKey) -> None:
         """Make the shard not exist; its file is kept for reuse if none is kept yet."""
@@ -168,9 +186,11 @@ class LocalStore:
     def open_image(self, key: ShardKey) -> mmap.mmap:
         """The bytes, mapped, unchecked; writes to the map stay private. Close it.
 
-        Raises ValueError for an empty file, which cannot be mapped.
+        Raises CorruptShardError for an empty file, which cannot be mapped.
         """
         with self._data(key).open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise CorruptShardError(f"truncated: {file.name} is empty")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def has(self, key: ShardKey) -> bool:
@@ -198,10 +218,11 @@ class LocalStore:
     def _spare_of(self, kind: type[ShardKey], shard: int) -> Path:
         return self.directory / f".spare.{kind.LETTER}{shard:05d}of"
 
-    def _take_spare(self, key: ShardKey, temp: Path) -> None:
+    def take_spare(self, shard: int, path: Path, kind: type[ShardKey] = ShardKey) -> None:
+        """Have a file that was kept for reuse, if there is one, at `path`, which is in here."""
         faults.point("file", op="take_spare")
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self._spare(key), temp)
+            os.rename(self._spare_of(kind, shard), path)
 
     def _write_small(self, temp: Path, final: Path, content: bytes) -> None:
         """Atomically and durably create `final`."""
@@ -244,7 +265,9 @@ class Draft:
     For one thread at a time. Every method may raise OSError.
     """
 
-    def __init__(self, store: LocalStore, key: ShardKey, nbytes: int, encoded: bool) -> None:
+    def __init__(
+        self, store: LocalStore, key: ShardKey, nbytes: int, encoded: bool, file: Path | None
+    ) -> None:
         """See `LocalStore.draft`."""
         self._store, self._key, self._nbytes = store, key, nbytes
         suffix = ENCODED_SUFFIX if encoded else key.SUFFIX
@@ -256,8 +279,14 @@ class Draft:
             store._sync_directory()
         if (other := store._data(key)) != self._data and other.exists():
             store._unlink(other)  # a manifest must not find two files
-        store._take_spare(key, self._temp)
         try:
+            if file is None:
+                store.take_spare(key.shard, self._temp, type(key))
+            else:
+                # Renaming a name of a file to another name of it would do nothing.
+                self._data.unlink(missing_ok=True)
+                self._temp.unlink(missing_ok=True)
+                os.link(file, self._temp)
             faults.point("file", op="open")
             self._file = _LockedFile(self._temp)
         except OSError:
@@ -299,6 +328,17 @@ class Draft:
         temp = store.directory / f".{self._key.stem}.manifest.tmp"
         store._write_small(temp, self._record, manifest)
         self._exists = True
+
+    def finish(
+        self, manifest: bytes, still_sealed: Callable[[], bool], begin: float
+    ) -> CommitTimes:
+        """Sync and commit what is written; `begin` is when that was begun. See `LocalStore`."""
+        self.sync()
+        written = time.perf_counter()
+        if not still_sealed():
+            raise FileNotFoundError(f"the slot of {self._key} was refilled while it was written")
+        self.commit(manifest)
+        return CommitTimes(written - begin, time.perf_counter() - written, self.direct)
 
     def _remove(self) -> None:
         # The manifest goes first (it is there when the last fsync failed). The space is given back

@@ -45,6 +45,8 @@ class Manifest:
     """xxh3_64 of the header, then of every block: DIGEST_BYTES each, little endian."""
     created_seconds: float
     """Unix time of the seal."""
+    metric: float | None = None
+    """What the user measured at the boundary, a number; in the manifest of shard 0 only."""
     encoding: Encoding | None = None
     """Set when modules have changed the shard. Then `image_bytes` and `digests` are of what is
     stored, the other lengths are 0, and the manifest that it was sealed with is in there."""
@@ -67,6 +69,8 @@ class Manifest:
     def encode(self) -> bytes:
         """A line of JSON, and a line with its xxh3_128."""
         fields_ = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.metric is None:
+            del fields_["metric"]
         if self.encoding is None:
             del fields_["encoding"]
         else:
@@ -90,6 +94,8 @@ class Manifest:
             values["lineage"] = tuple((int(g), int(v)) for g, v in values["lineage"])
             encoding = values.pop("encoding", None)
             values["encoding"] = None if encoding is None else Encoding.of_json(encoding)
+            metric = values.pop("metric", None)
+            values["metric"] = None if metric is None else float(metric)
             return Manifest(**{f.name: values[f.name] for f in fields(Manifest)})
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"not a manifest: {error!r}") from error

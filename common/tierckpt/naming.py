@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -124,6 +124,7 @@ def retired(
     lineage: Lineage,
     keep_last: int,
     keep_every: int,
+    void: Container[VersionId] = (),
 ) -> list[VersionId]:
     """Retention: which of the versions that are held may go.
 
@@ -132,13 +133,22 @@ def retired(
     `keep_every` (0: none). What an ancestor wrote after the version this life started from goes
     once `safe` is of this life. Lives that are no ancestors (somebody started afresh in the same
     place) are never touched: nobody asked for their end.
+
+    `void` are versions that are not complete on all ranks: they count for nothing, or a rank that
+    has its shard of one would give up a complete version for it. This life's go whatever is safe
+    (while one rank's disk is full, those of the others must not fill up); ancestors' go once
+    something newer is safe.
     """
+    there = set(held)
+    worthless = {i for i in there if i in void}
+    gone = [i for i in worthless if i.generation == lineage[-1][0] or (safe and i < safe)]
     if safe is None:
-        return []
+        return sorted(gone)
     ours = {generation for generation, _ in lineage}
-    past = sorted((i for i in held if i <= safe and i.generation in ours), reverse=True)
+    whole = there - worthless
+    past = sorted((i for i in whole if i <= safe and i.generation in ours), reverse=True)
     line = [i for i in past if on_lineage(i, lineage)]
-    gone = [
+    gone += [
         i for i in line[max(keep_last, 1) :] if not (keep_every and i.version % keep_every == 0)
     ]
     if safe.generation == lineage[-1][0]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .agentclient import AgentClient
-from .attach import Roll
+from .alike import Roll
 from .config import Config
 from .group import Group, Node
 from .naming import VersionId

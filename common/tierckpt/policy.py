@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from .best import NO_METRIC
 from .config import AUTO, Config
 from .haltrequest import Reason
 from .naming import VersionId
@@ -46,6 +47,9 @@ class Vote:
     less_bytes: int = 0
     """Of the version that `local_state` is about: the size of this rank's shard, negative, so that
     the minimum tells the largest."""
+    metric: int = NO_METRIC
+    """Of the same version: what rank 0's user measured, see `best.as_vote`; NO_METRIC from all
+    others, so that the minimum tells rank 0's."""
     halt: int = Reason.NONE
     """Why this rank wants the job to end early, a `Reason`: NONE is the largest. A wish to end is
     a request for a checkpoint, too."""
@@ -73,6 +77,7 @@ class Vote:
             self.persistent_time_left,
             self.peer_state,
             self.less_bytes,
+            self.metric,
             int(self.halt),
             self.unattended,
             self.less_step_us,
@@ -100,6 +105,10 @@ def superseded_by(safe: VersionId, protected: set[VersionId]) -> set[VersionId]:
     return {safe, *(v for v in protected if v > safe)}
 
 
+REMEMBERED = 16
+"""Agents are told so many broken versions again, in case they missed when it was news."""
+
+
 @dataclass
 class Ledger:
     """What is known, on every rank alike, of the versions taken to one level, oldest first."""
@@ -108,6 +117,8 @@ class Ledger:
     """The newest version known to be complete on all ranks: never overwritten, never deleted."""
     open: list[VersionId] = field(default_factory=list)
     """Versions taken whose fate is not known everywhere yet."""
+    broken: list[VersionId] = field(default_factory=list)
+    """The last `REMEMBERED` versions that are known to be incomplete on some rank."""
 
     def resolve(self, state: int, candidate: VersionId | None) -> VersionId | None:
         """Take in the agreed state of `candidate`, which was the oldest open one when voting.
@@ -117,7 +128,9 @@ class Ledger:
         if candidate is None or candidate not in self.open or state == PENDING:
             return None
         self.open.remove(candidate)
+        self.broken = [v for v in self.broken if v != candidate]  # it may have been taken again
         if state == BROKEN:
+            self.broken = [*self.broken, candidate][-REMEMBERED:]
             return candidate
         self.safe = candidate
         return None

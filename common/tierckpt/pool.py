@@ -9,13 +9,16 @@ Thread-safe: the copier thread chooses slots, the training thread asks and frees
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import threading
 from collections.abc import Callable, Iterable
 
+from .imagefile import ImageFile, Mappings, images_of
+from .localstore import LocalStore
 from .naming import VersionId
-from .slots import JobDirectory, Slot
+from .slots import JobDirectory, Slot, rank_of
 
 
 class NoSlotError(Exception):
@@ -26,11 +29,21 @@ class SlotPool:
     """See the module's text."""
 
     def __init__(
-        self, job: JobDirectory, rank: int, count: int, on_notice: Callable[[str, int], None]
+        self,
+        job: JobDirectory,
+        rank: int,
+        count: int,
+        on_notice: Callable[[str, int], None],
+        in_place: LocalStore | None = None,
     ) -> None:
-        """`on_notice(text, severity)` hears of the fall-back to memory of this process alone."""
+        """`on_notice(text, severity)` hears of the fall-back to memory of this process alone.
+
+        `in_place`: the local level, where slots are to be files of it (see `imagefile`).
+        """
         self.job = job
         self.rank = rank
+        self.in_place = in_place
+        """None also from when there was no room for such a file."""
         self.slots: list[Slot | None] = [None] * count
         self.volatile = False
         """True once a slot does not outlive this process (`shm_dir` was too small)."""
@@ -39,6 +52,7 @@ class SlotPool:
         self._filling: set[int] = set()
         self._foreign: set[int] = set()
         """Adopted slots that an agent of the life before may still be reading."""
+        self._mappings = Mappings()
         self._lock = threading.Lock()
         self._on_notice = on_notice
         self.on_map: Callable[[Slot], None] = _nothing
@@ -51,9 +65,24 @@ class SlotPool:
             slot = Slot.open(self.job.slot_path(self.rank, index))
             if slot is not None:
                 manifest = slot.manifest()
+                if slot.file is not None:
+                    slot.file.mappings = self._mappings
                 self.slots[index] = slot
                 self._held[index] = manifest.id if manifest else None
                 self._foreign.add(index)
+        if self.in_place is not None:
+            self._drop_strays(self.in_place)
+
+    def _drop_strays(self, store: LocalStore) -> None:
+        """Remove images that no slot has any more: persistent memory outlives a reboot, and the
+        slots do not. Those of other living ranks are theirs to judge."""
+        images = images_of(store.directory, self.job.path)
+        linked = self.job.images()
+        for image, slot in images:
+            rank = rank_of(slot)
+            if image not in linked and (rank == self.rank or not self.job.lives(rank)):
+                with contextlib.suppress(OSError):
+                    image.unlink()
 
     def choose(
         self, protected: set[VersionId], pinned: set[str], seal_bytes: int, image_bytes: int
@@ -95,9 +124,10 @@ class SlotPool:
     def _make_ready(self, index: int, seal_bytes: int, image_bytes: int) -> Slot:
         slot = self.slots[index]
         self._held[index] = None
+        self._mappings.forget_removed()
         if slot is not None:
             slot.unseal()
-            if slot.seal_bytes >= seal_bytes and image_bytes <= slot.image_bytes <= image_bytes * 2:
+            if slot.fits(seal_bytes, image_bytes, self.in_place):
                 self.on_map(slot)
                 return slot
             self.slots[index] = None
@@ -109,6 +139,18 @@ class SlotPool:
 
     def _create(self, index: int, seal_bytes: int, image_bytes: int) -> Slot:
         path = self.job.slot_path(self.rank, index)
+        if self.in_place is not None:
+            try:
+                file = ImageFile.make(path, self.in_place, self.rank, image_bytes)
+                file.mappings = self._mappings
+                return Slot.create(path, path.name, seal_bytes, 0, file)
+            except OSError as error:
+                self._on_notice(
+                    f"no slot can be made in {self.in_place.directory} ({error}): from now on "
+                    f"slots are in {self.job.root.parent}, and versions are copied from there",
+                    logging.WARNING,
+                )
+                self.in_place = None
         if not self.volatile:
             try:
                 return Slot.create(path, path.name, seal_bytes, image_bytes)
@@ -169,6 +211,7 @@ class SlotPool:
                     slot.remove()
                 else:
                     slot.close()
+        self._mappings.close()
         self.slots = [None] * len(self.slots)
         self._held = [None] * len(self.slots)
 

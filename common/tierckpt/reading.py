@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .errors import CorruptShardError
-from .images import LOST, Image, open_image
+from .images import LOST, Image, OpenStore, open_image
 from .inventory import Place, Source
 from .manifest import digest, digest_at
+from .modules.module import ModuleError
 from .naming import ShardKey, VersionId
+from .persistent import PersistentStore
 from .shardfile import ShardHeader, decode_header
 
 READERS = 4
@@ -22,8 +25,23 @@ READERS = 4
 RUN_BYTES = 8 * 1024 * 1024
 """Brought and checked at once; whole blocks."""
 
-Failure = tuple[ShardKey, Place, str]
-"""A copy (of a shard, or of parity) that is as good as lost, and why."""
+
+@dataclass(frozen=True)
+class Failure:
+    """A copy (of a shard, or of parity) that is as good as lost, and why."""
+
+    key: ShardKey
+    place: Place
+    why: str
+    undecodable: bool = False
+    """A key or a module is missing here: with it the copy may well be sound."""
+
+    @staticmethod
+    def of(key: ShardKey, place: Place, error: BaseException) -> Failure:
+        """What `error`, one of LOST, makes of a copy."""
+        return Failure(key, place, str(error), isinstance(error, ModuleError))
+
+
 OnRead = Callable[[int], None]
 
 
@@ -41,10 +59,15 @@ class Reads:
     """What one rank reads of a version. One thread calls; `pool` is the caller's, as are images."""
 
     def __init__(
-        self, pool: Executor, images: dict[int, Image], on_read: OnRead = lambda nbytes: None
+        self,
+        pool: Executor,
+        images: dict[int, Image],
+        on_read: OnRead = lambda nbytes: None,
+        open_store: OpenStore = PersistentStore,
     ) -> None:
         """Images come into `images`, by shard; `on_read` hears of bytes read, from any thread."""
         self._pool, self._images, self._on_read = pool, images, on_read
+        self._open_store = open_store
         self._checks: list[tuple[ShardKey, Place, list[Future[None]]]] = []
         self.headers: dict[int, ShardHeader] = {}
         """Of the shards that could be opened; checked."""
@@ -54,7 +77,7 @@ class Reads:
         opened = []
         for source in sources:
             key = ShardKey(version, source.shard, shards)
-            opening = self._pool.submit(_open, key, source.place, life)
+            opening = self._pool.submit(_open, key, source.place, life, self._open_store)
             opened.append((key, source.place, opening))
         for key, place, opening in opened:
             checks: list[Future[None]] = []
@@ -79,7 +102,7 @@ class Reads:
             errors = [error for each in checks if (error := each.exception()) is not None]
             if errors and not isinstance(errors[0], LOST):
                 raise errors[0]
-            failures += [(key, place, str(error)) for error in errors[:1]]
+            failures += [Failure.of(key, place, error) for error in errors[:1]]
         return failures
 
     def _check(self, image: Image, run: Run) -> None:
@@ -107,9 +130,11 @@ def runs_of(header: ShardHeader) -> Iterator[Run]:
         yield Run(low, first, tuple(blocks))
 
 
-def _open(key: ShardKey, place: Place, life: str) -> tuple[Image, ShardHeader]:
+def _open(
+    key: ShardKey, place: Place, life: str, open_store: OpenStore
+) -> tuple[Image, ShardHeader]:
     """A shard with its header checked. Raises what is in LOST."""
-    image = open_image(key, place, life)
+    image = open_image(key, place, life, open_store)
     try:
         return image, check_header(image)
     except BaseException:

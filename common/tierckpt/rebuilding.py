@@ -52,7 +52,7 @@ class Parities:
                 try:
                     self._open(source)
                 except LOST as error:
-                    self._failures.append((source.key, source.place, str(error)))
+                    self._failures.append(Failure.of(source.key, source.place, error))
 
     def opened(self) -> bool:
         """False when one could not be mapped."""
@@ -65,7 +65,7 @@ class Parities:
             if error is not None and not isinstance(error, LOST):
                 raise error
             if error is not None:
-                self._failures.append((source.key, source.place, str(error)))
+                self._failures.append(Failure.of(source.key, source.place, error))
         return self._failures
 
     def _open(self, source: ParitySource) -> None:
@@ -75,6 +75,10 @@ class Parities:
         mapped.madvise(mmap.MADV_WILLNEED)  # while others are still opened
         view = memoryview(mapped)
         self._close += [view.release, mapped.close]
+        if len(view) < record.image_bytes:  # or this rank alone would fail while all exchange
+            raise CorruptShardError(
+                f"truncated: {source.key} has {len(view)} of {record.image_bytes} bytes"
+            )
         self._mine[source.key] = (record, view)
         self._checks.append((source, self._pool.submit(self._check, record, view)))
 
@@ -105,7 +109,7 @@ class Parities:
             try:
                 rebuild(record, self._shards(each, images), self._parities(each), made)
             except (CorruptShardError, RestoreError) as error:
-                return [(s.key, s.place, str(error)) for s in each.parities]
+                return [Failure.of(s.key, s.place, error) for s in each.parities]
             for member, view in made.items():
                 shard = each.group[member]
                 images[shard] = Image(record.manifests[member], view, _nothing)
@@ -150,10 +154,7 @@ class Parities:
 
 def _reader_of(view: memoryview) -> Read:
     def read(offset: int, into: memoryview) -> None:
-        found = view[offset : offset + len(into)]
-        if len(found) < len(into):
-            raise EOFError(f"{len(view)} bytes")
-        into[:] = found
+        into[:] = view[offset : offset + len(into)]
 
     return read
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +23,12 @@ import torch
 from . import streams, tree
 from .errors import RestoreError, StateMismatchError
 from .group import Group
-from .images import LOST, Image, open_image
+from .images import LOST, Image, OpenStore, open_image
 from .inventory import Found, FoundParity, Place, RestorePlan, plan_restore
 from .loading import Loader
 from .manifest import Manifest
-from .naming import ShardKey
+from .naming import ShardKey, VersionId
+from .persistent import PersistentStore
 from .progress import Progress
 from .reading import READERS, Failure, Reads
 from .rebuilding import Parities
@@ -98,6 +99,7 @@ class Restorer:
         on_reject: Callable[[str], None],
         parities: Sequence[Sequence[FoundParity]] = (),
         progress: Progress | None = None,
+        open_store: OpenStore = PersistentStore,
     ) -> None:
         self.group = group
         self.inventories = inventories
@@ -107,15 +109,24 @@ class Restorer:
         """Of it all, and of rebuilding, which goes on while threads read."""
         self.volume = Volume()
         self._progress = progress or Progress(False)
+        self._open_store = open_store
         self._bad: set[tuple[ShardKey, Place]] = set()
+        self._undecodable: dict[VersionId, str] = {}
+        """Versions that lack only a key or a module here, and which."""
         self._on_reject = on_reject
 
     def find(self, version: int | None = None) -> Attempt | None:
-        """The newest version that proves sound on all ranks; None when there is none."""
+        """The newest version that proves sound on all ranks; None when there is none.
+
+        Raises RestoreError, on all ranks, when a newer one is there and cannot be decoded for want
+        of a key or a module: to go back behind it would be the beginning of its end.
+        """
         begin = time.perf_counter()
         try:
             while True:
                 plan = plan_restore(self.inventories, frozenset(self._bad), version, self.parities)
+                if self._undecodable and (plan is None or plan.id not in self._undecodable):
+                    raise RestoreError(_cannot_decode(self._undecodable))
                 if plan is None:
                     return None
                 attempt = self._try(plan)
@@ -148,7 +159,7 @@ class Restorer:
         mine = [s for s in plan.sources if s.reader == self.group.rank]
         self._progress.begin(f"verifying v{plan.id.version}")
         with ThreadPoolExecutor(READERS, "tierckpt-restore") as pool:
-            reads = Reads(pool, images, self._on_read)
+            reads = Reads(pool, images, self._on_read, self._open_store)
             reads.open(plan.id, len(plan.sources), plan.life, mine)
             suspected, failures = self._rebuild(attempt, pool, reads) if plan.rebuilds else ([], [])
             failures += reads.finish()
@@ -163,7 +174,7 @@ class Restorer:
         # What is made of damaged bytes is wrong, too, and says nothing of those that are sound.
         failed = [f for theirs, _, _ in everyone for f in theirs]
         failed = failed or [f for _, theirs, _ in everyone for f in theirs]
-        self._reject(failed)
+        self._reject(plan, failed)
         if not failed:
             _describe(attempt, {s: told for *_, each in everyone for s, told in each.items()})
         return not failed
@@ -191,12 +202,27 @@ class Restorer:
         self.volume.read(nbytes)
         self._progress.advance(nbytes)
 
-    def _reject(self, failed: list[Failure]) -> None:
-        for key, place, why in failed:
+    def _reject(self, plan: RestorePlan, failed: list[Failure]) -> None:
+        for each in failed:
+            key, place = each.key, each.place
             if (key, place) not in self._bad:
                 self._bad.add((key, place))
-                self.rejected.append(f"{key} on level {place.level} ({place.where}): {why}")
-                self._on_reject(self.rejected[-1])
+                text = f"{key} on level {place.level} ({place.where}): {each.why}"
+                self.rejected.append(text)
+                self._on_reject(text)
+                if each.undecodable:
+                    reader = plan.sources[key.shard].reader
+                    self._undecodable.setdefault(key.id, f"{text} (as rank {reader} found)")
+
+
+def _cannot_decode(versions: Mapping[VersionId, str]) -> str:
+    newest = max(versions)
+    return (
+        f"{newest} is there and cannot be decoded. {versions[newest]}. Nothing was changed, and "
+        "nothing older was taken in its place. Put that right and start again. If it is gone for "
+        "good: restore(version=...) goes back to an older version; another path, or moving away "
+        f"what is left of {newest}, starts without it"
+    )
 
 
 Summary = tuple[bytes, bytes, bytes]
@@ -214,7 +240,7 @@ def _map_others(attempt: Attempt) -> list[Failure]:
             try:
                 attempt.images[source.shard] = open_image(key, source.place, plan.life)
             except LOST as error:
-                failures.append((key, source.place, str(error)))
+                failures.append(Failure.of(key, source.place, error))
     return failures
 
 

@@ -6,7 +6,8 @@ outlive a process that is killed, and its successor finds them by name:
     <shm_dir>/tierckpt-<uid>/<job>/r<rank>.<k>       a slot
     <shm_dir>/tierckpt-<uid>/<job>/r<rank>.lock      held by the living trainer of that rank
 
-A slot is a seal area (one or more pages) and the shard's image. The seal area holds the length of
+A slot is a seal area (one or more pages) and the shard's image, which may also be a file of its own
+in the local level's directory (see `imagefile`). The seal area holds the length of
 the manifest, zero while the slot is not sealed, and the manifest. Sealing writes the manifest
 first and its length last, and a manifest carries its own checksum, so a process killed at any
 instruction leaves either a sealed slot or an unsealed one.
@@ -30,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CorruptShardError, FormatError, TierckptError
+from .imagefile import LINK_SUFFIX, ImageFile, remove_image, remove_link
+from .localstore import LocalStore
 from .manifest import DIGEST_BYTES, Manifest
 from .naming import PAGE_BYTES, round_up
 
@@ -59,21 +62,34 @@ def seal_area_bytes(blocks: int, lives: int = 1) -> int:
 class Slot:
     """One mapped segment. Owned by the process that maps it; not thread-safe."""
 
-    def __init__(self, fd: int, name: str, path: Path | None) -> None:
-        """Take over `fd`. `path` is None for a segment that no other process can find."""
+    def __init__(
+        self, fd: int, name: str, path: Path | None, file: ImageFile | None = None
+    ) -> None:
+        """Take over `fd`. `path` is None for a segment that no other process can find, `file` for
+        one that has the image in itself."""
         self.fd = fd
         self.name = name
         self.path = path
-        self.nbytes = os.fstat(fd).st_size
+        self.file = file
+        self._segment_bytes = os.fstat(fd).st_size
         populate = getattr(mmap, "MAP_POPULATE", 0)
-        self._map = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED | populate)
+        self._map = mmap.mmap(fd, self._segment_bytes, flags=mmap.MAP_SHARED | populate)
         self.seal_bytes = int.from_bytes(self._map[8:16], "little")
         self.registered_address = 0
         """Address of the image while it is page-locked for a GPU."""
 
     @classmethod
-    def create(cls, path: Path | None, name: str, seal_bytes: int, image_bytes: int) -> Slot:
+    def create(
+        cls,
+        path: Path | None,
+        name: str,
+        seal_bytes: int,
+        image_bytes: int,
+        file: ImageFile | None = None,
+    ) -> Slot:
         """Make a segment with all its memory reserved now; OSError (ENOSPC) when there is none.
+
+        `image_bytes` are those in the segment: 0 where the image is `file`.
 
         Reserving matters: touching a page that a full memory file system cannot give is SIGBUS.
         """
@@ -86,17 +102,18 @@ class Slot:
         try:
             os.posix_fallocate(fd, 0, seal_bytes + image_bytes)
             os.pwrite(fd, _MAGIC + seal_bytes.to_bytes(8, "little") + bytes(8), 0)
-            return cls(fd, name, path)
+            return cls(fd, name, path, file)
         except OSError:
             os.close(fd)
             if path is not None:
-                path.unlink(missing_ok=True)
+                remove_segment(path)
             raise
 
     @classmethod
     def open(cls, path: Path) -> Slot | None:
-        """Map an existing segment; None when the file is gone or is no segment of ours."""
+        """Map an existing segment; None when it or its image is gone, or it is none of ours."""
         try:
+            file = ImageFile.of(path)
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
@@ -105,16 +122,37 @@ class Slot:
         if not sound or int.from_bytes(head[8:], "little") > os.fstat(fd).st_size:
             os.close(fd)
             return None
-        return cls(fd, path.name, path)
+        return cls(fd, path.name, path, file)
 
     @property
     def image_bytes(self) -> int:
         """Room for the shard."""
-        return self.nbytes - self.seal_bytes
+        return self._segment_bytes - self.seal_bytes if self.file is None else self.file.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory."""
+        return self.seal_bytes + self.image_bytes
 
     def image(self) -> memoryview:
-        """The shard's bytes, writable; release it before `close`."""
+        """The shard's bytes, writable; release it before `close`. Raises what `ImageFile.view`
+        does."""
+        if self.file is not None:
+            return self.file.view()
         return memoryview(self._map)[self.seal_bytes :]
+
+    def fits(self, seal_bytes: int, image_bytes: int, store: LocalStore | None) -> bool:
+        """True when it can take such a shard as it is.
+
+        An image in `store` becomes the shard's file there: it must be exactly as long, and nobody
+        else's. Without a store, room is left for a state that grows a little.
+        """
+        if self.seal_bytes < seal_bytes:
+            return False
+        if self.file is None or store is None:
+            room = self.image_bytes
+            return self.file is None and store is None and image_bytes <= room <= image_bytes * 2
+        return self.file.can_be(store, image_bytes) and self.file.is_ours_alone()
 
     def seal(self, manifest: bytes) -> None:
         """Declare the image complete: nothing in it changes until `unseal`."""
@@ -154,12 +192,20 @@ class Slot:
         with contextlib.suppress(BufferError):  # a view is still about: freed with it
             self._map.close()
         os.close(self.fd)
+        if self.file is not None:
+            self.file.close()
 
     def remove(self) -> None:
-        """Unmap, close and delete."""
+        """Unmap, close and delete; what was committed stays."""
         self.close()
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            remove_segment(self.path)
+
+
+def remove_segment(path: Path) -> None:
+    """Delete the slot at `path`, mapped by somebody or not."""
+    path.unlink(missing_ok=True)  # first: a seal must not be found without its image
+    remove_image(path)
 
 
 def pin(fd: int) -> None:
@@ -278,6 +324,10 @@ class JobDirectory:
         """Files of all slots of this job, of any rank."""
         return sorted(p for p in _listdir(self.path) if re.fullmatch(r"r\d{5,}\.\d+", p.name))
 
+    def images(self) -> set[Path]:
+        """Images of this job's slots that are files elsewhere, whether they are there or not."""
+        return {link.resolve() for link in _links(self.path)}
+
     def slot_path(self, rank: int, index: int) -> Path:
         """File of slot `index` of `rank`."""
         return self.path / f"r{rank:05d}.{index}"
@@ -305,7 +355,11 @@ class JobDirectory:
 
     def alive(self) -> bool:
         """True while any trainer or agent of this job lives."""
-        return any(not _path_lockable(p) for p in _listdir(self.path))
+        return any(not _path_lockable(p) for p in _listdir(self.path) if not p.is_symlink())
+
+    def lives(self, rank: int) -> bool:
+        """True while a trainer of that rank does, on this machine."""
+        return not _path_lockable(self.lock_path(rank))
 
     def newest_seconds(self) -> float:
         """Unix time of the last sign of life."""
@@ -315,18 +369,32 @@ class JobDirectory:
 
     def remove(self) -> None:
         """Delete the folder and all segments in it."""
-        for path in _listdir(self.path):
-            path.unlink(missing_ok=True)
+        for path in _listdir(self.path):  # in this order a slot goes before its link
+            if path.is_symlink():
+                remove_link(path)
+            else:
+                path.unlink(missing_ok=True)
         self.remove_if_unused()
 
     def remove_orphans(self) -> None:
-        """Delete segments of ranks that no living trainer on this machine is: the life before had
-        more ranks, or had them elsewhere."""
-        for path in self.segments():
-            lock = self.lock_path(int(path.name[1:].partition(".")[0]))
-            if _path_lockable(lock):
-                path.unlink(missing_ok=True)
-                lock.unlink(missing_ok=True)
+        """Delete segments and locks of ranks that no living trainer on this machine is (the life
+        before had more ranks, or had them elsewhere), and what agents left that were killed."""
+        paths = {*self.segments(), *(link.with_suffix("") for link in _links(self.path))}
+        # Listed, not globbed: the last of the others may be removing the folder.
+        locks = [path for path in _listdir(self.path) if path.suffix == ".lock"]
+        agents = [lock for lock in locks if lock.name.startswith("agent")]
+        for rank in {rank_of(path.name) for path in (*paths, *(set(locks) - set(agents)))}:
+            if not self.lives(rank):
+                for path in (path for path in paths if rank_of(path.name) == rank):
+                    remove_segment(path)
+                self.lock_path(rank).unlink(missing_ok=True)
+        for lock in agents:
+            with contextlib.suppress(FileNotFoundError):  # the folder is gone by now
+                fd = take_lock(lock)
+                if fd is not None:  # as by an agent itself: with the lock held, and the lock last
+                    lock.with_suffix(".socket").unlink(missing_ok=True)
+                    lock.unlink(missing_ok=True)
+                    os.close(fd)
 
     def remove_if_unused(self) -> None:
         """Delete the folder unless somebody else still has something in it."""
@@ -350,6 +418,11 @@ class JobDirectory:
                 other.remove()
                 removed.append(other.job)
         return removed
+
+
+def rank_of(name: str) -> int:
+    """Whose slot has that name."""
+    return int(name[1:].partition(".")[0])
 
 
 def read_seal(path: Path) -> Manifest | None:
@@ -392,3 +465,7 @@ def _listdir(path: Path) -> list[Path]:
         return sorted(path.iterdir())
     except FileNotFoundError:
         return []
+
+
+def _links(path: Path) -> list[Path]:
+    return [p for p in _listdir(path) if p.name.endswith(LINK_SUFFIX) and p.is_symlink()]

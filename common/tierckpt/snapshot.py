@@ -282,6 +282,7 @@ class Head:
     life: str
     lineage: Lineage
     iteration: int
+    metric: float | None = None
 
 
 @dataclass
@@ -501,6 +502,7 @@ class Snapshot:
             rank_state_bytes=len(self._tree),
             digests=b"".join(digests),
             created_seconds=time.time(),
+            metric=self.head.metric,
         )
 
     def _record(self, kind: str, begin_seconds: float) -> None:

@@ -18,12 +18,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.chaos.job import Orders, run, to_json
-from tests.chaos.plan import RANKS, Fault, Shape
+from tests.chaos.plan import Shape
 from tests.chaos.rendezvous import Rendezvous
 from tests.crash.launcher import Process, quiet_environment
-from tierckpt.localstore import LocalStore
-from tierckpt.naming import ShardKey
-from tierckpt.persistent.names import VersionName
 from tierckpt.slots import JobDirectory, job_id_of
 
 DISK_BYTES = 32 * 1024 * 1024
@@ -61,10 +58,11 @@ class Cluster:
         """A life of the job: one process a rank."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.chaos.job"])
-        settings = self._rendezvous.renew(RANKS) if self._rendezvous else [{}] * RANKS
+        ranks = len(orders)
+        settings = self._rendezvous.renew(ranks) if self._rendezvous else [{}] * ranks
         self.ranks = []
         for each in orders:
-            own = {MARK: str(self.folder), "TIERCKPT_NODE": f"node{self.shape.nodes[each.rank]}"}
+            own = {MARK: str(self.folder), "TIERCKPT_NODE": f"node{each.node}"}
             environment = {**quiet_environment(), **settings[each.rank], **own}
             log = str(self.folder / f"life{each.life}-r{each.rank}.log")
             process = context.Process(target=run, args=(to_json(each), environment, log))
@@ -154,71 +152,6 @@ class Cluster:
         """As if two minutes had passed since a life that was killed renewed it last."""
         for path in self.shared.glob("lease.*"):
             path.unlink(missing_ok=True)
-
-    # --- damage --------------------------------------------------------------------------------
-
-    def damage(self, fault: Fault) -> tuple[int, int] | None:
-        """Flip the bit, or cut the file; (generation, version) of what is hit, None if nothing."""
-        found = getattr(self, f"_newest_in_{fault.level}")(fault)
-        if found is None:
-            return None
-        path, generation, version = found
-        with contextlib.suppress(FileNotFoundError):  # retired meanwhile: nobody's loss
-            low, high = self._extent(path, fault)
-            at = low + int(fault.spot * (high - low))
-            if fault.kind == "truncate":
-                os.truncate(path, at)
-            else:
-                with path.open("r+b", buffering=0) as file:
-                    byte = os.pread(file.fileno(), 1, at)
-                    os.pwrite(file.fileno(), bytes([byte[0] ^ 1 << fault.bit]), at)
-        return generation, version
-
-    def _extent(self, path: Path, fault: Fault) -> tuple[int, int]:
-        """First byte and end of what may be hit: of a slot, its seal or its image."""
-        size = path.stat().st_size
-        if fault.level != "memory":
-            return 0, max(size, 1)
-        with path.open("rb") as file:
-            seal_bytes = int.from_bytes(file.read(16)[8:], "little")
-        return (seal_bytes, size) if fault.part == "data" else (0, 24 + 512)
-
-    def _newest_in_memory(self, fault: Fault) -> tuple[Path, int, int] | None:
-        node = self.memory(self.shape.nodes[fault.rank])
-        mine: list[tuple[int, int, Path]] = [
-            (m.generation, m.version, path) for path, m in node.sealed() if m.shard == fault.rank
-        ]
-        generation, version, path = max(mine, default=(0, 0, Path()))
-        return (path, generation, version) if mine else None
-
-    def _newest_in_local(self, fault: Fault) -> tuple[Path, int, int] | None:
-        return self._newest_file(fault, parity=False)
-
-    def _newest_in_parity(self, fault: Fault) -> tuple[Path, int, int] | None:
-        return self._newest_file(fault, parity=True)
-
-    def _newest_file(self, fault: Fault, parity: bool) -> tuple[Path, int, int] | None:
-        store = LocalStore(self.disk(self.shape.nodes[fault.rank]) / "ckpts")
-        try:
-            found: list[ShardKey] = [*(store.parities() if parity else store.keys())]
-        except OSError:
-            return None
-        mine = [key for key in found if key.shard == fault.rank]
-        if not mine:
-            return None
-        key = max(mine)
-        suffix = key.SUFFIX if fault.part == "data" else ".manifest"
-        return store.directory / f"{key.stem}{suffix}", key.id.generation, key.id.version
-
-    def _newest_in_persistent(self, fault: Fault) -> tuple[Path, int, int] | None:
-        names = [VersionName.parse(p.stem) for p in self.shared.glob("v*.manifest")]
-        newest = max((name for name in names if name is not None), default=None)
-        if newest is None:
-            return None
-        files = [*(self.shared / newest.stem).glob("*.shards")]
-        if fault.part == "manifest" or not files:
-            files = [self.shared / f"{newest.stem}.manifest"]
-        return files[0], newest.id.generation, newest.id.version
 
     # --- the end -------------------------------------------------------------------------------
 

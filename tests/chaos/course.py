@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.cluster import Cluster
+from tests.chaos.damage import Damage
 from tests.chaos.job import Orders
 from tests.chaos.journals import Journals, Line
-from tests.chaos.plan import RANKS, STEPS, Fault, Life, Round
+from tests.chaos.plan import MOST_RANKS, RANKS, STEPS, Fault, Life, Round
 from tests.chaos.truth import Truth
 from tests.crash.launcher import Process
 
 PATIENCE_SECONDS = 100.0
 """Without any progress for so long, a life is stuck."""
 LINGER_SECONDS = 10
+AGENT_SECONDS = 90.0
+"""So long an agent may take for what was under way when it had lingered."""
 KEEP_LAST = 2
 OF_TRAINERS = ("kill_script", "kill_barrier", "kill_copy", "kill_seal", "kill_call")
 """How the marks begin that rules of trainers leave, and those of agents do not."""
@@ -52,7 +55,7 @@ class Watch:
         ended = [r for r, p in enumerate(self._cluster.ranks) if p.exitcode is not None]
         self._listen()
         done = [r for r in ended if self._journals.of(r, self._life, "done")]
-        return len(done) < len(ended) or len(done) == RANKS
+        return len(done) < len(ended) or len(done) == len(self._cluster.ranks)
 
     def rest(self) -> None:
         """A moment. Raises FindingError when nothing has moved for long."""
@@ -81,7 +84,7 @@ class Course:
         """`states` and `losses` are those of a job that nothing happened to."""
         self._plan, self._cluster, self._log = plan, cluster, log
         self._states, self._losses = states, losses
-        self._journals = Journals(cluster.folder, RANKS)
+        self._journals = Journals(cluster.folder, MOST_RANKS)
         self._truth = Truth(plan.shape, KEEP_LAST)
         self.life = self.number = self.recoveries = 0
         """The life that goes on, how many faults there were, and lives that came back from one."""
@@ -92,6 +95,7 @@ class Course:
             self.life = number
             self._cluster.expire_lease()
             promised = self._truth.promised()
+            self._truth.placed(number, life.nodes)
             self._start(life)
             if not self._live(life, promised):
                 self._log(life=self.life, ended="a restart from version 1 may round differently")
@@ -115,16 +119,19 @@ class Course:
             "local_every_steps": 2,
             "persistent_every_steps": 4,
             "local_every_seconds": 0,
+            # Memory plays the disks, and is not to be both levels at once.
+            "local_in_place": False,
             "persistent_every_seconds": 0,
             "local_keep_last": KEEP_LAST,
             "persistent_keep_last": KEEP_LAST,
-            "peer_redundancy": self._plan.shape.scheme,
+            # Another number of ranks may be too few, or too many on a node, for the scheme.
+            "peer_redundancy": self._plan.shape.scheme if life.ranks == RANKS else "none",
             "peer_interface": "lo",
             "slots": self._plan.shape.slots,
             "agent_linger_seconds": LINGER_SECONDS,
         }
         orders = []
-        for rank, node in enumerate(self._plan.shape.nodes):
+        for rank, node in enumerate(life.nodes):
             rules: list[tuple[str, int]] = []
             loading = ""
             if life.end is not None and life.end.rank == rank:
@@ -138,7 +145,7 @@ class Course:
                     folder=str(self._cluster.folder),
                     life=self.life,
                     rank=rank,
-                    ranks=RANKS,
+                    ranks=life.ranks,
                     steps=STEPS,
                     launcher=self._cluster.launcher,
                     settings={**settings, "node": f"node{node}"},
@@ -146,6 +153,7 @@ class Course:
                     dies_loading_at=loading,
                     rules=tuple(rules),
                     agent_rule=life.agent_rule if node == life.agent_rule_node else "",
+                    node=node,
                 )
             )
         self._cluster.start(orders)
@@ -180,7 +188,8 @@ class Course:
 
     def _starts(self) -> list[Line]:
         """How every rank came back; empty while some have not."""
-        found = [self._journals.of(rank, self.life, "start") for rank in range(RANKS)]
+        ranks = range(len(self._cluster.ranks))
+        found = [self._journals.of(rank, self.life, "start") for rank in ranks]
         return [lines[0] for lines in found] if all(found) else []
 
     def _stand_at(self, gate: int) -> bool:
@@ -226,9 +235,9 @@ class Course:
             else:
                 getattr(self._cluster, fault.kind)(node)
         if fault.kind in ("flip", "truncate"):
-            hit = self._cluster.damage(fault)
-            if hit is not None:
-                self._truth.damaged(fault.level, fault.rank, *hit)
+            hit = Damage(self._cluster).strike(fault)
+            for each in hit:
+                self._truth.damaged(*each)
         self._tell(fault, hit)
 
     def _tell(self, fault: Fault, hit: Any = None) -> None:
@@ -249,7 +258,7 @@ class Course:
             raise FindingError(f"ranks came back to different versions: {starts}")
         self._truth.began(self.life, first["own_generation"], (first["generation"], version))
         for rank, line in enumerate(starts):
-            expected = self._states[rank][version]
+            expected = self._expected(rank, version, len(starts))
             wrong = [name for name in expected if expected[name] != line["digests"].get(name)]
             if wrong:
                 raise FindingError(f"v{version} came back to rank {rank} with wrong {wrong}")
@@ -258,6 +267,16 @@ class Course:
                 f"came back to v{version} from {first['levels']}, v{promised} was promised; "
                 f"rejected: {first['rejected']}"
             )
+
+    def _expected(self, rank: int, version: int, ranks: int) -> dict[str, str]:
+        """Digests by name. What is each rank's own is not defined on a new rank, and what the
+        script gave under `extra_per_rank` only comes back to as many ranks."""
+        if ranks == RANKS:
+            return self._states[rank][version]
+        first, *others = (states[version] for states in self._states)
+        if rank < RANKS:
+            return {k: v for k, v in self._states[rank][version].items() if k != "stream"}
+        return {k: v for k, v in first.items() if all(other[k] == v for other in others)}
 
     def _check_losses(self) -> None:
         """What was trained in this life is what the reference trained."""
@@ -281,7 +300,8 @@ class Course:
                 raise FindingError(self._ends())
             if found[0]["done"] != self._states[rank][STEPS]:
                 raise FindingError(f"rank {rank} ended in another state than the reference")
-        deadline = time.monotonic() + LINGER_SECONDS + 30
+        # One that was stopped in an exchange waits for nodes that forgot it before it gives up.
+        deadline = time.monotonic() + LINGER_SECONDS + AGENT_SECONDS
         while agents := self._cluster.agents():
             for agent in agents:
                 agent.forget()

@@ -86,7 +86,7 @@ def make_reference(launcher: str, folder: Path, shm: Path) -> tuple[States, Loss
     journals = Journals(folder, RANKS)
     try:
         cluster.start(
-            [Orders(str(folder), 1, r, RANKS, STEPS, launcher, None) for r in range(RANKS)]
+            [Orders(str(folder), 1, r, RANKS, STEPS, launcher, None, node=r) for r in range(RANKS)]
         )
         watch = Watch(cluster, journals, 1, journals.read)
         while not watch.over():

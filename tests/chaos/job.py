@@ -50,6 +50,7 @@ class Orders:
     rules: tuple[tuple[str, int], ...] = ()
     """Faults of the trainer: (rule with {} for a version, versions after the start)."""
     agent_rule: str = ""
+    node: int = 0
 
     @property
     def marks(self) -> Path:

@@ -7,11 +7,15 @@ one that a life started from, or the moment between two lives.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RANKS = 4
-LIVES = 6
+MOST_RANKS = 6
+"""Of a life that only looks, see `Life.ranks`."""
+LIVES = 5
 """So many end in a failure; one more goes to the end."""
+AIMED = 3
+"""After so many of them the very thing is damaged that the next one would load."""
 LONGEST = 18
 """Versions that a life makes at most before it ends."""
 STEPS = LIVES * LONGEST + 12
@@ -64,10 +68,6 @@ class Shape:
         """Every node once."""
         return tuple(dict.fromkeys(self.nodes))
 
-    def ranks_of(self, node: int) -> tuple[int, ...]:
-        """Who runs there."""
-        return tuple(rank for rank, its in enumerate(self.nodes) if its == node)
-
 
 APART, PAIRS, MIXED = (0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 1, 2)
 SCHEMES = (
@@ -88,9 +88,9 @@ class Fault:
 
     While a life goes on, all ranks standing before a step: `agent` (SIGKILL to a node's), `stop`
     and `wake` it, `fill` a node's disk and `free` it, `flip` a bit, `truncate` a file. Between two
-    lives: `agent`, `flip` and `truncate`. What ends a life: `trainer`, or one `loading`, `node`
-    and `nodes` (processes, memory and disk), `reboot` (a node's processes and memory), `power`
-    (that of all), `allocation` (all but the persistent level).
+    lives: `agent`, `flip` and `truncate`, there also aimed. What ends a life: `trainer`, or one
+    `loading`, `node` and `nodes` (processes, memory and disk), `reboot` (a node's processes and
+    memory), `power` (that of all), `allocation` (all but the persistent level).
     """
 
     kind: str
@@ -99,6 +99,8 @@ class Fault:
     rank: int = 0
     nodes: tuple[int, ...] = ()
     level: str = ""
+    """`aimed`: the copy of the rank's shard that a restart would load now. `copies`: all copies of
+    that, and all parity of its version, so that only an older version is left."""
     part: str = ""
     """`data` or `manifest` of the newest thing that the rank has on `level`."""
     spot: float = 0.0
@@ -121,6 +123,14 @@ class Life:
     agent_rule: str = ""
     """For the agent that this node's first rank starts; see AGENTS."""
     agent_rule_node: int = 0
+    nodes: tuple[int, ...] = ()
+    """The node of every rank: those of the shape, but ranks may have changed places."""
+
+    @property
+    def ranks(self) -> int:
+        """How many. Other than RANKS, it restores, is looked at, and is killed before its first
+        step: there is no reference for how so many would go on."""
+        return len(self.nodes)
 
 
 @dataclass(frozen=True)
@@ -139,11 +149,42 @@ def make_round(seed: int) -> Round:
     shape = Shape(nodes, scheme, survives, draw.choice((2, 3)), draw.random() < 0.5)
     lives = []
     to_mend: list[Fault] = []
+    aimed = draw.sample(range(LIVES), AIMED)
+    visited = draw.randrange(1, LIVES)
     for number in range(LIVES):
+        if number == visited:
+            lives.append(_visit(draw, shape))
         life, to_mend = _life(draw, shape, number == 0, to_mend)
+        if number in aimed:
+            life = replace(life, after=(*life.after, _aimed(draw)))
         lives.append(life)
-    lives.append(Life(tuple(_mending(to_mend, 1)), None))
+    lives.append(Life(tuple(_mending(to_mend, 1)), None, nodes=_placed(draw, shape)))
     return Round(seed, shape, tuple(lives))
+
+
+def _placed(draw: random.Random, shape: Shape) -> tuple[int, ...]:
+    """Where a life's ranks are: in one of three they have changed places."""
+    nodes = list(shape.nodes)
+    if draw.random() < 1 / 3:
+        draw.shuffle(nodes)
+    return tuple(nodes)
+
+
+def _visit(draw: random.Random, shape: Shape) -> Life:
+    """A life of another size that sees what is left on all nodes."""
+    every = shape.node_numbers
+    ranks = draw.choice([n for n in range(len(every), MOST_RANKS + 1) if n != RANKS])
+    nodes = [*every, *(draw.choice(every) for _ in range(ranks - len(every)))]
+    draw.shuffle(nodes)
+    end = Fault("trainer", 0, draw.randrange(ranks), place=PLACES[0])
+    return Life((), end, nodes=tuple(nodes))
+
+
+def _aimed(draw: random.Random) -> Fault:
+    level = draw.choice(("aimed", "aimed", "copies"))
+    return Fault(
+        "flip", 0, draw.randrange(RANKS), (), level, "data", draw.random(), draw.randrange(8)
+    )
 
 
 def _life(
@@ -175,7 +216,7 @@ def _life(
     rule = draw.choice(AGENTS).format(draw.randint(1, 8)) if draw.random() < 0.5 else ""
     during.sort(key=lambda fault: fault.at)
     ruled = draw.choice(shape.node_numbers)
-    return Life(tuple(during), end, tuple(after), rule, ruled), left
+    return Life(tuple(during), end, tuple(after), rule, ruled, _placed(draw, shape)), left
 
 
 MENDS = {"stop": "wake", "fill": "free"}

@@ -28,13 +28,15 @@ class Truth:
     """Of the local and of the persistent level."""
     parents: dict[int, Moment | None] = field(default_factory=dict)
     """By life: what it went on from; None after a fresh start."""
+    places: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By life: the node of every rank."""
     _lives: dict[int, int] = field(default_factory=dict)
     """By generation: the newest life of it."""
     _sealed: dict[Moment, set[int]] = field(default_factory=lambda: defaultdict(set))
     _local: dict[Moment, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Ranks that said so."""
     _parity: dict[Moment, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Nodes whose first rank said so."""
+    """Nodes one of whose ranks said so."""
     _flushed: set[Moment] = field(default_factory=set)
     _gone: set[tuple[str, Moment, int]] = field(default_factory=set)
     """(level, version, rank): copies that are lost or damaged; of `persistent` all are rank 0's."""
@@ -42,6 +44,10 @@ class Truth:
     """What was damaged, known to be complete or not."""
 
     # --- what is reported ----------------------------------------------------------------------
+
+    def placed(self, life: int, nodes: tuple[int, ...]) -> None:
+        """A life is about to begin, with its ranks on these nodes."""
+        self.places[life] = nodes
 
     def began(self, life: int, generation: int, parent: tuple[int, int]) -> None:
         """A life went on from `parent` (generation, version); version 0 is a fresh start."""
@@ -57,7 +63,7 @@ class Truth:
         elif event == "committed" and level == "local":
             self._local[moment].add(rank)
         elif event == "committed" and level == "peer":
-            self._parity[moment].add(self.shape.nodes[rank])
+            self._parity[moment].add(self.places[life][rank])
         elif event == "committed" and level == "persistent" and said == "complete":
             self._flushed.add(moment)
 
@@ -66,7 +72,8 @@ class Truth:
     def lost(self, level: str, node: int) -> None:
         """All that the node has on `memory`, or on `local`, parity included."""
         for moment in {*self._sealed, *self._local, *self._parity}:
-            for rank in self.shape.ranks_of(node):
+            there = self.places[moment[0]]
+            for rank in (rank for rank in EVERYBODY if there[rank] == node):
                 self._gone.add((level, moment, rank))
                 if level == "local":
                     self._gone.add(("parity", moment, rank))
@@ -133,10 +140,10 @@ class Truth:
         parity = {
             rank
             for rank in EVERYBODY
-            if self.shape.nodes[rank] in self._parity[moment]
+            if self.places[moment[0]][rank] in self._parity[moment]
             and self._intact("parity", moment, rank)
         }
-        lacking = {self.shape.nodes[rank] for rank in EVERYBODY - (here & parity)}
+        lacking = {self.places[moment[0]][rank] for rank in EVERYBODY - (here & parity)}
         return here == EVERYBODY or len(lacking) <= self.shape.survives
 
     def _from_persistent(self) -> list[Moment]:
@@ -144,8 +151,10 @@ class Truth:
         return [moment for moment in kept if self._intact("persistent", moment, 0)]
 
     def _kept(self, level: str, complete: set[Moment]) -> list[Moment]:
-        """What retention leaves: what was hit may have been complete, too, and counted."""
-        counted = self._on_line({*complete, *(m for at, m in self._hit if at == level)})
+        """What retention leaves: what was hit may have been complete, too, and counted; also off
+        the line, where an agent of a life before it was stopped, and finished when it woke."""
+        hit = {moment for at, moment in self._hit if at == level}
+        counted = sorted({*self._on_line(complete), *hit})
         return [moment for moment in counted[-self.keep_last :] if moment in complete]
 
     def _intact(self, level: str, moment: Moment, rank: int) -> bool:

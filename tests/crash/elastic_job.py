@@ -2,7 +2,8 @@
 
 It has what makes resuming hard (BatchNorm, dropout, AdamW, clipped gradients, a learning rate that
 changes every step, data from random streams, an ElasticSampler) and epochs whose end changes values
-only. Nothing in it knows of checkpoints but the import: with ELASTIC_HVD=horovod_ckpt.torch it is a
+only. Beside the ElasticSampler goes a ResumableSampler, whose samples are told and not trained on.
+Nothing in it knows of checkpoints but the import: with ELASTIC_HVD=horovod_ckpt.torch it is a
 script for Horovod as it comes, settings are in the environment.
 
 Fault points, besides the package's own (see `tierckpt.faults`):
@@ -24,6 +25,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ import torch
 from torch import nn
 
 from tests import exact
-from tierckpt import faults, restore
+from tierckpt import ResumableSampler, faults, restore
 
 hvd: Any = importlib.import_module(os.environ.get("ELASTIC_HVD", "horovod.torch"))
 if hvd.__name__ == "horovod.torch":
@@ -84,6 +86,7 @@ def digests(state: Any) -> dict[str, str]:
         **exact.streams(),
         "schedule": exact.image(state.schedule.state_dict()),
         "sampler": exact.image(state.sampler.state_dict()),
+        "position": exact.image(state.position.state_dict()),
         "values": exact.image([state.step, state.epoch, state.seen]),
     }
     return {name: exact.digest(value) for name, value in found.items()}
@@ -94,20 +97,21 @@ def train(state: Any) -> None:
     levels = None if restored is None else restored.levels
     tell(began=True, levels=levels, **now(state))
     while state.step < OPTIONS["steps"]:
-        indices = iter(state.sampler)
+        indices, dealt = iter(state.sampler), iter(state.resumable)
         for _ in range(len(state.sampler) // ROWS):
-            train_one(state, [next(indices) for _ in range(ROWS)])
+            train_one(state, [next(indices) for _ in range(ROWS)], next(dealt))
             if state.step == OPTIONS["steps"]:
                 break
         else:
             state.epoch += 1
             state.seen = [*state.seen, state.step]
             state.sampler.set_epoch(state.epoch)
+            state.resumable.set_epoch(state.epoch)
             commit(state, "epoch")
     tell(done=True, **now(state))
 
 
-def train_one(state: Any, indices: list[int]) -> None:
+def train_one(state: Any, indices: list[int], dealt: list[int]) -> None:
     step = state.step
     wait_at_gate(OPTIONS["gates"].get(str(step)))
     source = torch.Generator().manual_seed(1000 * hvd.rank() + step)
@@ -125,8 +129,9 @@ def train_one(state: Any, indices: list[int]) -> None:
     point("updated", step=step)
     state.schedule.step()
     state.sampler.record_batch(0, ROWS)
+    state.resumable.step()
     state.step += 1
-    commit(state, "commit", indices=indices, loss=loss.item().hex())
+    commit(state, "commit", indices=indices, dealt=dealt, loss=loss.item().hex())
 
 
 def now(state: Any) -> dict[str, Any]:
@@ -142,6 +147,10 @@ def commit(state: Any, place: str, **line: Any) -> None:
             time.sleep(0.01)
     state.where = place
     state.commit()
+
+
+def deal_to_these_ranks(sampler: ResumableSampler) -> None:
+    sampler.deal_to(hvd.rank(), hvd.size())
 
 
 def wait_at_gate(name: str | None) -> None:
@@ -169,14 +178,17 @@ def main() -> None:
     model, optimizer, schedule = build()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(100 + hvd.rank())
-    sampler = hvd.elastic.ElasticSampler(range(2 * ROWS * EPOCH_STEPS), seed=5)
-    state = TorchState(
-        model, optimizer, schedule=schedule, sampler=sampler, step=0, epoch=0, seen=[]
-    )
+    samples = range(2 * ROWS * EPOCH_STEPS)
+    sampler = hvd.elastic.ElasticSampler(samples, seed=5)
+    resumable = ResumableSampler(samples, ROWS, rank=hvd.rank(), ranks=hvd.size(), seed=5)
+    objects = {"schedule": schedule, "sampler": sampler, "position": resumable.position}
+    state = TorchState(model, optimizer, **objects, step=0, epoch=0, seen=[])
+    state.resumable = resumable
     # The middle of the backward pass: what is behind this layer was launched, what is before, not.
     model[4].weight.register_hook(lambda _: point("backward", step=state.step))
     state.where = ""
-    state.register_reset_callbacks([lambda: tell(reset=True)])
+    deal_anew = partial(deal_to_these_ranks, resumable)
+    state.register_reset_callbacks([lambda: tell(reset=True), deal_anew])
     save = state.save
 
     def save_and_tell() -> None:

@@ -33,13 +33,14 @@ import ddp_ckpt
 import tierckpt
 from tests import exact
 from tests.crash.scenario import RANKS, VARIABLE, Scenario
-from tierckpt import faults, lives, pool, restore, slots, snapshot
+from tierckpt import faults, imagefile, lives, pool, restore, slots, snapshot
 
 WIDTH, LARGE, ROWS, CLASSES = 16, 8192, 8, 4
 
 CALLS: dict[str, tuple[Any, str]] = {
     "choose_slot": (pool.SlotPool, "choose"),
     "create_slot": (slots.Slot, "create"),
+    "make_image": (imagefile.ImageFile, "make"),
     "take_inventory": (lives, "take_inventory"),
     "verify": (restore.Restorer, "_verify"),
     "load_shard": (restore.Loader, "load_window"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.driver import Run
-from tests.chaos.plan import APART, LIVES, RANKS, STEPS, Shape, make_round
+from tests.chaos.plan import AIMED, APART, LIVES, RANKS, STEPS, Shape, make_round
 from tests.chaos.truth import Truth
 from tests.horovod_here import horovod_missing
 
@@ -89,7 +89,20 @@ def test_every_kind_of_fault_comes_and_all_that_mends_itself_is_mended() -> None
         *("trainer", "loading", "node", "nodes", "reboot", "power", "allocation", "agent"),
         *("stop", "wake", "fill", "free", "flip memory"),
         *(f"{kind} {level}" for kind in ("flip", "truncate") for level in DISKS),
+        *("flip aimed", "flip copies"),
     }
+
+
+def test_every_round_aims_and_has_a_life_of_another_size_and_some_move_their_ranks() -> None:
+    moved = 0
+    for each in map(make_round, range(50)):
+        faults = [fault for life in each.lives for fault in life.after]
+        assert sum(fault.level in ("aimed", "copies") for fault in faults) == AIMED
+        sizes = [life.ranks for life in each.lives]
+        assert len([size for size in sizes if size != RANKS]) == 1
+        assert all({*life.nodes} == {*each.shape.nodes} for life in each.lives)
+        moved += len({life.nodes for life in each.lives if life.ranks == RANKS}) > 1
+    assert moved > 25
 
 
 DISKS = ("local", "parity", "persistent")
@@ -103,6 +116,7 @@ class Told:
 
     def __init__(self, survives: int = 1) -> None:
         self.truth = Truth(Shape(APART, "xor", survives, 2), keep_last=2)
+        self.truth.placed(1, APART)
         self.truth.began(1, 1, (0, 0))
 
     def all_say(self, event: str, level: str, *versions: int, life: int = 1) -> None:

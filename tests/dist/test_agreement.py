@@ -358,3 +358,67 @@ def test_only_the_training_thread_launches_collectives(
 ) -> None:
     for threads in ranks(2).run(no_thread_talks, Place.under(tmp_path, shm_dir)):
         assert threads == ["MainThread"]
+
+
+# --- retention -----------------------------------------------------------------------------------
+
+
+def kept(place: Place, shard: int) -> list[int]:
+    """Versions of which this shard is on disk."""
+    return [int(p.name[1:11]) for p in place.shards() if f".s{shard:05d}of" in p.name]
+
+
+def with_commits_that_fail_on_rank_one(bad: list[int], place: Place) -> dict[str, Any]:
+    """A version to disk at every step; those in `bad` do not get there on rank 1."""
+    with pytest.MonkeyPatch.context() as patch:
+        faults = ";".join(f"enospc@agent:version={version},shard=1" for version in bad)
+        patch.setenv("TIERCKPT_FAULTS", faults)
+        job = make_job()
+        # One agent for each: that of the node is started by its first rank.
+        attached = attach(job, place, local_every_steps=1000, node=f"node{rank()}")
+        course = {}
+        for version in range(1, 7):
+            course.update(train(job, attached.ckpt, range(version - 1, version)))
+            attached.ckpt.save(now=True)
+        attached.ckpt.abandon()
+    return {"course": course, "failed": attached.versions("failed", "local")}
+
+
+def test_a_version_that_is_incomplete_does_not_count_in_retention(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    zero, one = ranks(2).run(with_commits_that_fail_on_rank_one, [4, 5], place)
+    assert (zero["failed"], one["failed"]) == ([], [4, 5])
+    assert kept(place, 0) == kept(place, 1) == [3, 6], "two versions that can be restored"
+
+
+def test_what_never_gets_complete_does_not_fill_the_other_disks(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    ranks(2).run(with_commits_that_fail_on_rank_one, [1, 2, 3, 4, 5, 6], place)
+    assert kept(place, 0) == kept(place, 1) == []
+
+
+def go_on(place: Place) -> int:
+    """Come back from memory, and write one more version to disk."""
+    job = make_job(seed=2)
+    attached = attach(job, place, local_every_steps=1000, node=f"node{rank()}")
+    restored = attached.ckpt.restore()
+    train(job, attached.ckpt, range(restored, restored + 1))
+    attached.ckpt.save(now=True)
+    attached.ckpt.abandon()
+    return restored.version
+
+
+def test_nor_does_what_the_life_before_left_incomplete(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    ranks(2).run(with_commits_that_fail_on_rank_one, [], place)
+    assert kept(place, 0) == [5, 6]
+    for file in Path(place.path).glob("v0000000006.*.s00001of*"):
+        file.unlink()  # as if rank 1 had been killed before it was there
+    assert ranks(2).run(go_on, place) == [6, 6]
+    assert kept(place, 0) == kept(place, 1) == [5, 7]

@@ -27,7 +27,7 @@ VICTIM = 1
 PARITY = ParityKey(VersionId(1, HIT), VICTIM, 2).stem
 DISK_BYTES = 2 << 20
 
-# One that never meets the others is waited for for a minute: test_peer_processes, with less patience.
+# One that never meets the others is waited for a minute: test_peer_processes, with less patience.
 BEFORE_THE_END = [f"kill@peer:op={op},version={HIT}" for op in ("send", "write", "end")]
 AFTER_IT = [
     f"kill@peer:op=commit,version={HIT}",

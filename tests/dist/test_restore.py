@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tierckpt
-import tierckpt.checkpointer
+import tierckpt.alike
 from tests import exact
 from tests.dist.training import Net, Place, attach, crash_after, make_job, rank, train, working_in
 
@@ -113,7 +113,7 @@ def on_hosts(root: Path, hosts: list[int], crash: bool) -> dict[str, Any]:
     """
     host = hosts[rank()]
     with working_in(root / f"host{host}"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tierckpt.checkpointer, "host_id", lambda node: f"host{host}")
+        patch.setattr(tierckpt.alike, "host_id", lambda node: f"host{host}")
         patch.setattr("tierckpt.sharing.BROADCAST_BYTES", 1000)
         Path("memory").mkdir(exist_ok=True)
         place = Place("disk", "memory")
@@ -182,7 +182,7 @@ def test_more_machines_than_before(ranks: Any, tmp_path: Path) -> None:
 def test_without_one_of_the_machines_nothing_is_made_up(ranks: Any, tmp_path: Path) -> None:
     """No version is complete any more: all ranks start from scratch, and say the same."""
     ranks(2).run(on_hosts, tmp_path, [0, 1], True)
-    shutil.rmtree(tmp_path / "host1")
+    shutil.rmtree(tmp_path / "host1", ignore_errors=True)  # an agent that ends tidies up there
     told = ranks(2).run(on_hosts, tmp_path, [0, 1], False)
     assert [t["restored"] for t in told] == [(0, {}), (0, {})]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import tierckpt.checkpointer
+import tierckpt.alike
 from tests.dist import test_peer_level as peer
 from tests.dist import test_persistent_level as persistent
 from tests.dist.training import Place, attach, crash_after, make_job, rank, working_in
@@ -28,7 +28,7 @@ def volume(place: Place, settings: dict[str, Any], host: int | None = None) -> d
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardReader, "read", counted)
         if host is not None:
-            patch.setattr(tierckpt.checkpointer, "host_id", lambda node: f"host{host}")
+            patch.setattr(tierckpt.alike, "host_id", lambda node: f"host{host}")
         attached = attach(make_job(seed=2), place, **settings)
         restored = attached.ckpt.restore()
         attached.ckpt.abandon()
@@ -71,7 +71,7 @@ def on_machines(root: Path, crash: bool) -> dict[str, Any] | None:
         place = Place("disk", "memory")
         if not crash:
             return volume(place, {}, rank())
-        patch.setattr(tierckpt.checkpointer, "host_id", lambda node: f"host{rank()}")
+        patch.setattr(tierckpt.alike, "host_id", lambda node: f"host{rank()}")
         attached = attach(job := make_job(), place)
         crash_after(job, attached, 2)
     return None

@@ -124,7 +124,6 @@ def test_every_iteration_is_bit_for_bit_as_without(
     Where DDP cannot be shown its buckets before the first pass: as plain DDP, whose state was
     copied to new objects where ours crashed. On three ranks it sums in another order then.
     """
-    options = VARIANTS[variant]
     primed = variant not in ("static graph", "unused parameters", "sparse gradients")
     place = Place.under(tmp_path, shm_dir)
     for told in ranks(size).run(trained_with_and_without, variant, place):

@@ -126,7 +126,7 @@ def commit(at: Desk, version: int) -> None:
 
 
 def retire(at: Desk, safe: int) -> None:
-    at._retire({"safe": [1, safe], "lineage": [[1, 0]], "keep": []})
+    at._retire({"safe": [1, safe], "lineage": [[1, 0]], "keep": [], "void": []})
 
 
 def local(directory: Path, finished: Callable[[int], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -103,6 +104,7 @@ LOCAL: dict[str, tuple[str, Damage]] = {
     "a bit of the data": ("data", lambda c, p: flip_bit(c, HEADER_BYTES, None, p)),
     "a stretch of the data": ("data", overwrite),
     "the end of the data": ("data", truncate),
+    "all of the data, as a crash of the machine may": ("data", lambda c, p: os.truncate(p, 0)),
     "all of the data, another version's": ("data", swap),
     "a bit of the manifest": ("record", lambda c, p: flip_bit(c, 0, None, p)),
     "the end of the manifest": ("record", truncate),

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tierckpt.errors import RestoreError
 from tierckpt.localstore import ENCODED_SUFFIX, LocalStore
 from tierckpt.manifest import Manifest
-from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE
+from tierckpt.modules import pipeline
+from tierckpt.modules.checksum import Checksum
+from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE, fingerprint
 from tierckpt.naming import VersionId
 from tierckpt.persistent import PersistentStore
 from tierckpt.testing import TinyJob
@@ -168,18 +171,65 @@ def test_flipped_bits_never_load(job: Any, course: dict[int, str], tmp_path: Pat
         assert last.restore().version == 2
 
 
-@pytest.mark.parametrize(("key", "why"), [(OTHER_KEY, "whose fingerprint is"), ("", "has no key")])
-def test_with_another_key_nothing_loads_and_it_is_said(
-    key: str, why: str, job: Any, monkeypatch: pytest.MonkeyPatch
+def key_id(key: str) -> str:
+    return fingerprint(bytes.fromhex(key))
+
+
+@pytest.mark.parametrize("key", [OTHER_KEY, ""])
+def test_with_another_key_or_none_nothing_starts_and_it_is_said(
+    key: str, job: Any, course: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with job(local_modules="aes-gcm") as first:
-        first.run(2)
+    """Also not from an older version that needs no key: to go on from that would retire this."""
+    with job() as first:
+        first.run(1)
+    with job(local_modules="aes-gcm", local_keep_last=3) as first:
+        first.restore()
+        first.run(3)
     monkeypatch.setenv(KEY_VARIABLE, key)
     second = job(local_every_steps=0)
-    restored = second.restore()
-    assert int(restored) == 0
-    assert len(restored.rejected) == 2
-    assert all(why in each and KEY_VARIABLE in each for each in restored.rejected)
+    before = second.fingerprint()
+    with pytest.raises(RestoreError, match="v3 is there and cannot be decoded") as refused:
+        second.restore()
+    text = str(refused.value)
+    assert f"encrypted with the key whose id is {key_id(KEY)}" in text
+    assert (f"{KEY_VARIABLE} has {key_id(OTHER_KEY)}" if key else "no key is given") in text
+    assert FILE_VARIABLE in text
+    assert KEY not in text
+    assert OTHER_KEY not in text
+    assert second.fingerprint() == before
+    assert second.restore(version=1) == 1, "asked for, it is what there is"
+    assert second.fingerprint() == course[1]
+    second.checkpointer.abandon()
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    with job() as last:
+        assert last.restore() == 3
+        assert last.fingerprint() == course[3]
+
+
+def test_another_level_that_can_be_read_is_taken_instead(
+    job: Any, course: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = {"persistent_path": str(tmp_path / "shared"), "persistent_every_steps": 1}
+    with job(local_modules="aes-gcm", **shared) as first:
+        first.run(2)
+    monkeypatch.delenv(KEY_VARIABLE)
+    with job(**shared) as second:
+        restored = second.restore()
+        assert (restored.version, restored.levels) == (2, {"persistent": 1})
+        assert "no key is given" in restored.rejected[0]
+        assert second.fingerprint() == course[2]
+
+
+def test_a_module_that_is_not_installed_is_named(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pipeline.OURS, "somebodys", pipeline.OURS["checksum"])
+    monkeypatch.setattr(Checksum, "name", "somebodys")
+    with job(local_modules="somebodys") as first:
+        first.run(2)
+    monkeypatch.undo()
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    second = job(local_every_steps=0)
+    with pytest.raises(RestoreError, match=r"module 'somebodys'.*those there are.*install"):
+        second.restore()
     second.checkpointer.abandon()
 
 

@@ -312,3 +312,25 @@ def test_a_job_of_the_same_process_stays_locked_when_another_one_is_made(
         assert said == "", "another process took the rank of a living trainer"
     finally:
         os.close(first)
+
+
+def test_what_the_killed_left_goes_and_what_is_the_livings_stays(job: JobDirectory) -> None:
+    """Locks of ranks that are elsewhere now, and of an agent; another one lives, as does rank 0."""
+    job.create()
+    first, agent = job.lock_rank(0), "agent0.lock"
+    for name in ("r00003.lock", "agent1.lock", "agent1.socket", "agent0.socket"):
+        (job.path / name).touch()
+    hold = f"import sys; from tierckpt.slots import take_lock; from pathlib import Path\n{HOLD}"
+    holder = python(hold, job.path / agent)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        job.remove_orphans()
+        left = sorted(path.name for path in job.path.iterdir())
+        assert left == [agent, "agent0.socket", "r00000.lock"]
+    finally:
+        end(holder)
+        job.unlock_rank(0, first)
+
+
+HOLD = "fd = take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"

@@ -693,6 +693,7 @@ class Bench:
             shm_dir=self.shm,
             local_every_steps=BOUNDARIES if self.on_disk else 0,
             local_every_seconds=0,
+            agent="inline",  # what is written is the matter here, not by whom
             on_event=self.events.append,
         )
 

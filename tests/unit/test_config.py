@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from tierckpt.config import (
     NOT_SETTINGS,
+    STORAGE_OPTIONS,
     TABLES,
     Config,
     known_settings,
@@ -27,6 +30,7 @@ CHOICES = {
     "agent": "inline",
     "halt_signals": "SIGHUP",
     "health": "warn",
+    "best": "highest",
     "local_modules": "checksum",
     "persistent_modules": "checksum",
 }
@@ -60,6 +64,8 @@ def test_paths_are_absolute_from_the_start(tmp_path: Path, monkeypatch: pytest.M
 
 def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
     for setting, kind in known_settings().items():
+        if setting == STORAGE_OPTIONS:
+            continue  # which has forms of its own, see below
         value = value_for(setting, kind)
         text = f"{setting} = {value!r}\n".replace("'", '"').replace("True", "true")
         for config in (
@@ -176,6 +182,9 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(setting: str, value: Any) 
         ("slots", 1),
         ("local_keep_last", 0),
         ("local_keep_every", -1),
+        ("local_keep_best", -1),
+        ("persistent_keep_best", -1),
+        ("best", "cheapest"),
         ("local_every_steps", -1),
         ("local_every_seconds", -0.5),
         ("local_every_seconds", float("nan")),
@@ -202,6 +211,38 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_config_error_is_a_value_error_too() -> None:
     assert issubclass(ConfigError, ValueError)
+
+
+# --- storage options -----------------------------------------------------------------------------
+
+OPTIONS = {"key": "open", "secret": "sesame", "client_kwargs": {"region_name": "nowhere"}}
+
+
+def test_storage_options_are_a_table_a_mapping_or_json(tmp_path: Path) -> None:
+    file = toml(
+        tmp_path,
+        "[persistent.storage_options]\nkey = 'open'\nsecret = 'sesame'\n"
+        "client_kwargs = { region_name = 'nowhere' }\n",
+    )
+    for config in (
+        load_config({}, {}, file),
+        load_config({STORAGE_OPTIONS: OPTIONS}, {}),
+        load_config({STORAGE_OPTIONS: json.dumps(OPTIONS)}, {}),
+        load_config({}, {f"TIERCKPT_{STORAGE_OPTIONS.upper()}": json.dumps(OPTIONS)}),
+    ):
+        assert config.persistent.options() == OPTIONS
+        assert "sesame" not in repr(config)
+    assert load_config({}, {}).persistent.options() == {}
+    assert load_config({STORAGE_OPTIONS: {}}, {}) == load_config({}, {})
+
+
+@pytest.mark.parametrize(
+    "wrong", ["sesame", '{"secret": "sesame"', '["sesame"]', {"a": {"sesame"}}]
+)
+def test_wrong_storage_options_are_refused_and_not_repeated(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{STORAGE_OPTIONS} in the arguments must") as refused:
+        load_config({STORAGE_OPTIONS: wrong}, {})
+    assert "sesame" not in "".join(traceback.format_exception(refused.value))
 
 
 def test_what_a_job_runs_with_does_not_change_under_it() -> None:

@@ -144,6 +144,23 @@ def test_nothing_goes_before_a_version_is_known_to_be_safe(
     assert retired(written, None, written[max(written)], keep_last, 0) == []
 
 
+@given(histories(), st.data())
+def test_what_is_incomplete_costs_no_complete_version(
+    written: dict[VersionId, Lineage], data: st.DataObject
+) -> None:
+    """A rank that has its shard of it keeps the same complete versions as one that has not."""
+    lineage = written[max(written)]
+    safe = data.draw(st.sampled_from(newest_first(written.items())))
+    void = data.draw(st.sets(st.sampled_from(sorted(written)))) - {safe}
+    policy = (data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4)))
+    gone = set(retired(written, safe, lineage, *policy, void))
+    assert gone - void == set(retired(set(written) - void, safe, lineage, *policy))
+    newer = {i for i in void if i > safe}
+    assert {i for i in gone if i in newer} == {i for i in newer if i.generation == lineage[-1][0]}
+    assert void - newer <= gone
+    assert set(retired(written, None, lineage, *policy, void)) <= void
+
+
 def test_what_an_ancestor_wrote_after_the_fork_goes_once_this_life_is_safe() -> None:
     lineage = ((1, 0), (2, 5))
     held = [VersionId(1, v) for v in (4, 5, 9)] + [VersionId(2, 6)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tierckpt.config import Config, load_config
 from tierckpt.naming import VersionId
-from tierckpt.policy import BROKEN, DONE, PENDING, Decision, Ledger, Schedule, Vote
+from tierckpt.policy import BROKEN, DONE, PENDING, REMEMBERED, Decision, Ledger, Schedule, Vote
 
 
 def configured(**arguments: Any) -> Config:
@@ -172,6 +172,16 @@ def test_a_version_that_broke_anywhere_is_given_up_and_the_one_before_stays_safe
     assert ledger.resolve(BROKEN, v(2)) == v(2)
     assert (ledger.safe, ledger.open) == (v(1), [v(3)])
     assert ledger.protected() == {v(1), v(3)}
+
+
+def test_what_broke_is_remembered_for_a_while_unless_it_is_taken_again() -> None:
+    ledger = Ledger(open=[v(n) for n in range(1, REMEMBERED + 3)])
+    for version in list(ledger.open):
+        ledger.resolve(BROKEN, version)
+    assert ledger.broken == [v(n) for n in range(3, REMEMBERED + 3)]
+    ledger.open.append(v(7))
+    ledger.resolve(DONE, v(7))
+    assert v(7) not in ledger.broken
 
 
 @pytest.mark.parametrize("candidate", [None, v(9)])

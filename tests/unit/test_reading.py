@@ -48,7 +48,7 @@ class Disk:
             self.manifests[number] = replace(Manifest.decode(record), shard=number)
             self.brought[number] = []
 
-    def open_image(self, key: Any, place: Place, life: str) -> Image:
+    def open_image(self, key: Any, place: Place, life: str, open_store: Any) -> Image:
         number = key.shard
         if number in self.broken:
             raise FileNotFoundError(f"shard {number} cannot be opened")
@@ -86,7 +86,7 @@ def read(
     images: dict[int, Image] = {}
     reads = Reads(pool, images, volume.read)
     reads.open(VersionId(1, 1), SHARDS, "", sources([0] * SHARDS))
-    return [(key.shard, why) for key, _, why in reads.finish()], images, reads
+    return [(failure.key.shard, failure.why) for failure in reads.finish()], images, reads
 
 
 def test_every_byte_is_brought_once(disk: Disk, pool: ThreadPoolExecutor) -> None:

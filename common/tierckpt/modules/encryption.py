@@ -33,6 +33,7 @@ FILE_VARIABLE = "TIERCKPT_ENCRYPTION_KEY_FILE"
 KEY_VARIABLE = "TIERCKPT_ENCRYPTION_KEY"
 KEY_BYTES = 32
 NONCE_BYTES, TAG_BYTES = 24, 16
+GIVE = f"Give that one in the file that {FILE_VARIABLE} names, or in {KEY_VARIABLE}, on every node"
 MAKE_ONE = "openssl rand -hex 32 makes one"
 
 
@@ -47,14 +48,13 @@ class AesGcm:
     hides = True
 
     def __init__(self, key_id: str = "") -> None:
-        key, where = find_key()
+        found = find_key()
+        if found is None:
+            raise ModuleError(_no_key(key_id))
+        key, where = found
         self.key_id = fingerprint(key)
         if key_id and key_id != self.key_id:
-            raise ModuleError(
-                f"this was encrypted with the key whose fingerprint is {key_id}; the one in "
-                f"{where} is {self.key_id}. Put the other one into the file that {FILE_VARIABLE} "
-                f"names, or into {KEY_VARIABLE}, on every node"
-            )
+            raise ModuleError(f"{_needs(key_id)}, and the one in {where} has {self.key_id}. {GIVE}")
         self._xaes = Xaes(key)
 
     def __repr__(self) -> str:
@@ -129,8 +129,22 @@ class Xaes:
         return made
 
 
-def find_key() -> tuple[bytes, str]:
-    """The key, and in words where it was found. Raises ModuleError, naming where it was not."""
+def _needs(key_id: str) -> str:
+    return f"it is encrypted with the key whose id is {key_id}"
+
+
+def _no_key(key_id: str) -> str:
+    if key_id:
+        return f"{_needs(key_id)}, and no key is given. {GIVE}"
+    return (
+        f"the module aes-gcm has no key: neither {FILE_VARIABLE} (a file with it) nor "
+        f"{KEY_VARIABLE} is set; it is 64 hexadecimal digits ({MAKE_ONE})"
+    )
+
+
+def find_key() -> tuple[bytes, str] | None:
+    """The key, and in words where it was found; None when none is given. Raises ModuleError for
+    what is no key."""
     path, text = os.environ.get(FILE_VARIABLE, ""), os.environ.get(KEY_VARIABLE, "")
     if path:
         where = f"the file {path}, which {FILE_VARIABLE} names"
@@ -141,10 +155,7 @@ def find_key() -> tuple[bytes, str]:
     elif text:
         found, where = text.encode(), f"the environment variable {KEY_VARIABLE}"
     else:
-        raise ModuleError(
-            f"the module aes-gcm has no key: neither {FILE_VARIABLE} (a file with it) nor "
-            f"{KEY_VARIABLE} is set; it is 64 hexadecimal digits ({MAKE_ONE})"
-        )
+        return None
     if len(found) == KEY_BYTES and path:
         return found, where
     try:

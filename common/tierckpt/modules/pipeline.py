@@ -66,7 +66,13 @@ class Pipeline:
     @staticmethod
     def of_description(description: Description) -> Pipeline:
         """What undoes that which a manifest names. Raises ModuleError when it cannot be had."""
-        return Pipeline(tuple(make_module(name, values) for name, values in description))
+        modules = []
+        for name, values in description:
+            try:
+                modules.append(make_module(name, values))
+            except ModuleError as error:
+                raise ModuleError(f"it went through the module {name!r}: {error}") from error
+        return Pipeline(tuple(modules))
 
     def __bool__(self) -> bool:
         return bool(self.modules) or self.full_every > 0
@@ -132,7 +138,10 @@ def _class_of(name: str) -> Callable[..., Any]:
     theirs = {point.name: point for point in entry_points(group=GROUP)}
     if name not in theirs:
         known = ", ".join(sorted({*OURS, INCREMENTAL, *theirs}))
-        raise ModuleError(f"there is no module {name!r}; those there are: {known}")
+        raise ModuleError(
+            f"there is no module {name!r}; those there are: {known}. If it is a package's, "
+            "install that on every node"
+        )
     try:
         return theirs[name].load()  # type: ignore[no-any-return]
     except Exception as error:  # whatever somebody else's package does when it is imported

@@ -10,8 +10,9 @@ No coordinator, no collective: every member does the same, and none of it touche
 4. *Commit*, alone: parity is valid by itself (`parity`), so nobody waits for anybody's commit.
 
 Whatever goes wrong in 1 to 3, at one member, ends the exchange at all of them within their limits,
-and nothing of it stays but earlier versions. A device that fails takes its own parity only: that
-member goes on to serve the others. After 3, members commit or not, each by itself.
+and nothing of it stays but earlier versions. It is not tried again: who joins later is told why.
+A device that fails takes its own parity only: that member goes on to serve the others. After 3,
+members commit or not, each by itself.
 
 A member begins the versions of a group in their order. That is how one that skipped a version is
 found out: asked for it when it is at a newer one, it refuses. Several may be under way at once.
@@ -353,8 +354,10 @@ class Exchange:
             error = failure  # which shut the connection that broke
         if not isinstance(error, PeerError) or error.member is None:
             return error
-        link = self._links.get(error.member)
         text = f"{self._what} is not protected: {error}"
+        link = self._links.get(error.member)
+        if isinstance(error, RefusedError):  # which are the last words
+            return type(error)(text, error.member)
         if link is not None and (words := _last_words(link, self._ask_seconds)):
             text += f"; it gave up: {words}"
         elif error.member in self._heard:
@@ -381,6 +384,7 @@ class Exchange:
 
     def _give_up(self, why: str) -> None:
         """Last words to all others, wherever they listen, and then no more."""
+        self._transport.gave_up(self, why[:MOST_TEXT])
         self._inbox.close(why)
         for member, link in self._links.items():
             if member != self._engaged:  # to that one, this would be within a message

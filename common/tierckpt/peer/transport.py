@@ -86,6 +86,8 @@ class Transport:
         self._closing = False
         self._hosts: dict[tuple[str, int], Host] = {}
         self._latest: dict[tuple[str, int], VersionId] = {}
+        self._given_up: dict[tuple[str, int], tuple[VersionId, str]] = {}
+        """The last exchange of a series and member that failed here, and why."""
         self._stores: list[LocalStore] = []
         self._kept: dict[Address, list[Link]] = {}
         self._links: set[Link] = set()
@@ -228,12 +230,19 @@ class Transport:
             self._hosts[key] = host
             series = (host.series, host.member)
             self._latest[series] = max(host.id, self._latest.get(series, host.id))
+            self._given_up.pop(series, None)
             self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
                 del self._hosts[key]
+
+    def gave_up(self, host: Host, why: str) -> None:
+        """Have members that join later told so, who would wait for the exchange to begin."""
+        with self._changed:
+            self._given_up[host.series, host.member] = (host.id, why)
+            self._changed.notify_all()
 
     def publish(self, store: LocalStore) -> None:
         """Let peers fetch what is committed in `store`."""
@@ -305,6 +314,10 @@ class Transport:
                 latest = self._latest.get((str(head["series"]), member))
                 if latest is not None and latest > asked:
                     link.send({"op": "refused", "why": f"{asked} was left out: {latest} is next"})
+                    return None
+                over, why = self._given_up.get((str(head["series"]), member), (None, ""))
+                if over == asked:
+                    link.send({"op": "refused", "why": why})
                     return None
                 if self._closing or time.monotonic() > deadline or not link.idle():
                     raise PeerError(f"{link.peer} wanted to exchange {asked}, which is not here")

@@ -102,7 +102,14 @@ def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backen
         return ObjectBackend(os.fspath(path), **storage_options)
     from .posix import PosixBackend
 
-    return PosixBackend(os.fspath(path).removeprefix("file://"), **storage_options)
+    try:
+        return PosixBackend(os.fspath(path).removeprefix("file://"), **storage_options)
+    except TypeError:
+        names = ", ".join(sorted(storage_options))
+        raise ConfigError(
+            f"{path} is a directory, whose storage options are direct and shared_writes; given "
+            f"are: {names}"
+        ) from None
 
 
 def _entry_point(url: str) -> Callable[..., Backend] | None:

@@ -44,7 +44,7 @@ class ObjectBackend:
                 f"the persistent path {url} needs a package that is not installed ({error}); for "
                 "s3:// run: pip install 'tierckpt[s3]'"
             ) from error
-        except ValueError as error:  # fsspec's, for a protocol that it does not know
+        except (TypeError, ValueError) as error:  # for protocols and options that are not known
             raise ConfigError(f"the persistent path {url} cannot be opened: {error}") from error
         self._s3 = "s3" in _protocols(self._fs)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..best import best_of
 from ..naming import Lineage, newest_first, retired
 from .names import VersionName
+
+METRIC = "metric"
+"""What the user gave at the boundary is called so in the manifests."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,8 @@ class RetentionPolicy:
     """Versions that are a multiple of this; 0: none."""
     keep_best: int = 0
     """So many of the best by `metric`; 0: none. Of equals the newer one is the better one."""
-    metric: str = ""
-    """Name of a value that the user gave at the boundary. Versions without it are not best."""
+    metric: str = METRIC
+    """Name of the value in the manifest. Versions without it are not best."""
     best_is_low: bool = True
     """False: the larger, the better."""
 
@@ -55,18 +58,10 @@ def retirable(
     safe = newest[0] if newest else None
     ids = {h.name.id for h in mine}
     gone = set(retired(ids, safe, lineage, policy.keep_last, policy.keep_every))
-    best = _best([h for h in mine if h.name.id in newest], policy)
+    scored = {h.name: h.metrics for h in mine if h.name.id in newest}
+    known = {name: m[policy.metric] for name, m in scored.items() if policy.metric in m}
+    best = best_of(known, policy.keep_best, policy.best_is_low)
     going = {h.name for h in mine if h.name.id in gone and h.name not in best and not h.pinned}
     # A base refers to nothing itself, so one step is enough.
     needed = {base for h in held if h.name not in going for base in h.bases}
     return sorted(going - needed)
-
-
-def _best(held: Iterable[Held], policy: RetentionPolicy) -> set[VersionName]:
-    sign = 1.0 if policy.best_is_low else -1.0
-    scored = [
-        (sign * value, -h.name.id.version, h.name)
-        for h in held
-        if math.isfinite(value := h.metrics.get(policy.metric, math.nan))
-    ]
-    return {name for _, _, name in sorted(scored)[: max(policy.keep_best, 0)]}

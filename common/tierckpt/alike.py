@@ -1,0 +1,123 @@
+"""Settings, alike on all ranks: they decide alike without talking, so all must start from the same.
+
+Who takes part in the job, and where, is found out along the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
+from .errors import ConfigError
+from .group import Group, Node, host_id
+from .modules.pipeline import Pipeline
+
+PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
+OWN = frozenset((*PLACES, "peer_domain", "peer_interface", "peer_port"))
+"""Settings that may differ between ranks: a node's disk may have the node's name in its path."""
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Who takes part in the job, and where; by rank."""
+
+    hosts: tuple[str, ...]
+    """Nodes, as `group.host_id` names them."""
+    names: tuple[str, ...]
+    """Host names of their machines."""
+    domains: tuple[str, ...]
+    """What dies together."""
+
+    def node(self, rank: int) -> Node:
+        """The rank's node."""
+        return Node.of(self.hosts[rank], self.hosts)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others."""
+
+    trouble: str = ""
+    """Why its settings cannot be used."""
+    compared: tuple[tuple[str, str], ...] = ()
+    where: tuple[str, str, str] = ("", "", "")
+    """Node, host name, domain."""
+
+
+def agree_on_settings(
+    arguments: Mapping[str, Any], config_file: str | os.PathLike[str] | None, group: Group
+) -> tuple[Config, Roll]:
+    """Load this rank's settings, and compare them with the other ranks'. Collective.
+
+    Raises ConfigError on all ranks, naming those whose settings cannot be used (a key may be
+    missing on one node alone), or are not rank 0's.
+    """
+    config = None
+    try:
+        config = load_config(arguments, config_file=config_file)
+        host = host_id(config.node)
+        where = (host, socket.gethostname(), config.peer.domain or host)
+        mine = _Told("", tuple(_compared(config)), where)
+    except ConfigError as error:
+        if group.size == 1:
+            raise
+        mine = _Told(str(error))
+    everyone: list[_Told] = group.all_gather_object(mine)
+    _check(everyone)
+    assert config is not None, "or this rank had trouble"
+    hosts, names, domains = zip(*(told.where for told in everyone), strict=True)
+    return config, Roll(hosts, names, domains)
+
+
+def _compared(config: Config) -> Iterable[tuple[str, str]]:
+    """What must be alike, by name, as text. Of keys it has the ids, of storage options a hash."""
+    for name in known_settings():
+        table, _, rest = name.partition("_")
+        value = getattr(getattr(config, table), rest) if table in TABLES else getattr(config, name)
+        if name.endswith("_modules") and value:
+            made = Pipeline.of_setting(value, name).description
+            told = [f"{m} {p}={v}" for m, each in made for p, v in each.items()]
+            value = ", ".join([value, *told])
+        elif name == STORAGE_OPTIONS and value:
+            value = hashlib.sha256(value.encode()).hexdigest()
+        if name not in OWN:
+            yield name, str(value)
+
+
+def _check(everyone: Sequence[_Told]) -> None:
+    """Raise ConfigError for the first that is wrong, and all that are wrong in the same way."""
+    for told in everyone:
+        if told.trouble:
+            raise ConfigError(f"{_ranks(everyone, told)}: {told.trouble}")
+    ours = everyone[0]
+    for told in everyone:
+        if told.compared != ours.compared:
+            pairs = zip(told.compared, ours.compared, strict=True)
+            lines = [_difference(n, a, b) for (n, a), (_, b) in pairs if a != b]
+            who = _ranks(everyone, told)
+            raise ConfigError(
+                f"{who} and rank 0 have different settings:\n" + "\n".join(lines) + "\n"
+                "All ranks need the same arguments, environment variables, file and keys."
+            )
+
+
+def _difference(name: str, theirs: str, ours: str) -> str:
+    if name == STORAGE_OPTIONS:
+        return f"  {name}, which is not shown"
+    return f"  {name}={theirs} there, and {name}={ours} on rank 0"
+
+
+def _ranks(everyone: Sequence[_Told], wrong: _Told) -> str:
+    """Those that tell the same, by number."""
+    same = [
+        rank
+        for rank, told in enumerate(everyone)
+        if (told.trouble, told.compared) == (wrong.trouble, wrong.compared)
+    ]
+    more = f" and {len(same) - 8} more" if len(same) > 8 else ""
+    return f"rank{'s' if same[1:] else ''} {', '.join(map(str, same[:8]))}{more}"

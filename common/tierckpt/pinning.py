@@ -1,0 +1,96 @@
+"""Pinning by a version's number: in a running job, on all its nodes, and at any one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from .config import Config, PersistentConfig
+from .errors import PinError, TierckptError
+from .naming import VersionId
+from .persistent import PersistentStore
+from .persistent.backend import is_url
+from .pins import LocalPins, PersistentPins
+
+if TYPE_CHECKING:
+    from .group import Group, Node
+
+Action = Literal["pin", "unpin"]
+LEVELS = ("local", "persistent")
+T = TypeVar("T")
+
+
+def mark_everywhere(
+    action: Action, version: int, config: Config, group: Group, node: Node
+) -> tuple[str, ...]:
+    """Pin or unpin a version of this job on every level that has it; returns these levels.
+
+    Collective. Raises PinError, on all ranks, where no level has it, or one cannot be asked.
+    """
+    first, local = node.first == group.rank, LocalPins(config.directory)
+
+    def look() -> set[VersionId]:
+        return local.named(version) if first else set()
+
+    # A node that has not written its part yet gets the mark, too.
+    ids = set[VersionId]().union(*_told(look, group))
+
+    def mark() -> set[str]:
+        done = {"local"} if first and ids and getattr(local, action)(ids) else set()
+        if group.rank == 0 and config.persistent.path:
+            with _persistent(config.persistent) as pins:
+                done |= {"persistent"} if getattr(pins, action)(pins.named(version)) else set()
+        return done
+
+    done = set[str]().union(*_told(mark, group))
+    if not done:
+        raise PinError(f"cannot {action} v{version}: {_NONE[action]} on any level")
+    return tuple(level for level in LEVELS if level in done)
+
+
+def _told(ask: Callable[[], T], group: Group) -> list[T]:
+    """What `ask` returned on every rank; PinError on all if it failed on any. Collective."""
+    mine: list[T] = []
+    trouble = ""
+    try:
+        mine.append(ask())
+    except (OSError, TierckptError) as error:
+        trouble = f"rank {group.rank} cannot reach its pins: {error}"
+    everyone: list[tuple[list[T], str]] = group.all_gather_object((mine, trouble))
+    for _, text in everyone:
+        if text:
+            raise PinError(text)
+    return [each for theirs, _ in everyone for each in theirs]
+
+
+def mark_at(action: Action, version: int, path: str, place: PersistentConfig) -> list[str]:
+    """Pin or unpin a version at one place: a directory of the local level, on this node, or one, or
+    a URL, of the persistent level. `place` has what the store is to be told. Returns the names of
+    what was marked.
+
+    Raises PinError where nothing has that number, OSError and PersistentError.
+    """
+    marked, there = set[str](), set[int]()
+    if not is_url(path):
+        local = LocalPins(path)
+        marked |= {str(v) for v in getattr(local, action)(local.named(version))}
+        there |= {v.version for v in (local.versions() if action == "pin" else local.pinned())}
+    with _persistent(place, path) as pins:
+        marked |= {str(v) for v in getattr(pins, action)(pins.named(version))}
+        there |= {v.id.version for v in (pins.versions() if action == "pin" else pins.pinned())}
+    if not marked:
+        known = ", ".join(f"v{number}" for number in sorted(there)) or "none"
+        raise PinError(f"{path}: {_NONE[action]} as v{version}; there: {known}")
+    return sorted(marked)
+
+
+@contextmanager
+def _persistent(place: PersistentConfig, path: str = "") -> Iterator[PersistentPins]:
+    where = path or place.path
+    options = place.options() if is_url(where) else {}  # a directory's are about shards
+    with closing(PersistentStore(where, **options)) as store:
+        yield PersistentPins(store)
+
+
+_NONE = {"pin": "there is no such version", "unpin": "no such version is pinned"}

@@ -1,0 +1,130 @@
+"""Pins: marks that say which versions retention must leave alone, until they are taken away.
+
+A mark lies beside the version, on each level by itself: on every node's local disk, and on the
+persistent level. A version is named by its number; what earlier lives left under the same number
+is pinned with it (`pinning` has what users call).
+
+Whoever removes a local version looks for its mark, and then removes, under a lock; whoever marks
+one does that, and then looks whether it is still there, under the same lock. So a pin that was not
+refused holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from .localstore import LocalStore
+from .naming import VersionId
+from .persistent import PersistentStore, VersionName
+
+_MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.pin")
+
+
+class LocalPins:
+    """Those of one node. Any thread or process. Methods raise OSError."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._store = LocalStore(directory)
+
+    def versions(self) -> set[VersionId]:
+        """What is there, also in part; empty without the directory."""
+        keys = [*self._store.keys(), *self._store.parities()]
+        return {key.id for key in keys}
+
+    def named(self, number: int) -> set[VersionId]:
+        """What of that number is there, or pinned."""
+        return {v for v in self.versions() | self.pinned() if v.version == number}
+
+    def pinned(self) -> set[VersionId]:
+        """Versions with a mark."""
+        with contextlib.suppress(FileNotFoundError):
+            found = map(_MARK.fullmatch, os.listdir(self._store.directory))
+            return {VersionId(int(m[2]), int(m[1])) for m in found if m is not None}
+        return set()
+
+    def pin(self, versions: Iterable[VersionId]) -> set[VersionId]:
+        """Mark them; returns those that are here. A mark of what is elsewhere does no harm."""
+        self._store.create()
+        with _locked(self._store.directory):
+            for version in versions:
+                self._mark(version).touch()
+            _sync(self._store.directory)
+            return self.versions() & set(versions)
+
+    def unpin(self, versions: Iterable[VersionId]) -> set[VersionId]:
+        """Take marks away; returns those that were there."""
+        there = self.pinned() & set(versions)
+        for version in there:
+            self._mark(version).unlink(missing_ok=True)
+        return there
+
+    @contextlib.contextmanager
+    def spared(self, version: VersionId) -> Iterator[bool]:
+        """Whether the version is pinned; it does not become so while this is open."""
+        with _locked(self._store.directory):
+            yield self._mark(version).exists()
+
+    def _mark(self, version: VersionId) -> Path:
+        name = f"v{version.version:010d}.g{version.generation:06d}.pin"
+        return self._store.directory / name
+
+
+class PersistentPins:
+    """Those of the persistent level. One thread. Methods raise PersistentError and OSError."""
+
+    def __init__(self, store: PersistentStore) -> None:
+        self._store = store
+
+    def versions(self) -> set[VersionName]:
+        """What is there."""
+        return set(self._store.versions())
+
+    def named(self, number: int) -> set[VersionName]:
+        """What of that number is there, or pinned."""
+        return {v for v in self.versions() | self.pinned() if v.id.version == number}
+
+    def pinned(self) -> set[VersionName]:
+        """Versions with a mark."""
+        return set(self._store.pinned())
+
+    def pin(self, versions: Iterable[VersionName]) -> set[VersionName]:
+        """Mark them; returns those that are there, and stay."""
+        done = set()
+        for version in versions:
+            with contextlib.suppress(FileNotFoundError):
+                self._store.pin(version)
+                done.add(version)
+        return done
+
+    def unpin(self, versions: Iterable[VersionName]) -> set[VersionName]:
+        """Take marks away; returns those that were there."""
+        there = self.pinned() & set(versions)
+        for version in there:
+            self._store.unpin(version)
+        return there
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One thread of one process at a time, where the file system can lock a directory (NFS cannot:
+    there a pin that comes in the very moment of a removal may be too late)."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

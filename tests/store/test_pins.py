@@ -1,0 +1,192 @@
+"""Pins: marks that retention heeds, set by a job or from the command line."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store.shards import IMAGE_BYTES, manifest
+from tierckpt import PinError
+from tierckpt.cli import main
+from tierckpt.localstore import LocalStore
+from tierckpt.naming import ShardKey, VersionId
+from tierckpt.persistent import PersistentStore
+from tierckpt.pins import LocalPins
+from tierckpt.testing import TinyJob
+
+
+def on_local(path: Path) -> list[int]:
+    return sorted({key.id.version for key in LocalStore(path).keys()})  # noqa: SIM118
+
+
+def on_persistent(path: Path) -> list[int]:
+    return [name.id.version for name in PersistentStore(str(path)).versions()]
+
+
+def key_of(version: int) -> ShardKey:
+    return ShardKey(VersionId(1, version), 0, 1)
+
+
+def commit(store: LocalStore, version: int) -> None:
+    store.commit(key_of(version), memoryview(bytes(IMAGE_BYTES)), manifest(version).encode())
+
+
+@pytest.fixture
+def job(tmp_path: Path, shm_dir: Path) -> Any:
+    """`job(**settings)`: the same job again, in the same places."""
+
+    def start(**settings: Any) -> TinyJob:
+        given = {
+            "shm_dir": str(shm_dir),
+            "agent": "inline",
+            "local_keep_last": 1,
+            "persistent_path": str(tmp_path / "shared"),
+            "persistent_every_steps": 2,
+            "persistent_keep_last": 1,
+            **settings,
+        }
+        return TinyJob(tmp_path / "ckpts", **given)
+
+    return start
+
+
+def test_a_pinned_version_stays_on_both_levels_until_it_is_unpinned(
+    job: Any, tmp_path: Path
+) -> None:
+    local, shared = tmp_path / "ckpts", tmp_path / "shared"
+    with job() as first:
+        first.run(2)
+        first.checkpointer.save(now=True)
+        assert first.checkpointer.pin(2) == ("local", "persistent")
+        first.run(6)
+        first.checkpointer.save(now=True)
+    assert on_persistent(shared) == [2, 6]
+    assert {1, 2, 3} & set(on_local(local)) == {2}
+    with job() as second:  # also by another life
+        second.restore()
+        second.run(8)
+        second.checkpointer.save(now=True)
+        assert {2, 8} <= set(on_local(local))
+        assert second.checkpointer.unpin(2) == ("local", "persistent")
+        second.run(10)
+    assert on_persistent(shared) == [10]
+    assert not {2, 3} & set(on_local(local))
+    assert not list(tmp_path.rglob("*.pin"))
+
+
+def test_pin_waits_for_what_is_under_way(job: Any) -> None:
+    """A version that was taken, and is not on the persistent level yet, is not lost from there."""
+    with job(persistent_bytes_per_second=2_000_000) as first:
+        first.run(2)
+        first.checkpointer.save(now=True)
+        assert first.checkpointer.pin(2) == ("local", "persistent")
+
+
+def test_what_is_nowhere_cannot_be_pinned(job: Any) -> None:
+    with job() as first:
+        first.run(2)
+        with pytest.raises(PinError, match="cannot pin v77: there is no such version on any level"):
+            first.checkpointer.pin(77)
+        with pytest.raises(PinError, match="cannot unpin v2: no such version is pinned"):
+            first.checkpointer.unpin(2)
+
+
+def test_a_level_that_cannot_be_asked_is_named(job: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with job(persistent_path=str(tmp_path / "file")) as first:
+        first.run(2)
+        with pytest.raises(PinError, match=f"rank 0 cannot reach its pins.*{tmp_path / 'file'}"):
+            first.checkpointer.pin(2)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_pins_at_one_place(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local, shared = tmp_path / "ckpts", tmp_path / "shared"
+    with job() as first:
+        first.run(2)
+        first.checkpointer.save(now=True)
+        first.checkpointer.wait()
+        assert main(["pin", str(local), "2"]) == 0
+        assert "pinned v2" in capsys.readouterr().out
+        first.run(4)
+    assert {1, 2, 3, 4} & set(on_local(local)) == {2, 4}
+    assert on_persistent(shared) == [4]
+    assert main(["pin", str(shared), "4"]) == 0
+    assert [name.id.version for name in PersistentStore(str(shared)).pinned()] == [4]
+    assert main(["unpin", str(shared), "4"]) == 0
+    assert PersistentStore(str(shared)).pinned() == []
+    assert main(["unpin", str(local), "2"]) == 0
+    assert LocalPins(local).pinned() == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["pin", "ckpts", "9"], "there is no such version as v9; there: v1, v2"),
+        (["unpin", "ckpts", "1"], "no such version is pinned as v1; there: none"),
+        (["pin", "nowhere", "1"], "there is no such version as v1; there: none"),
+        (["pin", "file", "1"], "file cannot be used"),
+    ],
+)
+def test_the_command_says_what_is_there_instead(
+    line: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("no directory")
+    store = LocalStore("ckpts")
+    store.create()
+    for version in (1, 2):
+        commit(store, version)
+    assert main(line) == 1
+    assert said in capsys.readouterr().err
+
+
+# --- at once with a removal ----------------------------------------------------------------------
+
+
+def test_a_pin_in_the_middle_of_a_removal_waits_and_then_finds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remover has looked for a pin, and has not removed yet."""
+    store, pins = LocalStore(tmp_path), LocalPins(tmp_path)
+    commit(store, 1)
+    flock, coming = fcntl.flock, threading.Event()
+    found: list[set[VersionId]] = []
+
+    def flock_and_say(fd: int, how: int) -> None:
+        coming.set()
+        flock(fd, how)
+
+    pinner = threading.Thread(target=lambda: found.append(pins.pin([key_of(1).id])))
+    with pins.spared(key_of(1).id) as pinned:
+        assert not pinned
+        monkeypatch.setattr(fcntl, "flock", flock_and_say)
+        pinner.start()
+        assert coming.wait(60)
+        assert not found
+        store.retire(key_of(1))
+    pinner.join()
+    assert found == [set()]
+
+
+def test_marks_are_told_from_everything_else(tmp_path: Path) -> None:
+    pins = LocalPins(tmp_path / "new")
+    assert pins.pinned() == pins.versions() == set()
+    pins.pin([VersionId(3, 12)])
+    (tmp_path / "new" / "v0000000001.g000001.of00002.5eed.pin").touch()
+    (tmp_path / "new" / "notes.pin").touch()
+    assert pins.pinned() == {VersionId(3, 12)}
+    assert pins.named(12) == {VersionId(3, 12)}
+    assert LocalStore(tmp_path / "new").clean(0) == []
