@@ -14,6 +14,7 @@ import pytest
 from tests.crash.elastic_launcher import ElasticJob, Line, Moment
 from tests.crash.launcher import ROOT, quiet_environment
 from tests.horovod_here import horovod_missing
+from tests.thorough import points
 from tierckpt.localstore import LocalStore
 
 pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
@@ -76,7 +77,7 @@ def undisturbed(shm_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     return job.course(), job.losses()
 
 
-@pytest.mark.parametrize("who", KILLS)
+@pytest.mark.parametrize("who", points(KILLS, "rank 1 first"))
 def test_workers_are_killed(who: str, make_job: MakeJob, undisturbed: Run) -> None:
     """Again and again, at every place of a step; another takes over, and nothing shows it."""
     job = make_job()

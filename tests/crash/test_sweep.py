@@ -16,6 +16,7 @@ import pytest
 import tierckpt
 from tests.crash.launcher import Job
 from tests.crash.scenario import PHASES, RANKS, STEPS
+from tests.thorough import points
 
 VERSION = 12
 BLOCKS = 9
@@ -85,7 +86,19 @@ def test_a_trainer_is_killed(point: str, rank: int, job: Job) -> None:
     assert job.journal(rank, blocks=BLOCKS), [x for x in job.journal(rank) if "blocks" in x]
 
 
-@pytest.mark.parametrize("point", AGENT_POINTS)
+@pytest.mark.parametrize(
+    "point",
+    points(
+        AGENT_POINTS,
+        "agent",
+        "write",
+        "rename",
+        "rename manifest",
+        "fsync directory after manifest",
+        "unlink retired manifest",
+        "rename retired to spare",
+    ),
+)
 def test_an_agent_is_killed_and_later_the_machine(point: str, job: Job) -> None:
     rank = list(AGENT_POINTS).index(point) % RANKS
     job.settings.update(when_busy="wait", local_keep_last=1)

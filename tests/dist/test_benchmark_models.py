@@ -90,6 +90,7 @@ def with_and_without(name: str, place: Place, shared: str) -> dict[str, Any]:
         course += [trained(job, loss_of, attached.ckpt.step) for _ in range(restored, end)]
         if end == MEMORY:
             loss_of().backward()  # it dies in the middle of an iteration
+            attached.ckpt.complete()  # or the copier may not have come so far
             attached.ckpt.abandon()
         else:
             attached.ckpt.close()
