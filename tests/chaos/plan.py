@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 RANKS = 4
 MOST_RANKS = 6
 """Of a life that only looks, see `Life.ranks`."""
-LIVES = 5
+LIVES = 4
 """So many end in a failure; one more goes to the end."""
 AIMED = 3
 """After so many of them the very thing is damaged that the next one would load."""

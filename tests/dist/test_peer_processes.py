@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.peershards import Members
+from tests.thorough import points
 from tierckpt.redundancy.codes import Code
 
 CODE = Code(4, 2, 1)
@@ -76,7 +77,7 @@ def test_a_kill_in_every_phase(tmp_path: Path) -> None:
         check_after(tmp_path / str(number), rule, fared, complete=late)
 
 
-@pytest.mark.parametrize("at", ["send:hit=3", "end:hit=1"])
+@pytest.mark.parametrize("at", points(["send:hit=3", "end:hit=1"], "send:hit=3"))
 def test_a_member_that_stops_is_named_after_the_limit(at: str, tmp_path: Path) -> None:
     """SIGSTOP: the kernel still takes connections and bytes for it, and nobody reads them."""
     rule = f"stop@peer:op={at.replace(':', ',')},version=1"
