@@ -106,13 +106,10 @@ def _needs(
     have = sum(path.stat().st_size for path in files)
     each = inplace.most_files(config, count) if in_place else count
     slots_bytes = max(each * shard_bytes * len(node.ranks) - have, 0)
-    if in_place:
-        needs = [health.Need(config.shm_dir)]
-        needs.append(health.Need(config.directory, slots_bytes, make=True))
-    else:
-        needs = [health.Need(config.shm_dir, slots_bytes)]
-        if config.uses("local"):
-            needs.append(health.Need(config.directory, shard_bytes * len(node.ranks), make=True))
+    needs = [health.Need(config.shm_dir, 0 if in_place else slots_bytes)]
+    if config.uses("local"):
+        local_bytes = slots_bytes if in_place else shard_bytes * len(node.ranks)
+        needs.append(health.Need(config.directory, local_bytes, make=True))
     if config.uses("persistent") and "://" not in config.persistent.path:
         needs.append(health.Need(config.persistent.path, shard_bytes * group.size, make=True))
     return needs, slots_bytes

@@ -47,7 +47,7 @@ from .errors import ExchangeCancelledError, PeerError, RefusedError
 from .inbox import Inbox
 from .parity import ParityManifest, ParityWriter
 from .transport import Transport
-from .wire import MOST_TEXT, Link
+from .wire import MOST_TEXT, Link, no_excuse
 
 ASK_SECONDS = 2.0
 """So long a silent peer has to say what it waits for, or to have its last words heard; less where
@@ -394,7 +394,7 @@ class Exchange:
 
     def _keep_links(self) -> None:
         for member, link in self._links.items():
-            link.excuse = lambda silent_seconds: False
+            link.excuse = no_excuse
             self._transport.keep(self._party.addresses[member], link)
         self._links.clear()
 

@@ -43,6 +43,11 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP
 """An idle connection to a node that vanished ends after two minutes."""
 
 
+def no_excuse(silent_seconds: float) -> bool:
+    """What silence costs where nobody can be asked about it."""
+    return False
+
+
 class Link:
     """A connected socket. One thread sends, one receives; either may be the same.
 
@@ -54,7 +59,7 @@ class Link:
         """Takes over `sock`; `peer` is how errors name the other side."""
         self.peer = peer
         self.seconds = seconds
-        self.excuse: Callable[[float], bool] = lambda silent_seconds: False
+        self.excuse: Callable[[float], bool] = no_excuse
         """Asked whenever the peer took nothing for `seconds`, with how long it took nothing by now:
         True lets it have `seconds` more."""
         self._socket = sock
@@ -168,7 +173,7 @@ class Link:
         event: int,
         seconds: float | None,
         what: str,
-        excuse: Callable[[float], bool] = lambda silent_seconds: False,
+        excuse: Callable[[float], bool] = no_excuse,
     ) -> None:
         poll = select.poll()
         poll.register(self._socket, event)
