@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import floor, sqrt
 from statistics import median
 from typing import Any
 
@@ -21,12 +22,17 @@ ENOUGH_QUIET_VISITS = 3
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and range of `count` samples."""
+    """Median and range of `count` samples.
+
+    sure: where the median of all samples there could be lies, with 95 % confidence or a little
+    more; from order statistics, so that nothing is assumed of the noise. None for fewer than 6.
+    """
 
     median: float
     low: float
     high: float
     count: int
+    sure: tuple[float, float] | None = None
 
 
 @dataclass
@@ -72,7 +78,10 @@ def spread(samples: Iterable[float]) -> Spread | None:
     values = sorted(samples)
     if not values:
         return None
-    return Spread(median(values), values[0], values[-1], len(values))
+    count = len(values)
+    outside = max(0, floor((count - 1.96 * sqrt(count)) / 2))
+    sure = (values[outside], values[-1 - outside]) if count >= 6 else None
+    return Spread(median(values), values[0], values[-1], count, sure)
 
 
 def fill(row: Row, memory: dict[str, Any], visits: list[dict[str, Any]], every: int) -> None:

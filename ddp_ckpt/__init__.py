@@ -14,5 +14,6 @@ from tierckpt import Callbacks, __version__
 
 from .checkpointer import Checkpointer, wrap
 from .group import TorchGroup
+from .hookstate import HookState
 
-__all__ = ["Callbacks", "Checkpointer", "TorchGroup", "__version__", "wrap"]
+__all__ = ["Callbacks", "Checkpointer", "HookState", "TorchGroup", "__version__", "wrap"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
@@ -16,6 +17,7 @@ from tierckpt.iterations import Unattached
 from tierckpt.scripts import serve
 
 from .group import current_group
+from .hookstate import HookState
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -37,6 +39,7 @@ class Checkpointer(tierckpt.Checkpointer):
         comm_hook: the communication hook to use for the reduction, as `(state, hook)`: what you
             would have given to `register_comm_hook`. Without one, a plain allreduce with the
             same arithmetic as DDP's own. Calling `model.register_comm_hook` afterwards works too.
+            What such a hook remembers is not in the checkpoints by itself: see `HookState`.
         settings: as in `tierckpt.Checkpointer`.
     """
 
@@ -56,12 +59,21 @@ class Checkpointer(tierckpt.Checkpointer):
                 "comm_hook was given, but the model is no DistributedDataParallel module or has a "
                 "communication hook already; give the hook here and do not register it yourself"
             )
+        objects = (settings.get("extra_per_rank") or {}).values()
+        self._hook_states = [obj for obj in objects if isinstance(obj, HookState)]
+        if self._hook_states and getattr(ddp, "static_graph", False):
+            raise tierckpt.ConfigError(
+                "HookState with static_graph=True: DDP makes its final buckets after the first "
+                "iteration and cannot be shown them before, and what the hook remembers is by "
+                "bucket. Leave one of the two out"
+            )
         group = current_group(ddp.process_group if ddp is not None else None)
         super().__init__(model, optimizer, group=group, **settings)
         self._hook = hook
         if hook is not None:
-            hook.release = self.release
-            hook.inner = comm_hook or hook.inner
+            hook.release, hook.chained = self.release, self._look_at_hook
+            if comm_hook is not None:
+                hook.set_inner(*comm_hook)
         elif ddp is not None:
             self._reports.notice(
                 "the model has a communication hook already: layers are copied from the forward "
@@ -69,14 +81,29 @@ class Checkpointer(tierckpt.Checkpointer):
                 logging.INFO,
             )
 
+    def _look_at_hook(self, state: Any) -> None:
+        """Say it when a hook remembers what is not saved."""
+        known = [obj.state for obj in self._hook_states]
+        if state is None or isinstance(state, dist.ProcessGroup) or any(s is state for s in known):
+            return
+        changes_results = isinstance(state, PowerSGDState)
+        self._reports.notice(
+            f"the communication hook's state, a {type(state).__name__}, is not in the checkpoints: "
+            "a resumed run begins without what it remembers"
+            f"{' (its error feedback), and its curve is another one' if changes_results else ''}. "
+            'Give extra_per_rank={"hook": ddp_ckpt.HookState(state)} to have it saved',
+            logging.WARNING if changes_results else logging.INFO,
+        )
+
     def pack_adapter(self) -> Any:
         """The order of DDP's buckets."""
         return {"buckets": self._hook.order()} if self._hook is not None else None
 
     def load_adapter(self, value: Any) -> None:
-        """Make DDP's buckets those of the saved run; for two ranks any buckets sum alike."""
+        """Make DDP's buckets those of the saved run. For two ranks any buckets sum alike, but a
+        hook may remember something of each."""
         order = (value or {}).get("buckets")
-        if self._hook is not None and order and self.group.size > 2:
+        if self._hook is not None and order and (self.group.size > 2 or self._hook_states):
             self._hook.prime(order)
 
 
@@ -90,6 +117,8 @@ class _Hook:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.inner: tuple[Any, CommHook] | None = None
         self.release: Release = _release_nothing
+        self.chained: Callable[[Any], None] = lambda state: None
+        """Hears of the state of a hook that is chained."""
         self.group = ddp.process_group
         self._ddp = ddp
         # DDP's parameters are those it was made with; to walk its modules at every boundary takes
@@ -171,6 +200,7 @@ class _Hook:
     def set_inner(self, state: Any, hook: CommHook) -> None:
         """In place of DDP's `register_comm_hook`."""
         self.inner = (state, hook)
+        self.chained(state)
 
 
 def _trained(params: list[torch.nn.Parameter]) -> list[int]:

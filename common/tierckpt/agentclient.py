@@ -269,15 +269,20 @@ class AgentClient:
         """Do what can be done at once to be connected, and leave the rest to a thread.
 
         The next boundary may be far off, and what was sealed shall not wait for it. Raises OSError
-        when no agent can be started.
+        when no agent, or no thread, can be started.
         """
         self._reach_now()
         if not self._welcome and not self._reaching:
-            self._reaching = True
-            self._reacher = threading.Thread(
+            reacher = threading.Thread(
                 target=self._reach_soon, name="tierckpt-agent-reach", daemon=True
             )
-            self._reacher.start()
+            self._reaching = True
+            try:
+                reacher.start()
+            except RuntimeError as error:  # as many as the system, or the container, allows
+                self._reaching = False
+                raise OSError(str(error)) from error
+            self._reacher = reacher
 
     def _reach_soon(self) -> None:
         """The thread: until the agent has bidden welcome, and has been told what waited."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
-from collections.abc import Sequence
+from pathlib import Path
 
 from torch.utils.data import DataLoader
 
@@ -16,8 +17,9 @@ from .config import Config
 from .desk import DeskSettings
 from .errors import NodeHealthError
 from .group import Group, Node
+from .imagefile import images_of
 from .pool import too_small
-from .slots import JobDirectory, Slot, job_id_of
+from .slots import JobDirectory, job_id_of, rank_of
 from .state import TrainingState
 
 
@@ -35,34 +37,45 @@ def check_state(state: TrainingState) -> None:
 
 def lacking_room(
     config: Config,
-    state: TrainingState,
-    ranks: int,
-    slots: Sequence[Slot | None],
+    job: JobDirectory,
+    node: Node,
+    shard_bytes: int,
+    count: int,
     in_place: bool = False,
 ) -> str:
-    """In words and bytes, that memory will not do for the slots; empty when it will.
+    """In words and bytes, that memory will not do for `count` slots of each rank of this node;
+    empty when it will.
 
-    An estimate while the optimizer has made no state yet. `slots` are those that are there already,
-    and None for each that is not; `in_place`: they are files of the local level.
+    `shard_bytes` is an estimate while the optimizer has made no state yet. `in_place`: slots are
+    files of the local level.
     """
-    count = inplace.most_files(config, len(slots)) if in_place else len(slots)
+    files = inplace.most_files(config, count) if in_place else count
     place = config.directory if in_place else config.shm_dir
-    needed = count * shard_bytes(state, ranks)
     found = os.statvfs(place)
     free = found.f_bavail * found.f_frsize
-    have = sum(s.nbytes for s in slots if s is not None and (s.file is not None) == in_place)
-    if needed <= free + have:
+    ranks = len(node.ranks)
+    more = files * shard_bytes * ranks - held_bytes(config, job, node, in_place)
+    if more <= free:
         return ""
+    needs = f"{place} has {free} bytes free, and this node's ranks ({ranks}) need about {more} more"
     if in_place:
         return (
-            f"{place} has {free} bytes free, and this rank needs about {needed} there for "
-            f"{len(slots)} slots and the versions that it keeps: some will not be committed. Give "
-            "it more memory, or set local_keep_last to less"
+            f"{needs} there for {count} slots each and the versions that they keep: some will not "
+            "be committed. Give it more memory, or set local_keep_last to less"
         )
-    return (
-        f"{place} has {free} bytes free, and this rank needs about {needed} "
-        f"for {count} slots: {too_small(place)}"
-    )
+    return f"{needs} for {count} slots each: {too_small(place)}"
+
+
+def held_bytes(config: Config, job: JobDirectory, node: Node, in_place: bool) -> int:
+    """What slots of this node's ranks hold already: files of the local level, or shared memory."""
+    files = [(path, path.name) for path in job.segments()]
+    if in_place:
+        files = images_of(Path(config.directory), job.path)
+    held = 0
+    for path, slot in files:
+        with contextlib.suppress(FileNotFoundError):  # its rank has just replaced it
+            held += path.stat().st_size if rank_of(slot) in node.ranks else 0
+    return held
 
 
 def shard_bytes(state: TrainingState, ranks: int) -> int:
@@ -102,10 +115,9 @@ def _needs(
     one version on each level."""
     job = JobDirectory.at(config.shm_dir, config.job_id or job_id_of(config.path), config.node)
     in_place = inplace.expected(config)
-    files = {*job.segments(), *(path for path in job.images() if path.exists())}
-    have = sum(path.stat().st_size for path in files)
     each = inplace.most_files(config, count) if in_place else count
-    slots_bytes = max(each * shard_bytes * len(node.ranks) - have, 0)
+    held = held_bytes(config, job, node, in_place)
+    slots_bytes = max(each * shard_bytes * len(node.ranks) - held, 0)
     needs = [health.Need(config.shm_dir, 0 if in_place else slots_bytes)]
     if config.uses("local"):
         local_bytes = slots_bytes if in_place else shard_bytes * len(node.ranks)

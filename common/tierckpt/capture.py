@@ -85,7 +85,8 @@ class Capture:
 
             if self.lane is None:
                 self.lane = cuda.CudaLane(plan.device)
-                self._pool.on_map, self._pool.on_unmap = cuda.page_lock, cuda.page_unlock
+                locks = cuda.PageLocks(plan.device, self._pool.on_notice)
+                self._pool.on_map, self._pool.on_unmap = locks.lock, locks.unlock
             return cuda.CudaSnapshot(*parts, lane=self.lane)
         return Snapshot(*parts)
 

@@ -9,7 +9,6 @@ All public methods are for the training thread, and all ranks call them alike.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -20,17 +19,17 @@ from typing import Any
 
 import torch
 
-from . import attach, inplace
+from . import attach
 from . import state as state_module
 from .agreement import Agreement
-from .alike import agree_on_settings
+from .alike import Roll, agree_on_settings
+from .berth import Berth
 from .best import Best
 from .callbacks import CallbackList, Callbacks
 from .capture import Capture
+from .comeback import Comeback
 from .config import Config
-from .errors import RestoreError
 from .events import Callback, EventLog
-from .flusher import FlushOrder
 from .group import Group, SingleGroup
 from .halting import Halting
 from .haltrequest import Reason
@@ -40,15 +39,16 @@ from .localstore import LocalStore
 from .manifest import Manifest
 from .mending import keep, parities_to_mend, shards_to_mend
 from .naming import Lineage, ShardKey, VersionId
+from .onward import Onward, flush_order
 from .peers import Peers, redundancy_groups
-from .persistent import PersistentStore
 from .pinning import mark_everywhere
 from .policy import BROKEN, DONE, LEVELS, Decision, Schedule
-from .pool import NoSlotError, SlotPool
+from .pool import NoSlotError
 from .progress import Progress
+from .redundancy.groups import RedundancyGroup
 from .reports import Reports
-from .restore import Attempt, Restored, Restorer, load
-from .slots import JobDirectory, Slot, job_id_of, seal_area_bytes
+from .restore import Attempt, Restored
+from .slots import Slot, seal_area_bytes
 from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError
 from .state import TrainingState, label_optimizers, refuse_model
 from .trace import open_trace
@@ -84,6 +84,17 @@ class Checkpointer:
     releases_by_layer = False
     """Set by adapters that call `release` during the backward pass."""
 
+    version = 0
+    """Completed optimizer steps."""
+    iteration = 0
+    """Calls of `step()`."""
+    metric: float | None = None
+    """What was measured of the state as it is now; see `step`. Rank 0's counts."""
+    agreed_vote = 0
+    """See `own_vote`; 0 until there was one."""
+    restored: Restored
+    """What the last `restore()` did."""
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -105,67 +116,63 @@ class Checkpointer:
         attach.check_state(self.state)
         self.config: Config
         self.config, roll = agree_on_settings(settings, config_file, self.group)
-        self._host, self._node = roll.hosts[self.group.rank], roll.node(self.group.rank)
+        self._node = roll.node(self.group.rank)
         groups = redundancy_groups(self.config, roll)  # while nothing has been started yet
         slots = self.config.slots or (3 if self._uses_cuda() else 2)
         unwell = attach.check_health(self.config, self.state, self.group, self._node, slots)
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         self._callbacks = CallbackList(callbacks)
-        self._agreement = Agreement(self.group, self.config, self._local_safe, self._retire)
+        self._agreement = Agreement(
+            self.group,
+            self.config,
+            lambda *safe: self._onward.local_safe(*safe),
+            lambda: self._onward.retire(),
+        )
         self._reports = Reports(
             self.config, self.log, self._callbacks, self._agreement, lambda: self.version
         )
-        self.version = 0
-        """Completed optimizer steps."""
-        self.iteration = 0
-        """Calls of `step()`."""
-        self.metric: float | None = None
-        """What was measured of the state as it is now; see `step`. Rank 0's counts."""
-        self.agreed_vote = 0
-        """See `own_vote`; 0 until there was one."""
         self.restored = Restored(0)
-        """What the last `restore()` did."""
-        self._job = JobDirectory.at(
-            self.config.shm_dir,
-            self.config.job_id or job_id_of(self.config.path),
-            self.config.node,
-        )
-        store = LocalStore(self.config.directory)
-        self._lives = Lives(self.config, self.group, self._job, store, self._host)
-        self._lock_fd = self._claim_job()
-        place = inplace.place_for_slots(self.config)
-        self._pool = SlotPool(self._job, self.group.rank, slots, self._reports.notice_later, place)
-        self._pool.adopt()
-        if place is not None and self._node.first == self.group.rank:
-            each_bytes = attach.shard_bytes(self.state, self.group.size)
-            self._reports.notice(inplace.told(self.config, slots, each_bytes), logging.INFO)
-        lacking = attach.lacking_room(
-            self.config, self.state, self.group.size, self._pool.slots, place is not None
-        )
-        if lacking:
-            self._reports.notice(lacking, logging.ERROR)
+        self._berth = Berth(self.config, self.group.rank, slots, self._reports)
+        self._pool = self._berth.pool
+        self._berth.tell_of_room(self.state, self.group, self._node)
         if unwell and self.group.rank == 0:
             self._reports.notice(unwell, logging.ERROR)
+        self._join_levels(roll, groups)
+        self._watch(model)
+        # Last: what fails above leaves no handler behind.
+        self._halting = Halting(self.config, self.group.rank, self._node, self._reports.notice)
+
+    def _join_levels(self, roll: Roll, groups: tuple[RedundancyGroup, ...]) -> None:
+        """What is behind the slots: the lives before this one, the agent, other nodes."""
+        config, group, job = self.config, self.group, self._berth.job
+        host = roll.hosts[group.rank]
+        self._lives = Lives(config, group, job, LocalStore(config.directory), host)
+        self._agent = attach.agent_client(config, group, job, self._node)
+        self._peers = Peers(config, group, roll, self._agent, groups)
+        if self._peers.slow_coding and group.rank == 0:
+            self._reports.notice(self._peers.slow_coding, logging.WARNING)
+        self._onward = Onward(
+            Best(config.local.keep_best, config.best == "lowest"),
+            self._agent,
+            self._agreement,
+            self._peers,
+            self._lives,
+            flush_order(config, group, self._node, job, host),
+        )
+        self._start_agent()
+
+    def _watch(self, model: torch.nn.Module) -> None:
+        """What is before them: the copies, when to make them, and hooks where training goes on."""
         self._copier = Copier()
         self._capture = Capture(self.state, self.group, self._pool)
         self._schedule = Schedule(self.config)
         self._meter = Meter() if self._schedule.tuner.every_steps else None
         self._snapshot: Snapshot | None = None
         self._finished: deque[Snapshot] = deque()
-        self._best = Best(self.config.local.keep_best, self.config.best == "lowest")
-        self._to_flush: dict[VersionId, int] = {}
-        """Versions under way to the persistent level, and the iteration that each is of."""
-        self._ordered: VersionId | None = None
-        """The version that was ordered to be flushed last."""
         self._ahead = 0
         self._closed = False
         self._slow_barriers = 0
         self._release_early = self.config.release == "forward" or not self.releases_by_layer
-        self._agent = attach.agent_client(self.config, self.group, self._job, self._node)
-        self._peers = Peers(self.config, self.group, roll, self._agent, groups)
-        if self._peers.slow_coding and self.group.rank == 0:
-            self._reports.notice(self._peers.slow_coding, logging.WARNING)
-        self._start_agent()
         self._iterations = Iterations(
             self.config.boundary,
             boundary=self._boundary,
@@ -178,8 +185,6 @@ class Checkpointer:
         self._trace_hooks: list[Any] = []
         if self._trace is not None:  # behind the barrier's hooks: what they wait is no update
             self._trace_hooks += self._trace.watch(self.state.optimizers)
-        # Last: what fails above leaves no handler behind.
-        self._halting = Halting(self.config, self.group.rank, self._node, self._reports.notice)
 
     # --- the recipe ----------------------------------------------------------------------------
 
@@ -353,7 +358,7 @@ class Checkpointer:
         if not safe:
             self._reports.notice(
                 f"v{self.version} is not durable everywhere; what is in memory stays there "
-                f"({self._job.path})",
+                f"({self._berth.job.path})",
                 logging.ERROR,
             )
         elif not self._lives.lineage and self._pool.holds_anything():
@@ -447,8 +452,7 @@ class Checkpointer:
         for change in decision.changes:
             self._reports.interval(change)
         for level, reason in decision.skipped:
-            severity = logging.WARNING if level == "local" else logging.INFO
-            self._reports.emit("skipped", level=level, message=reason, severity=severity)
+            self._reports.skipped(level, reason, level in decision.again)
         if decision.wait:
             self._agent.wait(None)
             self._collect()
@@ -493,7 +497,7 @@ class Checkpointer:
         # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
         self._agreement.open(id_, levels)
         if "persistent" in levels:
-            self._to_flush[id_] = self._at()
+            self._onward.flush_when_safe(id_, self._at())
         try:
             return self._capture.take(
                 self._head(), levels, self.pack_adapter(), self._chooser(), self._on_done
@@ -506,7 +510,7 @@ class Checkpointer:
 
     def _head(self) -> Head:
         return Head(
-            job=self._job.job,
+            job=self._berth.job.job,
             version=self.version,
             generation=self._id().generation,
             life=self._lives.name,
@@ -560,50 +564,13 @@ class Checkpointer:
     def _commit(self, id_: VersionId, slot: Slot, manifest: Manifest) -> None:
         self._agreement.tell_shard(id_, manifest.image_bytes, manifest.metric)
         key = ShardKey(id_, self.group.rank, self.group.size)
-        error = self._agent.commit(key, slot)
+        try:
+            error = self._agent.commit(key, slot)
+        except Exception as problem:  # on the thread that sealed: a version is lost, no more
+            error = f"{type(problem).__name__}: {problem}"
         if error:
             self._agreement.tell("local", id_, BROKEN)
             self._reports.not_committed_later(id_, error)
-
-    def _retire(self) -> None:
-        """It is known of one more version whether it is complete on all local levels."""
-        local, lineage = self._agreement.local, self._lives.lineage
-        void = [id_ for id_ in local.broken if id_ not in local.open]  # else it is tried again
-        # What peers can bring back stays until they can bring back something newer.
-        keep = self._agreement.peer.protected() | self._best.versions
-        self._agent.retire(local.safe, lineage, keep, void)
-
-    def _local_safe(self, safe: VersionId, largest_bytes: int, metric: float | None) -> None:
-        """A version is complete on all local levels: older ones may go, it may be flushed."""
-        self._best.add(safe, metric)
-        self._retire()
-        if self._peers.ready:
-            self._agreement.open_peer(safe)
-            if not self._peers.protect(safe):
-                self._agreement.tell("peer", safe, DONE)
-        iteration = self._to_flush.pop(safe, None)
-        if iteration is not None:
-            self._ordered = safe
-        for id_ in [i for i in self._to_flush if i < safe]:
-            self._to_flush.pop(id_)  # it broke
-        if iteration is None or self._node.first != self.group.rank:
-            return
-        self._agent.flush(
-            FlushOrder(
-                directory=self.config.directory,
-                here=self._node.ranks,
-                version=safe.version,
-                generation=safe.generation,
-                shards=self.group.size,
-                life=self._lives.name,
-                job=self._job.job,
-                lineage=self._lives.lineage,
-                iteration=iteration,
-                largest_bytes=largest_bytes,
-                metric=metric,
-                node=f"{self._host}, {self._job.path}",
-            )
-        )
 
     # --- reports -------------------------------------------------------------------------------
 
@@ -661,33 +628,18 @@ class Checkpointer:
         self._finish_snapshot()
         self._agent.wait(None)
         self._collect()
-        self._lives.look()
-        inventory_seconds = time.perf_counter() - begin
-        open_store = functools.partial(PersistentStore, **self.config.persistent.options())
-        restorer = Restorer(
-            self.group, self._lives.found, self._reject, self._lives.parities, bar, open_store
+        comeback = Comeback(
+            self.config, self.group, self.state, self._lives, self._reports, bar, begin
         )
-        for problem in self._lives.problems:
-            restorer.rejected.append(problem)
-            self._reject(problem)
-        attempt = restorer.find(version)
+        attempt = comeback.find(version, self.version)
         if attempt is None:
-            self._nothing_found(version, restorer.rejected)
             self._meet_peers()
-            return self._restored(Restored(0), restorer, inventory_seconds, begin)
-        try:
-            load_begin = time.perf_counter()
-            manifest, notices, adapter = load(self.state, attempt, self.group, strict)
-            self.load_adapter(adapter)
-            for text in notices:
-                self._reports.notice(text, logging.WARNING)
-            result = attempt.report(manifest)
-            result.seconds["load"] = time.perf_counter() - load_begin
-            self._go_on_from(manifest.lineage, result)
+            return comeback.report(Restored(0))
+        with contextlib.closing(attempt):
+            lineage, result = comeback.load(attempt, strict, self.load_adapter)
+            self._go_on_from(lineage, result)
             self._mend(attempt)
-        finally:
-            attempt.close()
-        return self._restored(result, restorer, inventory_seconds, begin)
+        return comeback.report(result)
 
     def _mend(self, attempt: Attempt) -> None:
         """After a rebuild: have the version whole and protected again, or a new one taken."""
@@ -714,18 +666,6 @@ class Checkpointer:
         else:
             self._commit_sealed(id_, slot)
 
-    def _nothing_found(self, version: int | None, rejected: list[str]) -> None:
-        """A fresh start, unless something was expected."""
-        if version is not None:
-            raise RestoreError(f"no complete, sound v{version} was found on any level")
-        if self.version > 0:
-            raise RestoreError(
-                f"nothing sound was found on any level; the live state stays at v{self.version}"
-            )
-        if rejected:
-            self._reports.notice("nothing sound was found: starting from scratch", logging.ERROR)
-        self._lives.begin_afresh()
-
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration, self.metric = result.version, int(result), None
@@ -740,32 +680,12 @@ class Checkpointer:
         peer = id_ if "peer" in result.levels else self._lives.newest_protected(id_)
         local, broken = self._lives.newest("local", id_), self._lives.incomplete()
         self._agreement.restart(memory, local, peer, broken)
-        self._best.restart(self._lives.metrics())
+        self._onward.restart()
         self._meet_peers()
 
     def _meet_peers(self) -> None:
         """A life has begun: the nodes' agents meet under its name."""
         self._peers.meet(self._lives.name, lambda text: self._reports.notice(text, logging.ERROR))
-
-    def _restored(
-        self, result: Restored, restorer: Restorer, inventory_seconds: float, begin: float
-    ) -> Restored:
-        restorer.report(result)
-        result.seconds.update(inventory=inventory_seconds, total=time.perf_counter() - begin)
-        level = " and ".join(result.levels) or "nowhere"
-        self._reports.emit(
-            "restored",
-            level=level if result.levels else "",
-            nbytes=result.nbytes,
-            seconds=result.seconds,
-            message=f"from {level}" if result.levels else "nothing to restore: a fresh start",
-            severity=logging.INFO if self.group.rank == 0 else logging.DEBUG,
-        )
-        return result
-
-    def _reject(self, text: str) -> None:
-        severity = logging.ERROR if self.group.rank == 0 else logging.DEBUG
-        self._reports.emit("rejected", message=text, severity=severity)
 
     def _save_now(self) -> None:
         """Blocking: the present state to memory and local. Collective."""
@@ -782,8 +702,8 @@ class Checkpointer:
             slot = self._pool.find(id_)
             assert slot is not None
             local = self._agreement.local
-            if self.config.uses("persistent") and id_ != self._ordered:
-                self._to_flush[id_] = self._at()
+            if self.config.uses("persistent") and id_ != self._onward.ordered:
+                self._onward.flush_when_safe(id_, self._at())
             if self._local_enabled() and id_ != local.safe and id_ not in local.open:
                 local.open.append(id_)
                 self._commit_sealed(id_, slot)
@@ -795,12 +715,12 @@ class Checkpointer:
         self._ahead = 0
         self.wait()
         self._agreement.settle()
-        if id_ in self._to_flush and id_ == self._agreement.local.safe:  # and was so before
+        if self._onward.awaits(id_) and id_ == self._agreement.local.safe:  # and was so before
             slot = self._pool.find(id_)
             manifest = slot.manifest() if slot is not None else None
             mine = (manifest.image_bytes, manifest.metric) if manifest else (0, None)
             told = self.group.all_gather_object(mine)
-            self._local_safe(id_, max(nbytes for nbytes, _ in told), told[0][1])
+            self._onward.local_safe(id_, max(nbytes for nbytes, _ in told), told[0][1])
 
     # --- hooks ---------------------------------------------------------------------------------
 
@@ -830,12 +750,6 @@ class Checkpointer:
     def _local_enabled(self) -> bool:
         return self.config.uses("local")
 
-    def _claim_job(self) -> int:
-        self._job.create()
-        for job in self._job.remove_dead_jobs(self.config.memory.linger_seconds):
-            self._reports.notice(f"removed shared memory of the dead job {job}", logging.INFO)
-        return self._job.lock_rank(self.group.rank)
-
     def _start_agent(self) -> None:
         if not self._local_enabled():
             return
@@ -856,13 +770,7 @@ class Checkpointer:
         self._capture.close()
         self._agent.close()
         self._snapshot = None
-        self._pool.close(remove)
-        if remove:
-            self._job.lock_path(self.group.rank).unlink(missing_ok=True)
-        self._job.unlock_rank(self.group.rank, self._lock_fd)
-        if remove:
-            self._job.remove_orphans()
-            self._job.remove_if_unused()
+        self._berth.leave(remove)
         self.group.close()
         if self._trace is not None:
             self._trace.close()

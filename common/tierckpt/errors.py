@@ -33,6 +33,10 @@ class FormatError(TierckptError):
     """Bytes that should be a shard or a manifest are not, or are of a newer major version."""
 
 
+class NewerFormatError(FormatError):
+    """They are of a newer major version; what they hold may well be sound."""
+
+
 class CorruptShardError(TierckptError):
     """A shard's bytes do not match the checksums of its manifest."""
 

@@ -9,9 +9,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .config import PersistentConfig
-from .errors import ConfigError, CorruptShardError, FormatError, RestoreError
+from .errors import (
+    ConfigError,
+    CorruptShardError,
+    FormatError,
+    NewerFormatError,
+    RestoreError,
+)
 from .localstore import LocalStore
 from .manifest import Manifest
 from .naming import Lineage, ParityKey, ShardKey, VersionId, newest_first
@@ -69,13 +76,29 @@ class FoundParity:
     m: int
 
 
+class Problem(NamedTuple):
+    """Why something cannot be used, or seen."""
+
+    place: Place
+    why: str
+    newer: bool = False
+    """It is of a newer format."""
+
+    @staticmethod
+    def of(place: Place, error: Exception, what: str = "") -> Problem:
+        """What `error` makes of it; `what` comes first, where the place says too little."""
+        return Problem(place, f"{what}{error}", isinstance(error, NewerFormatError))
+
+
 @dataclass(frozen=True)
 class Inventory:
     """What one rank sees."""
 
     found: tuple[Found, ...]
-    problems: tuple[tuple[Place, str], ...]
+    problems: tuple[Problem, ...]
     """Manifests that could not be read, and why."""
+    unseen: tuple[Problem, ...]
+    """Where it could not be seen what is there at all, and why."""
     generation: int
     """The newest generation seen, also in what is not restorable."""
     token: str = ""
@@ -92,7 +115,9 @@ def take_inventory(
         Found(m.key, Place("memory", host, str(path)), m.lineage, m.life)
         for path, m in job.sealed()
     ]
-    problems = [(Place("memory", host, str(path)), error) for path, error in job.damaged()]
+    damaged = ((Place("memory", host, str(path)), error) for path, error in job.damaged())
+    problems = [Problem.of(place, error) for place, error in damaged]
+    unseen: list[Problem] = []
     directory = str(store.directory.resolve())
     keys: list[ShardKey] = []
     try:
@@ -100,7 +125,7 @@ def take_inventory(
     except NotADirectoryError:
         pass  # said at attach; there is nothing in there
     except OSError as error:
-        problems.append((Place("local", host, directory), str(error)))
+        unseen.append(Problem.of(Place("local", host, directory), error))
     for key in keys:
         try:
             manifest = Manifest.decode(store.read_manifest(key))
@@ -111,22 +136,27 @@ def take_inventory(
         except FileNotFoundError:
             continue  # retired by an agent of the life before while we looked
         except (OSError, CorruptShardError, FormatError) as error:
-            problems.append((Place("local", host, f"{directory}/{key.stem}"), str(error)))
+            problems.append(Problem.of(Place("local", host, f"{directory}/{key.stem}"), error))
         else:
             place = Place("local", host, directory, manifest.encoding is not None)
             found.append(Found(key, place, manifest.lineage, manifest.life, manifest.metric))
     parities = look_at_parities(store, Place("local", host, directory), problems)
     if persistent is not None and persistent.path:
-        look_at_persistent(persistent, found, problems)
+        look_at_persistent(persistent, found, problems, unseen)
     there = [*keys, *(f.key for f in found), *(p.key for p in parities)]
     generations = [key.id.generation for key in there]
     newest = max(generations, default=0)
-    return Inventory(tuple(found), tuple(problems), newest, secrets.token_hex(8), tuple(parities))
+    return Inventory(
+        tuple(found),
+        tuple(problems),
+        tuple(unseen),
+        newest,
+        secrets.token_hex(8),
+        tuple(parities),
+    )
 
 
-def look_at_parities(
-    store: LocalStore, place: Place, problems: list[tuple[Place, str]]
-) -> list[FoundParity]:
+def look_at_parities(store: LocalStore, place: Place, problems: list[Problem]) -> list[FoundParity]:
     """What this node keeps for the shards of others."""
     found = []
     try:
@@ -143,7 +173,7 @@ def look_at_parities(
         except FileNotFoundError:
             continue
         except (OSError, CorruptShardError, FormatError) as error:
-            problems.append((place, f"{key}: {error}"))
+            problems.append(Problem.of(place, error, f"{key}: "))
         else:
             made = (record.lineage, record.life, record.group, record.k, record.m)
             found.append(FoundParity(key, place, *made))
@@ -151,14 +181,17 @@ def look_at_parities(
 
 
 def look_at_persistent(
-    persistent: PersistentConfig, found: list[Found], problems: list[tuple[Place, str]]
+    persistent: PersistentConfig,
+    found: list[Found],
+    problems: list[Problem],
+    unseen: list[Problem],
 ) -> None:
     """Add what the persistent level has. A version's manifest is there only when all shards are."""
     place = Place("persistent", EVERYWHERE, persistent.path)
     try:
         store = PersistentStore(persistent.path, **persistent.options())
     except ConfigError as error:  # on one rank alone, so that it must not end here
-        problems.append((place, str(error)))
+        unseen.append(Problem.of(place, error))
         return
     try:
         for name in store.versions():
@@ -168,14 +201,14 @@ def look_at_persistent(
                 if lacking := [base for base in manifest.bases if not store.exists(base)]:
                     raise FormatError(f"it refers to {lacking[0]}, which is not there")
             except (OSError, CorruptShardError, FormatError) as error:
-                problems.append((place, f"{name}: {error}"))
+                problems.append(Problem.of(place, error, f"{name}: "))
                 continue
             keys = [ShardKey(name.id, shard, name.shards) for shard in range(name.shards)]
             found += [Found(key, place, lineage, name.life) for key in keys]
     except FileNotFoundError:
         pass  # nothing was ever flushed
     except (OSError, PersistentError, ImportError) as error:
-        problems.append((place, str(error)))
+        unseen.append(Problem.of(place, error))
     finally:
         store.close()
 

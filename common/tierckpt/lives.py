@@ -8,7 +8,7 @@ that says from which version of which life it went on (DESIGN.md, "Lives").
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .config import Config
 from .group import Group
@@ -16,6 +16,7 @@ from .inventory import (
     Found,
     FoundParity,
     Inventory,
+    Problem,
     RestorePlan,
     plan_restore,
     take_inventory,
@@ -41,6 +42,10 @@ class Lives:
         """The same, of what nodes keep for each other."""
         self.problems: list[str] = []
         """What was found and cannot be read."""
+        self.newer: list[str] = []
+        """Those of them that a newer tierckpt wrote."""
+        self.unseen: list[str] = []
+        """Where nobody could see what is there."""
         self._config, self._group, self._job = config, group, job
         self._store, self._host = store, host
         self._next_generation = 1
@@ -63,8 +68,9 @@ class Lives:
         self.name = inventories[0].token
         self.found = [i.found for i in inventories]
         self.parities = [i.parities for i in inventories]
-        problems = dict.fromkeys(p for i in inventories for p in i.problems)
-        self.problems = [f"{place.where}: {problem}" for place, problem in problems]
+        self.problems = _told(p for i in inventories for p in i.problems)
+        self.newer = _told(p for i in inventories for p in i.problems if p.newer)
+        self.unseen = _told(p for i in inventories for p in i.unseen)
         self._next_generation = 1 + max(i.generation for i in inventories)
 
     def begin_afresh(self) -> None:
@@ -73,11 +79,13 @@ class Lives:
 
     def go_on_from(self, lineage: Lineage, version: int) -> None:
         """Start from a version of the newest life in `lineage`."""
+        # A live state may outlive every copy, and then its lives are found nowhere.
+        generation = max([self._next_generation, *(1 + past for past, _ in lineage)])
         # Lives of which nothing is left any more cannot be confused with anything.
         there = {f.key.id.generation for each in self.found for f in each}
-        oldest = min(there, default=self._next_generation)
+        oldest = min(there, default=generation)
         kept = tuple(entry for entry in lineage if entry[0] >= oldest)
-        self.lineage = (*kept, (self._next_generation, version))
+        self.lineage = (*kept, (generation, version))
 
     def newest(self, level: str = "", limit: VersionId | None = None) -> VersionId | None:
         """The newest complete version that was found, on one level alone if that is named; None
@@ -108,3 +116,8 @@ class Lives:
         keys = {parity.key for each in self.parities for parity in each}
         there = Counter(k.id for k in keys if k.id <= limit and on_lineage(k.id, self.lineage))
         return max(there, key=lambda id_: (there[id_], id_), default=None)
+
+
+def _told(problems: Iterable[Problem]) -> list[str]:
+    """A line for each; what several ranks met is said once."""
+    return list(dict.fromkeys(f"{problem.place.where}: {problem.why}" for problem in problems))

@@ -11,21 +11,25 @@ import torch
 from . import state as state_module
 from . import tree
 from .layout import Piece, TensorSpec
+from .newtensors import NewTensors
 from .shardfile import ShardHeader
 from .snapshot import as_bytes
-from .state import TrainingState
-
-FIXED = ("model/", "buffer/")
-"""Names whose tensors must be in the live state; optimizer state is created and dropped."""
+from .state import FIXED, TrainingState, path_of
 
 
 class Loader:
     """Puts a verified version into the live state: compare, load every shard, finish."""
 
     def __init__(
-        self, state: TrainingState, headers: Sequence[ShardHeader], rank: int, size: int
+        self,
+        state: TrainingState,
+        headers: Sequence[ShardHeader],
+        rank: int,
+        size: int,
+        new: NewTensors,
     ) -> None:
         self.state = state
+        self._new = new
         self.rank, self.size = rank, size
         self.shards = len(headers)
         self.structure = headers[0].structure
@@ -115,7 +119,7 @@ class Loader:
         """Find or make a place for every tensor; memory for new optimizer state is taken here."""
         for name, spec in {**self.specs, **self.own_specs}.items():
             live = self._live.get(name)
-            if not name.startswith(FIXED) and not self._param_fits(_path(name)[0]):
+            if not name.startswith(FIXED) and not self._param_fits(path_of(name)[0]):
                 continue
             if live is not None and _same(spec, live):
                 if tree.spec_of(live, name).stride != spec.stride or not tree.is_dense(live):
@@ -131,15 +135,15 @@ class Loader:
         return live is not None and (saved is None or _same(saved, live))
 
     def _param_of(self, name: str) -> torch.Tensor | None:
-        return self._live.get(f"model/{_path(name)[0]}")
+        return self._live.get(f"model/{path_of(name)[0]}")
 
     def _make(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """Optimizer state lives with its parameter, unless it was on the host already then."""
         param = self._param_of(name)
-        saved_param = self.specs.get(f"model/{_path(name)[0]}")
+        saved_param = self.specs.get(f"model/{path_of(name)[0]}")
         assert param is not None
         on_host = spec.device == "cpu" and saved_param is not None and saved_param.device != "cpu"
-        return tree.empty(spec, "cpu" if on_host else param.device)
+        return self._new.make(spec, "cpu" if on_host else param.device)
 
     def load_window(self, shard: int, offset: int, window: memoryview) -> None:
         """Copy what a part of a shard, from byte `offset` on, has of its pieces into place."""
@@ -188,7 +192,7 @@ class Loader:
         live_of = {id(temp): live for temp, live in self._reordered}
         for name in self.specs:
             if name.startswith(f"{label}/") and name in self._targets:
-                path, key = _path(name)
+                path, key = path_of(name)
                 target = self._targets[name]
                 wanted.setdefault(path, {})[key] = live_of.get(id(target), target)
         for full, values in saved["odd"].items():
@@ -206,12 +210,6 @@ class Loader:
                     live.copy_(value)
                 else:
                     group[key] = value
-
-
-def _path(name: str) -> tuple[str, str]:
-    """(parameter, key) of optimizer state called `label/parameter/key`."""
-    parameter, key = name.split("/", 1)[1].rsplit("/", 1)
-    return parameter, key
 
 
 def _replace_state(

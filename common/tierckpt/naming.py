@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from .errors import FormatError
+from .errors import NewerFormatError
 
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
@@ -25,10 +25,10 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def check_version(text: str, what: str) -> None:
-    """Raise FormatError when `text` ("major.minor") is of a newer major version than ours."""
+    """Raise NewerFormatError when `text` ("major.minor") is of a newer major version than ours."""
     major = int(str(text).split(".", maxsplit=1)[0])
     if major > FORMAT_MAJOR:
-        raise FormatError(
+        raise NewerFormatError(
             f"this {what} has format version {text}, this tierckpt reads up to {FORMAT_MAJOR}.x; "
             "read it with the tierckpt that wrote it, or a newer one"
         )

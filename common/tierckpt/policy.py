@@ -148,7 +148,10 @@ class Decision:
     take: tuple[str, ...] = ()
     """Levels the version goes to; `memory` whenever there is any."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """(level, reason) of what is due and cannot be taken now."""
+    """(level, reason) of what is due and cannot be taken now. One that stays due is named once,
+    until another one is due behind it."""
+    again: frozenset[str] = frozenset()
+    """Of these levels one was skipped at the boundary before, too."""
     wait: bool = False
     """The user prefers to wait (`when_busy="wait"`) for what is busy."""
     changes: tuple[Change, ...] = ()
@@ -213,8 +216,8 @@ class Schedule:
     def decide(self, version: int, agreed: Vote) -> Decision:
         """Take or skip; a version that had to be skipped stays due."""
         changes = self.tuner.heed(version, self.seen, agreed.figures)
-        self.seen = version
         decision = self._decide(version, agreed)
+        self.seen = version
         return replace(decision, changes=changes) if changes else decision
 
     def _decide(self, version: int, agreed: Vote) -> Decision:
@@ -242,9 +245,15 @@ class Schedule:
         if "persistent" in take:
             self.last_persistent = version
         self.requested -= take
-        fresh = tuple(s for s in skipped if s[0] not in self.skipping)
+        again = self.skipping
+        fresh = tuple(s for s in skipped if s[0] not in again or self._one_more(s[0], version))
         self.skipping = frozenset(level for level, _ in skipped)
-        return Decision(tuple(level for level in LEVELS if level in take), fresh, wait)
+        return Decision(tuple(level for level in LEVELS if level in take), fresh, again, wait)
+
+    def _one_more(self, level: str, version: int) -> bool:
+        """A multiple of the interval lies between the boundary before and this one."""
+        every = getattr(self.config, level).every_steps
+        return every != AUTO and _crossed(self.seen, version, every)
 
 
 def _crossed(last: int, version: int, every: int) -> bool:

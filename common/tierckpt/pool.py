@@ -54,7 +54,7 @@ class SlotPool:
         """Adopted slots that an agent of the life before may still be reading."""
         self._mappings = Mappings()
         self._lock = threading.Lock()
-        self._on_notice = on_notice
+        self.on_notice = on_notice
         self.on_map: Callable[[Slot], None] = _nothing
         """Called with a slot before it is first filled (a GPU wants its memory page-locked)."""
         self.on_unmap: Callable[[Slot], None] = _nothing
@@ -145,7 +145,7 @@ class SlotPool:
                 file.mappings = self._mappings
                 return Slot.create(path, path.name, seal_bytes, 0, file)
             except OSError as error:
-                self._on_notice(
+                self.on_notice(
                     f"no slot can be made in {self.in_place.directory} ({error}): from now on "
                     f"slots are in {self.job.root.parent}, and versions are copied from there",
                     logging.WARNING,
@@ -158,7 +158,7 @@ class SlotPool:
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                     raise
             self.volatile = True
-            self._on_notice(
+            self.on_notice(
                 f"{self.job.root.parent} has no room for a slot of {seal_bytes + image_bytes} "
                 f"bytes ({len(self.slots)} per rank are needed): "
                 f"{too_small(str(self.job.root.parent))}",

@@ -82,6 +82,18 @@ class Reports:
             severity=logging.INFO if self._log.rank == 0 else logging.DEBUG,
         )
 
+    def skipped(self, level: str, why: str, again: bool) -> None:
+        """A version is due and cannot be taken; `again`: so it was at the boundary before."""
+        ledger = {"memory": self._agreement.memory, "local": self._agreement.local}.get(level)
+        first = logging.WARNING if level == "local" else logging.INFO
+        self.emit(
+            "skipped",
+            level=level,
+            message=why,
+            behind_since=ledger.safe.version if ledger is not None and ledger.safe else None,
+            severity=logging.DEBUG if again else first,
+        )
+
     def lost(self, version: int, why: str) -> None:
         """A version is lost in memory, and therefore everywhere."""
         self._fail("memory", version, why, self._agreement.memory.safe)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from .inventory import Found, FoundParity, Place, RestorePlan, plan_restore
 from .loading import Loader
 from .manifest import Manifest
 from .naming import ShardKey, VersionId
+from .newtensors import NewTensors
 from .persistent import PersistentStore
 from .progress import Progress
 from .reading import READERS, Failure, Reads
@@ -100,7 +101,10 @@ class Restorer:
         parities: Sequence[Sequence[FoundParity]] = (),
         progress: Progress | None = None,
         open_store: OpenStore = PersistentStore,
+        foresee: Callable[[Iterable[ShardHeader]], None] = lambda headers: None,
     ) -> None:
+        """`foresee` is shown the headers of what this rank reads while threads read the rest; once
+        for each version that is tried."""
         self.group = group
         self.inventories = inventories
         self.parities = parities
@@ -109,7 +113,7 @@ class Restorer:
         """Of it all, and of rebuilding, which goes on while threads read."""
         self.volume = Volume()
         self._progress = progress or Progress(False)
-        self._open_store = open_store
+        self._open_store, self._foresee = open_store, foresee
         self._bad: set[tuple[ShardKey, Place]] = set()
         self._undecodable: dict[VersionId, str] = {}
         """Versions that lack only a key or a module here, and which."""
@@ -162,6 +166,7 @@ class Restorer:
             reads = Reads(pool, images, self._on_read, self._open_store)
             reads.open(plan.id, len(plan.sources), plan.life, mine)
             suspected, failures = self._rebuild(attempt, pool, reads) if plan.rebuilds else ([], [])
+            self._foresee(reads.headers.values())
             failures += reads.finish()
         failures += _map_others(attempt)
         summaries = {
@@ -270,13 +275,14 @@ def _summary(image: Image, header: ShardHeader) -> Summary:
 
 
 def load(
-    state: TrainingState, attempt: Attempt, group: Group, strict: bool
+    state: TrainingState, attempt: Attempt, group: Group, strict: bool, new: NewTensors
 ) -> tuple[Manifest, list[str], Any]:
     """Load a verified version; returns this rank's manifest, notices, and the adapter's own.
 
     Raises StateMismatchError on all ranks, with nothing changed on any, if the structure of any
     rank's live state differs and `strict` is True; RestoreError on all if any rank has no memory
-    for what it would have to create, or fails in some other way before the first change.
+    for what it would have to create, or fails in some other way before the first change. Whatever
+    else comes out, a rank that is lost for one, leaves `state.torn` True if anything was changed.
     """
     assert attempt.own is not None
     manifest, encoded = attempt.own
@@ -284,7 +290,7 @@ def load(
     trouble = ""
     try:
         saved = tree.decode(encoded)
-        loader = Loader(state, attempt.headers, group.rank, group.size)
+        loader = Loader(state, attempt.headers, group.rank, group.size, new)
         differences = loader.differences() + loader.extra_differences(saved)
         loader.prepare()
     except Exception as error:  # a rank that raised alone would leave the others waiting for it
@@ -297,10 +303,12 @@ def load(
     if found and strict:
         raise StateMismatchError(f"Version {attempt.plan.id}", found)
     attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
+    state.torn = True
     with torch.no_grad():
         attempt.visit(loader.load_window)
         loader.finish(saved)
     # Last: loading may have drawn.
     loader.notices += streams.take_up(saved["rng"], manifest.version, loader.shards, group)
+    state.torn = False
     notices = loader.notices + [f"accepted (strict=False): {d}" for d in differences]
     return manifest, notices, saved.get("adapter")

@@ -13,7 +13,9 @@ first and its length last, and a manifest carries its own checksum, so a process
 instruction leaves either a sealed slot or an unsealed one.
 
 Locks are POSIX record locks: the kernel drops them when the process dies, and forked children (a
-DataLoader's workers, which outlive a killed parent for seconds) do not inherit them.
+DataLoader's workers, which outlive a killed parent for seconds) do not inherit them. Whoever takes
+one holds the folder's gate for a moment, and whoever removes what nobody has locked has the gate
+to itself: nobody comes back to what is just being removed.
 """
 
 from __future__ import annotations
@@ -221,18 +223,36 @@ def unpin(fd: int) -> None:
 def take_lock(path: Path) -> int | None:
     """Make and lock the file, with this process's id in it, until the descriptor is closed.
 
-    None when another process holds it.
+    None when another process holds it. Raises FileNotFoundError when the folder is gone.
     """
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if not _try_lock(fd):
+    with _gate(path.parent, fcntl.LOCK_SH) as folder:
+        while True:
+            fd = os.open(path.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            if not _try_lock(fd):
+                os.close(fd)
+                return None
+            # Its last owner may have removed the file between our open and our lock.
+            if os.fstat(fd).st_nlink:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, str(os.getpid()).encode(), 0)
+                return fd
             os.close(fd)
-            return None
-        # Its last owner may have removed the file between our open and our lock.
-        if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, str(os.getpid()).encode(), 0)
-            return fd
+
+
+@contextlib.contextmanager
+def _gate(folder: Path, how: int) -> Iterator[int]:
+    """Hold the folder itself locked, LOCK_SH or LOCK_EX, after waiting for it; gives a descriptor.
+
+    Raises FileNotFoundError when the folder is gone.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, how)
+        if not os.fstat(fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        yield fd
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing would not do: a child may have been forked
         os.close(fd)
 
 
@@ -299,7 +319,10 @@ class JobDirectory:
         deadline = time.monotonic() + patience_seconds
         while True:
             self.create()
-            fd = take_lock(path)
+            try:
+                fd = take_lock(path)
+            except FileNotFoundError:  # whoever had the folder before has just removed it
+                continue
             if fd is not None:
                 break
             if time.monotonic() > deadline:
@@ -343,13 +366,13 @@ class JobDirectory:
             if manifest is not None:
                 yield path, manifest
 
-    def damaged(self) -> Iterator[tuple[Path, str]]:
+    def damaged(self) -> Iterator[tuple[Path, CorruptShardError | FormatError]]:
         """Every slot that says it is sealed and whose manifest cannot be read, and why."""
         for path in self.segments():
             try:
                 _read_seal(path)
             except (CorruptShardError, FormatError) as error:
-                yield path, str(error)
+                yield path, error
             except OSError:
                 continue
 
@@ -379,22 +402,19 @@ class JobDirectory:
     def remove_orphans(self) -> None:
         """Delete segments and locks of ranks that no living trainer on this machine is (the life
         before had more ranks, or had them elsewhere), and what agents left that were killed."""
-        paths = {*self.segments(), *(link.with_suffix("") for link in _links(self.path))}
-        # Listed, not globbed: the last of the others may be removing the folder.
-        locks = [path for path in _listdir(self.path) if path.suffix == ".lock"]
-        agents = [lock for lock in locks if lock.name.startswith("agent")]
-        for rank in {rank_of(path.name) for path in (*paths, *(set(locks) - set(agents)))}:
-            if not self.lives(rank):
-                for path in (path for path in paths if rank_of(path.name) == rank):
-                    remove_segment(path)
-                self.lock_path(rank).unlink(missing_ok=True)
-        for lock in agents:
-            with contextlib.suppress(FileNotFoundError):  # the folder is gone by now
-                fd = take_lock(lock)
-                if fd is not None:  # as by an agent itself: with the lock held, and the lock last
+        with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
+            paths = {*self.segments(), *(link.with_suffix("") for link in _links(self.path))}
+            locks = {path for path in _listdir(self.path) if path.suffix == ".lock"}
+            agents = {lock for lock in locks if lock.name.startswith("agent")}
+            for rank in {rank_of(path.name) for path in (*paths, *(locks - agents))}:
+                if not self.lives(rank):
+                    for path in (path for path in paths if rank_of(path.name) == rank):
+                        remove_segment(path)
+                    self.lock_path(rank).unlink(missing_ok=True)
+            for lock in agents:
+                if _path_lockable(lock):
                     lock.with_suffix(".socket").unlink(missing_ok=True)
                     lock.unlink(missing_ok=True)
-                    os.close(fd)
 
     def remove_if_unused(self) -> None:
         """Delete the folder unless somebody else still has something in it."""
@@ -414,9 +434,10 @@ class JobDirectory:
         """Delete other jobs' segments when nobody of the job lives and nobody came back in time."""
         removed = []
         for other in self.others():
-            if not other.alive() and time.time() - other.newest_seconds() > linger_seconds:
-                other.remove()
-                removed.append(other.job)
+            with contextlib.suppress(FileNotFoundError), _gate(other.path, fcntl.LOCK_EX):
+                if not other.alive() and time.time() - other.newest_seconds() > linger_seconds:
+                    other.remove()
+                    removed.append(other.job)
         return removed
 
 

@@ -17,6 +17,7 @@ Any failure makes the snapshot FAILED, never the training: it is then never seal
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -40,11 +41,15 @@ from .state import TrainingState, Walk
 if TYPE_CHECKING:
     from .trace import Trace
 
+_log = logging.getLogger("tierckpt")
+
 BIND_PATIENCE_SECONDS = 30.0
 """The barrier waits this long for a slot, then lets the training go on without the snapshot."""
 
-
 JOIN_PATIENCE_SECONDS = 10.0
+
+Part = Callable[[int, int], torch.Tensor]
+"""Bytes of elements `[low, high)` of a piece."""
 
 
 class SnapshotError(Exception):
@@ -68,7 +73,9 @@ class Clock:
     barrier: float = 0.0
     """Training thread, before the optimizer's step."""
     copy: float = 0.0
-    """Copying and hashing, all threads."""
+    """Copying, all threads."""
+    checksum: float = 0.0
+    """Hashing what was copied, all threads."""
     sealed_after: float = 0.0
     """From the boundary to the seal."""
 
@@ -112,10 +119,10 @@ class Plan:
         self,
         specs: list[TensorSpec],
         entries: list[tuple[str, torch.Tensor, torch.Tensor]],
-    ) -> list[torch.Tensor | Callable[[], torch.Tensor]]:
+    ) -> list[torch.Tensor | Part]:
         """Every piece's bytes: a view, or a function that copies where no view is possible."""
         live = {s.name: (t, p) for s, (_, t, p) in zip(specs, entries, strict=True)}
-        sources: list[torch.Tensor | Callable[[], torch.Tensor]] = []
+        sources: list[torch.Tensor | Part] = []
         owners: list[int | None] = []
         for piece in self.layout.pieces:
             name, low, high = piece.spec.name, piece.start, piece.stop
@@ -128,7 +135,7 @@ class Plan:
             if tree.is_dense(tensor):
                 sources.append(as_bytes(tree.flat(tensor)[low:high]))
             else:  # e.g. strided with gaps: made row-major when it is copied
-                sources.append(_row_major(tensor, low, high))
+                sources.append(_row_major(tensor, low))
         for index, block in enumerate(self.layout.blocks):
             for part in block.parts:
                 owner = owners[part[0]]
@@ -177,11 +184,13 @@ class Plan:
         parts, views = [], True
         for index, low, high in self.layout.blocks[block].parts:
             piece, source = self.layout.pieces[index], self._sources[index]
-            views = views and isinstance(source, torch.Tensor)
-            raw = source if isinstance(source, torch.Tensor) else source()
+            if not isinstance(source, torch.Tensor):
+                views = False
+                parts.append(source(low, high))
+                continue
             size = piece.spec.itemsize_bytes
             whole = high - low == piece.stop - piece.start
-            parts.append(raw if whole else raw[low * size : high * size])
+            parts.append(source if whole else source[low * size : high * size])
         found = (parts, [p.numel() for p in parts])
         if views:
             self._block_sources[block] = found
@@ -247,8 +256,9 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
-def _row_major(tensor: torch.Tensor, low: int, high: int) -> Callable[[], torch.Tensor]:
-    return lambda: as_bytes(tensor.detach().reshape(-1)[low:high].contiguous())
+def _row_major(tensor: torch.Tensor, start: int) -> Part:
+    """Of the piece that begins at element `start`."""
+    return lambda low, high: as_bytes(tree.row_major(tensor, start + low, start + high))
 
 
 class Binding:
@@ -259,8 +269,8 @@ class Binding:
         self.view = slot.image()
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
 
-    def copy_block(self, plan: Plan, block: int, start: int) -> bytes:
-        """Copy one block to `start` bytes past its offset (the header's length); its digest."""
+    def copy_block(self, plan: Plan, block: int, start: int) -> memoryview:
+        """Copy one block to `start` bytes past its offset (the header's length); returns it."""
         layout_block = plan.layout.blocks[block]
         low = start + layout_block.offset
         target = self.tensor.narrow(0, low, layout_block.nbytes)
@@ -269,7 +279,7 @@ class Binding:
             target.copy_(parts[0])
         else:
             torch._foreach_copy_(list(target.split(sizes)), parts)
-        return digest(self.view[low : low + layout_block.nbytes])
+        return self.view[low : low + layout_block.nbytes]
 
 
 @dataclass
@@ -430,10 +440,13 @@ class Snapshot:
         with self._leaving():
             begin = time.perf_counter()
             faults.point("copy", version=self.head.version, block=block)
-            found = binding.copy_block(self.plan, block, len(self._header))
+            copied = binding.copy_block(self.plan, block, len(self._header))
+            middle = time.perf_counter()
+            found = digest(copied)
             with self._changed:
                 self._digests[block] = found
-                self.clock.copy += time.perf_counter() - begin
+                self.clock.copy += middle - begin
+                self.clock.checksum += time.perf_counter() - middle
                 self._left -= 1
                 last = self._left == 0
             if self.trace is not None:
@@ -529,10 +542,14 @@ class Snapshot:
             if self.phase is Phase.OPEN or self._in_flight or self._reporting:
                 return
             self._reporting = True
-        self.on_done(self)
-        with self._changed:
-            self._reported = True
-            self._changed.notify_all()
+        try:
+            self.on_done(self)
+        except Exception:  # the training may be what waits here, or what called
+            _log.exception("the end of v%d could not be told", self.head.version)
+        finally:
+            with self._changed:
+                self._reported = True
+                self._changed.notify_all()
 
 
 class Copier(threading.Thread):

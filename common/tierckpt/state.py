@@ -26,6 +26,9 @@ import torch
 from . import tree
 from .errors import ConfigError, UnsupportedStateError
 
+FIXED = ("model/", "buffer/")
+"""Names of tensors that are there before any restore; optimizer state is created and dropped."""
+
 _GROUP_KEYS_NOT_STORED = ("params", "param_names")
 
 
@@ -60,6 +63,8 @@ class TrainingState:
         self.optimizers = dict(optimizers)
         self.extra = dict(extra or {})
         self.extra_per_rank = dict(extra_per_rank or {})
+        self.torn = False
+        """A restore began to change it and did not get to its end."""
         self._modules: list[torch.nn.Module] = []
         self._buffer_slots: list[tuple[dict[str, Any], str]] | None = None
         self._buffer_count = 0
@@ -146,6 +151,9 @@ class TrainingState:
         named += [(f"{labels[i]}/{self.name_of(p)}/{k}", t, p) for t, p, i, k in walk.state]
         for name, tensor, _ in named:
             tree.refuse_tensor(tensor, name)
+        devices = [(name, tensor.device) for name, tensor, _ in named]
+        devices += [(f"buffer/{n}", b.device) for n, b in named_buffers(self.model)]
+        refuse_several_gpus(devices)
         return named
 
     def buffer_entries(self, walk: Walk) -> list[tuple[str, torch.Tensor]]:
@@ -223,6 +231,12 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 def clean_name(name: str) -> str:
     """Fully qualified name without what torch.compile of a submodule puts in."""
     return name.replace("_orig_mod.", "")
+
+
+def path_of(name: str) -> tuple[str, str]:
+    """(parameter, key) of optimizer state called `label/parameter/key`."""
+    parameter, key = name.split("/", 1)[1].rsplit("/", 1)
+    return parameter, key
 
 
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -305,6 +319,22 @@ def refuse_model(model: torch.nn.Module) -> None:
             raise UnsupportedStateError(
                 f"module {name or '(root)'!r} is sharded by FSDP; this package is for replicated "
                 "models (DDP, Horovod). Use torch.distributed.checkpoint for it."
+            )
+
+
+def refuse_several_gpus(named: Sequence[tuple[str, torch.device]]) -> None:
+    """Raise UnsupportedStateError when tensors of the state, by name, are on two GPUs.
+
+    Copies of a snapshot are ordered behind the training's work by the streams of one device.
+    """
+    first = next(((name, device) for name, device in named if device.type == "cuda"), None)
+    for name, device in named:
+        if first is not None and device.type == "cuda" and device != first[1]:
+            raise UnsupportedStateError(
+                f"{first[0]} is on {first[1]}, {name} on {device}; this package is for one GPU a "
+                "process. Start one process per GPU (torchrun --nproc-per-node), each with the "
+                "whole model on its own; for a model that one GPU cannot hold use "
+                "torch.distributed.checkpoint."
             )
 
 

@@ -23,6 +23,7 @@ Kinds of entries, which are their `cat`:
 | `release` | launches | the reduction of these parameters was launched |
 | `allreduce` | allreduce | from there to its end, where the adapter can tell |
 | `write`, `commit` | agent | durations as the agent told them, drawn from the seal on |
+| `names` | training | what another timeline calls the reductions, and of which layers they are |
 """
 
 from __future__ import annotations
@@ -173,6 +174,18 @@ class Trace:
             handles.append(optimizer.register_step_post_hook(self._after_update(name)))
         return handles
 
+    def know(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Record under which names a library's own timeline has the reductions.
+
+        `names`: for each name the parameters whose gradients go by it. Mostly one; several where
+        reductions that never run at the same time share a name. Empty: that timeline has none of
+        this rank's.
+        """
+        now = time.perf_counter()
+        self._queue.append(
+            lambda: self._line("names", "names", TRAINING, now, None, {"reductions": dict(names)})
+        )
+
     def _before_update(self, *_: Any) -> None:
         # Horovod's step is a step around a step: the last beginning is the one of the update.
         self._update_begin = time.perf_counter()
@@ -291,7 +304,7 @@ def layer_of(name: str) -> str:
     return rest if kind == "model" else rest.rpartition("/")[0]
 
 
-def label(layers: list[str]) -> str:
+def label(layers: Sequence[str]) -> str:
     """A short name for a few parameters."""
     more = f" +{len(layers) - 1}" if len(layers) > 1 else ""
     return f"{layers[0]}{more}" if layers else "nothing"

@@ -212,6 +212,22 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def row_major(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """A copy, 1-d, of elements `[low, high)` in row-major order, of a tensor that is not dense.
+
+    Copies at most two rows more than these elements are in, not the whole tensor.
+    """
+    tensor = tensor.detach()
+    while tensor.dim() > 1:
+        row = tensor[0].numel()
+        first, last = low // row, (high - 1) // row
+        low, high = low - first * row, high - first * row
+        if first != last:
+            return tensor[first : last + 1].reshape(-1)[low:high].contiguous()
+        tensor = tensor[first]
+    return tensor[low:high].contiguous()
+
+
 def empty(spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
     """An uninitialised tensor as `spec` says, strides included."""
     dtype = dtype_of(spec.dtype)
@@ -224,10 +240,13 @@ def _strides(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(tensor.stride(), tensor.shape, strict=True))
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
+
+
 def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
     """Raise UnsupportedStateError for tensors whose bytes cannot be taken as they are."""
     reason = ""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if type(tensor) not in _PLAIN:
         kind = type(tensor)
         if kind.__name__ == "DTensor":
             reason = "a DTensor (a shard of a tensor). Use torch.distributed.checkpoint for FSDP "

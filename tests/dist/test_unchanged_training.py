@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+import ddp_ckpt
 import tierckpt
 from tests import exact
 from tests.dist import hooks
@@ -188,6 +189,68 @@ def trained_with_hook(name: str, place: Place) -> dict[str, Any]:
     return told
 
 
+def resumed_with_error_feedback(kept: bool, place: Place) -> dict[str, Any]:
+    """PowerSGD's course undisturbed, and as resumed in new objects."""
+
+    def begin(seed: int) -> tuple[Job, Any, dict[str, Any]]:
+        state = power()
+        given = {"comm_hook": (state, powerSGD_hook.powerSGD_hook)}
+        extra = {"extra_per_rank": {"hook": ddp_ckpt.HookState(state)}} if kept else {}
+        return make_job(seed=seed), state, {**given, **extra}
+
+    job, state, _ = begin(1)
+    job.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    plain = course_of(job, range(END), no_boundary)
+    job, _, settings = begin(1)
+    first = attach(job, place, **settings)
+    course = course_of(job, range(CRASH), first.ckpt.step)
+    job.iterate(CRASH)
+    first.ckpt.abandon()
+    job, state, settings = begin(2)
+    second = attach(job, place, **settings)
+    restored = second.ckpt.restore()
+    iterations = state.iter
+    course |= course_of(job, range(restored, END), second.ckpt.step)
+    second.ckpt.close()
+    return {
+        "same": course == plain,
+        "restored": (int(restored), iterations),
+        "warned": [e.message for e in first.events if e.severity > 20],
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_error_feedback_goes_on_where_it_was(
+    size: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for told in ranks(size).run(resumed_with_error_feedback, True, Place.under(tmp_path, shm_dir)):
+        assert told == {"same": True, "restored": (CRASH, CRASH), "warned": []}
+
+
+def test_error_feedback_that_is_not_kept_is_said(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    for told in ranks(2).run(resumed_with_error_feedback, False, Place.under(tmp_path, shm_dir)):
+        assert told["restored"] == (CRASH, 0)
+        assert not told["same"]
+        (warning,) = told["warned"]
+        assert "PowerSGDState, is not in the checkpoints" in warning
+        assert "its curve is another one" in warning
+
+
+def hook_state_with_a_static_graph(place: Place) -> str:
+    job = make_job(static_graph=True)
+    with pytest.raises(tierckpt.ConfigError) as caught:
+        attach(job, place, extra_per_rank={"hook": ddp_ckpt.HookState(power())})
+    return str(caught.value)
+
+
+def test_what_a_hook_remembers_of_buckets_wants_the_same_buckets(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    for text in ranks(2).run(hook_state_with_a_static_graph, place):
+        assert "HookState with static_graph=True" in text
+
+
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_of_the_users_computes_what_it_computes_alone(
     name: str, ranks: Any, tmp_path: Path, shm_dir: Path
@@ -195,7 +258,10 @@ def test_a_hook_of_the_users_computes_what_it_computes_alone(
     for told in ranks(2).run(trained_with_hook, name, Place.under(tmp_path, shm_dir)):
         for way in ("given", "registered later", "registered before"):
             assert told[way] == told["plain"], way
-        assert told["notices given"] == told["notices registered later"] == []
+        silent = "PowerSGD" not in name and name != "a function of the user's"
+        for way in ("given", "registered later"):
+            assert len(told[f"notices {way}"]) == (0 if silent else 1)
+            assert all("is not in the checkpoints" in text for text in told[f"notices {way}"])
         (notice,) = told["notices registered before"]
         assert "has a communication hook already" in notice
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import tierckpt
+from tierckpt.agentclient import AgentClient
 from tierckpt.errors import RestoreError, StateMismatchError
-from tierckpt.naming import ShardKey
+from tierckpt.naming import FORMAT_MAJOR, ShardKey
 from tierckpt.snapshot import Snapshot
 from tierckpt.testing import TinyJob, run_in_child
 from tierckpt.testing.jobs import fired, tiny_model, train
@@ -474,3 +475,79 @@ def test_a_loop_whose_forward_is_in_the_optimizers_closure(
         assert job.checkpointer.version == 4
         job.checkpointer.wait()
         assert [e.version for e in job.heard("sealed")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("when", ["from the beginning", "later"])
+def test_no_thread_to_reach_the_agent_costs_versions_on_disk_and_no_more(
+    when: str, path: Path, settings: Any, course: dict[int, str], monkeypatch: Any
+) -> None:
+    """As where a container allows no more threads; then it does again."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "tierckpt-agent-reach":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        if when == "from the beginning":
+            patch.setattr(threading.Thread, "start", refused)
+        job = TinyJob(path, local_every_steps=1, **settings)
+        job.run(2)
+        if when == "later":
+            assert job.checkpointer.wait()
+            patch.setattr(threading.Thread, "start", refused)
+            process = job.checkpointer._agent._process
+            assert process is not None
+            process.kill()
+            process.wait()
+        job.run(STEPS)
+    with job:
+        job.run(STEPS + 2)
+        assert job.checkpointer.wait()
+        job.run(STEPS + 4)
+    assert job.fingerprint() == course[STEPS + 4]
+    assert any("start new thread" in event.text() for event in job.events)
+    assert STEPS + 4 in versions_on_disk(path)
+
+
+def test_what_fails_after_the_seal_costs_that_version_and_not_the_training(
+    path: Path, settings: Any, course: dict[int, str], monkeypatch: Any
+) -> None:
+    with TinyJob(path, local_every_steps=1, **settings) as job:
+        job.run(2)
+        assert job.checkpointer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(AgentClient, "commit", lambda *_: 1 / 0)
+            job.run(4)
+            assert job.checkpointer.wait()
+        job.run(STEPS)
+        assert job.checkpointer.wait()
+        failed = [event.version for event in job.heard("failed", "local")]
+        assert failed == [3, 4]
+        assert all("ZeroDivisionError" in event.text() for event in job.heard("failed", "local"))
+    assert job.fingerprint() == course[STEPS]
+    assert STEPS in versions_on_disk(path)
+
+
+def test_a_version_of_a_newer_format_ends_the_restart(
+    path: Path, settings: Any, course: dict[int, str], monkeypatch: Any
+) -> None:
+    with TinyJob(path, local_every_steps=1, local_keep_last=8, **settings) as job:
+        job.run(2)
+    with monkeypatch.context() as patch:
+        for module in ("naming", "sealed", "shardfile"):
+            patch.setattr(f"tierckpt.{module}.FORMAT_MAJOR", FORMAT_MAJOR + 1)
+        kept = {"local_every_steps": 1, "local_keep_last": 8, "agent": "inline"}
+        with TinyJob(path, **kept, **settings) as job:
+            job.restore()
+            job.run(3)
+    with TinyJob(path, local_keep_last=8, **settings) as job:
+        before = job.fingerprint()
+        with pytest.raises(
+            RestoreError, match=r"newer tierckpt was here: .*/v0*3\..*format version 2"
+        ):
+            job.restore()
+        assert job.fingerprint() == before
+        assert job.restore(version=2).version == 2
+        assert job.fingerprint() == course[2]

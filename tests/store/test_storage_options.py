@@ -13,6 +13,7 @@ from tests.store.persistentshards import s3_options
 from tests.store.s3server import Proxy
 from tierckpt.cli import main
 from tierckpt.config import STORAGE_OPTIONS
+from tierckpt.errors import RestoreError
 from tierckpt.persistent import PersistentStore
 from tierckpt.testing import TinyJob
 
@@ -103,6 +104,35 @@ def test_a_wrong_one_is_an_error_that_does_not_repeat_it(
     assert all(WRONG not in event.text() for event in first.events)
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or WRONG.encode() not in path.read_bytes(), path
+
+
+def test_a_job_does_not_start_afresh_beside_what_it_is_not_let_see(
+    job: Any, proxy: Proxy, tmp_path: Path
+) -> None:
+    right = s3_options(proxy.url)
+    with job(agent="inline", **{STORAGE_OPTIONS: right}) as first:
+        first.run(STEPS)
+        fingerprint = first.fingerprint()
+    shutil.copytree(tmp_path / "ckpts", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "ckpts")
+    with job(agent="inline", **{STORAGE_OPTIONS: {**right, "secret": WRONG}}) as shut_out:
+        with pytest.raises(RestoreError, match="credentials") as refused:
+            shut_out.restore()
+        with pytest.raises(RestoreError, match="v2 was found on any level, and .* not be seen"):
+            shut_out.restore(version=2)
+    assert "does not start afresh" in str(refused.value)
+    assert "s3://" in str(refused.value)
+    assert WRONG not in str(refused.value)
+    with job(agent="inline", **{STORAGE_OPTIONS: right}) as second:
+        assert second.restore().levels == {"persistent": 1}
+        assert second.fingerprint() == fingerprint
+    # Where another level has a version, the job goes on from it and says what it could not see.
+    shutil.rmtree(tmp_path / "ckpts")
+    shutil.move(tmp_path / "copy", tmp_path / "ckpts")
+    with job(agent="inline", **{STORAGE_OPTIONS: {**right, "secret": WRONG}}) as third:
+        restored = third.restore()
+    assert restored.levels == {"local": 1}
+    assert any("credentials" in text for text in restored.rejected)
 
 
 def test_the_command_finds_them_in_the_environment(

@@ -117,6 +117,16 @@ def test_a_skipped_version_stays_due_and_is_reported_once() -> None:
     assert [level for level, _ in schedule.decide(10, busy).skipped] == ["memory"]
 
 
+@pytest.mark.parametrize(("every", "named"), [(1, [5, 6, 7, 8, 9, 10, 11]), (5, [5, 10])])
+def test_every_version_that_is_missed_is_named(every: int, named: list[int]) -> None:
+    schedule = Schedule(configured(memory_every_steps=every))
+    schedule.start_at(4)
+    busy = Vote(slot_free=0)
+    decided = {version: schedule.decide(version, busy) for version in range(5, 12)}
+    assert [version for version, decision in decided.items() if decision.skipped] == named
+    assert [version for version, decision in decided.items() if not decision.again] == [5]
+
+
 def test_a_busy_local_level_does_not_keep_memory_from_its_version() -> None:
     schedule = Schedule(configured(memory_every_steps=1, local_every_steps=2))
     decision = schedule.decide(2, Vote(local_free=0))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from tests.exact import image
 from tierckpt import tree
@@ -308,3 +309,39 @@ def test_a_type_that_this_torch_lacks_is_refused_by_name() -> None:
     text = b'{"tree":0,"tensors":[["float3_e1m1",[1],null,"cpu"]]}'
     with pytest.raises(FormatError, match="float3_e1m1"):
         tree.decode(len(text).to_bytes(8, "little") + text)
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.integers(2, 3),
+    st.data(),
+)
+def test_part_of_a_tensor_with_gaps_in_row_major_order(
+    shape: list[int], step: int, data: st.DataObject
+) -> None:
+    wide = torch.arange(step * math.prod(shape)).reshape(*shape[:-1], step * shape[-1])
+    for sliced in (wide[..., ::step], wide[..., : shape[-1]], wide[..., ::step].movedim(0, -1)):
+        low = data.draw(st.integers(0, sliced.numel() - 1))
+        high = data.draw(st.integers(low + 1, sliced.numel()))
+        part = tree.row_major(sliced, low, high)
+        assert part.is_contiguous()
+        assert part.tolist() == sliced.flatten()[low:high].tolist()
+
+
+def test_reading_a_column_slice_part_by_part_copies_it_about_once() -> None:
+    rows, columns, part = 4096, 8, 256
+    sliced = torch.arange(2 * rows * columns).reshape(rows, 2 * columns)[:, :columns]
+    copied = 0
+
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            nonlocal copied
+            result = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.reshape:
+                copied += result.numel()
+            return result
+
+    with Counting():
+        for low in range(0, sliced.numel(), part):
+            tree.row_major(sliced, low, low + part)
+    assert sliced.numel() <= copied < 2 * sliced.numel()

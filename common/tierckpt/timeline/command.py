@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import chrome
-from .horovod import agreement, read_horovod
+from .horovod import Names, agreement, read_horovod
 from .ours import read_trace
 from .spans import Timeline, TimelineError
 from .summary import Hidden, SizeBucket, Stats, Summary, summarize
@@ -20,25 +20,35 @@ def load(ours: Sequence[Path], horovod: Path | None) -> Timeline:
     """All files on one axis, with notes on how well they fit. Raises TimelineError."""
     timeline = Timeline()
     writer: dict[int, Path] = {}
+    told: list[Names] = []
     for path in ours:
-        spans = read_trace(path)
-        rank = spans[0].rank
+        recorded = read_trace(path)
+        rank = recorded.spans[0].rank
         if rank in writer:
             raise TimelineError(
                 f"{writer[rank]} and {path} are both of rank {rank}; give the files of one job"
             )
         writer[rank] = path
-        timeline.add(spans)
+        timeline.add(recorded.spans)
+        told += [] if recorded.reductions is None else [recorded.reductions]
     if horovod is not None:
-        _add_horovod(timeline, horovod)
+        if told and not any(told):
+            raise TimelineError(
+                f"{horovod} has no reductions of these ranks: Horovod's rank 0 writes it, with "
+                "those of its own process set alone, and a job of one process reduces nothing"
+            )
+        _add_horovod(
+            timeline, horovod, {n: layers for names in told for n, layers in names.items()}
+        )
     return timeline
 
 
-def _add_horovod(timeline: Timeline, path: Path) -> None:
+def _add_horovod(timeline: Timeline, path: Path, reductions: Names) -> None:
     """As much of Horovod's timeline as the traces cover: theirs may be a part of the run."""
     ours = timeline.of()
     begin, end = min(s.begin_us for s in ours), max(s.end_us for s in ours)
-    found = [s for s in read_horovod(path) if s.begin_us >= begin and s.end_us <= end]
+    spans = read_horovod(path, reductions)
+    found = [s for s in spans if s.begin_us >= begin and s.end_us <= end]
     if not found:
         raise TimelineError(
             f"{path} has no allreduce from the time that the traces cover; are they of one run?"

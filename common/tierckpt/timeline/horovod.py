@@ -6,24 +6,34 @@ from when the first rank asks for it until the last one has, and then `ALLREDUCE
 inside and the tensor's type and shape at its end. Time stamps are microseconds of a monotonic clock
 since Horovod's start, and the very first entry says when that was in Unix time; our traces count
 the same way, so adding it is all.
+
+A tensor's name is not that of a parameter: a group's tensors are all called after its first one and
+numbered, without `named_parameters` they are called after their places in the optimizer, and a
+sparse gradient is two allgathers. So our traces say which name stands for which parameters (see
+`Trace.know`); without that, a name is at most stripped of its `allreduce.`.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..trace import label
 from .chrome import read_entries
 from .spans import Span, Timeline, TimelineError
 
 START = "start_time_since_epoch_in_micros"
 REDUCTIONS = ("ALLREDUCE", "ADASUM")
+SPARSE = "ALLGATHER"
+"""What reduces a sparse gradient; gathers that no trace knows of are something else."""
+AGREEMENT = "allreduce.tierckpt."
+"""Of the checkpointers, which moves no gradients."""
 
 TOLERATED_SHARE = 0.1
 """Of allreduces that are not found where they belong."""
@@ -31,8 +41,13 @@ ITEM_BYTES = {"16": 2, "32": 4, "64": 8}
 """By the digits at the end of the type's name; other types have one byte."""
 
 
-def read_horovod(path: Path) -> list[Span]:
-    """Allreduces and their negotiations, in Unix time, as of rank 0, and no other collectives.
+Names = Mapping[str, Sequence[str]]
+"""A tensor's name, and the parameters that it stands for."""
+
+
+def read_horovod(path: Path, names: Names | None = None) -> list[Span]:
+    """Reductions of gradients and their negotiations, in Unix time, as of rank 0, and no other
+    collectives. `names` are those that the traces know.
 
     Raises TimelineError.
     """
@@ -44,49 +59,42 @@ def read_horovod(path: Path) -> list[Span]:
             "HOROVOD_TIMELINE=FILE makes one (on rank 0)"
         )
     try:
-        return list(_spans(entries, starts[0]))
+        return list(_spans(entries, starts[0], names or {}))
     except (KeyError, TypeError, ValueError) as error:
         raise TimelineError(f"{path} has an entry of a form unknown here: {error!r}") from error
 
 
-def _spans(entries: Iterable[dict[str, Any]], start_us: int) -> Iterator[Span]:
+def _spans(entries: Iterable[dict[str, Any]], start_us: int, known: Names) -> Iterator[Span]:
     """Beginnings and ends nest within a tensor, so a stack for each tells which belong together."""
-    names: dict[int, str] = {}
+    tensors: dict[int, str] = {}
     open_: dict[int, list[tuple[str, int]]] = {}
     launched: dict[int, int] = {}
     for entry in entries:
         pid, phase = entry.get("pid", -1), entry["ph"]
         if phase == "M" and "name" in entry["args"]:
-            names[pid] = entry["args"]["name"]
+            tensors[pid] = entry["args"]["name"]
         elif phase == "B":
             open_.setdefault(pid, []).append((entry["name"], start_us + entry["ts"]))
         elif phase == "E" and open_.get(pid):  # a barrier's end has no beginning
-            name, begin_us = open_[pid].pop()
-            end_us = start_us + entry["ts"]
-            layer = layer_of(names[pid])
-            if layer.startswith("tierckpt."):
-                continue  # the agreement of the checkpointers, which moves no gradients
-            if name in (f"NEGOTIATE_{r}" for r in REDUCTIONS):
+            activity, begin_us = open_[pid].pop()
+            tensor, operation = tensors[pid], activity.removeprefix("NEGOTIATE_")
+            if operation not in REDUCTIONS and not (operation == SPARSE and tensor in known):
+                continue
+            if tensor.startswith(AGREEMENT):
+                continue
+            layers = tuple(known.get(tensor, ())) or (tensor.removeprefix("allreduce."),)
+            span = Span("", 0, begin_us, start_us + entry["ts"], label(layers), layers=layers)
+            if operation != activity:
                 launched[pid] = begin_us
-                yield Span("negotiate", 0, begin_us, end_us, layer, "negotiate", layers=(layer,))
-            elif name in REDUCTIONS and not open_[pid]:
-                yield Span(
+                yield replace(span, kind="negotiate", row="negotiate")
+            elif not open_[pid]:
+                yield replace(
+                    span,
                     kind="allreduce",
-                    rank=0,
-                    begin_us=begin_us,
-                    end_us=end_us,
-                    name=layer,
                     row="allreduce",
                     nbytes=_nbytes(entry.get("args", {})),
-                    layers=(layer,),
                     launched_us=launched.pop(pid, None),
                 )
-
-
-def layer_of(tensor: str) -> str:
-    """The parameter, by the name that Horovod gives to the allreduce of its gradient."""
-    found = re.fullmatch(r"(?:grouped_)?allreduce\.(.*?)(?:_\d+of\d+)?", tensor)
-    return found[1] if found else tensor
 
 
 def _nbytes(args: dict[str, str]) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,18 @@ from .chrome import read_entries
 from .spans import Span, TimelineError
 
 
-def read_trace(path: Path) -> list[Span]:
-    """The spans of one rank's file. Raises TimelineError when it is not one."""
+@dataclass(frozen=True)
+class Recorded:
+    """What is in one rank's file."""
+
+    spans: list[Span]
+    reductions: Mapping[str, tuple[str, ...]] | None
+    """What Horovod's timeline calls the reductions, and the parameters that each is of, as the
+    newest life says that knows the name. Empty: it has none of them; None: nobody said."""
+
+
+def read_trace(path: Path) -> Recorded:
+    """One rank's file. Raises TimelineError when it is not one."""
     entries = list(read_entries(path))
     if not any(e.get("cat") == "begin" for e in entries):
         raise TimelineError(
@@ -22,7 +32,7 @@ def read_trace(path: Path) -> list[Span]:
             "named by the setting trace_dir); Horovod's timeline goes behind --horovod"
         )
     try:
-        return list(_in_order(list(_spans(entries))))
+        return Recorded(list(_in_order(list(_spans(entries)))), _reductions(entries))
     except (KeyError, TypeError, IndexError) as error:
         raise TimelineError(f"{path} has an entry of a form unknown here: {error!r}") from error
 
@@ -40,9 +50,16 @@ def _in_order(spans: list[Span]) -> Iterable[Span]:
         yield span
 
 
+def _reductions(entries: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]] | None:
+    lives = [e["args"]["reductions"] for e in entries if e.get("cat") == "names"]
+    if not lives:
+        return None
+    return {name: tuple(layers) for known in lives for name, layers in known.items()}
+
+
 def _spans(entries: Iterable[dict[str, Any]]) -> Iterable[Span]:
     for entry in entries:
-        if entry["ph"] not in ("X", "i"):
+        if entry["ph"] not in ("X", "i") or entry["cat"] == "names":
             continue
         args = entry["args"]
         yield Span(

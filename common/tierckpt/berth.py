@@ -1,0 +1,63 @@
+"""Berth: a rank's place in its node's shared memory, from attach to the end.
+
+That is the job's folder there, the lock which says that the rank lives, and the rank's slots, with
+what an earlier life left in them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from . import attach, inplace
+from .config import Config
+from .group import Group, Node
+from .pool import SlotPool
+from .reports import Reports
+from .slots import JobDirectory, job_id_of
+from .state import TrainingState
+
+
+class Berth:
+    """Owns what it names. Training thread; `pool` has rules of its own."""
+
+    def __init__(self, config: Config, rank: int, slots: int, reports: Reports) -> None:
+        """Take it: `slots` of them, those adopted that are there. What dead jobs left is removed.
+
+        Raises JobBusyError while another process has the place, OSError when there is none.
+        """
+        self.job = JobDirectory.at(
+            config.shm_dir, config.job_id or job_id_of(config.path), config.node
+        )
+        self._config, self._rank, self._reports = config, rank, reports
+        self.job.create()
+        for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
+            reports.notice(f"removed shared memory of the dead job {job}", logging.INFO)
+        self._lock_fd = self.job.lock_rank(rank)
+        place = inplace.place_for_slots(config)
+        self.pool = SlotPool(self.job, rank, slots, reports.notice_later, place)
+        self.pool.adopt()
+
+    def tell_of_room(self, state: TrainingState, group: Group, node: Node) -> None:
+        """Say where the slots are, if not here, and what they lack for `state`: once a node."""
+        if node.first != group.rank:
+            return
+        count, in_place = len(self.pool.slots), self.pool.in_place is not None
+        each_bytes = attach.shard_bytes(state, group.size)
+        if in_place:
+            self._reports.notice(inplace.told(self._config, count, each_bytes), logging.INFO)
+        lacking = attach.lacking_room(self._config, self.job, node, each_bytes, count, in_place)
+        if lacking:
+            self._reports.notice(lacking, logging.ERROR)
+
+    def leave(self, remove: bool) -> None:
+        """Give it up, when nobody is at work on a slot any more; with `remove` nothing stays."""
+        self.pool.close(remove)
+        if remove:
+            self.job.lock_path(self._rank).unlink(missing_ok=True)
+        self.job.unlock_rank(self._rank, self._lock_fd)
+        if remove:
+            self.job.remove_orphans()
+            self.job.remove_if_unused()
+
+
+__all__ = ["Berth"]

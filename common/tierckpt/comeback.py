@@ -1,0 +1,144 @@
+"""Comeback: one `restore()`, from taking stock of the levels to telling what it took.
+
+`restore` finds, verifies and loads; here is what comes before and after: the inventory, what it
+means that nothing was found, and the words for the user.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .config import Config
+from .errors import RestoreError
+from .group import Group
+from .lives import Lives
+from .naming import Lineage
+from .newtensors import NewTensors
+from .persistent import PersistentStore
+from .progress import Progress
+from .reports import Reports
+from .restore import Attempt, Restored, Restorer, load
+from .state import TrainingState
+
+
+class Comeback:
+    """Good for one restore: made, `find`, `load` if that found something, `report`.
+
+    Training thread; all ranks do the same. What it is given stays its owner's: the live state is
+    changed by `load` alone, and `lives` by taking stock, and where a life begins afresh.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        state: TrainingState,
+        lives: Lives,
+        reports: Reports,
+        bar: Progress,
+        begin_seconds: float,
+    ) -> None:
+        """Takes stock of all levels: collective. `begin_seconds`: when `restore()` was called, by
+        `time.perf_counter()`."""
+        self._group, self._state, self._lives, self._reports = group, state, lives, reports
+        self._begin_seconds = begin_seconds
+        lives.look()
+        self._inventory_seconds = time.perf_counter() - begin_seconds
+        open_store = functools.partial(PersistentStore, **config.persistent.options())
+        self._new = NewTensors(state)
+        self._restorer = Restorer(
+            group,
+            lives.found,
+            self._reject,
+            lives.parities,
+            bar,
+            open_store,
+            self._new.foresee,
+        )
+
+    def find(self, version: int | None, live_version: int) -> Attempt | None:
+        """The newest sound version, or `version`; the caller closes it. Collective.
+
+        None when there is nothing: a life has begun afresh then. Raises RestoreError, on all ranks,
+        where that would be wrong: something was asked for, or may be where nobody could look, or
+        the live state, at `live_version`, is no fresh one; and where there is something of a newer
+        format and `version` does not say to go back behind it.
+        """
+        if self._lives.newer and version is None:
+            raise RestoreError(
+                f"a newer tierckpt was here: {'; '.join(self._lives.newer)}. Nothing was changed, "
+                "and nothing older was taken in its place. To go on without it: "
+                "restore(version=...) goes back to an older version; moving it away, or another "
+                "path, starts without it"
+            )
+        for problem in (*self._lives.problems, *self._lives.unseen):
+            self._restorer.rejected.append(problem)
+            self._reject(problem)
+        attempt = self._restorer.find(version)
+        if attempt is None:
+            self._nothing_found(version, live_version)
+        return attempt
+
+    def _nothing_found(self, version: int | None, live_version: int) -> None:
+        """A fresh start, unless something was expected, or may be where nobody could look."""
+        unseen = "; ".join(self._lives.unseen)
+        if version is not None:
+            hidden = f", and what is there could not be seen in {unseen}" if unseen else ""
+            raise RestoreError(f"no complete, sound v{version} was found on any level{hidden}")
+        if live_version > 0:
+            raise RestoreError(
+                f"nothing sound was found on any level; the live state stays at v{live_version}"
+            )
+        if unseen:
+            raise RestoreError(
+                f"nothing to restore was found, and what is there could not be seen in {unseen}. "
+                "This job does not start afresh beside what may be all that is left. Put that "
+                "right and start again; where nothing is to be found there, leave that level out, "
+                "or do not call restore()"
+            )
+        if self._restorer.rejected:
+            self._reports.notice("nothing sound was found: starting from scratch", logging.ERROR)
+        self._lives.begin_afresh()
+
+    def load(
+        self, attempt: Attempt, strict: bool, load_adapter: Callable[[Any], None]
+    ) -> tuple[Lineage, Restored]:
+        """Load what `find` found; returns its lineage and what was done. Collective.
+
+        `load_adapter` is given the adapter's own. Raises what `restore.load` raises.
+        """
+        begin = time.perf_counter()
+        manifest, notices, adapter = load(self._state, attempt, self._group, strict, self._new)
+        load_adapter(adapter)
+        for text in notices:
+            self._reports.notice(text, logging.WARNING)
+        result = attempt.report(manifest)
+        result.seconds["load"] = time.perf_counter() - begin
+        return manifest.lineage, result
+
+    def report(self, result: Restored) -> Restored:
+        """Complete it with what the way there took, and say it."""
+        self._restorer.report(result)
+        total_seconds = time.perf_counter() - self._begin_seconds
+        result.seconds.update(inventory=self._inventory_seconds, total=total_seconds)
+        level = " and ".join(result.levels) or "nowhere"
+        self._reports.emit(
+            "restored",
+            level=level if result.levels else "",
+            nbytes=result.nbytes,
+            seconds=result.seconds,
+            message=f"from {level}" if result.levels else "nothing to restore: a fresh start",
+            severity=logging.INFO if self._group.rank == 0 else logging.DEBUG,
+        )
+        return result
+
+    def _reject(self, text: str) -> None:
+        severity = logging.ERROR if self._group.rank == 0 else logging.DEBUG
+        self._reports.emit("rejected", message=text, severity=severity)
+
+
+__all__ = ["Comeback"]
