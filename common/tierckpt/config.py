@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 import socket
-import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,11 +19,6 @@ from typing import Any, Literal, get_type_hints
 
 from .errors import ConfigError
 from .signals import parse_signals
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PREFIX = "TIERCKPT_"
 NOT_SETTINGS = ("CONFIG", "ENCRYPTION_KEY", "ENCRYPTION_KEY_FILE", "FAULTS", "FAULTS_DIR")

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def test_times_as_people_write_them() -> None:
         "6:00": datetime(2026, 12, 25, 6, 0),
         "2026-12-24T06:00": datetime(2026, 12, 24, 6, 0),
         "2026-12-24 06:00:30": datetime(2026, 12, 24, 6, 0, 30),
-        "2026-12-24T06:00+00:00": datetime(2026, 12, 24, 6, 0, tzinfo=timezone.utc),
+        "2026-12-24T06:00+00:00": datetime(2026, 12, 24, 6, 0, tzinfo=UTC),
     }
     for text, expected in at.items():
         assert haltrequest.parse_time(text, now) == expected.timestamp(), text
