@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections import Counter
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
 import tierckpt
-from tierckpt.group import Group
+from tierckpt.config import load_config
 from tierckpt.state import label_optimizers
 
 from .group import current_group
+from .reductions import Reductions
 
-LAUNCHERS = ("_allreduce_grad_async", "_grouped_allreduce_grad_async")
-"""Methods that Horovod's backward hooks and `synchronize` look up at each call."""
-Names = str | tuple[str, ...]
-"""What is reduced at once: a parameter, or a group of them."""
+FOLDERS = ("events_dir", "trace_dir")
+"""Settings that name a folder where each rank has a file."""
 
 
 class Checkpointer(tierckpt.Checkpointer):
@@ -31,7 +28,9 @@ class Checkpointer(tierckpt.Checkpointer):
         optimizer: what `hvd.DistributedOptimizer` returned: one, a sequence, or a dict.
         settings: as in `tierckpt.Checkpointer`.
 
-    Its ranks are those of the optimizer's process set.
+    Its ranks are those of the optimizer's process set, numbered within it. Several process sets are
+    several jobs: each needs a `path` of its own. Where `events_dir` or `trace_dir` is set, each has
+    a folder in there, `process-set-<id>`.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, **settings: Any) -> None:
@@ -43,20 +42,30 @@ class Checkpointer(tierckpt.Checkpointer):
         process_set = _common_process_set(optimizers.values())
         self._reductions = {name: Reductions(each) for name, each in optimizers.items()}
         self.releases_by_layer = all(r.known_before_step for r in self._reductions.values())
+        settings = _with_folders_apart(settings, process_set)
         super().__init__(model, optimizer, group=current_group(process_set), **settings)
+        self._name_reductions(process_set)
         for reductions in self._reductions.values():
             reductions.watch(self.release)
+
+    def _name_reductions(self, process_set: Any) -> None:
+        """Tell the trace what Horovod's timeline, which rank 0 writes, will call them."""
+        if self._trace is None:
+            return
+        names: dict[str, list[str]] = {}
+        if process_set is hvd.global_process_set or 0 in process_set.ranks:
+            for reductions in self._reductions.values():
+                for tensor, param in reductions.tensors():
+                    names.setdefault(tensor, []).append(self.state.name_of(param))
+        self._trace.know(names)
 
     def restore(
         self, version: int | None = None, strict: bool = True, progress: bool | None = None
     ) -> tierckpt.Restored:
         """See `tierckpt.Checkpointer`; what an iteration cut short launched is dropped."""
         for reductions in self._reductions.values():
-            reductions.even_out(self.group)
-        restored = super().restore(version, strict, progress)
-        for reductions in self._reductions.values():
-            reductions.forget()
-        return restored
+            reductions.settle(self.group)
+        return super().restore(version, strict, progress)
 
     def _before_step(self, label: str) -> None:
         if not self._reductions[label].step_begins():
@@ -69,100 +78,6 @@ class Checkpointer(tierckpt.Checkpointer):
         for reductions in self._reductions.values():
             reductions.unwatch()
         super()._shut_down(remove)
-
-
-class Reductions:
-    """The gradient reductions of one Horovod optimizer. Training thread.
-
-    Horovod's step is a step within a step: its own `step` synchronizes and then calls the wrapped
-    optimizer's, and torch's hooks fire for both. Only the inner one changes weights, so only there
-    copies must be complete; and only both together are a step of the training.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._release: Callable[[Iterable[torch.Tensor]], None] | None = None
-        self._entered = 0
-        """Pre-hooks seen since the last whole step."""
-        self._launched: Counter[Names] = Counter()
-        self.known_before_step = bool(optimizer._grad_accs)
-        """Horovod registers no hooks in a job of one."""
-
-    def watch(self, release: Callable[[Iterable[torch.Tensor]], None]) -> None:
-        """Call `release(parameters)` whenever a reduction was launched."""
-        self._release = release
-        for name in LAUNCHERS:
-            setattr(self._optimizer, name, self._launcher(getattr(self._optimizer, name)))
-
-    def unwatch(self) -> None:
-        """The inverse of `watch`."""
-        if self._release is not None:
-            self._release = None
-            for name in LAUNCHERS:
-                self._optimizer.__dict__.pop(name, None)
-
-    def _launcher(self, launch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def launch_and_release(what: Any) -> Any:
-            handle = launch(what)
-            self._launched[self._names(what)] += 1
-            if self._release is not None:
-                self._release(what if isinstance(what, tuple) else (what,))
-            return handle
-
-        return launch_and_release
-
-    def _names(self, what: Any) -> Names:
-        names = self._optimizer._parameter_names
-        return tuple(names[p] for p in what) if isinstance(what, tuple) else names[what]
-
-    def step_begins(self) -> bool:
-        """A pre-hook fired; True when weights are not changed before the next one fires."""
-        self._entered += 1
-        optimizer = self._optimizer
-        # With reductions under way, a step that synchronizes will first wait for them.
-        return bool(optimizer._should_synchronize and optimizer._handles)
-
-    def step_ended(self) -> bool:
-        """A post-hook fired; True when that was a step of the training.
-
-        None is the inner step that `hvd.broadcast_optimizer_state` makes alone to have optimizer
-        state.
-        """
-        whole = self._entered >= 2
-        self._entered = 0
-        return whole
-
-    def even_out(self, group: Group) -> None:
-        """Launch what other ranks have launched and this one has not. Collective.
-
-        After an iteration that was cut short, and not at the same point on all ranks, a reduction
-        would wait for ever for the rank that left it out, and Horovod would refuse the next one of
-        its name.
-        """
-        everyone: list[Counter[Names]] = group.all_gather_object(self._launched)
-        missing = functools.reduce(operator.or_, everyone) - self._launched
-        param = {name: p for p, name in self._optimizer._parameter_names.items()}
-        for names in missing:
-            if isinstance(names, str):
-                self._optimizer._allreduce_grad_async(param[names])
-                continue
-            layer = tuple(param[name] for name in names)
-            for p in layer:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            self._optimizer._grouped_allreduce_grad_async(layer)
-
-    def forget(self) -> None:
-        """Drop what an iteration that was cut short left behind, as Horovod itself does when an
-        optimizer's state is loaded."""
-        optimizer = self._optimizer
-        optimizer._handles = {}
-        optimizer._synchronized = False
-        optimizer._should_synchronize = True
-        for param in optimizer._allreduce_delay:
-            optimizer._allreduce_delay[param] = optimizer.backward_passes_per_step
-        for group in optimizer._group_counts:
-            optimizer._group_counts[group] = 0
-        self._entered = 0
 
 
 def is_horovod(optimizer: Any) -> bool:
@@ -199,3 +114,18 @@ def _common_process_set(optimizers: Iterable[Any]) -> Any:
             "Checkpointer on the ranks that are, and one with another path for the others"
         )
     return sets[0]
+
+
+def _with_folders_apart(settings: Mapping[str, Any], process_set: Any) -> dict[str, Any]:
+    """A folder for each process set: files are named after ranks, which each set numbers from 0,
+    and one environment may tell all sets the same place."""
+    if process_set is hvd.global_process_set:
+        return dict(settings)
+    given = {name: settings.get(name) for name in FOLDERS}
+    try:
+        config = load_config(given, config_file=settings.get("config_file"))
+    except tierckpt.ConfigError:
+        return dict(settings)  # the Checkpointer will say so, on all ranks
+    mine = f"process-set-{process_set.process_set_id}"
+    found = {name: getattr(config, name) for name in FOLDERS}
+    return {**settings, **{n: os.path.join(folder, mine) for n, folder in found.items() if folder}}

@@ -15,7 +15,7 @@ from tierckpt.scripts import serve
 
 from .checkpointer import Checkpointer
 
-_HOROVODS = tuple(inspect.signature(hvd.DistributedOptimizer).parameters)
+HOROVODS = tuple(inspect.signature(hvd.DistributedOptimizer).parameters)
 """Names of Horovod's own arguments, in order."""
 
 
@@ -44,9 +44,9 @@ def DistributedOptimizer(
 
     Raises ConfigError when the model cannot be known, besides what Horovod and Checkpointer raise.
     """
-    known = dict(zip(_HOROVODS[1:], args, strict=False))
+    known = dict(zip(HOROVODS[1:], args, strict=False))
     model = model or _model_of(known.get("named_parameters", settings.get("named_parameters")))
-    horovods = {n: settings.pop(n) for n in _HOROVODS if n in settings}
+    horovods = {n: settings.pop(n) for n in HOROVODS if n in settings}
     distributed = hvd.DistributedOptimizer(optimizer, *args, **horovods)
     checkpointer = install(distributed, model, **settings)
     serve(checkpointer, restore, close_at_exit)

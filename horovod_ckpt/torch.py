@@ -3,22 +3,30 @@
 Everything of Horovod's module under the same names, but two: `DistributedOptimizer` restores the
 newest checkpoint at once, takes checkpoints and closes at the end of the script, and
 `elastic.TorchState` commits to our levels. Settings come from `TIERCKPT_*` variables or a file
-(`TIERCKPT_CONFIG`), or as further arguments.
+(`TIERCKPT_CONFIG`), or as further arguments of `DistributedOptimizer`, elastic or not.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import horovod.torch
+import torch
 from horovod.torch import *  # noqa: F403
 
-from . import elastic
+from . import elastic as _elastic
 from . import optimizer as _ours
 
 __all__ = ["DistributedOptimizer", "elastic"]
 __all__ += [name for name in dir(horovod.torch) if not name.startswith("_")]
+
+DEFAULTS = {"restore": True, "close_at_exit": True, "boundary": "forward"}
+THE_STATES = ("model", "restore", "close_at_exit")
+"""Arguments of `horovod_ckpt.DistributedOptimizer` that an elastic state has no use for: it is
+given the model, and always restores and closes."""
 
 
 def __getattr__(name: str) -> Any:
@@ -28,10 +36,39 @@ def __getattr__(name: str) -> Any:
 def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
     """`horovod_ckpt.DistributedOptimizer` for a script that knows nothing of checkpoints.
 
-    The boundary is the next forward pass. Under elastic Horovod it is Horovod's own function:
-    there the state object takes the checkpoints.
+    The boundary is the next forward pass. Under elastic Horovod the state object takes the
+    checkpoints, with the settings given here: then this is Horovod's own function, and our
+    settings are the attribute `checkpoint_settings` of what it returns.
     """
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        return horovod.torch.DistributedOptimizer(optimizer, *args, **settings)
-    defaults = {"restore": True, "close_at_exit": True, "boundary": "forward"}
-    return _ours.DistributedOptimizer(optimizer, *args, **{**defaults, **settings})
+    if os.environ.get("HOROVOD_ELASTIC") != "1":
+        return _ours.DistributedOptimizer(optimizer, *args, **{**DEFAULTS, **settings})
+    horovods = {name: settings.pop(name) for name in _ours.HOROVODS if name in settings}
+    distributed = horovod.torch.DistributedOptimizer(optimizer, *args, **horovods)
+    distributed.checkpoint_settings = {n: v for n, v in settings.items() if n not in THE_STATES}
+    return distributed
+
+
+class _TorchState(_elastic.TorchState):
+    """`horovod_ckpt.elastic.TorchState`, with the settings that its optimizers were made with.
+
+    Those given here, as `tierckpt=`, win.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: Any = None,
+        tierckpt: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        settings: dict[str, Any] = {}
+        for value in (optimizer, *kwargs.values()):
+            if isinstance(value, torch.optim.Optimizer):
+                settings.update(getattr(value, "checkpoint_settings", {}))
+        super().__init__(model, optimizer, {**settings, **(tierckpt or {})}, **kwargs)
+
+
+elastic = SimpleNamespace(
+    ElasticSampler=_elastic.ElasticSampler, TorchState=_TorchState, run=_elastic.run
+)
+"""As Horovod's module of that name."""

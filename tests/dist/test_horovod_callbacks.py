@@ -79,19 +79,21 @@ def heard(place: Place) -> dict[str, Any]:
     }
 
 
+HEARD = {
+    "launched": True,
+    "boundaries": [1, 2, 3, 4],
+    "sealed": [1, 2, 3, 4],
+    "committed": [(3, "local")],
+    "restored": ([(0, False)], [(4, True)]),
+    "alike": True,
+}
+
+
 @BOTH
 def test_callbacks_hear_the_same_from_both_adapters(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    for told in ranks(2, kind).run(heard, Place.under(tmp_path, shm_dir)):
-        assert told == {
-            "launched": True,
-            "boundaries": [1, 2, 3, 4],
-            "sealed": [1, 2, 3, 4],
-            "committed": [(3, "local")],
-            "restored": ([(0, False)], [(4, True)]),
-            "alike": True,
-        }
+    assert ranks(2, kind).run(heard, Place.under(tmp_path, shm_dir)) == [HEARD] * 2
 
 
 def troubled(place: Place) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from tests.dist.training import (
     Named,
     Net,
     Place,
+    Sentences,
     Words,
     attach,
     fused_adamw,
@@ -189,6 +190,7 @@ VARIANTS: dict[str, Variant] = {
     "sparse as dense": Variant(
         lambda hvd, model: {"sparse_as_dense": True}, net=Words, optimizer=torch.optim.SparseAdam
     ),
+    "sparse and dense": Variant(net=Sentences, optimizer=torch.optim.Adagrad),
     "clipping": Variant(loop=clip),
     "synchronized twice": Variant(loop=synchronize_twice),
     "gradient scaler": Variant(net=normed, optimizer=sgd, loop=scale, before=with_scaler),

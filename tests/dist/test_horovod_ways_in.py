@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests import exact
 from tests.dist.rankpool import HOROVODRUN, LAUNCHERS, MPIRUN, ROOT
 from tests.dist.test_horovod_training import check, trained_with_and_without
 from tests.dist.training import (
+    Attached,
     HorovodJob,
     Net,
     Place,
@@ -27,6 +30,7 @@ from tests.dist.training import (
     sgd,
     train,
 )
+from tierckpt.timeline.command import load
 
 SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
 
@@ -63,12 +67,15 @@ def installed(place: Place) -> dict[str, Any]:
     }
 
 
+INSTALLED = {"version": 3, "same": True, "attribute": True, "untouched": True}
+
+
 def test_install_takes_an_optimizer_made_elsewhere(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """And leaves nothing in it when the checkpointer is gone."""
     told = ranks(2, HOROVODRUN).run(installed, Place.under(tmp_path, shm_dir))
-    assert told == [{"version": 3, "same": True, "attribute": True, "untouched": True}] * 2
+    assert told == [INSTALLED] * 2
 
 
 def all_in_one(place: Place, positional: bool) -> tuple[Any, ...]:
@@ -164,14 +171,29 @@ def run_script(folder: Path, shm: Path, name: str, steps: int) -> list[Any]:
     return [torch.load(r) for r in results]
 
 
-def run_plainly(steps: int) -> Any:
-    """The same script with Horovod's own module, in the ranks of a pool."""
+def run_here(source: str, steps: int, **environment: str) -> dict[str, Any]:
+    """A script, in the ranks of a pool; its variables."""
     names: dict[str, Any] = {}
-    source = SCRIPT.replace("import horovod_ckpt.torch as hvd", "import horovod.torch as hvd")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STEPS", str(steps))
-        patch.setenv("RESULT", "plain")
+        for name, value in {"STEPS": str(steps), "RESULT": "result", **environment}.items():
+            patch.setenv(name, value)
         exec(source.replace("hvd.init()", ""), names)
+    return names
+
+
+def run_plainly(steps: int) -> Any:
+    """With Horovod's own module."""
+    plain = SCRIPT.replace("import horovod_ckpt.torch as hvd", "import horovod.torch as hvd")
+    return run_here(plain, steps)["result"]
+
+
+def run_with_checkpoints(place: Place, steps: int) -> Any:
+    """As it is, but for the end, which a pool's ranks do not come to."""
+    with pytest.MonkeyPatch.context() as patch:
+        drop_in = importlib.import_module("horovod_ckpt.torch")
+        patch.setitem(drop_in.DEFAULTS, "close_at_exit", False)
+        names = run_here(SCRIPT, steps, TIERCKPT_PATH=place.path, TIERCKPT_SHM_DIR=place.shm)
+    names["optimizer"].checkpointer.close()
     return names["result"]
 
 
@@ -179,22 +201,71 @@ def images(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {name: exact.image(value) for name, value in state.items()}
 
 
+def check_script(first: list[Any], second: list[Any], plain: list[Any]) -> None:
+    """By rank: what two lives told, of 6 steps and of 8, and an undisturbed one.
+
+    The script's own broadcast, behind the restore, gives all ranks the BatchNorm statistics of
+    rank 0.
+    """
+    assert {start for start, _ in first} == {0}
+    assert {start for start, _ in second} == {6}
+    for rank, ((_, resumed), (_, undisturbed)) in enumerate(zip(second, plain, strict=True)):
+        different = exact.differences(images(resumed), images(undisturbed))
+        assert different == ([] if rank == 0 else ["1.running_mean", "1.running_var"])
+
+
 def test_a_script_with_another_import_resumes(
     ranks: Any, tmp_path: Path, shm_dir: Path, launchable: Any
 ) -> None:
-    """One line of it is changed, and nothing else.
-
-    Its own broadcast, behind the restore, gives all ranks the BatchNorm statistics of rank 0.
-    """
+    """One line of it is changed, and nothing else."""
     launchable(HOROVODRUN)
-    expected = ranks(2, HOROVODRUN).run(run_plainly, 8)
+    plain = ranks(2, HOROVODRUN).run(run_plainly, 8)
     first = run_script(tmp_path, shm_dir, "first", 6)
     second = run_script(tmp_path, shm_dir, "second", 8)
-    assert [start for start, _ in first] == [0, 0]
-    assert [start for start, _ in second] == [6, 6]
-    for rank, ((_, resumed), (_, undisturbed)) in enumerate(zip(second, expected, strict=True)):
-        different = exact.differences(images(resumed), images(undisturbed))
-        assert different == ([] if rank == 0 else ["1.running_mean", "1.running_var"])
+    check_script(first, second, plain)
+
+
+def by_an_elastic_script(place: Place) -> dict[str, Any]:
+    """The function that runs under elastic Horovod, in ranks that nobody is to come to or leave."""
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+    job = make_horovod_job()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_ELASTIC", "1")
+        optimizer = drop_in.DistributedOptimizer(
+            torch.optim.Adam(job.bare.parameters()),
+            named_parameters=job.bare.named_parameters(),
+            backward_passes_per_step=2,
+            model=job.bare,
+            restore=True,
+            path=place.path,
+            shm_dir=place.shm,
+            **{**SETTINGS, "slots": 3},
+        )
+    state = drop_in.elastic.TorchState(job.bare, optimizer, {"slots": 4}, batch=0)
+    state.sync()
+    state.batch = 7
+    state.commit()
+    config, version = state.checkpointer.config, state.checkpointer.version
+    state.checkpointer.close()
+    atexit.unregister(state._close)
+    return {
+        "passes": optimizer.backward_passes_per_step,
+        "settings": (config.path, config.shm_dir, config.slots, config.local.every_seconds),
+        "version": version,
+    }
+
+
+def test_an_elastic_script_gives_its_settings_to_the_optimizer_too(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """They go to the state; what the state is given itself wins."""
+    place = Place.under(tmp_path, shm_dir)
+    for told in ranks(2, HOROVODRUN).run(by_an_elastic_script, place):
+        assert told == {
+            "passes": 2,
+            "settings": (place.path, place.shm, 4, 0),
+            "version": 1,
+        }
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -317,9 +388,75 @@ def in_a_part_of_the_job(place: Place) -> dict[str, Any] | str:
 def test_a_process_set_has_checkpoints_of_its_own(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    told = ranks(3, HOROVODRUN).run(in_a_part_of_the_job, Place.under(tmp_path, shm_dir))
+    check_part(ranks(3, HOROVODRUN).run(in_a_part_of_the_job, Place.under(tmp_path, shm_dir)))
+
+
+def check_part(told: list[Any]) -> None:
     assert told[0] == told[2] == {"same": True, "restored": {"memory": 2}, "at": 3}
     assert "rank 1 is not in the optimizer's process set [0, 2]" in told[1]
+
+
+def side_by_side(folder: str, shm: str) -> dict[str, Any]:
+    """Ranks 0 and 2 train one model and rank 1 another, with one folder for everybody's records."""
+    hvd = horovod()
+    sets = [hvd.add_process_set([0, 2]), hvd.add_process_set([1])]
+    mine = next(s for s in sets if s.included())
+    name = "pair" if mine is sets[0] else "single"
+    place = Place(f"{folder}/{name}", shm)
+
+    def new(seed: int) -> tuple[HorovodJob, Attached]:
+        net = Net if name == "pair" else partial(Net, layers=2)
+        job = make_horovod_job(net, options=lambda *_: {"process_set": mine}, seed=seed)
+        return job, attach(job, place, local_every_steps=1, slots=3, when_busy="wait")
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TIERCKPT_TRACE_DIR", f"{folder}/traces")
+            patch.setenv("TIERCKPT_EVENTS_DIR", f"{folder}/events")
+            job, attached = new(1)
+            course = train(job, attached.ckpt, range(3))
+            attached.ckpt.wait()
+            hvd.barrier()  # both are at work, and only then one of them goes on
+            attached.ckpt.abandon()
+            job, attached = new(2)
+            restored = attached.ckpt.restore()
+            same = job.digest() == course[3]
+            attached.ckpt.close()
+        levels = (int(restored), restored.levels, same)
+        return {"restored": levels, "set": mine.process_set_id}
+    finally:
+        hvd.barrier()
+        for each in sets:
+            hvd.remove_process_set(each)
+
+
+def test_process_sets_do_not_get_in_each_others_way(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Two models to two paths in one job on one node, where one environment names folders for
+    all: every file is one rank's."""
+    told = ranks(3, HOROVODRUN).run(side_by_side, str(tmp_path), str(shm_dir))
+    check_side_by_side(told, tmp_path)
+
+
+def check_side_by_side(told: list[dict[str, Any]], folder: Path) -> None:
+    for rank, size in ((0, 2), (1, 1), (2, 2)):
+        assert told[rank]["restored"] == (3, {"memory": size}, True)
+    pair, single = (told[r]["set"] for r in (0, 1))
+    records = {
+        (f"process-set-{pair}", 0),
+        (f"process-set-{pair}", 1),
+        (f"process-set-{single}", 0),
+    }
+    for kind, form in (("traces", "trace-r{:05d}.json"), ("events", "events-r{:05d}.jsonl")):
+        found = {p.relative_to(folder / kind) for p in (folder / kind).rglob("*.json*")}
+        assert found == {Path(home) / form.format(rank) for home, rank in records}
+    for number, layers in ((pair, 5), (single, 3)):
+        timeline = load([*(folder / "traces" / f"process-set-{number}").iterdir()], None)
+        for rank in timeline.ranks():
+            (begin, again) = timeline.of("begin", rank=rank)
+            assert begin.end_us <= again.begin_us
+            assert len({n for s in timeline.of("copy") for n in s.layers}) == 2 * layers
 
 
 def two_sets(place: Place) -> str:

@@ -10,59 +10,102 @@ from pathlib import Path
 import pytest
 
 from tests.dist.test_trace import PARAMETERS, STEPS, check_order
+from tests.dist.training import Net
 from tests.horovod_here import horovod_missing
 from tierckpt.timeline.command import load
 from tierckpt.timeline.horovod import agreement
+from tierckpt.timeline.plot import row_names, step_of
 from tierckpt.timeline.summary import summarize
+
+pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
+
+WAYS = ["default", "groups", "lists of groups", "no names", "other names", "sparse and dense"]
+"""In which a job can have Horovod name its tensors."""
 
 HOROVOD_JOB = """
 import sys
 import horovod.torch as hvd, torch
 import horovod_ckpt
-from tests.dist.training import Net, WIDTH
+from tests.dist.training import Net, Sentences, WIDTH
+
+def train(way, path, folder):
+    torch.manual_seed(1)
+    net = Sentences() if way == "sparse and dense" else Net()
+    named = list(net.named_parameters())
+    params = [p for _, p in named]
+    options = {
+        "groups": {"named_parameters": named, "num_groups": 3},
+        "lists of groups": {"named_parameters": named, "groups": [params[5:7], [params[2]]]},
+        "no names": {},
+        "other names": {"named_parameters": [("replica." + n, p) for n, p in named]},
+    }
+    optimizer = horovod_ckpt.DistributedOptimizer(
+        torch.optim.Adagrad(params), **options.get(way, {"named_parameters": named}), model=net,
+        path=path, trace_dir=folder, trace_steps=6, release="backward", local_every_steps=0,
+        local_every_seconds=0,
+    )
+    for _ in range(8):
+        optimizer.zero_grad()
+        net(torch.randn(6, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.checkpointer.step()
+    optimizer.checkpointer.close()
 
 hvd.init()
-torch.manual_seed(1)
-net = Net()
-optimizer = torch.optim.Adam(net.parameters())
-optimizer = horovod_ckpt.DistributedOptimizer(
-    optimizer, named_parameters=net.named_parameters(), model=net, path=sys.argv[1],
-    trace_dir=sys.argv[2], trace_steps=6, release="backward", local_every_steps=0,
-    local_every_seconds=0,
-)
-for _ in range(8):
-    optimizer.zero_grad()
-    net(torch.randn(6, WIDTH)).square().mean().backward()
-    optimizer.step()
-    optimizer.checkpointer.step()
-optimizer.checkpointer.close()
-hvd.barrier()
+for way in sys.argv[2:]:
+    train(way, f"{sys.argv[1]}/ckpts/{way}", f"{sys.argv[1]}/traces/{way}")
+    hvd.barrier()
 hvd.shutdown()
 """
 
 
-@pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
-def test_horovods_timeline_and_ours_are_on_one_axis(tmp_path: Path, shm_dir: Path) -> None:
-    program, timeline_file = tmp_path / "job.py", tmp_path / "horovod.json"
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One job that trained in all ways, one after the other: a timeline, and traces of each."""
+    folder = tmp_path_factory.mktemp("recorded")
+    program, memory = folder / "job.py", folder / "memory"
     program.write_text(HOROVOD_JOB)
-    folder = tmp_path / "traces"
+    memory.mkdir()
     launcher = Path(sys.executable).with_name("horovodrun")
-    command = [launcher, "--gloo", "-np", "2", sys.executable, program, tmp_path / "ckpts", folder]
+    command = [launcher, "--gloo", "-np", "2", sys.executable, program, folder, *WAYS]
     env = {
         **os.environ,
-        "HOROVOD_TIMELINE": str(timeline_file),
-        "TIERCKPT_SHM_DIR": str(shm_dir),
+        "HOROVOD_TIMELINE": str(folder / "horovod.json"),
+        "TIERCKPT_SHM_DIR": str(memory),
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
         list(map(str, command)), env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    timeline = load(sorted(folder.glob("trace-r*.json")), timeline_file)
+    return folder
+
+
+def test_horovods_timeline_and_ours_are_on_one_axis(recorded: Path) -> None:
+    traces = sorted((recorded / "traces" / "default").glob("trace-r*.json"))
+    timeline = load(traces, recorded / "horovod.json")
     check_order(timeline, ranks=2, steps=STEPS)
-    fit = agreement(timeline)
-    assert fit.expected == PARAMETERS * (STEPS - 1)
-    assert fit.missing == 0, fit.text()
-    names = {s.name for s in timeline.of("allreduce")}
-    assert names == {s.name for s in timeline.of("release")}
+    assert agreement(timeline).expected == PARAMETERS * (STEPS - 1)
     assert summarize(timeline).hidden.backward_us > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_allreduces_are_found_by_whatever_names_horovod_gives(way: str, recorded: Path) -> None:
+    """All of them, between the updates where they belong, and under the names of the parameters."""
+    traces = sorted((recorded / "traces" / way).glob("trace-r*.json"))
+    timeline = load(traces, recorded / "horovod.json")
+    layers = {name for name, _ in Net().named_parameters()}
+    layers |= {"table.weight"} if way == "sparse and dense" else set()
+    fit = agreement(timeline)
+    assert fit.expected == len(layers) * (STEPS - 1)
+    assert fit.missing == 0, fit.text()
+    assert not [note for note in timeline.notes if "Warning" in note]
+    assert {layer for s in timeline.of("allreduce") for layer in s.layers} == layers
+    step = step_of(timeline, 1, 3)
+    reduced = [layer for s in step if s.kind == "allreduce" for layer in s.layers]
+    assert set(reduced) == layers
+    assert set(row_names(step).values()) == {name.rpartition(".")[0] for name in layers}
+    if way == "sparse and dense":  # its indices and its values
+        sparse = [s for s in step if s.kind == "allreduce" and s.layers == ("table.weight",)]
+        assert len(sparse) == 2
+        assert all(s.nbytes > 0 for s in sparse)

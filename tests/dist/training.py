@@ -61,6 +61,17 @@ class Words(nn.Module):
         return self.table((9 * x.abs()).long() % 50)
 
 
+class Sentences(Net):
+    """Sparse gradients, and behind them dense ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, WIDTH, sparse=True)
+
+    def forward(self, x: torch.Tensor, use_branch: bool = False) -> torch.Tensor:
+        return super().forward(self.table((9 * x.abs()).long() % 50).mean(1))
+
+
 def horovod() -> Any:
     """The module `horovod.torch`."""
     return importlib.import_module("horovod.torch")

@@ -106,7 +106,7 @@ def test_a_job_of_one_process_is_recorded_in_order(tmp_path: Path, shm_dir: Path
         tmp_path / "ckpts", shm_dir=str(shm_dir), trace_dir=str(folder), **MEMORY_ONLY
     ) as job:
         job.run(5)
-    spans = read_trace(folder / "trace-r00000.json")
+    spans = read_trace(folder / "trace-r00000.json").spans
     updates = [s for s in spans if s.kind == "update"]
     assert len(updates) == 5
     for version in (1, 2, 3, 4):
@@ -183,6 +183,17 @@ def test_a_step_around_a_step_is_one_update_the_inner_one(recording: Recording) 
         hook()
     recording.boundary(1)
     assert kinds(recording.path).count("update") == 1
+
+
+def test_what_horovod_calls_the_reductions_is_told_by_every_life(tmp_path: Path) -> None:
+    """The newest knows best; and to be called something is no span."""
+    for names in ({"allreduce.a": ["a"], "x_1of2": ["b"]}, {"x_1of2": ["c", "d"]}):
+        recording = Recording(tmp_path / "t.json")
+        recording.trace.know(names)
+        recording.trace.close()
+    found = read_trace(tmp_path / "t.json")
+    assert found.reductions == {"allreduce.a": ("a",), "x_1of2": ("c", "d")}
+    assert [s.kind for s in found.spans] == ["begin", "begin"]
 
 
 def test_whatever_thread_says_it_it_is_recorded(recording: Recording) -> None:

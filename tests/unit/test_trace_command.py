@@ -151,6 +151,19 @@ def test_a_timeline_of_another_run_is_refused(
     assert "are they of one run?" in capsys.readouterr().err
 
 
+def test_a_process_set_without_horovods_rank_0_is_not_in_its_timeline(
+    traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which has the reductions of another set, and they may have the same names."""
+    for rank, path in enumerate(traces):
+        trace = Trace(Path(path), rank, 1, lambda _: "", lambda _: None)
+        trace.know({})
+        trace.close()
+    command = ["trace", "summary", "--ours", *traces, "--horovod", str(tmp_path / "h.json")]
+    assert cli.main(command) == 1
+    assert "h.json has no reductions of these ranks" in capsys.readouterr().err
+
+
 # --- the picture's rows --------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierckpt.timeline.chrome import read_entries, write
-from tierckpt.timeline.horovod import agreement, layer_of, read_horovod
+from tierckpt.timeline.horovod import agreement, read_horovod
 from tierckpt.timeline.intervals import Interval, intersection, lanes, length, overlap, union
 from tierckpt.timeline.spans import Span, Timeline, TimelineError
 from tierckpt.timeline.summary import Stats, hidden, size_buckets, summarize, update_gaps
@@ -269,7 +269,9 @@ class HorovodFile:
         ]
         self.tensors: dict[str, int] = {}
 
-    def allreduce(self, tensor: str, asked: int, begin: int, end: int) -> None:
+    def allreduce(
+        self, tensor: str, asked: int, begin: int, end: int, what: str = "ALLREDUCE"
+    ) -> None:
         """With an activity inside, as it has."""
         if tensor not in self.tensors:
             self.tensors[tensor] = len(self.tensors) + 1
@@ -277,11 +279,11 @@ class HorovodFile:
             self.entries.append({**meta, "args": {"name": tensor}})
         pid = self.tensors[tensor]
         self.entries += [
-            {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": asked, "pid": pid},
+            {"ph": "B", "name": f"NEGOTIATE_{what}", "ts": asked, "pid": pid},
             {"ph": "X", "name": "0", "ts": asked + 1, "pid": pid, "dur": 0},
             {"ph": "E", "ts": begin, "pid": pid},
-            {"ph": "B", "name": "ALLREDUCE", "ts": begin, "pid": pid},
-            {"ph": "B", "name": "GLOO_ALLREDUCE", "ts": begin, "pid": pid},
+            {"ph": "B", "name": what, "ts": begin, "pid": pid},
+            {"ph": "B", "name": f"GLOO_{what}", "ts": begin, "pid": pid},
             {"ph": "E", "ts": end, "pid": pid},
             {"ph": "E", "ts": end, "pid": pid, "args": {"dtype": "float32", "shape": "[8, 3]"}},
         ]
@@ -305,17 +307,40 @@ def test_a_timeline_of_horovod_is_put_into_unix_time(tmp_path: Path) -> None:
     assert allreduce.layers == ("a.weight",)
 
 
+NAMES = {
+    "grouped_allreduce.a_2of2": ["b"],
+    "allreduce.noname.0.1": ["generator.w", "critic.w"],
+    "allgather.table.indices": ["table"],
+}
+"""As a trace tells them."""
+
+
 @pytest.mark.parametrize(
-    ("tensor", "layer"),
+    ("tensor", "layers"),
     [
-        ("allreduce.body.0.weight", "body.0.weight"),
-        ("grouped_allreduce.body.0.weight_2of3", "body.0.weight"),
-        ("allreduce.x_1of", "x_1of"),
-        ("mine", "mine"),
+        ("grouped_allreduce.a_2of2", ("b",)),
+        ("allreduce.noname.0.1", ("generator.w", "critic.w")),  # two optimizers, in turn
+        ("allreduce.by hand a", ("by hand a",)),
+        ("grouped_allreduce.other_1of3", ("grouped_allreduce.other_1of3",)),
+        ("mine", ("mine",)),
     ],
 )
-def test_tensors_are_named_after_parameters(tensor: str, layer: str) -> None:
-    assert layer_of(tensor) == layer
+def test_tensors_are_of_the_layers_that_the_traces_tell(
+    tensor: str, layers: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = HorovodFile()
+    file.allreduce(tensor, 1, 2, 3)
+    found = read_horovod(file.save(tmp_path / "h.json"), NAMES)
+    assert [(s.kind, s.layers) for s in found] == [("negotiate", layers), ("allreduce", layers)]
+
+
+def test_gathers_are_reductions_where_they_are_of_sparse_gradients(tmp_path: Path) -> None:
+    file = HorovodFile()
+    file.allreduce("allgather.table.indices", 100, 150, 400, "ALLGATHER")
+    file.allreduce("allgather.tierckpt.sizes", 100, 150, 400, "ALLGATHER")
+    negotiate, reduction = read_horovod(file.save(tmp_path / "h.json"), NAMES)
+    assert (negotiate.kind, negotiate.layers) == ("negotiate", ("table",))
+    assert (reduction.kind, reduction.us, reduction.nbytes) == ("allreduce", 250, 96)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,193 @@
+"""The gradient reductions of one Horovod optimizer: their launches, and their end after a failure.
+
+Horovod matches the operations of all ranks by name. One that a rank leaves out waits on the others
+for ever, and Horovod refuses the next one of its name; so after an iteration that was cut short,
+all ranks first come to have launched the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from tierckpt.group import Group
+
+LAUNCHERS = ("_allreduce_grad_async", "_grouped_allreduce_grad_async")
+"""Methods that Horovod's backward hooks and `synchronize` look up at each call."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What was reduced at once, told so that another rank can launch its part of it."""
+
+    names: tuple[str, ...]
+    """Horovod's, of the parameters."""
+    grouped: bool
+    sparse_dims: int = 0
+    """Of a sparse gradient that is reduced as such, by gathering its indices and its values: the
+    dimensions that indices count. 0: a dense one."""
+
+    def zeros(self, param: torch.Tensor) -> torch.Tensor:
+        """A gradient of the parameter that adds nothing, and is reduced in the same way."""
+        if not self.sparse_dims:
+            return torch.zeros_like(param)
+        indices = param.new_empty((self.sparse_dims, 0), dtype=torch.int64)
+        values = param.new_empty((0, *param.shape[self.sparse_dims :]))
+        return torch.sparse_coo_tensor(indices, values, param.shape)
+
+
+class Reductions:
+    """The gradient reductions of one Horovod optimizer. Training thread.
+
+    Horovod's step is a step within a step: its own `step` synchronizes and then calls the wrapped
+    optimizer's, and torch's hooks fire for both. Only the inner one changes weights, so only there
+    copies must be complete; and only both together are a step of the training.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._release: Callable[[Iterable[torch.Tensor]], None] | None = None
+        self._entered = 0
+        """Pre-hooks seen since the last whole step."""
+        self._launched: Counter[Launch] = Counter()
+        self.known_before_step = bool(optimizer._grad_accs)
+        """Horovod registers no hooks in a job of one."""
+
+    def watch(self, release: Callable[[Iterable[torch.Tensor]], None]) -> None:
+        """Call `release(parameters)` whenever a reduction was launched."""
+        self._release = release
+        for name in LAUNCHERS:
+            setattr(self._optimizer, name, self._launcher(getattr(self._optimizer, name)))
+
+    def unwatch(self) -> None:
+        """The inverse of `watch`."""
+        if self._release is not None:
+            self._release = None
+            for name in LAUNCHERS:
+                self._optimizer.__dict__.pop(name, None)
+
+    def _launcher(self, launch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def launch_and_release(what: Any) -> Any:
+            handle = launch(what)
+            self._launched[self._told(what)] += 1
+            if self._release is not None:
+                self._release(what if isinstance(what, tuple) else (what,))
+            return handle
+
+        return launch_and_release
+
+    def _told(self, what: Any) -> Launch:
+        """A launch of just now: of a group, which is a tuple, or of one parameter."""
+        grouped = isinstance(what, tuple)
+        sparse = not grouped and what.grad.is_sparse and not self._optimizer.sparse_as_dense
+        return Launch(self._names(what), grouped, what.grad.sparse_dim() if sparse else 0)
+
+    def _names(self, what: Any) -> tuple[str, ...]:
+        names = self._optimizer._parameter_names
+        return tuple(names[p] for p in (what if isinstance(what, tuple) else (what,)))
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every name that a reduction can have in Horovod's timeline, and its parameter.
+
+        A group's tensors are called after its first one; those that have no gradient in an
+        iteration are reduced alone. A sparse gradient is gathered, in two parts.
+        """
+        optimizer = self._optimizer
+        names = optimizer._parameter_names
+        for param, name in names.items():
+            if param in optimizer._requires_update:
+                yield f"allreduce.{name}", param
+                yield f"allgather.{name}.indices", param
+                yield f"allgather.{name}.values", param
+        for group in optimizer._group_counts:
+            for number, param in enumerate(group, 1):
+                yield f"grouped_allreduce.{names[group[0]]}_{number}of{len(group)}", param
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def step_begins(self) -> bool:
+        """A pre-hook fired; True when weights are not changed before the next one fires."""
+        self._entered += 1
+        optimizer = self._optimizer
+        # With reductions under way, a step that synchronizes will first wait for them.
+        return bool(optimizer._should_synchronize and optimizer._handles)
+
+    def step_ended(self) -> bool:
+        """A post-hook fired; True when that was a step of the training.
+
+        None is the inner step that `hvd.broadcast_optimizer_state` makes alone to have optimizer
+        state.
+        """
+        whole = self._entered >= 2
+        self._entered = 0
+        return whole
+
+    # --- after an iteration that was cut short -------------------------------------------------
+
+    def settle(self, group: Group) -> None:
+        """Bring to an end what was launched, not at the same point on all ranks; collective.
+
+        Each rank launches, with zeros, what others have launched and it has not. Then all
+        reductions end, and they are waited for: until then Horovod may write into gradients, and
+        until somebody asks for the results it holds on to them.
+        """
+        everyone: list[Counter[Launch]] = group.all_gather_object(self._launched)
+        missing = functools.reduce(operator.or_, everyone) - self._launched
+        # Handles are numbers, and Horovod begins anew with them when it is started again: one that
+        # an elastic job's life before left behind may be somebody else's now.
+        ours = {launch.names for launch in self._launched}
+        under_way = self._optimizer._handles.items()
+        handles = [handle for what, (handle, _) in under_way if self._names(what) in ours]
+        handles += [self._launch_zeros(launch) for launch in missing]
+        for handle in handles:
+            _drain(handle)
+        self._forget()
+
+    def _launch_zeros(self, launch: Launch) -> Any:
+        """This rank's part of it; the parameters keep the gradients they have. Returns the
+        handle."""
+        optimizer = self._optimizer
+        param_of = {name: p for p, name in optimizer._parameter_names.items()}
+        params = tuple(param_of[name] for name in launch.names)
+        before = [p.grad for p in params]
+        for param in params:
+            param.grad = launch.zeros(param)
+        try:
+            if launch.grouped:
+                handle, _ = optimizer._grouped_allreduce_grad_async(params)
+            else:
+                handle, _ = optimizer._allreduce_grad_async(params[0])
+        finally:
+            for param, gradient in zip(params, before, strict=True):
+                param.grad = gradient
+        return handle
+
+    def _forget(self) -> None:
+        """Begin a new iteration, as Horovod itself does when an optimizer's state is loaded."""
+        optimizer = self._optimizer
+        optimizer._handles = {}
+        optimizer._synchronized = False
+        optimizer._should_synchronize = True
+        for param in optimizer._allreduce_delay:
+            optimizer._allreduce_delay[param] = optimizer.backward_passes_per_step
+        for group in optimizer._group_counts:
+            optimizer._group_counts[group] = 0
+        self._entered = 0
+
+
+def _drain(handle: Any) -> None:
+    """Wait for a reduction and drop its result. None: the parameter's turn had not come."""
+    if handle is None:
+        return
+    # One may have failed, and be why the iteration was cut short, or its result may have been
+    # taken. A rank that is gone is noticed by the collectives of the restore that follows.
+    with contextlib.suppress(Exception):
+        handle() if callable(handle) else hvd.synchronize(handle)
