@@ -23,9 +23,9 @@ try:
     from .optimizer import DistributedOptimizer, install
 except ImportError as error:
     raise ImportError(
-        "horovod_ckpt needs Horovod built for the torch in use, and importing it failed: "
-        f"{error}. In a checkout of Tierckpt `make horovod` builds it; "
-        "`pip install tierckpt[horovod]` does where its compilers are set up"
+        "horovod_ckpt needs a Horovod that was built for the torch in use, and importing it "
+        f"failed: {error}. In a checkout of Tierckpt `python tools/make_horovod.py` builds one "
+        "into this environment (`make horovod`: into .venv); pip alone can't"
     ) from error
 
 __all__ = [

@@ -20,22 +20,23 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from horovod.common.elastic import State
-from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler, run
 
-from tierckpt import ConfigError, Restored, tree
-from tierckpt.naming import Lineage
+from tierckpt import ConfigError, Restored, RestoreError
 from tierckpt.scripts import close_at_exit
 
+from .attributes import Attributes
 from .checkpointer import Checkpointer
+from .live import NOT_SOUND, Condition, Live, left_by, left_half_way
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -51,6 +52,17 @@ INEXACT = (
     "what they have in their models. Weights and optimizer are those of the last step; generators "
     "and buffers have seen some of the iteration that was cut short"
 )
+UNSOUND = (
+    "a rank was lost while a version was being loaded, or after restore() was called, so no model "
+    "holds a whole state any more, and no level has a complete version that the ranks that are "
+    "left can reach. Nothing was trained on that. Start the job again where the memory, the disks "
+    "or the persistent level of the lost nodes can be reached, or it begins afresh; "
+    "peer_redundancy or persistent_path would have kept a version elsewhere"
+)
+NO_COMMIT = (
+    "TorchState.restore(): nothing was committed yet, so there is nothing to go back to, and "
+    "nothing was changed. Call commit() before the first batch that restore() may have to undo"
+)
 
 
 class TorchState(State):  # type: ignore[misc]
@@ -60,18 +72,20 @@ class TorchState(State):  # type: ignore[misc]
         model: the module that is trained.
         optimizer: what `hvd.DistributedOptimizer` returned.
         tierckpt: settings of the Checkpointer, as in `tierckpt.Checkpointer`.
-        kwargs: further optimizers, objects with `state_dict`/`load_state_dict` (an ElasticSampler,
-            a schedule), and plain values (`epoch=0`): all become attributes. Values must be what
-            JSON or a tensor can hold; nothing is pickled.
+        kwargs: further modules and optimizers, or all of them, under any names; objects with
+            `state_dict`/`load_state_dict` (an ElasticSampler, a schedule); and plain values
+            (`epoch=0`): all become attributes. Values must be what JSON or a tensor can hold;
+            nothing is pickled. Nothing but the optimizers' steps may change a module's parameters
+            between a commit and the first step after it.
 
     A commit is complete before the next step changes anything. Each takes a version of its own,
     also when only values changed since the last; but for one between the backward passes of a step
     (`backward_passes_per_step`), which is passed over: the gradients so far are in no checkpoint.
 
     The attribute `checkpointer` is the Checkpointer over the ranks that are there now; `restored`
-    is what the last `sync()` brought back.
+    is what the last `sync()` or `restore()` brought back.
 
-    Raises ConfigError without a model and an optimizer, UnsupportedStateError for a value that
+    Raises ConfigError without a module and an optimizer, UnsupportedStateError for a value that
     cannot be stored. One that becomes so later costs the commits, with an event each, not the job.
     All methods are for the training thread, and all ranks call them alike.
     """
@@ -83,26 +97,20 @@ class TorchState(State):  # type: ignore[misc]
         tierckpt: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        _check(model, optimizer, tierckpt or {})
-        assert model is not None
+        _check(tierckpt or {})
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
-        self.model = model
-        self.optimizer = optimizer
-        for name, value in kwargs.items():
-            setattr(self, name, value)
+        self.model, self.optimizer = model, optimizer
+        usual = {"model": model, "optimizer": optimizer}
+        given = {name: value for name, value in usual.items() if value is not None}
+        self._attributes = Attributes(self, {**given, **kwargs})
         self._settings = dict(tierckpt or {})
-        self._optimizers = ["optimizer"]
-        self._optimizers += [n for n, v in kwargs.items() if isinstance(v, torch.optim.Optimizer)]
-        rest = {n: v for n, v in kwargs.items() if n not in self._optimizers}
-        self._objects = [n for n, v in rest.items() if hasattr(v, "load_state_dict")]
-        self._values = _Values(self, [n for n in rest if n not in self._objects])
-        self._values.check()
         self.checkpointer: _Checkpointer | None = None
         self.restored: Restored | None = None
-        self._live: _Live | None = None
+        self._live: Live | None = None
+        """What is in the models while there is no checkpointer; None before training began."""
         self._close = close_at_exit(lambda: self.checkpointer)
 
-    # --- what Horovod calls --------------------------------------------------------------------
+    # --- what scripts and Horovod call ---------------------------------------------------------
 
     def save(self) -> None:
         """A boundary: take the state as it is now, while the next iteration runs."""
@@ -110,8 +118,21 @@ class TorchState(State):  # type: ignore[misc]
             self.checkpointer.step()
 
     def restore(self) -> None:
-        """A rank failed: let go. The state comes back with the `sync()` that follows."""
-        self._let_go(exact=False)
+        """Go back to the last commit; collective, at any place of an iteration.
+
+        Models, optimizers, objects, values and generators are then those of the newest version,
+        and the job goes on committing. Raises RestoreError, with nothing changed, where nothing
+        was committed yet, or no level has a complete version any more.
+
+        Horovod calls it, too, when a rank failed. There nobody can be asked for a shard: this only
+        lets go, and the state comes back with the `sync()` that follows.
+        """
+        if isinstance(sys.exc_info()[1], HorovodInternalError):
+            self._let_go(Condition.INEXACT)
+        elif self.checkpointer is None:
+            raise RestoreError(NO_COMMIT)
+        else:
+            self._roll_back(self.checkpointer)
 
     def commit(self) -> None:
         """Take a version, and interrupt all ranks alike if hosts come or go.
@@ -129,7 +150,8 @@ class TorchState(State):  # type: ignore[misc]
         try:
             super().check_host_updates()
         except HostsUpdatedInterrupt:
-            self._let_go(exact=self.checkpointer is not None and not self.checkpointer.half_way)
+            whole = self.checkpointer is not None and not self.checkpointer.half_way
+            self._let_go(Condition.EXACT if whole else Condition.INEXACT)
             # Horovod would not call sync() when ranks only leave; our ranks are numbered anew.
             raise HostsUpdatedInterrupt(skip_sync=False) from None
 
@@ -139,54 +161,96 @@ class TorchState(State):  # type: ignore[misc]
         That is a live one if ranks came or went and nobody failed; else the newest version, from
         the cheapest level; and where no level has one, rank 0's at a fresh start, or what the
         ranks that are left have in their models, and an event says that it is not exact.
+
+        Raises RestoreError, on all ranks, where none of that is sound, and what
+        `tierckpt.Checkpointer.restore` raises where there is nothing live to go on from.
         """
-        self._let_go(exact=False)
+        self._let_go(Condition.INEXACT)
         atexit.unregister(self._close)  # Horovod, started again, registered its end behind ours
         atexit.register(self._close)
-        ckpt = self.checkpointer = self._attach()
-        everyone: list[_Live | None] = ckpt.group.all_gather_object(self._live)
-        newest = max(filter(None, everyone), default=None)
-        self.restored = None
-        if newest is None or not newest.exact:
-            self._live = None  # loading may stop half-way
-            self.restored = ckpt.restore()
-            if self.restored.levels:
-                return
-        if newest is None:
-            self._broadcast(0)
-            return
-        if not newest.exact:
-            ckpt.log.emit("notice", version=newest.version, severity=logging.ERROR, message=INEXACT)
-        if any(live != newest for live in everyone):
-            self._broadcast(everyone.index(newest))
-        for sampler in filter(_is_sampler, map(self.__getattribute__, self._objects)):
-            sampler.reset()  # deals out what is left among the ranks that are there now
-        ckpt.carry_on(newest.version, newest.iteration, newest.lineage)
-        self._live = None
+        ckpt = self._attach()
+        try:
+            self.restored = self._bring_together(ckpt)
+        except BaseException:  # another rank is gone, for one, and Horovod calls this again
+            self._live = left_half_way(ckpt, self._live)
+            ckpt.abandon()
+            raise
+        self.checkpointer, self._live = ckpt, None
 
     # --- details -------------------------------------------------------------------------------
 
     def _attach(self) -> _Checkpointer:
-        optimizers = {n: getattr(self, n) for n in self._optimizers}
-        extra = {n: getattr(self, n) for n in self._objects}
+        held = self._attributes
         checkpointer = _Checkpointer(
-            self.model,
-            optimizers if len(optimizers) > 1 else self.optimizer,
-            extra={**extra, "attributes": self._values},
+            held.model,
+            held.optimizers,
+            extra=held.objects,
             **{"boundary": "explicit", **self._settings},
         )
+        # Behind the checks of what can be stored: a value that cannot be any more was told of at
+        # each commit, and what comes back is sound.
+        checkpointer.register("attributes", held.values)
         checkpointer.quiet = self._host_messages.empty
         return checkpointer
 
-    def _let_go(self, exact: bool) -> None:
-        """Leave the ranks there were, and remember what this one has in its model."""
+    def _bring_together(self, ckpt: _Checkpointer) -> Restored | None:
+        """See `sync`; returns what a restore brought, None where it is a live state."""
+        everyone: list[Live | None] = ckpt.group.all_gather_object(self._live)
+        live = max(filter(None, everyone), default=None)
+        if live is None or live.condition is not Condition.EXACT:
+            restored = self._from_levels(ckpt, live)
+            if restored.levels:
+                return restored
+            if live is None:
+                self._attributes.broadcast(0)
+                return restored
+        if any(other != live for other in everyone):
+            if self._live != live:
+                self._live = NOT_SOUND  # until all of it has come
+            self._attributes.broadcast(everyone.index(live))
+            self._live = live
+        self._attributes.deal_anew()
+        ckpt.carry_on(live.version, live.iteration, live.lineage)
+        return None
+
+    def _from_levels(self, ckpt: _Checkpointer, live: Live | None) -> Restored:
+        """What the levels have, loaded; if that is nothing, `live` is what the ranks go on from."""
+        if live is None:
+            return ckpt.restore()
+        sound, why = live.condition is not Condition.UNSOUND, ""
+        try:
+            restored = ckpt.restore()
+        except RestoreError as error:
+            if not sound:
+                raise
+            # Nothing was changed, on any rank. What could not be seen just now may come back; what
+            # is in the models would be gone for good if the job ended here.
+            restored, why = Restored(0), f". A restore was tried first: {error}"
+        if not restored.levels:
+            if not sound:
+                raise RestoreError(UNSOUND)
+            text = INEXACT + why
+            ckpt.log.emit("notice", version=live.version, severity=logging.ERROR, message=text)
+        return restored
+
+    def _roll_back(self, ckpt: _Checkpointer) -> None:
+        try:
+            # The copy under way is that of the last commit, and good: no step changed anything yet.
+            ckpt.complete()
+            restored = ckpt.restore()
+        except HorovodInternalError:
+            self._let_go(Condition.UNSOUND)  # the script has given up what is in the models
+            raise
+        if not restored.levels:
+            raise RestoreError(NO_COMMIT)
+        self.restored = restored
+
+    def _let_go(self, condition: Condition) -> None:
+        """Leave the ranks there were, and remember what this one has in its models."""
         ckpt, self.checkpointer = self.checkpointer, None
         if ckpt is None:
             return
-        if ckpt.lineage:
-            self._live = _Live(exact, ckpt.steps_made, ckpt.iteration, ckpt.lineage)
-        elif self._live is not None:  # the sync() that this checkpointer was made for failed
-            self._live = replace(self._live, exact=False)
+        self._live = left_by(ckpt, condition)
         # The copy under way is still good: nothing changed yet. Its slot may need another rank's
         # word, and that rank may be the one that is gone.
         try:
@@ -194,18 +258,6 @@ class TorchState(State):  # type: ignore[misc]
         except Exception as error:
             logger.info("the newest version could not be completed: %s", error)
         ckpt.abandon()
-
-    def _broadcast(self, root: int) -> None:
-        """Horovod's way to one state: `root` sends everything."""
-        # Before the parameters: an optimizer without state is made to have some by a step with
-        # zero gradients, and weight decay moves parameters in that, too.
-        for name in self._optimizers:
-            hvd.broadcast_optimizer_state(getattr(self, name), root_rank=root)
-        hvd.broadcast_parameters(self.model.state_dict(), root_rank=root)
-        for name in self._objects:
-            value = getattr(self, name)
-            value.load_state_dict(hvd.broadcast_object(value.state_dict(), root, name))
-        self._values.load_state_dict(hvd.broadcast_object(self._values.state_dict(), root))
 
 
 class _Checkpointer(Checkpointer):
@@ -233,53 +285,7 @@ class _Checkpointer(Checkpointer):
         super().step(metric)
 
 
-@dataclass(frozen=True, order=True)
-class _Live:
-    """A state that is in the model and the optimizer, alike on all ranks that have it."""
-
-    exact: bool
-    """False where an iteration was cut short: its forward pass has moved generators and buffers."""
-    version: int
-    iteration: int
-    lineage: Lineage
-
-
-class _Values:
-    """The plain values among the state's attributes, as one object of the checkpoint."""
-
-    def __init__(self, owner: TorchState, names: Sequence[str]) -> None:
-        self._owner = owner
-        self._names = names
-
-    def check(self) -> None:
-        """Raise UnsupportedStateError, with the attribute's name, for what cannot be stored."""
-        for name in self._names:
-            value = getattr(self._owner, name)
-            tree.pack(value, f"TorchState's attribute {name!r}", tree.Arena().keep)
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._owner.checkpointer is None:
-            # It is being made, and looks whether all can be stored. What there is may have become
-            # something that cannot: an event said so at each commit; what comes back is sound.
-            return {}
-        return {name: getattr(self._owner, name) for name in self._names}
-
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self._owner, name, value)
-
-
-def _is_sampler(value: Any) -> bool:
-    return isinstance(value, ElasticSampler)
-
-
-def _check(model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
-    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"TorchState needs a model and an optimizer, and got {type(model).__name__} and "
-            f"{type(optimizer).__name__}; for a job without them use Horovod's own, "
-            "horovod.torch.elastic.TorchState"
-        )
+def _check(settings: Mapping[str, Any]) -> None:
     if "extra" in settings:
         raise ConfigError(
             "tierckpt={'extra': ...}: give TorchState these objects by name instead "

@@ -9,7 +9,8 @@ from typing import Any
 import horovod.torch as hvd
 import pytest
 import torch
-from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.common.elastic import run_fn
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.runner.elastic.worker import HostUpdateResult
 
 from horovod_ckpt import elastic
@@ -32,8 +33,11 @@ def main(folder: Path, shm_dir: Path) -> None:
     )
     optimizer._register_hooks()  # which Horovod leaves out for one process, but not if elastic
 
-    with pytest.raises(ConfigError, match=r"needs a model and an optimizer.*NoneType"):
-        TorchState(model)
+    for given, lacking in (({"net": model}, "Optimizer"), ({"opt": optimizer}, "Module")):
+        with pytest.raises(
+            ConfigError, match=rf"no torch\S+{lacking} among.*{next(iter(given))}: "
+        ):
+            TorchState(**given, batch=0)
     with pytest.raises(ConfigError, match="by name instead"):
         TorchState(model, optimizer, tierckpt={"extra": {}})
     with pytest.raises(UnsupportedStateError, match=r"attribute 'thing' is a .*Thing"):
@@ -58,9 +62,15 @@ def main(folder: Path, shm_dir: Path) -> None:
             state.commit()
 
     def fail() -> tuple[int, int, int]:
-        """A rank fails; what came back, and its version."""
-        state.restore()
-        state.sync()
+        """A rank fails, as Horovod's loop has it; what came back, and its version."""
+        failures = iter([HorovodInternalError("a rank is gone")])
+
+        def train(_: TorchState) -> None:
+            for failure in failures:
+                raise failure
+
+        # MPI, if Horovod has it, could not be started again.
+        run_fn(train, reset=lambda: None)(state)
         return state.batch, state.epoch, state.restored.version
 
     go(3)

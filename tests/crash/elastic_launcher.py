@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,12 +34,15 @@ Moment = tuple[int, int, int]
 class ElasticJob:
     """One job, started once or several times; see the module's text."""
 
-    def __init__(self, folder: Path, shm_dir: Path, hvd: str = "horovod.torch") -> None:
-        """`hvd`: the module that the script imports as Horovod."""
+    def __init__(
+        self, folder: Path, shm_dir: Path, hvd: str = "horovod.torch", **settings: str
+    ) -> None:
+        """`hvd`: the module that the script imports as Horovod; `settings`: Tierckpt's own."""
         self.folder = folder
         self.shm_dir = shm_dir
         self.path = folder / "ckpts"
         self._hvd = hvd
+        self._settings = {f"TIERCKPT_{name.upper()}": text for name, text in settings.items()}
         self._launcher: subprocess.Popen[bytes] | None = None
         self._names = (f"127.0.0.{'1':0>{n}}" for n in range(1, 100))
         self.hosts: list[str] = []
@@ -88,6 +92,7 @@ class ElasticJob:
             # Every commit is taken, also on a machine so busy that the disk lags behind.
             "TIERCKPT_SLOTS": "3",
             "TIERCKPT_WHEN_BUSY": "wait",
+            **self._settings,
             faults.FAULTS_VARIABLE: ";".join(rules),
             faults.FIRED_VARIABLE: str(self.folder / "marks"),
             "TMPDIR": str(self.folder / "tmp"),  # Horovod, killed, leaves files there
@@ -125,6 +130,12 @@ class ElasticJob:
 
     def kill_everything(self) -> None:
         self._kill(lambda command: True)
+
+    def lose_memory(self) -> None:
+        """What is left after `kill`, agents and shared memory, ends as by a reboot."""
+        self.kill_everything()
+        for entry in self.shm_dir.iterdir():
+            shutil.rmtree(entry)
 
     def _kill(self, chosen: Callable[[bytes], bool]) -> None:
         def victims() -> list[int]:

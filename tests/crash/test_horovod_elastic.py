@@ -16,11 +16,12 @@ from tests.crash.launcher import ROOT, quiet_environment
 from tests.horovod_here import horovod_missing
 from tests.thorough import points
 from tierckpt.localstore import LocalStore
+from tierckpt.persistent import PersistentStore
 
 pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 
 STEPS = 20
-EPOCH_SAMPLES = 64
+EPOCH_SAMPLES, EPOCH_STEPS = 64, 8
 MakeJob = Callable[..., ElasticJob]
 Run = tuple[dict[Moment, dict[str, str]], dict[tuple[int, int], str]]
 """A job's states and losses."""
@@ -99,10 +100,13 @@ def test_workers_are_killed(who: str, make_job: MakeJob, undisturbed: Run) -> No
     job.left_nothing()
 
 
-def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run) -> None:
-    """The launcher, too; the job started anew finds memory, and the second time only the disk."""
-    job = make_job()
-    gates = {"6": "one", "14": "two"}
+def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run, tmp_path: Path) -> None:
+    """The launcher, too; the job started anew finds memory, the second time only the disk, and the
+    third time only what all machines share."""
+    shared = PersistentStore(str(tmp_path / "persistent"))
+    often = {"persistent_every_steps": "4", "persistent_every_seconds": "0"}
+    job = make_job(persistent_path=shared.url, **often)
+    gates = {"6": "one", "14": "two", "18": "three"}
     job.start(min_np=2, steps=STEPS, gates=gates)
     stand_at(job, "one")
     job.kill()
@@ -116,14 +120,22 @@ def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run) -> None:
     store = LocalStore(job.path)
     job.wait_for(lambda: complete_on_disk(store) >= 8, "a version on disk")
     job.kill()
-    job.kill_everything()  # the agents, as a reboot would
-    for entry in job.shm_dir.iterdir():
-        shutil.rmtree(entry)
+    job.lose_memory()
     newest = complete_on_disk(store)
     job.open("two")
 
+    job.start(min_np=2, steps=STEPS, gates=gates)
+    stand_at(job, "three")
+    assert began(job) == ("local", steps_of(newest))
+    job.wait_for(lambda: newest_of(shared) >= 8, "a version on the persistent level")
+    job.kill()
+    job.lose_memory()
+    shutil.rmtree(job.path)
+    newest = newest_of(shared)
+    job.open("three")
+
     job.start(min_np=2, steps=STEPS, gates=gates).until_over()
-    assert began(job) == ("local", newest - 1)  # one version ended an epoch
+    assert began(job) == ("persistent", steps_of(newest))
     assert (job.course(), job.losses()) == undisturbed
     job.left_nothing()
 
@@ -238,6 +250,19 @@ def complete_on_disk(store: LocalStore) -> int:
     keys = store.keys()
     held = [{k.id.version for k in keys if k.shard == rank} for rank in (0, 1)]
     return max(set.intersection(*held), default=0)
+
+
+def newest_of(store: PersistentStore) -> int:
+    """The newest version on the persistent level; nothing makes its folder before the first."""
+    try:
+        return max((name.id.version for name in store.versions()), default=0)
+    except FileNotFoundError:
+        return 0
+
+
+def steps_of(version: int) -> int:
+    """How many steps it has behind it: a commit that ends an epoch is a version, too."""
+    return version - sum(version > ended for ended in (EPOCH_STEPS, 2 * EPOCH_STEPS + 1))
 
 
 def shared_by_ranks(line: Line) -> dict[str, str]:

@@ -1,0 +1,116 @@
+"""What an elastic state was given, sorted by type as Horovod sorts it.
+
+Modules and optimizers may have any names and be any number; what has a `state_dict` of its own (a
+sampler, a schedule) is asked for it; all else is a plain value. The things themselves stay the
+state's attributes: here are only their names, so what a script puts in the place of one counts from
+the next `sync()` on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.torch.elastic import ElasticSampler
+
+from tierckpt import ConfigError, tree
+from tierckpt.state import label_optimizers
+
+
+class Attributes:
+    """The models, optimizers, objects and values of one `TorchState`. Training thread."""
+
+    def __init__(self, owner: object, given: Mapping[str, Any]) -> None:
+        """Make everything `given` an attribute of `owner`.
+
+        Raises ConfigError without a module or without an optimizer, UnsupportedStateError, with the
+        attribute's name, for a value that cannot be stored.
+        """
+        self._owner = owner
+        for name, value in given.items():
+            setattr(owner, name, value)
+        self._models = [n for n, v in given.items() if isinstance(v, torch.nn.Module)]
+        self._optimizers = [n for n, v in given.items() if isinstance(v, torch.optim.Optimizer)]
+        rest = [n for n in given if n not in (*self._models, *self._optimizers)]
+        self._objects = [n for n in rest if hasattr(given[n], "load_state_dict")]
+        self.values = Values(owner, [n for n in rest if n not in self._objects])
+        if not self._models or not self._optimizers:
+            raise ConfigError(_lacking(given, self._models))
+        label_optimizers(self.optimizers)
+        self.values.check()
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The one module; of several, one made to hold them under their names."""
+        models: dict[str, torch.nn.Module] = self._named(self._models)
+        if len(models) == 1:
+            return next(iter(models.values()))
+        together = torch.nn.Module()
+        together._modules.update(models)  # add_module would refuse names such as `type`
+        return together
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """By name; one alone is `optimizer`, as outside of elastic jobs."""
+        named = self._named(self._optimizers)
+        return named if len(named) > 1 else dict.fromkeys(["optimizer"], *named.values())
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """By name, what has a `state_dict` and a `load_state_dict`."""
+        return self._named(self._objects)
+
+    def deal_anew(self) -> None:
+        """Have Horovod's samplers deal what is left of the epoch to the ranks that are there."""
+        for sampler in self.objects.values():
+            if isinstance(sampler, ElasticSampler):
+                sampler.reset()
+
+    def broadcast(self, root: int) -> None:
+        """Horovod's way to one state: `root` sends everything. Collective."""
+        # Before the parameters: an optimizer without state is made to have some by a step with
+        # zero gradients, and weight decay moves parameters in that, too.
+        for optimizer in self.optimizers.values():
+            hvd.broadcast_optimizer_state(optimizer, root_rank=root)
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=root)
+        for name, value in self.objects.items():
+            value.load_state_dict(hvd.broadcast_object(value.state_dict(), root, name))
+        self.values.load_state_dict(hvd.broadcast_object(self.values.state_dict(), root))
+
+    def _named(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: getattr(self._owner, name) for name in names}
+
+
+class Values:
+    """The plain values, as one object of the checkpoint."""
+
+    def __init__(self, owner: object, names: Iterable[str]) -> None:
+        self._owner = owner
+        self._names = tuple(names)
+
+    def check(self) -> None:
+        """Raise UnsupportedStateError, with the attribute's name, for what cannot be stored."""
+        for name, value in self.state_dict().items():
+            tree.pack(value, f"TorchState's attribute {name!r}", tree.Arena().keep)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As they are now, by name; the caller does not change them."""
+        return {name: getattr(self._owner, name) for name in self._names}
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Set them."""
+        for name, value in values.items():
+            setattr(self._owner, name, value)
+
+
+def _lacking(given: Mapping[str, Any], models: Iterable[str]) -> str:
+    found = ", ".join(f"{name}: {type(value).__name__}" for name, value in given.items())
+    what = "torch.optim.Optimizer" if models else "torch.nn.Module"
+    return (
+        f"TorchState found no {what} among what it was given ({found or 'nothing'}). It copies "
+        "modules while their gradients are reduced, so it takes at least one module and what "
+        "hvd.DistributedOptimizer returned, under any names. A job that has no such thing keeps "
+        "Horovod's own state, horovod.torch.elastic.TorchState"
+    )

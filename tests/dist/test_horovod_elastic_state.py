@@ -1,0 +1,501 @@
+"""The elastic state over two real ranks: going back, models of any name, and restarts that fail.
+
+Horovod's launcher is not elastic here, so ranks fail by the exception that Horovod would raise, and
+all stay. tests/crash/test_horovod_elastic.py has real kills.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import tierckpt
+from tests import exact
+from tests.dist.rankpool import HOROVODRUN
+from tests.dist.training import Net, Place, batch, horovod, rank
+from tierckpt import restore
+from tierckpt.progress import Progress
+
+BATCHES = 5
+SCRIBBLED = 12345.0
+PATIENCE_SECONDS = 60.0
+
+
+def elastic() -> Any:
+    return importlib.import_module("horovod_ckpt.elastic")
+
+
+def failure() -> Any:
+    """What Horovod raises on the ranks that are left."""
+    return importlib.import_module("horovod.common.exceptions").HorovodInternalError
+
+
+class Script:
+    """A training script's objects and its loop; told is what it heard of checkpoints."""
+
+    def __init__(self, place: Place, seed: int, **settings: Any) -> None:
+        self.told: list[tierckpt.Event] = []
+        self.settings = {
+            "path": place.path,
+            "shm_dir": place.shm,
+            "agent": "inline",
+            "local_every_seconds": 0,
+            "on_event": self.told.append,
+            **settings,
+        }
+        torch.manual_seed(seed)
+        self.state = self.make()
+
+    def make(self) -> Any:
+        """The state, with all that is in it."""
+        model = Net(norm=True)
+        optimizer = distributed(model, "")
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=1000)
+        objects = {"schedule": schedule, "sampler": elastic().ElasticSampler(range(80))}
+        values = {"batch": 0, "seen": []}
+        return elastic().TorchState(model, optimizer, **objects, **values, tierckpt=self.settings)
+
+    def start(self, seed: int = 100) -> Script:
+        """Random streams are each rank's own, unless something is restored."""
+        torch.manual_seed(seed + rank())
+        self.state.sync()
+        return self
+
+    def forward(self) -> torch.Tensor:
+        self.state.optimizer.zero_grad()
+        return self.state.model(batch(self.state.batch)).square().mean()
+
+    def update(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self.state.optimizer.step()
+        self.state.schedule.step()
+        self.state.sampler.record_batch(0, 4)
+
+    def train_to(self, end: int) -> dict[int, dict[str, str]]:
+        """Digests of the state at every commit."""
+        course = {}
+        while self.state.batch < end:
+            self.update(self.forward())
+            self.state.seen = [*self.state.seen, self.state.batch]
+            self.state.batch += 1
+            course[self.state.batch] = self.digests()
+            self.state.commit()
+        return course
+
+    def replicated(self) -> dict[str, Any]:
+        return exact.replicated(self.state.model, self.state.optimizer)
+
+    def digests(self) -> dict[str, str]:
+        """Of every bit that a next step would depend on."""
+        found = {
+            **self.replicated(),
+            **exact.buffers(self.state.model),
+            **exact.streams(),
+            "schedule": exact.image(self.state.schedule.state_dict()),
+            "sampler": exact.image(self.state.sampler.state_dict()),
+            "values": exact.image([self.state.batch, self.state.seen]),
+        }
+        return {name: exact.digest(value) for name, value in found.items()}
+
+    def fail(self) -> None:
+        """What Horovod's loop does with the state when a rank is gone."""
+        try:
+            raise failure()
+        except failure():
+            self.state.restore()
+        assert self.state.checkpointer is None
+
+    def end(self) -> None:
+        self.state.checkpointer.close()
+        self.state.checkpointer = None
+
+    def said(self, text: str) -> bool:
+        return any(text in event.message for event in self.told)
+
+
+def distributed(model: nn.Module, prefix: str) -> Any:
+    named = [(prefix + name, param) for name, param in model.named_parameters()]
+    return horovod().DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2), named_parameters=named
+    )
+
+
+def lose(*paths: str) -> None:
+    """As lost machines would; all ranks call it, with nothing attached."""
+    horovod().barrier()
+    if rank() == 0:
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
+    horovod().barrier()
+    Path(paths[0]).mkdir(exist_ok=True)
+    horovod().barrier()
+
+
+# --- going back ----------------------------------------------------------------------------------
+
+
+def nothing_trained(script: Script) -> None:
+    pass
+
+
+def before_backward(script: Script) -> None:
+    script.forward()
+
+
+def one_rank_behind_backward(script: Script) -> None:
+    loss = script.forward()
+    if rank() == 1:
+        loss.backward()
+
+
+def behind_a_step_of_nan(script: Script) -> None:
+    script.update(script.forward() * torch.nan)
+    weights = torch.cat([p.detach().flatten() for p in script.state.model.parameters()])
+    assert weights.isnan().all()
+
+
+WRONG = (nothing_trained, before_backward, one_rank_behind_backward, behind_a_step_of_nan)
+
+
+def course(place: Place, wrongs: bool) -> tuple[Any, Any]:
+    """Digests at every commit, with an iteration that goes wrong after each or without."""
+    script = Script(place, seed=1).start()
+    digests: dict[int, dict[str, str]] = {}
+    levels = []
+    if wrongs:
+        fresh = script.digests()
+        with pytest.raises(tierckpt.RestoreError, match="nothing was committed yet"):
+            script.state.restore()
+        assert script.digests() == fresh
+    for wrong in WRONG:
+        digests.update(script.train_to(script.state.batch + 1))
+        if wrongs:
+            wrong(script)
+            script.state.batch, script.state.seen = 99, []
+            script.state.restore()
+            levels.append((script.state.restored.version, script.state.restored.levels))
+            assert script.digests() == digests[max(digests)], wrong.__name__
+    digests.update(script.train_to(BATCHES))
+    script.fail()
+    script.state.batch = 99
+    script.start(seed=300)  # the state is still committed, and comes back from there
+    assert script.digests() == digests[BATCHES]
+    script.end()
+    return digests, levels
+
+
+def test_restore_goes_back_to_the_last_commit(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """Called by a script, wherever its iteration stands; and the job goes on as if nothing was."""
+    pool = ranks(2, HOROVODRUN)
+    undisturbed = pool.run(course, Place.under(tmp_path / "undisturbed", shm_dir), False)
+    told = pool.run(course, Place.under(tmp_path / "disturbed", shm_dir), True)
+    assert [digests for digests, _ in told] == [digests for digests, _ in undisturbed]
+    versions = [(batch + 1, {"memory": 2}) for batch in range(len(WRONG))]
+    assert [levels for _, levels in told] == [versions] * 2
+    assert list(shm_dir.rglob("*")) == []
+
+
+# --- several models ------------------------------------------------------------------------------
+
+
+class Adversaries(Script):
+    """Two models that are trained against each other, by two optimizers."""
+
+    def __init__(self, named: bool, place: Place, seed: int) -> None:
+        self.named = named
+        super().__init__(place, seed)
+
+    def make(self) -> Any:
+        g, d = nn.Linear(6, 24), nn.Sequential(nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 1))
+        opt_g, opt_d = distributed(g, "g."), distributed(d, "d.")
+        self.parts = (g, d, opt_g, opt_d)
+        state = elastic().TorchState
+        if self.named:
+            given = {"generator": g, "discriminator": d, "opt_g": opt_g, "opt_d": opt_d}
+            return state(batch=0, tierckpt=self.settings, **given)
+        return state(g, opt_g, type=d, opt_d=opt_d, batch=0, tierckpt=self.settings)
+
+    def train_to(self, end: int) -> dict[int, dict[str, str]]:
+        g, d, opt_g, opt_d = self.parts
+        course = {}
+        while self.state.batch < end:
+            made = g(torch.randn(3, 6))
+            opt_d.zero_grad()
+            (d(made.detach()).mean() - d(batch(self.state.batch)).mean()).backward()
+            opt_d.step()
+            opt_g.zero_grad()
+            d.requires_grad_(False)
+            (-d(made)).mean().backward()
+            d.requires_grad_(True)
+            opt_g.step()
+            self.state.batch += 1
+            course[self.state.batch] = self.digests()
+            self.state.commit()
+        return course
+
+    def replicated(self) -> dict[str, Any]:
+        g, d, opt_g, opt_d = self.parts
+        one, other = exact.replicated(g, opt_g), exact.replicated(d, opt_d)
+        return {f"g {k}": v for k, v in one.items()} | {f"d {k}": v for k, v in other.items()}
+
+    def digests(self) -> dict[str, str]:
+        found = {**self.replicated(), **exact.streams(), "batch": self.state.batch}
+        return {name: exact.digest(exact.image(value)) for name, value in found.items()}
+
+
+def adversaries(named: bool, place: Place) -> tuple[Any, Any, Any]:
+    """Digests of an undisturbed course; of one with a restart, all objects new; and the bits of
+    the ranks when the second is new and the first has what is live."""
+    make = partial(Adversaries, named, place)
+    script = make(seed=1).start()
+    undisturbed = script.train_to(BATCHES)
+    script.end()
+
+    script = make(seed=1).start()
+    found = script.train_to(3)
+    script.fail()
+    script = make(seed=2).start(seed=200)
+    found.update(script.train_to(BATCHES))
+
+    script.state.on_hosts_updated(1, 2)
+    interrupt = importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt
+    with pytest.raises(interrupt):
+        script.state.check_host_updates()
+    live = exact.digest(script.replicated())
+    if rank() == 1:
+        script = make(seed=3)
+    script.start()
+    assert (script.state.restored, script.state.batch) == (None, BATCHES)
+    joined = exact.digest(script.replicated())
+    script.end()
+    shutil.rmtree(place.path, ignore_errors=True)
+    return undisturbed, found, (live, joined)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_models_and_optimizers_of_any_name(
+    named: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2, HOROVODRUN).run(adversaries, named, Place.under(tmp_path, shm_dir))
+    for undisturbed, found, _ in told:
+        assert found == undisturbed
+    assert len({bits for _, _, bits in told for bits in bits}) == 1
+
+
+# --- restarts that fail --------------------------------------------------------------------------
+
+
+Instead = tuple[Any, str, Callable[..., Any]]
+
+
+def lost_in(call: Callable[[], Any], instead: Instead) -> None:
+    """`call`, in which another rank is lost: what `instead` names is replaced and raises."""
+    with mock.patch.object(*instead), pytest.raises(failure()):
+        call()
+
+
+def half_loaded(loader: Any, *window: Any) -> None:
+    for name, tensor in loader._live.items():
+        if name.startswith("model/"):
+            tensor.fill_(SCRIBBLED)
+    raise failure()
+
+
+def about_to_load(progress: Any, phase: str, total_bytes: int = 0) -> None:
+    if phase.startswith("loading"):
+        raise failure()
+
+
+def all_loaded(ckpt: Any, attempt: Any) -> None:
+    raise failure()
+
+
+TORN: Instead = (restore.Loader, "load_window", half_loaded)
+BEFORE: Instead = (Progress, "begin", about_to_load)
+BEHIND: Instead = (tierckpt.Checkpointer, "_mend", all_loaded)
+SOUND = {"as it was": BEFORE, "loaded": BEHIND}
+
+
+def lost_behind_a_step(place: Place, seed: int) -> tuple[Script, dict[int, Any]]:
+    """Two batches are committed, the third has made its step when a rank is lost."""
+    script = Script(place, seed).start()
+    digests = script.train_to(2)
+    script.update(script.forward())
+    script.state.batch = 3
+    script.fail()
+    return script, digests
+
+
+def in_memory(tmp_path: Path, shm_dir: Path) -> Place:
+    """A place whose memory can be lost."""
+    (shm_dir / "memory").mkdir()
+    return Place.under(tmp_path, shm_dir / "memory")
+
+
+def protected(script: Script) -> None:
+    """Return when the other node can make the newest version's shard of this one."""
+    ckpt = script.state.checkpointer
+    ckpt.save(now=True)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not any((e.name, e.level) == ("committed", "peer") for e in script.told):
+        assert time.monotonic() < deadline, [e.text() for e in script.told]
+        time.sleep(0.01)
+        ckpt._collect()
+
+
+def a_node_is_lost(place: Place) -> None:
+    """Its disk and memory, and the other's memory; then a new process is in its place."""
+    nodes = {"node": f"node{rank()}", "peer_redundancy": "partner", "peer_interface": "lo"}
+    often = {"local_every_steps": 100, "slots": 3, "when_busy": "wait", "agent": "process"}
+    script = Script(place, seed=1, **nodes, **often).start()
+    digests = script.train_to(3)
+    protected(script)
+    script.fail()
+    lose(place.shm, place.path.format(node="node1"))
+    if rank() == 1:
+        script = Script(place, seed=2, **nodes, **often)
+    script.start()
+    assert script.state.restored.levels == {"local": 1, "peer": 1}
+    assert script.digests() == digests[3]
+    script.train_to(BATCHES)
+    script.end()
+
+
+def torn_everywhere(place: Place) -> None:
+    script, digests = lost_behind_a_step(place, seed=1)
+    for _ in range(2):  # the levels have it, so nothing is lost
+        lost_in(script.state.sync, TORN)
+        script.fail()
+    script.state.sync()
+    assert script.digests() == digests[2]
+
+    script.state.batch = 99
+    lost_in(script.state.restore, TORN if rank() else BEFORE)  # a restore() of the script's own
+    script.fail()
+    lose(place.shm, place.path)
+    for _ in range(2):
+        with pytest.raises(tierckpt.RestoreError, match="no model holds a whole state"):
+            script.state.sync()
+        assert script.state.checkpointer is None
+
+    # Nothing of the kind was known of by those that never trained.
+    script = Script(place, seed=2).start()
+    digests = script.train_to(2)
+    script.fail()
+    script = Script(place, seed=3)
+    lost_in(script.start, TORN)
+    lose(place.shm, place.path)
+    with pytest.raises(tierckpt.RestoreError, match="no model holds a whole state"):
+        script.start()
+    assert script.state.batch == 0
+
+
+def torn_on_one(place: Place, sound: str) -> tuple[str, str]:
+    """Bits of rank 0, which is sound, and those with which all go on."""
+    script, _ = lost_behind_a_step(place, seed=1)
+    lost_in(script.state.sync, TORN if rank() else SOUND[sound])
+    script.fail()
+    lose(place.shm, place.path)
+    batches = 2 if sound == "loaded" else 3
+    assert script.state.batch == (3 if rank() else batches)
+    before = exact.digest(script.replicated())
+    script.state.sync()
+    assert script.said("no level has a complete version")
+    assert (script.state.batch, script.state.checkpointer.version) == (batches, batches)
+    found = exact.digest(script.replicated())
+    after = script.train_to(5)
+    script.fail()
+    script.state.sync()
+    assert (script.digests(), script.state.restored.version) == (after[5], 5)
+    script.end()
+    return before, found
+
+
+def torn_by_a_broadcast(place: Place) -> None:
+    """Rank 0 has what is live, and is lost while rank 1, which is new, gets it."""
+    script, _ = lost_behind_a_step(place, seed=1)
+    lose(place.shm, place.path)
+    if rank() == 1:
+        script = Script(place, seed=2)
+
+    def sent_half(held: Any, root: int) -> None:
+        horovod().broadcast_parameters(held.model.state_dict(), root_rank=root)
+        raise failure()
+
+    attributes = importlib.import_module("horovod_ckpt.attributes").Attributes
+    lost_in(script.state.sync, (attributes, "broadcast", sent_half))
+    if rank() == 0:
+        script = Script(place, seed=3)
+    with pytest.raises(tierckpt.RestoreError, match="no model holds a whole state"):
+        script.state.sync()
+
+
+def unseen(place: Place) -> None:
+    """Only models have the state, and it cannot be seen what the persistent level has."""
+    persistent = Path(place.path).parent / "persistent"
+    script = Script(place, seed=1, persistent_path=str(persistent)).start()
+    digests = script.train_to(3)
+    script.fail()
+    lose(place.shm, place.path)
+    if rank() == 0:
+        shutil.rmtree(persistent, ignore_errors=True)
+        persistent.write_text("in its place")
+    horovod().barrier()
+    script.state.sync()
+    assert script.digests() == digests[3]
+    (told,) = [e for e in script.told if "no level has a complete version" in e.message]
+    assert told.severity >= 40
+    assert str(persistent) in told.message
+    digests.update(script.train_to(BATCHES))
+    script.fail()
+    script.state.sync()
+    assert script.state.restored.levels == {"memory": 2}
+    assert script.digests() == digests[BATCHES]
+    script.state.checkpointer.abandon()
+    script.state.checkpointer = None
+    lose(place.shm, place.path)
+
+    script = Script(place, seed=1, persistent_path=str(persistent))
+    with pytest.raises(tierckpt.RestoreError, match="could not be seen"):
+        script.start()  # where nothing is live, that is no fresh start
+
+
+def test_a_lost_node_is_made_again_by_its_peer(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = in_memory(tmp_path, shm_dir)
+    path = str(tmp_path / "{node}" / "ckpts")
+    ranks(2, HOROVODRUN).run(a_node_is_lost, Place(path, place.shm))
+
+
+def test_a_rank_is_lost_while_all_load(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """What is half loaded is loaded again, or refused: nothing is trained on it."""
+    place = in_memory(tmp_path, shm_dir)
+    ranks(2, HOROVODRUN).run(torn_everywhere, place)
+
+
+@pytest.mark.parametrize("sound", SOUND)
+def test_a_sound_state_wins_over_a_torn_one(
+    sound: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Rank 0 is stopped before it has changed anything, or behind the last byte."""
+    one, other = ranks(2, HOROVODRUN).run(torn_on_one, in_memory(tmp_path, shm_dir), sound)
+    assert one[0] == one[1] == other[1] != other[0]
+
+
+def test_a_rank_is_lost_while_it_sends(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    ranks(2, HOROVODRUN).run(torn_by_a_broadcast, in_memory(tmp_path, shm_dir))
+
+
+def test_a_live_state_wins_over_what_cannot_be_seen(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    ranks(2, HOROVODRUN).run(unseen, in_memory(tmp_path, shm_dir))
