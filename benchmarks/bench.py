@@ -194,7 +194,13 @@ class Bench:
 
     def _row(self, name: str) -> Row:
         method = self.methods[name]
-        row = Row(name, method.title, method.fsync, peer=method.peer, slots=method.slots)
+        row = Row(
+            name,
+            method.title,
+            method.fsync,
+            peer=method.peer,
+            slots=method.slots_on(self.options.device),
+        )
         row.status = self.status[name]
         if name in self.teams:
             figures.fill(row, self.memory[name], self.visits[name], self.options.every)

@@ -1,4 +1,4 @@
-"""What the same bytes cost with nothing around them: copy, hash, bare O_DIRECT write.
+"""What the same bytes cost with nothing around them: copies, hash, bare O_DIRECT write.
 
 One thread, one buffer, no format. Nothing that moves these bytes can be faster, so our own
 figures are given as a fraction of these.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 CHUNK_BYTES = 8 << 20  # one write call; larger ones gain nothing on NVMe or virtio
 ALIGNMENT_BYTES = 4096  # what O_DIRECT wants of address, offset and length
@@ -51,10 +52,30 @@ def direct_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT) -> Iterator[i
         os.close(descriptor)
 
 
-class Limits:
-    """Buffers of `nbytes` (rounded up to whole pages) and the loops over them."""
+def _timed_pinned_copy(nbytes: int) -> Cost:
+    source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def __init__(self, nbytes: int, directory: Path) -> None:
+    def work() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    work()  # the first one pays for what the driver puts off
+    return timed(work)
+
+
+class Limits:
+    """Buffers of `nbytes` (rounded up to whole pages) and the loops over them.
+
+    Args:
+        nbytes: of the whole state.
+        directory: on the disk to write to.
+        device: type of device that the state is on, `cpu` or `cuda`.
+        ranks: over how many the state is dealt.
+    """
+
+    def __init__(self, nbytes: int, directory: Path, device: str = "cpu", ranks: int = 1) -> None:
+        self.device, self.ranks = device, ranks
         self.nbytes = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.path = directory / "bare"
         # Anonymous shared mappings, as a slot is one; touched now, so that no page fault is
@@ -70,6 +91,17 @@ class Limits:
         source = np.frombuffer(self._source, np.uint8)
         target = np.frombuffer(self._target, np.uint8)
         return timed(lambda: np.copyto(target, source))
+
+    def copy_pinned(self) -> Cost | None:
+        """One rank's shard from the GPU to page-locked memory, in one copy; None without a GPU.
+
+        The device's memory is given back: the teams may need all of it.
+        """
+        if self.device != "cuda":
+            return None
+        cost = _timed_pinned_copy(-(-self.nbytes // self.ranks))
+        torch.cuda.empty_cache()
+        return cost
 
     def checksum(self) -> Cost | None:
         """xxh3_128 over everything, or None without xxhash."""
@@ -99,6 +131,7 @@ class Limits:
         """One sample of everything, the recycled write last."""
         samples = {
             "copy": self.copy(),
+            "copy_pinned": self.copy_pinned(),
             "checksum": self.checksum(),
             "write_new": self.write_new(),
             "write_recycled": self.write_recycled(),

@@ -77,6 +77,11 @@ class Method:
         """Why this method cannot run here, or None."""
         return None
 
+    @classmethod
+    def slots_on(cls, device: str) -> int:
+        """`slots` where the training is on this type of device."""
+        return cls.slots
+
     def setup(self, job: Job) -> None:
         """Attach to the training. Collective: every rank calls it at the same point."""
 

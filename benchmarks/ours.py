@@ -32,6 +32,11 @@ class OursMemory(Method):
             return f"not installed ({error})"
         return None
 
+    @classmethod
+    def slots_on(cls, device: str) -> int:
+        """One more on a GPU, as there the seal comes after the barrier."""
+        return cls.slots + int(device == "cuda" and cls.slots > 0)
+
     def __init__(self) -> None:
         super().__init__()
         self._open: set[int] = set()  # asked for, and neither finished, skipped nor failed
@@ -53,7 +58,7 @@ class OursMemory(Method):
         return {
             "path": str(self.job.directory),
             "local_every_seconds": 0,
-            "slots": self.slots,
+            "slots": self.slots_on(self.job.device.type),
             "shm_dir": str(self.job.memory),
             "boundary": "explicit",
             "on_event": self._event,

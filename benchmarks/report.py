@@ -108,11 +108,12 @@ def limits_table(run: Run) -> str:
         phase = ours.phases.get(pairs.get(name, "")) if ours is not None else None
         # Every rank has its share of the bytes; a phase's time is the slowest rank's.
         share = value.median / run.world
+        moved_bytes = run.state_bytes / (run.world if name == "copy_pinned" else 1)
         lines.append(
             (
                 name,
                 _range_ms(value),
-                f"{run.state_bytes / value.median / 1e9:.2f}",
+                f"{moved_bytes / value.median / 1e9:.2f}",
                 _seconds(run.limits.get(f"{name}_cpu")),
                 f"{phase.median / share:.2f} x" if phase else "-",
             )

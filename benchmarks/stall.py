@@ -33,7 +33,7 @@ def measure(bench: Bench, about: dict[str, Any]) -> targets.Run:
         bench.start()
         if not bench.teams:
             sys.exit("no method could be run: see the reasons above")
-        limits = Limits(bench.state_bytes, bench.directory)
+        limits = Limits(bench.state_bytes, bench.directory, options.device, options.world)
         while bench.rounds < options.rounds:
             bench.round(limits)
             if options.json:

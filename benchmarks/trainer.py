@@ -107,8 +107,9 @@ class Trainer:
             self.awaited = None
 
     def synchronize(self) -> None:
+        """Wait for the training; not for a copy beside it, which may go on under the next step."""
         if self._cuda():
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def block(self, steps: int, checkpoints: bool) -> dict[str, Any]:
         """One warm-up step, `steps` timed ones, one to settle, and a drain.

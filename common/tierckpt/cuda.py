@@ -211,9 +211,9 @@ class CudaSnapshot(Snapshot):
     def barrier(self) -> None:
         """Return when the compute stream is told to wait for what still reads the live tensors."""
         begin = time.perf_counter()
-        self._release_rest()
         try:
-            with self._feeding:
+            with self._feeding:  # before the release: what is better cloned is not to be fed
+                self._release_rest()
                 self._let_go()
         except Exception as error:
             self.fail(error)

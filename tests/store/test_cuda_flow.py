@@ -8,6 +8,7 @@ sealing after the barrier), and nothing about asynchrony. That is `tests/gpu`.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,8 @@ from tierckpt import cuda, snapshot
 
 
 class NoEvent:
+    def __init__(self, blocking: bool = False) -> None: ...
+
     def record(self, stream: object = None) -> None: ...
 
     def synchronize(self) -> None: ...
@@ -29,18 +32,29 @@ class NoEvent:
 class NoStream:
     def wait_event(self, event: object) -> None: ...
 
+    def synchronize(self) -> None: ...
+
 
 class CpuLane:
     device = torch.device("cpu")
+    workers = 2
 
     def __init__(self, room: bool) -> None:
         self.stream = NoStream()
-        self.hashers = ThreadPoolExecutor(2)
+        self.hashers = ThreadPoolExecutor(self.workers)
         self.room = room
+        self.feeding: set[int] = set()
+        """Threads that are enqueueing on the side stream."""
+        self.threads: set[str] = set()
+
+    def use(self) -> None:
+        self.threads.add(threading.current_thread().name)
 
     @contextlib.contextmanager
     def after(self, event: object) -> Iterator[None]:
+        self.feeding.add(threading.get_ident())
         yield
+        self.feeding.discard(threading.get_ident())
 
     def has_room(self, nbytes: int) -> bool:
         return self.room
@@ -49,8 +63,8 @@ class CpuLane:
         self.hashers.shutdown()
 
 
-@pytest.fixture(params=["cloned", "fed"])
-def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuLane]:
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuLane]:
     make = snapshot.Plan.__init__
 
     def as_on_cuda(self: snapshot.Plan, *args: Any) -> None:
@@ -60,11 +74,42 @@ def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(snapshot.Plan, "__init__", as_on_cuda)
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: NoStream())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda, "CLONE_FROM_BYTES", 0)
     monkeypatch.setattr(cuda, "BATCH_BYTES", 64 * 1024)
-    made = CpuLane(room=request.param == "cloned")
+    made = CpuLane(room=True)
     yield made
     made.close()
+
+
+def memory_in_pieces(lane: CpuLane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has room, and its allocator has none in the middle of the cloning."""
+    runs = cuda.CudaSnapshot._runs
+
+    def run_out(self: cuda.CudaSnapshot, blocks: list[int]) -> Iterator[Any]:
+        for index, each in enumerate(runs(self, blocks)):
+            if index and threading.get_ident() not in lane.feeding:
+                raise torch.cuda.OutOfMemoryError("no")
+            yield each
+
+    monkeypatch.setattr(cuda.CudaSnapshot, "_runs", run_out)
+
+
+def attach(lane: CpuLane, tmp_path: Path, shm_dir: Path) -> tuple[Any, ...]:
+    """Model, optimizer, checkpointer that leaves everything to the barrier, and its events."""
+    model, optimizer = build()
+    events: list[tierckpt.Event] = []
+    ckpt = tierckpt.Checkpointer(
+        model, optimizer, on_event=events.append, **settings(tmp_path, shm_dir)
+    )
+    ckpt._capture.lane = lane  # type: ignore[assignment]
+    ckpt._release_early = False
+    ckpt.restore()
+    return model, optimizer, ckpt, events
+
+
+def settings(tmp_path: Path, shm_dir: Path) -> dict[str, Any]:
+    return {"path": tmp_path / "c", "shm_dir": shm_dir, "slots": 3, "local_every_seconds": 0.0}
 
 
 def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -84,18 +129,19 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> floa
     return loss.item()
 
 
+@pytest.mark.parametrize("path_taken", ["cloned", "fed", "fed for want of one piece"])
 def test_versions_are_exact_although_sealed_after_the_barrier(
-    lane: CpuLane, tmp_path: Path, shm_dir: Path
+    path_taken: str, lane: CpuLane, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"path": tmp_path / "c", "shm_dir": shm_dir, "slots": 3}
-    model, optimizer = build()
-    events: list[tierckpt.Event] = []
-    ckpt = tierckpt.Checkpointer(
-        model, optimizer, on_event=events.append, local_every_seconds=0.0, **settings
+    lane.room = path_taken != "fed"
+    if path_taken.endswith("piece"):
+        memory_in_pieces(lane, monkeypatch)
+    cloned: list[bool] = []
+    clone_rest = cuda.CudaSnapshot._clone_rest
+    monkeypatch.setattr(
+        cuda.CudaSnapshot, "_clone_rest", lambda self: cloned.append(clone_rest(self)) or cloned[-1]
     )
-    ckpt._capture.lane = lane  # type: ignore[assignment]
-    ckpt._release_early = False  # leave everything to the barrier
-    ckpt.restore()
+    model, optimizer, ckpt, events = attach(lane, tmp_path, shm_dir)
     for _ in range(8):
         train_step(model, optimizer)
         ckpt.step()
@@ -104,10 +150,109 @@ def test_versions_are_exact_although_sealed_after_the_barrier(
     ckpt.abandon()
     assert [e.version for e in events if e.name == "sealed"][-1] == 8
     assert not [e for e in events if e.name == "failed" and "still" not in e.message]
+    assert any(cloned) == (path_taken == "cloned")
+    assert lane.threads == {"tierckpt-copier"}
 
     model, optimizer = build()
     torch.manual_seed(77)
-    again = tierckpt.Checkpointer(model, optimizer, local_every_seconds=0.0, **settings)
+    again = tierckpt.Checkpointer(model, optimizer, **settings(tmp_path, shm_dir))
     assert again.restore() == 8
     assert [train_step(model, optimizer) for _ in range(3)] == following
     again.close()
+
+
+def test_a_slot_is_given_back_only_when_no_copy_can_write_to_it(
+    lane: CpuLane, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, ckpt, events = attach(lane, tmp_path, shm_dir)
+    happened: list[str] = []
+    filled = ckpt._pool.filled
+
+    def give_back(slot: Any, sealed: Any) -> None:
+        happened.append("given back")
+        filled(slot, sealed)
+
+    def stand_still() -> None:
+        happened.append(f"stood still, {ckpt._snapshot.phase.value if ckpt._snapshot else '-'}")
+
+    def break_down(data: memoryview) -> bytes:
+        raise ValueError("bad memory")
+
+    train_step(model, optimizer)
+    with monkeypatch.context() as patched:
+        patched.setattr(ckpt._pool, "filled", give_back)
+        patched.setattr(lane.stream, "synchronize", stand_still, raising=False)
+        patched.setattr(cuda, "digest", break_down)
+        ckpt.step()
+        ckpt._snapshot.release_all()
+        ckpt._snapshot.wait_done()
+    assert happened == ["stood still, failed", "given back"]
+    train_step(model, optimizer)
+    ckpt.step()
+    assert ckpt.wait(60)
+    ckpt.close()
+    assert [e.version for e in events if e.name == "sealed"] == [2]
+    assert any(e.name == "failed" and "bad memory" in e.message for e in events)
+
+
+def test_a_step_captured_into_a_graph_costs_the_version_and_says_why(
+    lane: CpuLane, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, ckpt, events = attach(lane, tmp_path, shm_dir)
+    train_step(model, optimizer)
+    ckpt.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        train_step(model, optimizer)
+    ckpt.step()
+    assert ckpt.wait(60)
+    ckpt.close()
+    assert [e.version for e in events if e.name == "sealed"] == [2]
+    assert any("CUDA graph" in e.message for e in events if e.version == 1)
+
+
+class Cudart:
+    """Of the CUDA runtime, what page-locks memory; `code` is what it answers."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.asked: list[str] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.asked.append("lock")
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.asked.append("unlock")
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return "operation not supported"
+
+
+@pytest.mark.parametrize("code", [0, 801])
+def test_slots_that_cannot_be_page_locked_are_used_as_they_are(
+    code: int, lane: CpuLane, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart = Cudart(code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    model, optimizer, ckpt, events = attach(lane, tmp_path, shm_dir)
+    locks = cuda.PageLocks(torch.device("cpu"), ckpt._pool.on_notice)
+    ckpt._pool.on_map, ckpt._pool.on_unmap = locks.lock, locks.unlock
+    for _ in range(5):
+        train_step(model, optimizer)
+        ckpt.step()
+        ckpt.complete()
+    slots = sum(slot is not None for slot in ckpt._pool.slots)
+    ckpt.close()
+    assert [e.version for e in events if e.name == "sealed"] == [1, 2, 3, 4, 5]
+    said = [e for e in events if "page-lock" in e.message]
+    if code:
+        assert cudart.asked == ["lock"]
+        assert len(said) == 1
+        assert "operation not supported" in said[0].message
+        assert "ulimit -l" in said[0].message
+    else:
+        assert slots > 1
+        assert cudart.asked == ["lock"] * slots + ["unlock"] * slots
+        assert not said

@@ -71,7 +71,13 @@ def visit(version: int) -> dict[str, Any]:
 
 def bench_of(modules: argparse.Namespace, folder: Path) -> Any:
     chosen = argparse.Namespace(
-        launcher="torchrun", methods="nothing", model="toy", every=2, world=2, rounds=2
+        launcher="torchrun",
+        methods="nothing",
+        model="toy",
+        every=2,
+        world=2,
+        rounds=2,
+        device="cpu",
     )
     bench = modules.bench.Bench(chosen, folder, folder)
     bench.status = {"nothing": "ok"}
