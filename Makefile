@@ -1,6 +1,6 @@
 # Settings: PYTHON is the interpreter that .venv is made from; VENV is where; PY, if given, is used as it is.
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
-	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV ?= .venv
 ifndef PY
 PY := $(VENV)/bin/python
@@ -8,6 +8,7 @@ READY := $(VENV)/.tierckpt-ready
 S3 := $(VENV)/.tierckpt-s3-ready
 else
 HOROVOD_ARGS := --check
+export PYTHONPATH := $(CURDIR):$(CURDIR)/common:$(PYTHONPATH)
 endif
 PYTEST := $(PY) -m pytest
 # At toy size. goodput.py and stall.py are run by tests/dist.
@@ -42,7 +43,7 @@ venv: $(READY)
 	@:
 
 $(VENV)/.tierckpt-ready: setup.cfg tools/bootstrap.py
-	@test -n "$(PYTHON)" || { echo "No Python 3.10 or newer that can make virtual environments was found."; \
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer that can make virtual environments was found."; \
 	echo "Install one (on Debian and Ubuntu: python3-venv) or name it: make PYTHON=/path/to/python"; exit 1; }
 	@$(PYTHON) tools/bootstrap.py $(VENV)
 	@touch $@
@@ -72,8 +73,8 @@ demo-horovod: horovod
 # On a machine that is otherwise idle, or it shows the others' work.
 overlap: horovod
 	@rm -rf overlap; mkdir overlap
-	TIERCKPT_TRACE_DIR=overlap HOROVOD_TIMELINE=overlap/hvd.json PYTHONPATH=common:. OMP_NUM_THREADS=1 \
-	$(VENV)/bin/horovodrun --gloo -np 2 --network-interfaces lo $(PY) examples/overlap/train.py overlap/ckpts
+	TIERCKPT_TRACE_DIR=overlap HOROVOD_TIMELINE=overlap/hvd.json OMP_NUM_THREADS=1 \
+	$(PY) -m horovod.runner.launch --gloo -np 2 --network-interfaces lo $(PY) examples/overlap/train.py overlap/ckpts
 	$(PY) -m tierckpt trace summary --from-version 8 --ours overlap/trace-r*.json --horovod overlap/hvd.json
 	$(PY) -m tierckpt trace plot overlap.png --ours overlap/trace-r*.json --horovod overlap/hvd.json
 

@@ -20,7 +20,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"  # the newest tested; setup.cfg says what is supported
 OLDEST_TORCH = (2, 4)
-OLDEST_PIP = (23, 1)  # has `install --dry-run --report`; Ubuntu 22.04 brings an older one
+OLDEST_PIP = (23, 1)  # has `install --dry-run --report`; Debian 12 brings an older one
 
 NO_VENV = """\
 could not make {venv} with {python}.

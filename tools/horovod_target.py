@@ -76,11 +76,14 @@ def this_target() -> Target:
 # --- what the machine has ------------------------------------------------------------------------
 
 
+def mpi_unwanted() -> bool:
+    """Whether the user wants a Horovod without MPI, whatever is here."""
+    return os.environ.get("HOROVOD_WITHOUT_MPI") == "1"
+
+
 def mpi_compiler() -> str | None:
     """The MPI compiler that CMake will find; None without one or if the user wants none."""
-    if os.environ.get("HOROVOD_WITHOUT_MPI") == "1":
-        return None
-    return shutil.which("mpicxx") or shutil.which("mpic++")
+    return None if mpi_unwanted() else shutil.which("mpicxx") or shutil.which("mpic++")
 
 
 def mpi_library() -> str:

@@ -23,7 +23,14 @@ from pathlib import Path
 from bootstrap import pip_install
 from horovod_build import build, fetch, say
 from horovod_probe import Horovod, probe
-from horovod_target import NotPossible, Target, mpi_compiler, require_tools, this_target
+from horovod_target import (
+    NotPossible,
+    Target,
+    mpi_compiler,
+    mpi_unwanted,
+    require_tools,
+    this_target,
+)
 
 # What Horovod imports, and what its setup.py wants to be there.
 NEEDS = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi", "setuptools", "wheel")
@@ -32,6 +39,14 @@ NEEDS_FOR_MPI = ("mpi4py>=4",)
 WITHOUT = """\
 *** The tests of Horovod will NOT run (each is reported as skipped, by name), because
 *** {reason}"""
+
+KEPT = """\
+*** {found}. It stays as it is, because
+*** {reason}"""
+
+
+def starred(reason: NotPossible) -> str:
+    return str(reason).replace("\n", "\n*** ")
 
 
 def main() -> None:
@@ -49,7 +64,7 @@ def main() -> None:
     except NotPossible as reason:
         if not arguments.for_tests:
             sys.exit(f"[horovod] no Horovod here:\n{reason}")
-        print(WITHOUT.format(reason=str(reason).replace("\n", "\n*** ")), flush=True)
+        print(WITHOUT.format(reason=starred(reason)), flush=True)
     except KeyboardInterrupt:
         sys.exit("[horovod] interrupted; nothing half-made is left")
 
@@ -63,12 +78,29 @@ def check() -> None:
 
 
 def make(again: bool) -> None:
-    """Make sure that there is one. `again`: also try what failed before. Raises NotPossible."""
+    """Make sure that there is one. `again`: also try what failed before. Raises NotPossible.
+
+    One that works is kept where a better one can't be had: MPI may have come later, and in part.
+    """
     found = probe()
     if not (reason := lack(found)):
         say(f"{describe(found)}: nothing to do")
         return
     say(f"Horovod for the torch of {sys.executable}: {reason}")
+    try:
+        say(f"ready: {describe(mend(again))}")
+    except NotPossible as failure:
+        found = probe()
+        if found.missing:
+            raise
+        print(KEPT.format(found=describe(found), reason=starred(failure)), flush=True)
+
+
+def mend(again: bool) -> Horovod:
+    """Install what is missing, from the cache or built anew; returns what is there then.
+
+    Raises NotPossible.
+    """
     target = this_target()
     folder = cache_folder(target)
     with only_one(folder):
@@ -83,14 +115,17 @@ def make(again: bool) -> None:
     found = probe()
     if reason := lack(found):
         raise NotPossible(f"everything is installed, but {reason}")
-    say(f"ready: {describe(found)}")
+    return found
 
 
 def lack(found: Horovod) -> str:
     """What there is to do; empty: nothing."""
+    with_mpi = "mpi" in found.transports
+    if mpi_unwanted() and with_mpi:
+        return "it is with MPI, and HOROVOD_WITHOUT_MPI=1 wants it without"
     if found.missing or mpi_compiler() is None:
         return found.missing
-    return found.no_mpi4py if "mpi" in found.transports else "it is without MPI, and MPI is here"
+    return found.no_mpi4py if with_mpi else "it is without MPI, and MPI is here"
 
 
 def describe(found: Horovod) -> str:

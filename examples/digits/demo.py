@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,28 +26,14 @@ HERE = Path(__file__).resolve().parent
 Record = dict[str, object]
 
 
-def torchrun(folder: Path, elastic: bool) -> list[str]:
-    """The command that starts two processes, and starts them again when one dies."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.1"]
-    return [*command, str(HERE / "train.py")]
-
-
-def horovodrun(folder: Path, elastic: bool) -> list[str]:
-    """The same with Horovod. It replaces a dead process on another host only, so this machine
-    has three names; the third is the spare."""
-    command = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "2"]
-    command += ["--network-interfaces", "lo"]
-    if elastic:
-        hosts = folder / "hosts.sh"
-        names = ("localhost", "127.0.0.1", socket.gethostname())
-        hosts.write_text("#!/bin/sh\n" + "".join(f"echo {name}:1\n" for name in names))
-        hosts.chmod(0o755)
-        command += ["--min-np", "2", "--max-np", "2", "--host-discovery-script", str(hosts)]
-    return [*command, sys.executable, str(HERE / "train_horovod.py")]
-
-
-LAUNCHERS = {"torchrun": torchrun, "horovodrun": horovodrun}
+# Each starts two processes, and starts them again when one dies.
+LAUNCHERS = {
+    "torchrun": [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("--max-restarts", "3", "--monitor-interval", "0.1", str(HERE / "train.py")),
+    ],
+    "horovodrun": [str(HERE.parent / "restarts" / "horovod_elastic.sh")],
+}
 
 
 def run(
@@ -57,14 +42,14 @@ def run(
     """Run one job; returns the journal lines of both ranks."""
     folder = work / name.replace(" ", "-")
     folder.mkdir(parents=True)
-    command = LAUNCHERS[launcher](folder, "--plain" not in options)
-    command += ["--steps", str(steps), "--journal", str(folder)]
+    command = [*LAUNCHERS[launcher], "--steps", str(steps), "--journal", str(folder)]
     command += ["--path", str(folder / "ckpts"), *options]
     task = progress.add_task(name, total=steps, note="starting two processes")
     with (folder / "log").open("w") as log:
-        # Without the second one torchrun lets all lives of a job share one key-value store, and a
-        # restarted gloo process may read the address of a process that is dead.
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+        # Else torchrun lets all lives of a job share one key-value store, and a restarted gloo
+        # process may read the address of a process that is dead.
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
         try:
             while job.poll() is None:

@@ -3,17 +3,17 @@
 #
 #   ./horovod_elastic.sh [options of ../digits/train_horovod.py]
 #
-# HOSTS names the hosts, a slot each; as given here, they are three names of this machine.
-hosts=$(mktemp)
-trap 'rm -f "$hosts"' EXIT
-chmod +x "$hosts"
-{
-    echo '#!/bin/sh'
-    for host in ${HOSTS:-localhost 127.0.0.1 $(hostname)}; do echo "echo $host:1"; done
-} > "$hosts"
+# HOSTS names the hosts, a slot each. As given here they are three ways to write the address of this
+# machine's loopback interface. Its own name would not do everywhere: where that stands for an
+# address of no interface (127.0.1.1 on Debian and Ubuntu), Horovod wants to reach it by ssh.
+hosts=${HOSTS:-127.0.0.1 127.0.0.01 127.0.0.001}
+python=${PYTHON:-python}
 
 # So long may a new worker take to start; the default of 30 is short for a busy host.
 export HOROVOD_GLOO_TIMEOUT_SECONDS="${HOROVOD_GLOO_TIMEOUT_SECONDS:-120}"
 
-horovodrun --gloo -np 2 --min-np 2 --max-np 2 --host-discovery-script "$hosts" \
-    --network-interfaces "${INTERFACES:-lo}" python ../digits/train_horovod.py "$@"
+# The first line is horovodrun, of this very Python. Its "script" may be any command that tells the
+# hosts there are now; a cluster's asks the scheduler.
+exec "$python" -m horovod.runner.launch --gloo -np 2 --min-np 2 --max-np 2 \
+    --host-discovery-script "printf '%s:1\n' $hosts" --network-interfaces "${INTERFACES:-lo}" \
+    "$python" "$(dirname "$0")/../digits/train_horovod.py" "$@"

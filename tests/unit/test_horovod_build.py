@@ -26,6 +26,8 @@ from tests import horovod_here
 
 TARGET = Target("cpython-311", "2.13.0+cpu", True, "openmpi-4.1.4", "x86_64")
 WORKS = Horovod(version="0.28.1", transports=("gloo", "mpi"))
+GLOO = Horovod(version="0.28.1", transports=("gloo",))
+ROOT = Path(__file__).resolve().parents[2]
 
 # --- what a wheel is bound to --------------------------------------------------------------------
 
@@ -476,8 +478,76 @@ def test_a_horovod_that_works_is_left_alone(
 
 
 def test_mpi_that_came_later_is_made_use_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    gloo = Horovod(version="0.28.1", transports=("gloo",))
     monkeypatch.setattr(make_horovod, "mpi_compiler", lambda: None)
-    assert make_horovod.lack(gloo) == ""
+    assert make_horovod.lack(GLOO) == ""
     monkeypatch.setattr(make_horovod, "mpi_compiler", lambda: "/usr/bin/mpicxx")
-    assert "MPI" in make_horovod.lack(gloo)
+    assert "MPI" in make_horovod.lack(GLOO)
+
+
+def test_mpi_is_left_out_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_WITHOUT_MPI", "1")
+    assert "HOROVOD_WITHOUT_MPI=1" in make_horovod.lack(WORKS)
+    assert make_horovod.lack(GLOO) == ""
+
+
+@pytest.mark.parametrize("step", ["this_target", "install_needs", "new_wheel"])
+@pytest.mark.parametrize("option", [[], ["--for-tests"]], ids=["make", "for-tests"])
+def test_what_works_is_kept_where_mpi_cannot_be_added(
+    step: str,
+    option: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise NotPossible("mpi.h is missing.\nInstall it.")
+
+    steps = {"this_target": lambda: TARGET, "install_needs": lambda target: None, "new_wheel": fail}
+    for name, stand_in in {**steps, step: fail}.items():
+        monkeypatch.setattr(make_horovod, name, stand_in)
+    monkeypatch.setattr(make_horovod, "probe", lambda: GLOO)
+    monkeypatch.setattr(make_horovod, "mpi_compiler", lambda: "/usr/bin/mpicxx")
+    monkeypatch.setattr(make_horovod.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["make_horovod.py", *option])
+    make_horovod.main()
+    said = capsys.readouterr().out
+    assert "Horovod was built without MPI. It stays as it is" in said
+    assert "*** mpi.h is missing.\n*** Install it." in said
+    assert "will NOT run" not in said
+
+
+def test_what_no_longer_works_is_not_called_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(again: bool) -> Horovod:
+        raise NotPossible("pip was interrupted")
+
+    answers = iter([GLOO, Horovod(missing="it is not installed")])
+    monkeypatch.setattr(make_horovod, "probe", lambda: next(answers))
+    monkeypatch.setattr(make_horovod, "mpi_compiler", lambda: "/usr/bin/mpicxx")
+    monkeypatch.setattr(make_horovod, "mend", fail)
+    with pytest.raises(NotPossible, match="interrupted"):
+        make_horovod.make(again=True)
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+SKIPPING = """\
+import pytest
+
+def need():
+    pytest.skip("no Horovod")
+
+def test_one(): need()
+def test_other(): need()
+"""
+
+
+def test_every_test_that_is_not_run_is_named(tmp_path: Path) -> None:
+    """Though all of them share one line that skips, as those that ask for a pool of ranks do."""
+    (tmp_path / "test_pool.py").write_text(SKIPPING)
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "setup.cfg"), "--rootdir", "."]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "."], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("test_one", "test_other"):
+        assert f"SKIPPED test_pool.py::{name} - Skipped: no Horovod" in done.stdout
