@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,11 @@ class Checkpointer(tierckpt.Checkpointer):
                 logging.INFO,
             )
 
+    def _shut_down(self, remove: bool) -> None:
+        super()._shut_down(remove)
+        if self._hook is not None:
+            self._hook.let_go_of(self)
+
     def _look_at_hook(self, state: Any) -> None:
         """Say it when a hook remembers what is not saved."""
         known = [obj.state for obj in self._hook_states]
@@ -117,7 +123,7 @@ class _Hook:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.inner: tuple[Any, CommHook] | None = None
         self.release: Release = _release_nothing
-        self.chained: Callable[[Any], None] = lambda state: None
+        self.chained: Callable[[Any], None] = _look_at_nothing
         """Hears of the state of a hook that is chained."""
         self.group = ddp.process_group
         self._ddp = ddp
@@ -129,20 +135,26 @@ class _Hook:
         self._passes = 0
         self._priming = False
 
+        # DDP's own side keeps the hook where Python's collector does not look: if that kept us, and
+        # we the module, none of the three would ever be freed.
+        weak = weakref.ref(self)
+
         def tierckpt_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            inner = self.inner
+            us = weak()
+            assert us is not None
+            inner = us.inner
             params = bucket.parameters()
             if bucket.index() == 0:
-                self._buckets = []
-                self._passes += 1
-            self._buckets.append(params)
-            if self._priming:
+                us._buckets = []
+                us._passes += 1
+            us._buckets.append(params)
+            if us._priming:
                 future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
                 future.set_result(bucket.buffer())
                 return future
             launched_seconds = time.perf_counter()
-            future = inner[1](inner[0], bucket) if inner else _allreduce(bucket, self.group)
-            self.release(params, future, launched_seconds)
+            future = inner[1](inner[0], bucket) if inner else _allreduce(bucket, us.group)
+            us.release(params, future, launched_seconds)
             return future
 
         # DDP checks the annotations at run time, by identity.
@@ -197,6 +209,11 @@ class _Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         return (Unattached, ())
 
+    def let_go_of(self, checkpointer: Checkpointer) -> None:
+        """Of one that was closed, unless another one has come: the module outlives it."""
+        if self.release == checkpointer.release:
+            self.release, self.chained = _release_nothing, _look_at_nothing
+
     def set_inner(self, state: Any, hook: CommHook) -> None:
         """In place of DDP's `register_comm_hook`."""
         self.inner = (state, hook)
@@ -205,6 +222,10 @@ class _Hook:
 
 def _trained(params: list[torch.nn.Parameter]) -> list[int]:
     return [i for i, p in enumerate(params) if p.requires_grad]
+
+
+def _look_at_nothing(state: Any) -> None:
+    pass
 
 
 def _release_nothing(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-VARIABLE = "TIERCKPT_TEST_EVERY_POINT"
+VARIABLE = "EVERY_POINT"
+"""Not `TIERCKPT_...`: that would be a setting, and every rank would refuse it as unknown."""
 
 
 def points(every: Iterable[str], *always: str) -> list[str]:

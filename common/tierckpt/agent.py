@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 
 PROTOCOL = 2
 FIRST_CLIENT_SECONDS = 30.0
-"""An agent that nobody speaks to ends after this."""
+"""An agent that nobody speaks to ends after this; where its starter died before it could speak,
+after the time to linger if that is less."""
 TAKEN = 3
 """Exit status of an agent that found another one at its place."""
 
@@ -135,6 +136,8 @@ class Agent:
         self._desks: dict[tuple[str, int], threading.Lock] = {}
         """One trainer of a shard at a time: a killed one's work is finished before its successor's
         begins."""
+        self._newest: dict[tuple[str, int], socket.socket] = {}
+        """The last trainer that came to a desk."""
         self._serving = 0
         self._missed: dict[tuple[str, int], float] = {}
         """Desks whose trainer was killed, and until when to wait for its successor."""
@@ -144,16 +147,24 @@ class Agent:
         self._woken, self._wake = socket.socketpair()
 
     def serve(
-        self, listener: socket.socket, on_lingering: Callable[[], None] = lambda: None
+        self,
+        listener: socket.socket,
+        on_lingering: Callable[[], None] = lambda: None,
+        starter: int | None = None,
     ) -> None:
         """Accept trainers until there is nobody to serve, or to wait for, any more.
 
-        `on_lingering` is called when all are gone, and one that was killed may come back.
+        `on_lingering` is called when all are gone, and one that was killed may come back. `starter`
+        is a descriptor of the process that started this one; None: it is gone already.
         """
         nobody_before = time.monotonic() + FIRST_CLIENT_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
+            if starter is not None:
+                selector.register(starter, selectors.EVENT_READ)
+            else:
+                nobody_before = self._orphaned(nobody_before)
             while True:
                 left = self._patience(nobody_before)
                 if left is not None and left <= 0:
@@ -164,8 +175,14 @@ class Agent:
                     if key.fileobj is listener:
                         nobody_before = 0
                         self._accept(listener)
+                    elif key.fileobj == starter:
+                        selector.unregister(key.fileobj)
+                        nobody_before = self._orphaned(nobody_before)
                     else:
                         self._woken.recv(1)
+
+    def _orphaned(self, nobody_before: float) -> float:
+        return min(nobody_before, time.monotonic() + self.linger_seconds)
 
     def _patience(self, nobody_before: float) -> float | None:
         """How long to wait for a trainer; None: until those that are here have gone."""
@@ -213,6 +230,7 @@ class Agent:
                 desk = (settings.directory, settings.shard)
                 with self._lock:
                     self._missed.pop(desk, None)
+                    self._newest[desk] = channel
                     turn = self._desks.setdefault(desk, threading.Lock())
                 channel.send(json.dumps({"op": "welcome", "pid": os.getpid()}).encode())
                 with turn:
@@ -227,7 +245,8 @@ class Agent:
         finally:
             with self._lock:
                 self._serving -= 1
-                if desk is not None and not said_goodbye:
+                # Its successor may have come before its end was noticed.
+                if desk is not None and not said_goodbye and self._newest[desk] is channel:
                     self._missed[desk] = time.monotonic() + self.linger_seconds
             with contextlib.suppress(OSError):
                 self._wake.send(b"\0")
@@ -290,7 +309,7 @@ def _let_go_of_output() -> None:
     os.close(nowhere)
 
 
-def run(settings: AgentSettings) -> int:
+def run(settings: AgentSettings, starter_pid: int) -> int:
     """Be the agent; returns the exit status."""
     place = settings.place()
     fd = take_lock(place.lock)
@@ -300,8 +319,8 @@ def run(settings: AgentSettings) -> int:
     listener = place.listen()
     try:
         agent = Agent(settings.linger_seconds)
-        with contextlib.closing(agent):
-            agent.serve(listener, _let_go_of_output)
+        with contextlib.closing(agent), _process(starter_pid) as starter:
+            agent.serve(listener, _let_go_of_output, starter)
     finally:
         # Only the one who holds the lock may remove these, and the lock goes last.
         listener.close()
@@ -312,12 +331,28 @@ def run(settings: AgentSettings) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _process(pid: int) -> Iterator[int | None]:
+    """A descriptor that is readable when the process has ended; None when it has already."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        yield None
+        return
+    except OSError:  # a kernel, or a container, without them: as if it lived
+        fd = os.eventfd(0)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def main() -> None:
-    """Entry point of the process: settings in argv."""
+    """Entry point of the process: settings, and who started it, in argv."""
     # The agent ends when its trainers have: signals meant for the job must not cut a write short.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    sys.exit(run(AgentSettings(**json.loads(sys.argv[1]))))
+    sys.exit(run(AgentSettings(**json.loads(sys.argv[1])), int(sys.argv[2])))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from .slots import Slot
 
 ANSWER_SECONDS = 5.0
 """An agent that does not bid welcome for so long is passed over for another."""
+EXIT_SECONDS = 2.0
+"""From an agent's last act, to remove its lock, to the end of its process."""
 START_SECONDS = 60.0
 """A new agent that cannot be reached for so long is given up; the next commit tries again."""
 JOIN_SECONDS = 2.0
@@ -242,6 +244,9 @@ class AgentClient:
                 # The last of its trainers leaves: wait, so that nothing is left when we return.
                 while self.settings.place().lock.exists() and time.monotonic() < deadline:
                     time.sleep(0.005)
+                if self._process is not None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self._process.wait(EXIT_SECONDS)
         for thread in (self._reacher, self._thread):
             if thread is not None:
                 thread.join(timeout_seconds)
@@ -345,7 +350,13 @@ class AgentClient:
         if now < self._start_after:
             return
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tierckpt.agent", json.dumps(asdict(self.settings))],
+            [
+                sys.executable,
+                "-m",
+                "tierckpt.agent",
+                json.dumps(asdict(self.settings)),
+                str(os.getpid()),
+            ],
             env=child_environment(),
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -54,7 +54,7 @@ def test_memory_of_a_dead_job_is_removed_by_another_after_it_lingered(
     make_job: Callable[[str], Job],
 ) -> None:
     dead, other, later = make_job("dead"), make_job("other"), make_job("later")
-    dead.live({1: KILL})
+    dead.live({1: KILL}, settings={"agent_linger_seconds": 2})
     assert dead.fired(1, KILL)
     dead.agents_end()
     left = dead.segments()

@@ -14,6 +14,7 @@ closes it, and the ranks kill themselves.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -26,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,10 @@ class RankPool:
         self._started.clear()
 
 
+LEAVING_SECONDS = 45.0
+"""An agent finishes its work before it ends; one that was started and then not needed ends after
+`agent.FIRST_CLIENT_SECONDS`."""
+
 STACKS = "stacks"
 """The command to print what every thread is doing."""
 
@@ -250,12 +255,58 @@ def _join(kind: str, size: int, home: Path, rank: int) -> None:
 
 
 def _perform(call: Path) -> Any:
+    """Call the scenario; raises AssertionError when something of it is left in this process."""
     module, name, args, kwargs = pickle.loads(call.read_bytes())
-    value = getattr(importlib.import_module(module), name)(*args, **kwargs)
-    left = [t.name for t in threading.enumerate() if t.name.startswith("tierckpt")]
-    if left:
-        raise AssertionError(f"the scenario left threads behind: {left}")
+    scenario = getattr(importlib.import_module(module), name)
+    before = _belongings()
+    value = scenario(*args, **kwargs)
+    deadline = time.monotonic() + LEAVING_SECONDS
+    while left := _belongings() - before:
+        gc.collect()
+        if time.monotonic() > deadline:
+            raise AssertionError("the scenario left behind:\n" + "\n".join(sorted(left)))
+        time.sleep(0.005)
     return value
+
+
+def _belongings() -> set[str]:
+    """What of ours a scenario may leave in a rank: threads, descriptors, mapped slots, processes.
+
+    Not what a process group has (TCP sockets, and what its threads are woken and polled with), nor
+    what torch's data loaders have.
+    """
+    threads = {f"thread {t.name}" for t in threading.enumerate() if t.name.startswith("tierckpt")}
+    return {*threads, *_descriptors(), *_mappings(), *_children()}
+
+
+def _descriptors() -> Iterator[str]:
+    """Files, segments without a name, and local sockets, such as the agent's."""
+    local = {line.split()[6] for line in Path("/proc/self/net/unix").read_text().splitlines()}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            kind, _, inode = target.partition(":")
+            if kind == "socket":
+                foreign = inode.strip("[]") not in local
+            else:
+                foreign = target.startswith(("/proc/", "/dev/shm/torch_", "pipe:", "anon_inode:"))
+            if not foreign:
+                yield f"descriptor {fd} of {target}"
+
+
+def _mappings() -> Iterator[str]:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "tierckpt-" in line and ("/dev/shm/" in line or "/memfd:" in line):
+            yield f"memory {line}"
+
+
+def _children() -> Iterator[str]:
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            for pid in Path(f"/proc/self/task/{task}/children").read_text().split():
+                command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                if " tierckpt." in command:  # an empty one has ended
+                    yield f"process {pid}: {command[:300]}"
 
 
 def _rank_of_launcher() -> int:

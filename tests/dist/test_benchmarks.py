@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -60,6 +61,22 @@ def test_a_run_that_was_ended_goes_on_with_the_missing_rounds(tmp_path: Path) ->
     with start(tmp_path, f"{line} --resume {path}") as third:
         assert "nothing is missing" in third.communicate()[1]
     assert third.returncode == 1
+
+
+def test_what_people_use_today_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    names = ["nothing", "dcp-thread", "dcp-tuned"]
+    if importlib.util.find_spec("torchsnapshot"):
+        names.append("torchsnapshot")
+    line = f"--methods {','.join(names)} --rounds 1 --steps 4 --json {path}"
+    with start(tmp_path, line) as run:
+        output, said = run.communicate()
+    assert run.returncode == 0, said
+    rows = {row["name"]: row for row in results(path)["methods"]}
+    assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(names, "ok"), said
+    assert all(rows[name]["taken"] == rows[name]["due"] > 0 for name in names[1:]), said
+    assert "DCP async_save, best tuned" in output
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())

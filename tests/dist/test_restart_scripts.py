@@ -1,16 +1,18 @@
-"""The scripts of examples/restarts, run for real; Slurm's are in test_slurm.py."""
+"""The scripts of examples/restarts, run for real.
+
+Slurm's are in test_slurm.py; elastic Horovod's is what the demo runs (test_demo.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.dist.rankpool import HOROVODRUN, MPIRUN
+from tests.dist.rankpool import MPIRUN
 from tests.dist.restartjob import (
     STEPS,
     Curve,
@@ -155,22 +157,3 @@ def test_torchrun_shrinks_and_grows(job: RestartJob) -> None:
     assert [x["ranks"] for x in lives] == [3, 2, 3]
     assert lives[1]["levels"]["peer"] == 1
     job.lost_nothing()
-
-
-def test_elastic_horovod(
-    job: RestartJob, tmp_path: Path, launchable: Callable[[str], None]
-) -> None:
-    launchable(HOROVODRUN)
-    options = ["--steps", "24", "--kill-step", "12", "--journal", str(tmp_path)]
-    path = ["--path", str(job.disks)]
-    horovodrun = job.start("./horovod_elastic.sh", *options, *path)
-    assert horovodrun.wait(200) == 0, job.give_up("it failed")
-    for rank in range(RANKS):
-        text = (tmp_path / f"steps-r{rank}.jsonl").read_text()
-        lines = [json.loads(line) for line in text.splitlines()]
-        assert max(x["start"] for x in lines if "start" in x) in (11, 12)
-        losses: Curve = {}
-        for line in lines:
-            if "step" in line:
-                assert losses.setdefault(line["step"], line["loss"]) == line["loss"]
-        assert sorted(losses) == list(range(24))

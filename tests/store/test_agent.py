@@ -6,6 +6,9 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import agentclient
+from tierckpt import agent, agentclient
 from tierckpt.agent import Place
 from tierckpt.agentclient import AgentClient, AgentSettings
 from tierckpt.desk import DeskSettings
@@ -88,6 +91,26 @@ def test_all_trainers_of_a_node_have_the_same_agent(node: Any) -> None:
     assert alive(pid), "it serves the other"
     second.close()
     until(lambda: not alive(pid))
+
+
+@pytest.mark.parametrize("when", ["before it looked", "later"])
+def test_an_agent_whose_starter_died_without_a_word_waits_no_longer_than_it_lingers(
+    when: str, node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, _ = node(0)
+    starter = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    if when == "before it looked":
+        starter.communicate()
+    monkeypatch.setattr(agent, "FIRST_CLIENT_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(agent, "lower_priority", lambda nice: None)  # it would be ours
+    thread = threading.Thread(target=agent.run, args=(settings, starter.pid), daemon=True)
+    thread.start()
+    until(lambda: settings.place().address.exists() or not thread.is_alive())
+    if when == "later":
+        assert thread.is_alive()
+        starter.communicate()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
 
 
 def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(node: Any) -> None:

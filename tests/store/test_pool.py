@@ -8,15 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tierckpt
 from tests.store.processes import end, python
 from tests.store.shards import manifest
+from tierckpt.attach import held_bytes
+from tierckpt.config import Config
+from tierckpt.group import Node
 from tierckpt.naming import PAGE_BYTES, VersionId
 from tierckpt.pool import NoSlotError, SlotPool
 from tierckpt.slots import JobDirectory, Slot, pin, seal_area_bytes, unpin
-from tierckpt.testing import TinyJob
+from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 IMAGE_BYTES = 2 * PAGE_BYTES
 
@@ -210,20 +215,77 @@ def test_an_error_that_is_not_about_room_is_an_error(
     assert pool.choose(set(), set(), SEAL_BYTES, IMAGE_BYTES).path is not None
 
 
+def wide_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(12, 600), torch.nn.Linear(600, 4))  # 41 kB
+
+
 def test_a_job_without_room_in_shared_memory_still_checkpoints_to_local(
     small_tmpfs: Path, tmp_path: Path
 ) -> None:
     filler = small_tmpfs / "somebody else's"
     filler.write_bytes(bytes(small_tmpfs_free(small_tmpfs)))
-    with TinyJob(tmp_path / "ckpts", shm_dir=str(small_tmpfs)) as job:
+    with TinyJob(tmp_path / "ckpts", model=wide_model(), shm_dir=str(small_tmpfs)) as job:
+        (said,) = [e.message for e in job.heard("notice")]
+        assert f"{small_tmpfs} has " in said, "at attach, before a slot is made"
+        assert "private memory" in said
         job.run(6)
         expected = job.fingerprint()
-        assert any("private memory" in e.message for e in job.heard("notice"))
     assert not job.heard("failed")
-    with TinyJob(tmp_path / "ckpts", seed=9, shm_dir=str(small_tmpfs)) as job:
+    with TinyJob(tmp_path / "ckpts", seed=9, model=wide_model(), shm_dir=str(small_tmpfs)) as job:
         restored = job.restore()
         assert (int(restored), restored.levels) == (6, {"local": 1})
         assert job.fingerprint() == expected
+
+
+@pytest.mark.parametrize(("free_kilobytes", "enough"), [(150, False), (280, False), (420, True)])
+def test_the_slots_of_all_ranks_of_a_node_need_room(
+    free_kilobytes: int, enough: bool, small_tmpfs: Path, tmp_path: Path
+) -> None:
+    """One rank's would fit into 280 kB, and the two ranks' do not."""
+    filler = small_tmpfs / "somebody else's"
+    filler.write_bytes(bytes(small_tmpfs_free(small_tmpfs) - free_kilobytes * 1000))
+
+    def attach(group: ThreadGroup) -> list[str]:
+        """What is said before the first slot is made."""
+        model = torch.nn.Linear(100, 150)  # 61 kB, and twice that for Adam
+        said: list[str] = []
+        said: list[str] = []
+        ckpt = tierckpt.Checkpointer(
+            model,
+            torch.optim.Adam(model.parameters()),
+            group=group,
+            path=tmp_path / "ckpts",
+            shm_dir=small_tmpfs,
+            agent="inline",
+            halt_signals="",
+            on_event=lambda event: said.append(event.message),
+        )
+        group.barrier()
+        ckpt.abandon()
+        return said
+
+    first, second = run_ranks(2, attach)
+    assert second == []
+    assert len(first) == (not enough)
+    if not enough:
+        assert f"{small_tmpfs} has " in first[0]
+        assert f"need about {2 * 2 * (100 * 150 + 150) * 4 * 3 // 2} more for 2 slots" in first[0]
+        assert "--shm-size" in first[0]
+
+
+def test_what_the_nodes_ranks_hold_already_needs_no_room(pool: SlotPool, shm_dir: Path) -> None:
+    """Of ranks that were here before and are not now it does."""
+    config = Config(shm_dir=str(shm_dir))
+    others = [SlotPool(pool.job, rank, 2, lambda *_: None) for rank in (1, 2)]
+    slot = fill(pool, 1)
+    for other in others:
+        fill(other, 1)
+    try:
+        node = Node(index=0, count=1, ranks=(0, 1))
+        assert held_bytes(config, pool.job, node, in_place=False) == 2 * slot.nbytes
+    finally:
+        for other in others:
+            other.close(remove=True)
 
 
 def small_tmpfs_free(folder: Path) -> int:

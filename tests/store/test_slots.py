@@ -19,6 +19,7 @@ from tierckpt.slots import (
     JobBusyError,
     JobDirectory,
     Slot,
+    _path_lockable,
     job_id_of,
     pin,
     read_seal,
@@ -282,6 +283,65 @@ def test_a_living_job_is_never_removed(
     living.kill()
     living.wait(60)
     assert other.remove_dead_jobs(linger_seconds=-1) == ["job"]
+
+
+@pytest.mark.parametrize("look", ["newest_seconds", "lives"])
+def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
+    look: str, job: JobDirectory, other: JobDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes right after the look that found nobody, and must not be removed with its lock."""
+    taken = other.lock_path(0)
+    taken.touch()
+    looked = getattr(JobDirectory, look)
+    returned: list[subprocess.Popen[str]] = []
+
+    def look_and_come_back(self: JobDirectory, *arguments: int) -> object:
+        found = looked(self, *arguments)
+        returned.append(python(HOLD_RANK, job.root.parent, "other"))
+        while not (waits_for_a_lock(returned[0].pid) or not _path_lockable(taken)):
+            assert returned[0].poll() is None
+        return found
+
+    monkeypatch.setattr(JobDirectory, look, look_and_come_back)
+    try:
+        if look == "lives":
+            other.remove_orphans()
+        else:
+            assert job.remove_dead_jobs(linger_seconds=-1) == ["other"]
+        monkeypatch.undo()
+        (process,) = returned
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        assert other.lives(0), "its lock was removed"
+        assert other.segments() == [], "it came too late for these"
+    finally:
+        for process in returned:
+            end(process)
+
+
+def waits_for_a_lock(pid: int) -> bool:
+    """In this system waiting lines begin with an arrow."""
+    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return any(line[1] == "->" and line[5] == str(pid) for line in lines)
+
+
+def test_a_place_whose_folder_is_just_being_removed_is_made_anew(
+    job: JobDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the end of the life before: between making the folder and locking a file in it."""
+    create = JobDirectory.create
+    left = ["once"]
+
+    def create_and_lose(self: JobDirectory) -> None:
+        create(self)
+        if left and left.pop():
+            self.remove_if_unused()
+
+    monkeypatch.setattr(JobDirectory, "create", create_and_lose)
+    fd = job.lock_rank(0, patience_seconds=0.1)
+    assert not left
+    assert job.lock_path(0).exists()
+    job.unlock_rank(0, fd)
 
 
 def test_a_job_never_removes_itself(job: JobDirectory) -> None:

@@ -1,0 +1,78 @@
+"""What checkpoints take of memory: as many slots as are asked for, and no copy of the state."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tierckpt.testing import TinyJob, run_in_child
+
+WIDTH, LAYERS = 512, 20
+STATE_BYTES = 3 * 4 * (LAYERS * WIDTH * (WIDTH + 1) + WIDTH * (12 + 1) + 4 * (WIDTH + 1))
+"""63 MB: parameters and Adam's two moments."""
+ALLOWANCE_BYTES = 20_000_000
+"""Code that is touched for the first time, threads' stacks, seal areas, Python's objects: 8 to 11
+MB were measured, and a slot more, or a copy, would be 63."""
+AGENT_BYTES = 40_000_000
+"""The agent's Python without torch: 23 MB. It has mapped the slots, too: the same memory."""
+
+
+def deep_model() -> torch.nn.Module:
+    """Of many layers: what the optimizer needs for one of them at a time is little."""
+    inner = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    return torch.nn.Sequential(torch.nn.Linear(12, WIDTH), *inner, torch.nn.Linear(WIDTH, 4))
+
+
+def measure(report: Path, path: Path, settings: dict[str, Any]) -> None:
+    """In a process of its own: what is resident at the most with checkpoints at every step, here
+    beyond what the training takes, and in the agent."""
+    job = TinyJob(None, model=deep_model()).run(2)
+    forget_peak()
+    job.run(5)
+    alone_bytes = peak_bytes()
+    with TinyJob(path, model=job.model, **settings) as job:
+        job.run(2)
+        job.settle()
+        forget_peak()
+        job.run(8)
+        job.settle()
+        agent = job.checkpointer._agent._process
+        assert agent is not None
+        told = {
+            "extra": peak_bytes() - alone_bytes,
+            "agent": peak_bytes(agent.pid),
+            "shard": max(event.nbytes for event in job.heard("sealed")),
+            "committed": len(job.heard("committed")),
+        }
+    report.write_text(json.dumps(told))
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes(pid: int | str = "self") -> int:
+    """The most that was resident: mapped slots, and everything else."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
+    assert found
+    return int(found[1]) * 1024
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_checkpoints_take_their_slots_and_no_more(
+    slots: int, tmp_path: Path, shm_dir: Path
+) -> None:
+    report = tmp_path / "report"
+    settings = {"shm_dir": str(shm_dir), "slots": slots}
+    assert run_in_child(measure, report, tmp_path / "ckpts", settings) == 0
+    told = json.loads(report.read_text())
+    assert told["committed"] >= 8, "it was measured while versions were taken to both levels"
+    shard_bytes = told["shard"]
+    assert shard_bytes == pytest.approx(STATE_BYTES, rel=0.01)
+    assert slots * shard_bytes <= told["extra"] <= slots * shard_bytes + ALLOWANCE_BYTES
+    assert told["agent"] <= slots * shard_bytes + AGENT_BYTES
