@@ -28,7 +28,9 @@ def gate(tmp_path: Path) -> Gate:
             path = programs / name.replace("_", "-")
             path.write_text(f"#!/bin/sh\n{script}\n")
             path.chmod(0o755)
-        environment = {**os.environ, "PATH": str(programs), "TMPDIR": str(tmp_path)}
+        # What the gate that runs these tests found is not what this one finds.
+        ours = {k: v for k, v in os.environ.items() if not k.startswith("REQUIRE_")}
+        environment = {**ours, "PATH": str(programs), "TMPDIR": str(tmp_path)}
         return subprocess.run(
             [programs / "bash", GATE],
             cwd=tmp_path,
