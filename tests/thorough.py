@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+import pytest
+
 VARIABLE = "EVERY_POINT"
 """Not `TIERCKPT_...`: that would be a setting, and every rank would refuse it as unknown."""
 
@@ -14,3 +16,10 @@ def points(every: Iterable[str], *always: str) -> list[str]:
     every = list(every)
     assert set(always) <= set(every)
     return every if os.environ.get(VARIABLE) else [point for point in every if point in always]
+
+
+def on_demand(why: str) -> pytest.MarkDecorator:
+    """For a test that the gate leaves out, and why it can."""
+    return pytest.mark.skipif(
+        not os.environ.get(VARIABLE), reason=f"on demand ({VARIABLE}=1): {why}"
+    )

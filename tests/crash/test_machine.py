@@ -9,12 +9,14 @@ from pathlib import Path
 
 from tests.crash.launcher import PATIENCE_SECONDS, Job, quiet_environment
 from tests.crash.scenario import RANKS, VARIABLE
+from tests.thorough import on_demand
 
 KILL = "kill@seal:version=12"
 NO_LINGER = {"memory_linger_seconds": 0}
 SCRIPT = Path(__file__).with_name("job.py")
 
 
+@on_demand("test_demo.py has torchrun restart a job, too")
 def test_torchrun_restarts_a_job_and_the_curve_is_the_same(job: Job) -> None:
     rule = "kill@script:step=12,phase=backward"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

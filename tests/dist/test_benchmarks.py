@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.horovod_here import horovod_missing
+from tests.thorough import on_demand
 
 STALL = Path(__file__).resolve().parents[2] / "benchmarks" / "stall.py"
 
@@ -63,6 +64,7 @@ def test_a_run_that_was_ended_goes_on_with_the_missing_rounds(tmp_path: Path) ->
     assert third.returncode == 1
 
 
+@on_demand("half a minute for code of the benchmarks alone")
 def test_what_people_use_today_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     names = ["nothing", "dcp-thread", "dcp-tuned"]
