@@ -35,6 +35,11 @@ def check_state(state: TrainingState) -> None:
     state.pack_extra({n: o for n, o in objects if not isinstance(o, DataLoader)}, arena)
 
 
+def job_directory(config: Config) -> JobDirectory:
+    """The job's folder in this node's shared memory."""
+    return JobDirectory.at(config.shm_dir, config.job_id or job_id_of(config.path), config.node)
+
+
 def lacking_room(
     config: Config,
     job: JobDirectory,
@@ -49,14 +54,13 @@ def lacking_room(
     `shard_bytes` is an estimate while the optimizer has made no state yet. `in_place`: slots are
     files of the local level.
     """
-    files = inplace.most_files(config, count) if in_place else count
     place = config.directory if in_place else config.shm_dir
     found = os.statvfs(place)
     free = found.f_bavail * found.f_frsize
-    ranks = len(node.ranks)
-    more = files * shard_bytes * ranks - held_bytes(config, job, node, in_place)
+    more = lacking_bytes(config, job, node, shard_bytes, count, in_place)
     if more <= free:
         return ""
+    ranks = len(node.ranks)
     needs = f"{place} has {free} bytes free, and this node's ranks ({ranks}) need about {more} more"
     if in_place:
         return (
@@ -64,6 +68,16 @@ def lacking_room(
             "be committed. Give it more memory, or set local_keep_last to less"
         )
     return f"{needs} for {count} slots each: {too_small(place)}"
+
+
+def lacking_bytes(
+    config: Config, job: JobDirectory, node: Node, shard_bytes: int, count: int, in_place: bool
+) -> int:
+    """How much more `count` slots of each rank of this node take than they hold already; 0 when
+    that is enough."""
+    files = inplace.most_files(config, count) if in_place else count
+    held = held_bytes(config, job, node, in_place)
+    return max(files * shard_bytes * len(node.ranks) - held, 0)
 
 
 def held_bytes(config: Config, job: JobDirectory, node: Node, in_place: bool) -> int:
@@ -113,11 +127,9 @@ def _needs(
 ) -> tuple[list[health.Need], int]:
     """What this node's directories and memory have to offer: the slots that are not there yet, and
     one version on each level."""
-    job = JobDirectory.at(config.shm_dir, config.job_id or job_id_of(config.path), config.node)
+    job = job_directory(config)
     in_place = inplace.expected(config)
-    each = inplace.most_files(config, count) if in_place else count
-    held = held_bytes(config, job, node, in_place)
-    slots_bytes = max(each * shard_bytes * len(node.ranks) - held, 0)
+    slots_bytes = lacking_bytes(config, job, node, shard_bytes, count, in_place)
     needs = [health.Need(config.shm_dir, 0 if in_place else slots_bytes)]
     if config.uses("local"):
         local_bytes = slots_bytes if in_place else shard_bytes * len(node.ranks)

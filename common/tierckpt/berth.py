@@ -13,7 +13,6 @@ from .config import Config
 from .group import Group, Node
 from .pool import SlotPool
 from .reports import Reports
-from .slots import JobDirectory, job_id_of
 from .state import TrainingState
 
 
@@ -25,9 +24,7 @@ class Berth:
 
         Raises JobBusyError while another process has the place, OSError when there is none.
         """
-        self.job = JobDirectory.at(
-            config.shm_dir, config.job_id or job_id_of(config.path), config.node
-        )
+        self.job = attach.job_directory(config)
         self._config, self._rank, self._reports = config, rank, reports
         self.job.create()
         for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
