@@ -3,8 +3,10 @@
     python benchmarks/agreement.py --toy
     python benchmarks/agreement.py --worlds 2,4
 
-Nothing else of ours is attached. Blocks of steps with and without take turns in the same processes;
-of each pair the difference is taken, so that what the machine does besides hits both alike.
+Nothing else of ours is attached. Blocks of steps without ballots, with ballots in a page of memory
+(as ranks of one node cast them) and with ballots by gloo (as ranks of several do) take turns in the
+same processes; of each round the differences are taken, so that what the machine does besides hits
+all alike.
 """
 
 from __future__ import annotations
@@ -21,8 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_ckpt import TorchGroup
 from tierckpt.agreement import Agreement
+from tierckpt.ballots import GroupBallots, ballots_for
 from tierckpt.config import load_config
+from tierckpt.group import Node
 from tierckpt.naming import VersionId
+from tierckpt.policy import VOTE_WIDTH
+
+KINDS = ("without", "page", "gloo")
 
 
 class Rank:
@@ -31,14 +38,21 @@ class Rank:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self.group = TorchGroup()
-        self.agreement = Agreement(self.group, load_config({}, {}), lambda *_: None, lambda: None)
+        node = Node(0, 1, tuple(range(self.group.size)))
+        page = ballots_for(self.group, node, VOTE_WIDTH)
+        assert not isinstance(page, GroupBallots), "these ranks cannot share memory"
+        self._agreements = {
+            kind: Agreement(self.group, ballots, load_config({}, {}), lambda *_: None, lambda: None)
+            for kind, ballots in {"page": page, "gloo": GroupBallots(self.group)}.items()
+        }
         layers = [torch.nn.Linear(256, 256) for _ in range(8)]
         self.model = DistributedDataParallel(torch.nn.Sequential(*layers))
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.batch = torch.ones(32, 256)
 
-    def block(self, steps: int, ballot: bool) -> tuple[float, float, float]:
-        """Seconds a step; and of it in reading the last ballot, and in launching the next one."""
+    def block(self, steps: int, kind: str) -> tuple[float, float, float]:
+        """Seconds a step; and of it in launching a ballot, and in reading the one before."""
+        agreement = self._agreements.get(kind)
         read = launch = 0.0
         self.group.barrier()
         start = time.perf_counter()
@@ -46,42 +60,44 @@ class Rank:
             self.optimizer.zero_grad()
             torch.autograd.backward(self.model(self.batch).sum())
             self.optimizer.step()
-            if ballot:
+            if agreement is not None:
                 before = time.perf_counter()
-                self.agreement.read()
+                agreement.read()
                 between = time.perf_counter()
-                self.agreement.launch(VersionId(1, version), slot_free=True, local_free=True)
+                agreement.launch(VersionId(1, version), slot_free=True, local_free=True)
                 read += between - before
                 launch += time.perf_counter() - between
         seconds = time.perf_counter() - start
-        self.agreement.read()
-        return seconds / steps, read / steps, launch / steps
+        if agreement is not None:
+            agreement.read()
+        return seconds / steps, launch / steps, read / steps
 
 
-def measure(rank: int, world: int, pairs: int, steps: int, folder: str) -> None:
-    """Be one rank; rank 0 prints the line of the table."""
+def measure(rank: int, world: int, rounds: int, steps: int, folder: str) -> None:
+    """Be one rank; rank 0 prints the lines of the table."""
     meeting = f"file://{folder}/{world}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
     one = Rank()
-    one.block(steps, ballot=True)
-    differences, without, reads, launches = [], [], [], []
-    for pair in range(pairs):
-        # Each goes first in turn: a machine that slows down would hit the second one.
-        found = {ballot: one.block(steps, ballot) for ballot in (pair % 2 == 0, pair % 2 == 1)}
-        differences.append(found[True][0] - found[False][0])
-        without.append(found[False][0])
-        reads.append(found[True][1])
-        launches.append(found[True][2])
-    mine = [median(values) for values in (without, differences, launches, reads)]
-    slowest = [1e3 * max(column) for column in zip(*one.group.all_gather_object(mine), strict=True)]
-    if rank == 0:
-        low, high = 1e3 * min(differences), 1e3 * max(differences)
-        plain, more, launched, waited = slowest
-        print(
-            f"{world:>5} {plain:>9.2f} {more:>+8.3f} {f'({low:+.2f} to {high:+.2f})':>18} "
-            f"{launched:>9.3f} {waited:>8.3f}",
-            flush=True,
-        )
+    one.block(steps, "gloo")
+    found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in KINDS}
+    for turn in range(rounds):
+        # Each goes first in turn: a machine that slows down would hit the last one.
+        for kind in (*KINDS[turn % 3 :], *KINDS[: turn % 3]):
+            found[kind].append(one.block(steps, kind))
+    for kind in KINDS:
+        pairs = zip(found[kind], found["without"], strict=True)
+        more = [step - plain for (step, *_), (plain, *_) in pairs]
+        columns = zip(*found[kind], strict=True)
+        mine = (median(more), *(median(column) for column in columns))
+        everyone = one.group.all_gather_object(mine)
+        longer, step, launched, waited = (1e3 * max(c) for c in zip(*everyone, strict=True))
+        if rank == 0:
+            span = f"({1e3 * min(more):+.2f} to {1e3 * max(more):+.2f})"
+            print(
+                f"{world:>5} {kind:>8} {step:>8.2f} {longer:>+8.3f} {span:>18} "
+                f"{launched:>9.3f} {waited:>8.3f}",
+                flush=True,
+            )
     one.group.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -92,13 +108,13 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="some seconds, and no figure to quote")
     parser.add_argument("--worlds", default="2,4", help="numbers of ranks, separated by commas")
     options = parser.parse_args()
-    pairs, steps = (2, 5) if options.toy else (40, 25)
+    rounds, steps = (3, 5) if options.toy else (42, 25)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(f"{os.cpu_count()} cores, torch {torch.__version__}; ms a step, medians of {pairs} pairs")
-    print("ranks   without     more      (all pairs)     launch     wait")
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}; ms, medians of {rounds} rounds")
+    print("ranks  ballots     step     more       (all rounds)    launch     wait")
     with tempfile.TemporaryDirectory() as folder:
         for world in map(int, options.worlds.split(",")):
-            torch.multiprocessing.spawn(measure, (world, pairs, steps, folder), nprocs=world)
+            torch.multiprocessing.spawn(measure, (world, rounds, steps, folder), nprocs=world)
 
 
 if __name__ == "__main__":

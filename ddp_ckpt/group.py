@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ import torch.distributed as dist
 
 from tierckpt import SingleGroup
 from tierckpt.group import Group, Pending
+
+GATHER_BYTES = 1024
+"""Of every rank's object at least so much is gathered at once."""
 
 
 class _PendingReduce:
@@ -48,9 +52,31 @@ class TorchGroup:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See Group."""
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._group)
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.cat(self._all_gather(torch.tensor([mine.numel()]))).tolist()
+        # gloo gathers equal sizes, and one rank may have much more to say than all others: what
+        # all say, padded to that, would be ranks times as much. So that rank broadcasts the rest.
+        width = min(max(sizes), max(GATHER_BYTES, 2 * sum(sizes) // self.size))
+        padded = torch.zeros(width, dtype=torch.uint8)
+        padded[: mine.numel()] = mine[:width]
+        beginnings = self._all_gather(padded)
+        return [
+            pickle.loads(self._whole(rank, mine, begun, size).numpy().tobytes())
+            for rank, (begun, size) in enumerate(zip(beginnings, sizes, strict=True))
+        ]
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor, group=self._group)
         return gathered
+
+    def _whole(self, rank: int, mine: torch.Tensor, begun: torch.Tensor, size: int) -> torch.Tensor:
+        """What `rank` says, of which the beginning is here; collective where that is not all."""
+        if size <= begun.numel():
+            return begun[:size]
+        rest = mine[begun.numel() :] if rank == self.rank else begun.new_empty(size - begun.numel())
+        self.broadcast(rest, rank)
+        return torch.cat([begun, rest])
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """See Group."""

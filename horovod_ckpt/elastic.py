@@ -225,7 +225,7 @@ class TorchState(State):  # type: ignore[misc]
                 raise
             # Nothing was changed, on any rank. What could not be seen just now may come back; what
             # is in the models would be gone for good if the job ended here.
-            restored, why = Restored(0), f". A restore was tried first: {error}"
+            restored, why = Restored(0), f". A restore was tried first: {error.reason}"
         if not restored.levels:
             if not sound:
                 raise RestoreError(UNSOUND)
@@ -236,6 +236,7 @@ class TorchState(State):  # type: ignore[misc]
     def _roll_back(self, ckpt: _Checkpointer) -> None:
         try:
             # The copy under way is that of the last commit, and good: no step changed anything yet.
+            ckpt.catch_up()
             ckpt.complete()
             restored = ckpt.restore()
         except HorovodInternalError:

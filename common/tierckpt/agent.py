@@ -339,7 +339,7 @@ def _process(pid: int) -> Iterator[int | None]:
     except ProcessLookupError:
         yield None
         return
-    except OSError:  # a kernel, or a container, without them: as if it lived
+    except (OSError, AttributeError):  # a kernel, C library or container without: as if it lived
         fd = os.eventfd(0)
     try:
         yield fd

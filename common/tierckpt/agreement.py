@@ -1,8 +1,8 @@
 """Agreement: how ranks come to know the same of every version, without waiting for each other.
 
-At every boundary each rank launches one small asynchronous reduction of its vote, and reads the one
-of the boundary before. `policy` says what a vote is and what follows from it; this module keeps
-the books: the ledgers, this rank's own knowledge, and the vote under way.
+At every boundary each rank casts its vote, and reads what came of those of the boundary before.
+`policy` says what a vote is and what follows from it, `ballots` how they come together; this module
+keeps the books: the ledgers, this rank's own knowledge, and the vote under way.
 
 For the training thread, but for `tell` and `last_word`, which the copier thread calls too.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from .ballots import Ballots, RankGoneError
 from .best import as_vote, of_vote
 from .config import Config
 from .group import Group, Pending
@@ -22,7 +23,7 @@ from .tuning import UNKNOWN, Figures
 
 
 class _Ballot:
-    """A vote under way: the reduction, and which versions its states are about."""
+    """A vote under way, and which versions its states are about."""
 
     def __init__(
         self,
@@ -47,14 +48,15 @@ class Agreement:
     def __init__(
         self,
         group: Group,
+        ballots: Ballots,
         config: Config,
         on_local_safe: Callable[[VersionId, int, float | None], None],
         on_local_broken: Callable[[], None],
     ) -> None:
-        """`on_local_safe` hears of every version that became durable on all ranks, the size of its
-        largest shard in bytes, and its metric; `on_local_broken`, that one did not, and is in the
-        ledger."""
-        self._group = group
+        """Votes by `ballots`, which it closes. `on_local_safe` hears of every version that became
+        durable on all ranks, the size of its largest shard in bytes, and its metric;
+        `on_local_broken`, that one did not, and is in the ledger."""
+        self._group, self._ballots = group, ballots
         self._config = config
         self._on_local_safe, self._on_local_broken = on_local_safe, on_local_broken
         self._ballot: _Ballot | None = None
@@ -152,7 +154,7 @@ class Agreement:
             adapter=adapter,
         )
         self._asked = False
-        self._ballot = _Ballot(self._group.all_reduce_min(vote.pack()), memory, local, peer)
+        self._ballot = _Ballot(self._ballots.all_reduce_min(vote.pack()), memory, local, peer)
 
     def _state(self, level: str, id_: VersionId | None) -> int:
         return DONE if id_ is None else self._known[level].get(id_, PENDING)
@@ -161,7 +163,11 @@ class Agreement:
         """What was agreed on since the last boundary, and the version that broke by it, if any."""
         if self._ballot is None:
             return Vote(), None
-        agreed = self._ballot.result()
+        try:
+            agreed = self._ballot.result()
+        except RankGoneError:
+            self._group.barrier()  # fails as the script, or its launcher, knows it of this library
+            raise
         broken = self.memory.resolve(agreed.memory_state, self._ballot.memory)
         self.peer.resolve(agreed.peer_state, self._ballot.peer)
         told = (-agreed.less_bytes, of_vote(agreed.metric))
@@ -178,6 +184,19 @@ class Agreement:
             if id_ not in self.local.open:
                 self._shards.pop(id_, None)
         return agreed, broken
+
+    def even_out(self) -> None:
+        """Collective: those whose iteration was cut short cast the votes that others wait for."""
+        self._ballots.even_out()
+
+    def void(self) -> None:
+        """Before a restart, collective: what was voted on last is forgotten."""
+        self.even_out()
+        self._ballot = None
+
+    def close(self) -> None:
+        """At the end: who still waits for a vote, here or on another rank, gives up."""
+        self._ballots.close()
 
     def _resolve_local(
         self, state: int, candidate: VersionId | None, largest_bytes: int, metric: float | None

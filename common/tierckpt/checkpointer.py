@@ -23,6 +23,7 @@ from . import attach
 from . import state as state_module
 from .agreement import Agreement
 from .alike import Roll, agree_on_settings
+from .ballots import ballots_for
 from .berth import Berth
 from .best import Best
 from .callbacks import CallbackList, Callbacks
@@ -33,7 +34,7 @@ from .events import Callback, EventLog
 from .group import Group, SingleGroup
 from .halting import Halting
 from .haltrequest import Reason
-from .iterations import Iterations, Unattached
+from .iterations import STEPLESS_CALLS, Iterations, Unattached
 from .lives import Lives
 from .localstore import LocalStore
 from .manifest import Manifest
@@ -42,7 +43,7 @@ from .naming import Lineage, ShardKey, VersionId
 from .onward import Onward, flush_order
 from .peers import Peers, redundancy_groups
 from .pinning import mark_everywhere
-from .policy import BROKEN, DONE, LEVELS, Decision, Schedule
+from .policy import BROKEN, DONE, LEVELS, VOTE_WIDTH, Decision, Schedule
 from .pool import NoSlotError
 from .progress import Progress
 from .redundancy.groups import RedundancyGroup
@@ -60,6 +61,12 @@ CLOSE_NOTICE_SECONDS = 5.0
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
+NO_STEPS = (
+    f"step() was called {STEPLESS_CALLS} times, and the optimizer given to the checkpointer made "
+    "no step meanwhile: no checkpoint is taken. Give it the optimizer whose step() the loop calls "
+    "(what a library's prepare() or DistributedOptimizer() returned, not what went in). A step "
+    "that is replayed from a CUDA graph cannot be seen either"
+)
 
 
 class Checkpointer:
@@ -124,6 +131,7 @@ class Checkpointer:
         self._callbacks = CallbackList(callbacks)
         self._agreement = Agreement(
             self.group,
+            ballots_for(self.group, self._node, VOTE_WIDTH),
             self.config,
             lambda *safe: self._onward.local_safe(*safe),
             lambda: self._onward.retire(),
@@ -199,7 +207,8 @@ class Checkpointer:
         are not called so, set the attribute `metric` instead: the optimizer's next step clears it.
         """
         self.metric = self.metric if metric is None else float(metric)
-        self._iterations.explicit = True
+        if not self._iterations.called() and self.group.rank == 0:
+            self._reports.notice(NO_STEPS, logging.ERROR)
         self._capture.drop_streams()
         self.iteration += 1
         if self._iterations.steps:
@@ -293,6 +302,10 @@ class Checkpointer:
         done = self._agent.wait(timeout_seconds)
         self._collect()
         return done
+
+    def catch_up(self) -> None:
+        """Collective: those whose iteration was cut short cast the votes that others wait for."""
+        self._agreement.even_out()
 
     def complete(self) -> None:
         """Return when the version that is being copied is sealed, or has failed; not collective.
@@ -470,10 +483,7 @@ class Checkpointer:
         )
         self._snapshot = snapshot
         if snapshot is not None:
-            snapshot.trace = self._trace
-            self._copier.submit(snapshot)
-            if self._release_early:
-                snapshot.release_all()
+            self._set_going(snapshot)
             snapshot.clock.boundary = time.perf_counter() - begin
         if self._trace is not None:
             self._trace = self._trace.boundary(self.version, begin)
@@ -481,6 +491,15 @@ class Checkpointer:
         if unattended and not force:
             self.close()
             raise SystemExit(0)
+
+    def _set_going(self, snapshot: Snapshot) -> None:
+        """Have it copied: from now on, or from the first layer that is released."""
+        snapshot.trace = self._trace
+        snapshot.begin = self._copier.submit
+        if snapshot.starts_at_once or not self._pool.complete:
+            snapshot.start()
+        if self._release_early:
+            snapshot.release_all()
 
     def _finish_snapshot(self) -> None:
         """The barrier, and what the snapshot has to report."""
@@ -625,6 +644,7 @@ class Checkpointer:
         begin = time.perf_counter()
         if self._snapshot is not None:
             self._snapshot.fail(SnapshotError("restore() was called"))
+        self._agreement.void()  # before waiting for the copier, which may wait for a vote
         self._finish_snapshot()
         self._agent.wait(None)
         self._collect()
@@ -766,6 +786,7 @@ class Checkpointer:
             hook.remove()
         if self._snapshot is not None:  # the copier would wait for what is never released
             self._snapshot.fail(SnapshotError("the job ended in the middle of an iteration"))
+        self._agreement.close()  # the copier may wait for the vote of a rank that is gone
         self._copier.close()
         self._capture.close()
         self._agent.close()

@@ -71,9 +71,9 @@ class Comeback:
         if self._lives.newer and version is None:
             raise RestoreError(
                 f"a newer tierckpt was here: {'; '.join(self._lives.newer)}. Nothing was changed, "
-                "and nothing older was taken in its place. To go on without it: "
-                "restore(version=...) goes back to an older version; moving it away, or another "
-                "path, starts without it"
+                "and nothing older was taken in its place",
+                "To go on without it: restore(version=...) goes back to an older version; moving "
+                "it away, or another path, starts without it",
             )
         for problem in (*self._lives.problems, *self._lives.unseen):
             self._restorer.rejected.append(problem)
@@ -95,10 +95,10 @@ class Comeback:
             )
         if unseen:
             raise RestoreError(
-                f"nothing to restore was found, and what is there could not be seen in {unseen}. "
+                f"nothing to restore was found, and what is there could not be seen in {unseen}",
                 "This job does not start afresh beside what may be all that is left. Put that "
                 "right and start again; where nothing is to be found there, leave that level out, "
-                "or do not call restore()"
+                "or do not call restore()",
             )
         if self._restorer.rejected:
             self._reports.notice("nothing sound was found: starting from scratch", logging.ERROR)

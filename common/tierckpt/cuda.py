@@ -160,6 +160,9 @@ class CudaSnapshot(Snapshot):
 
     lane: CudaLane = field(kw_only=True)
 
+    starts_at_once = True
+    """Its slot is made ready, page locks and all, behind the forward pass."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._feeding = threading.Lock()

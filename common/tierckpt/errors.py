@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class TierckptError(Exception):
@@ -28,6 +29,10 @@ class NodeHealthError(TierckptError):
         told = [f"node {node}: {each}" for node, many in self.problems.items() for each in many]
         super().__init__("\n".join(told))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For processes that hand it on."""
+        return type(self), (self.problems,)
+
 
 class FormatError(TierckptError):
     """Bytes that should be a shard or a manifest are not, or are of a newer major version."""
@@ -42,7 +47,15 @@ class CorruptShardError(TierckptError):
 
 
 class RestoreError(TierckptError):
-    """A restore was asked for and cannot be done; nothing of the live state was changed."""
+    """A restore was asked for and cannot be done; nothing of the live state was changed.
+
+    `reason` is the message without what its user may do about it, for those who go on all the same.
+    """
+
+    def __init__(self, reason: str, way_out: str = "") -> None:
+        self.reason = reason
+        end = "\n" if "\n" in reason else ". "
+        super().__init__(f"{reason}{end}{way_out}" if way_out else reason)
 
 
 class PinError(TierckptError):
@@ -56,14 +69,18 @@ class StateMismatchError(RestoreError):
     """
 
     def __init__(self, what: str, differences: Sequence[str]) -> None:
-        self.differences = tuple(differences)
+        self._what, self.differences = what, tuple(differences)
         shown = "\n".join(f"  - {d}" for d in self.differences[:40])
         hidden = len(self.differences) - 40
         if hidden > 0:
             shown += f"\n  ... and {hidden} more"
         super().__init__(
             f"{what} does not fit the live training state "
-            f"({len(self.differences)} difference(s)); nothing was changed:\n{shown}\n"
+            f"({len(self.differences)} difference(s)); nothing was changed:\n{shown}",
             "Build the same model and optimizer as the run that wrote it, or pass strict=False to "
-            "load what fits and leave the rest as it is."
+            "load what fits and leave the rest as it is.",
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For processes that hand it on."""
+        return type(self), (self._what, self.differences)

@@ -15,6 +15,10 @@ AUTOMATIC_AFTER_STEPS = 16
 """So many steps of an optimizer without a call of `step()` mean that there will be none. (A loop
 may well make several optimizer steps in one iteration.)"""
 
+STEPLESS_CALLS = 1000
+"""So many calls of `step()` in a row without a step of an optimizer: the loop steps another one.
+Nobody accumulates gradients for that long."""
+
 
 class Iterations:
     """Counts the optimizers' steps since the last boundary. Training thread."""
@@ -49,6 +53,9 @@ class Iterations:
         """Steps of each optimizer since the last boundary."""
         self._seen: dict[str, int] = {}
         """And since the beginning."""
+        self._stepless = 0
+        """Calls of `step()` since an optimizer made one."""
+        self._told = False
         self._hooks: list[Any] = []
 
     def watch(
@@ -81,6 +88,15 @@ class Iterations:
     def count_one(self) -> None:
         """Count as a step what changed the state without an optimizer."""
         self._since[""] = self._since.get("", 0) + 1
+
+    def called(self) -> bool:
+        """`step()` was called; False, once, when it has long been called in vain."""
+        self.explicit = True
+        self._stepless = 0 if self._since else self._stepless + 1
+        if self._stepless < STEPLESS_CALLS or self._told:
+            return True
+        self._told = True
+        return False
 
     def automatic(self) -> bool:
         """True when `step()` is evidently never called."""

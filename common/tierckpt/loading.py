@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from . import state as state_module
 from . import tree
 from .layout import Piece, TensorSpec
 from .newtensors import NewTensors
-from .shardfile import ShardHeader
+from .outline import Contents
+from .shardfile import ShardHeader, decode_header
 from .snapshot import as_bytes
 from .state import FIXED, TrainingState, path_of
 
@@ -21,30 +22,20 @@ class Loader:
     """Puts a verified version into the live state: compare, load every shard, finish."""
 
     def __init__(
-        self,
-        state: TrainingState,
-        headers: Sequence[ShardHeader],
-        rank: int,
-        size: int,
-        new: NewTensors,
+        self, state: TrainingState, contents: Contents, rank: int, size: int, new: NewTensors
     ) -> None:
         self.state = state
         self._new = new
         self.rank, self.size = rank, size
-        self.shards = len(headers)
-        self.structure = headers[0].structure
-        self.specs: dict[str, TensorSpec] = {}
-        self.own_specs: dict[str, TensorSpec] = {}
-        self._covered: dict[str, int] = {}
-        for header in headers:
-            for piece in header.pieces:
-                specs = self.own_specs if piece.own else self.specs
-                specs[piece.spec.name] = piece.spec
-                if not piece.own:
-                    count = self._covered.get(piece.spec.name, 0) + piece.stop - piece.start
-                    self._covered[piece.spec.name] = count
-        self._headers = headers
-        self._offsets = [[piece.offset for piece in header.pieces] for header in headers]
+        self.shards = len(contents.outlines)
+        self.structure = contents.structure
+        self.specs = contents.specs
+        self.own_specs = {spec.name: spec for spec in contents.own.specs}
+        self._missing = contents.missing
+        self._header: ShardHeader | None = None
+        """Of the shard that is being loaded."""
+        self._offsets: list[int] = []
+        """Of its pieces."""
         self._live = self._find_live()
         self._targets: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -61,11 +52,7 @@ class Loader:
 
     def differences(self) -> list[str]:
         """How the live state's structure differs from the checkpoint's; empty when it fits."""
-        found = [
-            f"{name}: only {self._covered[name]} of {spec.numel} elements are in the shards"
-            for name, spec in self.specs.items()
-            if self._covered[name] != spec.numel
-        ]
+        found = list(self._missing)
         saved = {**self.specs, **self.own_specs}
         for name in sorted(saved.keys() | self._live.keys()):
             spec, live = saved.get(name), self._live.get(name)
@@ -146,13 +133,18 @@ class Loader:
         return self._new.make(spec, "cpu" if on_host else param.device)
 
     def load_window(self, shard: int, offset: int, window: memoryview) -> None:
-        """Copy what a part of a shard, from byte `offset` on, has of its pieces into place."""
-        header = self._headers[shard]
+        """Copy what a part of a shard, from byte `offset` on, has of its pieces into place. Parts
+        come in order, and the first has the whole header."""
+        if offset == 0:
+            self._header = decode_header(window)
+            self._offsets = [piece.offset for piece in self._header.pieces]
+        header = self._header
+        assert header is not None
         low = offset - header.header_bytes
         high = low + len(window)
         own = shard == self.rank % self.shards
         data = torch.frombuffer(window, dtype=torch.uint8)
-        first = max(bisect_right(self._offsets[shard], low) - 1, 0)
+        first = max(bisect_right(self._offsets, low) - 1, 0)
         for piece in header.pieces[first:]:
             if piece.offset >= high:
                 break

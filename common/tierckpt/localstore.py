@@ -113,7 +113,7 @@ class LocalStore:
     def retire(self, key: ShardKey) -> None:
         """Make the shard not exist; its file is kept for reuse if none is kept yet."""
         self._unlink(self._manifest(key))
-        self._sync_directory()  # before the data changes its name: never a manifest without data
+        self.sync_directory()  # before the data changes its name: never a manifest without data
         spare, data = self._spare(key), self._data(key)
         linked = data.exists() and data.stat().st_nlink > 1  # somebody's hard link keeps it
         if linked or spare.exists():
@@ -239,7 +239,7 @@ class LocalStore:
             with contextlib.suppress(OSError):
                 temp.unlink(missing_ok=True)
             raise
-        self._sync_directory()
+        self.sync_directory()
 
     def _rename(self, source: Path, target: Path) -> None:
         faults.point("file", op="rename", target=target.name)
@@ -249,7 +249,8 @@ class LocalStore:
         faults.point("file", op="unlink", target=path.name)
         path.unlink(missing_ok=True)
 
-    def _sync_directory(self) -> None:
+    def sync_directory(self) -> None:
+        """Make names in the folder durable. Raises OSError."""
         faults.point("file", op="fsync_directory")
         fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -276,7 +277,7 @@ class Draft:
         self._durable = self._exists = False
         if self._record.exists():
             store._unlink(self._record)
-            store._sync_directory()
+            store.sync_directory()
         if (other := store._data(key)) != self._data and other.exists():
             store._unlink(other)  # a manifest must not find two files
         try:
@@ -324,7 +325,7 @@ class Draft:
             self.sync()
         store = self._store
         store._rename(self._temp, self._data)
-        store._sync_directory()
+        store.sync_directory()
         temp = store.directory / f".{self._key.stem}.manifest.tmp"
         store._write_small(temp, self._record, manifest)
         self._exists = True

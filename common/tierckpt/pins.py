@@ -53,7 +53,7 @@ class LocalPins:
         with _locked(self._store.directory):
             for version in versions:
                 self._mark(version).touch()
-            _sync(self._store.directory)
+            self._store.sync_directory()
             return self.versions() & set(versions)
 
     def unpin(self, versions: Iterable[VersionId]) -> set[VersionId]:
@@ -118,13 +118,5 @@ def _locked(directory: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(fd)
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)

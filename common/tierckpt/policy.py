@@ -100,6 +100,9 @@ class Vote:
         )
 
 
+VOTE_WIDTH = len(Vote().pack())
+
+
 def superseded_by(safe: VersionId, protected: set[VersionId]) -> set[VersionId]:
     """What of `protected` is left to protect once `safe` is known to be complete on all ranks."""
     return {safe, *(v for v in protected if v > safe)}

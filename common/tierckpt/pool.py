@@ -59,6 +59,11 @@ class SlotPool:
         """Called with a slot before it is first filled (a GPU wants its memory page-locked)."""
         self.on_unmap: Callable[[Slot], None] = _nothing
 
+    @property
+    def complete(self) -> bool:
+        """True when no slot is left to be made, which takes its time."""
+        return None not in self.slots
+
     def adopt(self) -> None:
         """Take over the slots that an earlier life of this rank left on this machine."""
         for index in range(len(self.slots)):

@@ -6,7 +6,7 @@ page cache; what is fetched stays in memory between, and every byte is read from
 damaged copy goes back into the plan as lost; a structural difference is an error on all ranks.
 
 Beside the live state a rank holds what it fetched itself (its share of the version), what was
-rebuilt, and a window of what others read.
+rebuilt, a window of what others read, and an outline of each shard.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .loading import Loader
 from .manifest import Manifest
 from .naming import ShardKey, VersionId
 from .newtensors import NewTensors
+from .outline import Contents, Outline, OwnState, counts, lacking
 from .persistent import PersistentStore
 from .progress import Progress
 from .reading import READERS, Failure, Reads
@@ -48,17 +49,20 @@ class Attempt:
     plan: RestorePlan
     courier: Courier
     progress: Progress
-    headers: list[ShardHeader] = field(default_factory=list)
-    """Of every shard."""
-    own: tuple[Manifest, bytes] | None = None
-    """Manifest and encoded rank tree of the shard that this rank takes its small state from."""
     images: dict[int, Image] = field(default_factory=dict)
     """What this rank maps or fetched, and what was rebuilt."""
+    contents: Contents | None = None
+    """When all of it is verified."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all shards."""
-        return sum(header.header_bytes + header.data_bytes for header in self.headers)
+        return self.contents.nbytes if self.contents else 0
+
+    @property
+    def own_shard(self) -> int:
+        """The shard that this rank takes its small state from."""
+        return self.courier.rank % len(self.plan.sources)
 
     def visit(self, visit: Visit) -> None:
         """Show every rank every shard, once; what was fetched is let go then. Collective."""
@@ -67,10 +71,10 @@ class Attempt:
             visit(shard, offset, window)
             self.progress.advance(len(window))
 
+        assert self.contents is not None
         for source in self.plan.sources:
-            header = self.headers[source.shard]
-            nbytes = header.header_bytes + header.data_bytes
-            self.courier.show(source, nbytes, self.images.get(source.shard), visit_one)
+            outline = self.contents.outlines[source.shard]
+            self.courier.show(source, outline, self.images.get(source.shard), visit_one)
             if not source.direct and source.shard in self.images:
                 self.images.pop(source.shard).close()
 
@@ -130,7 +134,7 @@ class Restorer:
             while True:
                 plan = plan_restore(self.inventories, frozenset(self._bad), version, self.parities)
                 if self._undecodable and (plan is None or plan.id not in self._undecodable):
-                    raise RestoreError(_cannot_decode(self._undecodable))
+                    raise _cannot_decode(self._undecodable)
                 if plan is None:
                     return None
                 attempt = self._try(plan)
@@ -169,19 +173,21 @@ class Restorer:
             self._foresee(reads.headers.values())
             failures += reads.finish()
         failures += _map_others(attempt)
-        summaries = {
-            s.shard: _summary(images[s.shard], reads.headers[s.shard])
-            for s in mine
-            if not s.direct and s.shard in images
-        }
-        # Who cannot map a shard is told its header and small state before the data.
-        everyone = self.group.all_gather_object((failures, suspected, summaries))
+        outlines, small = _told_here(attempt, reads.headers)
+        everyone = self.group.all_gather_object((failures, suspected, outlines, small))
         # What is made of damaged bytes is wrong, too, and says nothing of those that are sound.
-        failed = [f for theirs, _, _ in everyone for f in theirs]
-        failed = failed or [f for _, theirs, _ in everyone for f in theirs]
+        failed = [f for theirs, *_ in everyone for f in theirs]
+        failed = failed or [f for _, theirs, *_ in everyone for f in theirs]
         self._reject(plan, failed)
         if not failed:
-            _describe(attempt, {s: told for *_, each in everyone for s, told in each.items()})
+            outlines = {shard: o for *_, each, _ in everyone for shard, o in each.items()}
+            small = {shard: o for *_, each in everyone for shard, o in each.items()}
+            own = small.get(attempt.own_shard) or _own_state(attempt, reads.headers)
+            attempt.contents = Contents([outlines[s.shard] for s in plan.sources], own)
+            if not attempt.contents.whole():
+                held = counts(_headers_here(attempt, reads.headers).values())
+                everyones = self.group.all_gather_object(held)
+                attempt.contents.missing = lacking(attempt.contents.specs, everyones)
         return not failed
 
     def _rebuild(
@@ -220,18 +226,15 @@ class Restorer:
                     self._undecodable.setdefault(key.id, f"{text} (as rank {reader} found)")
 
 
-def _cannot_decode(versions: Mapping[VersionId, str]) -> str:
+def _cannot_decode(versions: Mapping[VersionId, str]) -> RestoreError:
     newest = max(versions)
-    return (
+    return RestoreError(
         f"{newest} is there and cannot be decoded. {versions[newest]}. Nothing was changed, and "
-        "nothing older was taken in its place. Put that right and start again. If it is gone for "
-        "good: restore(version=...) goes back to an older version; another path, or moving away "
-        f"what is left of {newest}, starts without it"
+        "nothing older was taken in its place",
+        "Put that right and start again. If it is gone for good: restore(version=...) goes back "
+        f"to an older version; another path, or moving away what is left of {newest}, starts "
+        "without it",
     )
-
-
-Summary = tuple[bytes, bytes, bytes]
-"""Header, manifest and encoded rank tree of a shard."""
 
 
 def _map_others(attempt: Attempt) -> list[Failure]:
@@ -249,29 +252,45 @@ def _map_others(attempt: Attempt) -> list[Failure]:
     return failures
 
 
-def _describe(attempt: Attempt, summaries: dict[int, Summary]) -> None:
-    """Fill in what is known of a version when all of it is verified."""
-    for source in attempt.plan.sources:
-        image = attempt.images.get(source.shard) if source.direct else None
-        head = image.view if image is not None else summaries[source.shard][0]
-        attempt.headers.append(decode_header(head))
-    mine = attempt.courier.rank % len(attempt.headers)
-    if mine in summaries:
-        _, record, encoded = summaries[mine]
-        attempt.own = (Manifest.decode(record), encoded)
-    else:
-        image = attempt.images[mine]
-        attempt.own = (image.manifest, _tree_of(image, attempt.headers[mine]))
+def _headers_here(attempt: Attempt, read: Mapping[int, ShardHeader]) -> dict[int, ShardHeader]:
+    """Of the shards that this rank tells the others of: those it read, and its part of what was
+    rebuilt, which all have."""
+    plan, rank = attempt.plan, attempt.courier.rank
+    found = {s.shard: read[s.shard] for s in plan.sources if s.reader == rank and s.shard in read}
+    for source in plan.sources:
+        image = attempt.images.get(source.shard)
+        if source.reader < 0 and source.shard % attempt.courier.size == rank and image is not None:
+            found[source.shard] = decode_header(image.view)
+    return found
 
 
-def _tree_of(image: Image, header: ShardHeader) -> bytes:
+def _told_here(
+    attempt: Attempt, read: Mapping[int, ShardHeader]
+) -> tuple[dict[int, Outline], dict[int, OwnState]]:
+    """What this rank tells of the shards it read: of each an outline; and the small state of those
+    that a rank needs which cannot look at the shard itself."""
+    sources = attempt.plan.sources
+    ranks = range(attempt.courier.size)
+    wanted = {r % len(sources) for r in ranks if sources[r % len(sources)].reader != r}
+    outlines, small = {}, {}
+    for shard, header in _headers_here(attempt, read).items():
+        outlines[shard] = Outline.of(shard, header)
+        if shard in wanted and not sources[shard].direct and shard in attempt.images:
+            small[shard] = _own_of(attempt.images[shard], header)
+    return outlines, small
+
+
+def _own_state(attempt: Attempt, read: Mapping[int, ShardHeader]) -> OwnState:
+    """This rank's, from a shard that it maps or read."""
+    shard = attempt.own_shard
+    image = attempt.images[shard]
+    return _own_of(image, read[shard] if shard in read else decode_header(image.view))
+
+
+def _own_of(image: Image, header: ShardHeader) -> OwnState:
     low = header.tree_offset
-    return bytes(image.view[low : low + image.manifest.rank_state_bytes])
-
-
-def _summary(image: Image, header: ShardHeader) -> Summary:
-    head = bytes(image.view[: header.header_bytes])
-    return head, image.manifest.encode(), _tree_of(image, header)
+    tree_bytes = bytes(image.view[low : low + image.manifest.rank_state_bytes])
+    return OwnState.of(image.manifest.encode(), tree_bytes, header)
 
 
 def load(
@@ -284,13 +303,14 @@ def load(
     for what it would have to create, or fails in some other way before the first change. Whatever
     else comes out, a rank that is lost for one, leaves `state.torn` True if anything was changed.
     """
-    assert attempt.own is not None
-    manifest, encoded = attempt.own
+    assert attempt.contents is not None
+    own = attempt.contents.own
+    manifest = Manifest.decode(own.manifest)
     differences: list[str] = []
     trouble = ""
     try:
-        saved = tree.decode(encoded)
-        loader = Loader(state, attempt.headers, group.rank, group.size, new)
+        saved = tree.decode(own.tree)
+        loader = Loader(state, attempt.contents, group.rank, group.size, new)
         differences = loader.differences() + loader.extra_differences(saved)
         loader.prepare()
     except Exception as error:  # a rank that raised alone would leave the others waiting for it

@@ -96,7 +96,7 @@ class Slot:
         Reserving matters: touching a page that a full memory file system cannot give is SIGBUS.
         """
         if path is None:
-            fd = os.memfd_create(f"tierckpt-{name}")
+            fd = _anonymous(name)
         else:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
@@ -439,6 +439,14 @@ class JobDirectory:
                     other.remove()
                     removed.append(other.job)
         return removed
+
+
+def _anonymous(name: str) -> int:
+    try:
+        return os.memfd_create(f"tierckpt-{name}")
+    except AttributeError as error:  # Python was built for an old C library
+        text = "this Python has no memfd_create, which slots need where shm_dir has no room"
+        raise OSError(errno.ENOSYS, text) from error
 
 
 def rank_of(name: str) -> int:

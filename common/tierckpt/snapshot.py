@@ -3,8 +3,10 @@
 The recipe, and who does what:
 
 1. *boundary* (training thread): `Plan.stage` copies buffers and small state aside.
-2. *bind* (copier thread): wait until some slot may be overwritten, and claim it.
-3. *release* (training thread): blocks whose layer is being allreduced may be copied.
+2. *release* (training thread): blocks whose layer is being allreduced may be copied. The first one
+   wakes the copier: at the boundary it would only be in the forward pass's way (but while there
+   are slots to be made, which takes longer).
+3. *bind* (copier thread): wait until some slot may be overwritten, and claim it.
 4. *copy* (copier thread): each block is copied and, still in the core's cache, hashed.
 5. *barrier* (training thread, before the optimizer's step): everything is released; the training
    thread copies blocks too instead of only waiting for the copier; returns when nothing is left
@@ -318,6 +320,10 @@ class Snapshot:
     started_seconds: float = field(default_factory=time.monotonic)
     trace: Trace | None = None
     """Who records when what happened, if anybody does."""
+    begin: Callable[[Snapshot], None] | None = None
+    """Has a copier `run` it; called once, by `start`."""
+    starts_at_once = False
+    """At the boundary, not with the first block that is released."""
 
     def __post_init__(self) -> None:
         blocks = self.plan.layout.blocks
@@ -356,6 +362,13 @@ class Snapshot:
             with self._changed:
                 self._todo.extend(fresh)
                 self._changed.notify_all()
+        self.start()
+
+    def start(self) -> None:
+        """Wake the copier, if that was not done yet."""
+        begin, self.begin = self.begin, None
+        if begin is not None:
+            begin(self)
 
     def barrier(self) -> None:
         """Return when the optimizer may change the tensors: sealed, or given up."""

@@ -55,13 +55,19 @@ class ElasticJob:
     # --- what a launcher and a cluster do ------------------------------------------------------
 
     def start(
-        self, min_np: int, spares: int = 0, rules: Sequence[str] = (), **options: Any
+        self,
+        min_np: int,
+        workers: int = 2,
+        spares: int = 0,
+        rules: Sequence[str] = (),
+        **options: Any,
     ) -> ElasticJob:
-        """Start on two hosts of min_np processes or more; `options` are the script's."""
-        self.hosts = [next(self._names) for _ in range(2 + spares)]
+        """Start, each worker on a host of its own; `options` are the script's."""
+        self.hosts = [next(self._names) for _ in range(workers + spares)]
         self._tell_hosts()
-        command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", "2"]
-        command += ["--min-np", str(min_np), "--max-np", "2", "--network-interfaces", "lo"]
+        command = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
+        command += ["-np", str(workers), "--min-np", str(min_np), "--max-np", str(workers)]
+        command += ["--network-interfaces", "lo"]
         command += ["--host-discovery-script", str(self.folder / "hosts.sh")]
         command += [sys.executable, "-m", "tests.crash.elastic_job"]
         with (self.folder / "log").open("ab") as log:

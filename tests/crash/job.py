@@ -202,6 +202,9 @@ def prepare_faults(scenario: Scenario, rank: int, journal: Journal) -> None:
     for what, (owner, name) in CALLS.items():
         setattr(owner, name, announced(what, getattr(owner, name)))
     tell_refusals(journal, scenario.unprotected)
+    if scenario.late_release:
+        # As on CUDA: whoever is ahead wants its next slot as early as it ever can.
+        snapshot.Snapshot.starts_at_once = True
     if str(rank) in scenario.late_release:
         hold_layers_back(scenario.late_release[str(rank)])
 

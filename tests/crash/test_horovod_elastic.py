@@ -14,7 +14,7 @@ import pytest
 from tests.crash.elastic_launcher import ElasticJob, Line, Moment
 from tests.crash.launcher import ROOT, quiet_environment
 from tests.horovod_here import horovod_missing
-from tests.thorough import points
+from tests.thorough import on_demand, points
 from tierckpt.localstore import LocalStore
 from tierckpt.persistent import PersistentStore
 
@@ -106,7 +106,7 @@ def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run, tmp_path: Path
     shared = PersistentStore(str(tmp_path / "persistent"))
     often = {"persistent_every_steps": "4", "persistent_every_seconds": "0"}
     job = make_job(persistent_path=shared.url, **often)
-    gates = {"6": "one", "14": "two", "18": "three"}
+    gates = {"6": "one", "14": "two", "16": "three", "19": "four"}
     job.start(min_np=2, steps=STEPS, gates=gates)
     stand_at(job, "one")
     job.kill()
@@ -127,12 +127,15 @@ def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run, tmp_path: Path
     job.start(min_np=2, steps=STEPS, gates=gates)
     stand_at(job, "three")
     assert began(job) == ("local", steps_of(newest))
+    job.wait_for(lambda: complete_on_disk(store) >= 16, "the next version on disk")
+    job.open("three")
+    stand_at(job, "four")  # the boundaries up to there told all that it is there: it is sent on
     job.wait_for(lambda: newest_of(shared) >= 8, "a version on the persistent level")
     job.kill()
     job.lose_memory()
     shutil.rmtree(job.path)
     newest = newest_of(shared)
-    job.open("three")
+    job.open("four")
 
     job.start(min_np=2, steps=STEPS, gates=gates).until_over()
     assert began(job) == ("persistent", steps_of(newest))
@@ -186,6 +189,31 @@ def test_hosts_come_and_go(make_job: MakeJob) -> None:
     for sampler in ("indices", "dealt"):
         seen = [i for x in epoch for i in x[sampler]]
         assert sorted(seen) == list(range(EPOCH_SAMPLES)), sampler
+    job.left_nothing()
+
+
+@on_demand("two workers do the same in test_hosts_come_and_go")
+def test_three_workers_lose_one_and_get_another(make_job: MakeJob) -> None:
+    """Two go on, renumbered, from what three had in memory; the third brings nothing along."""
+    job = make_job()
+    job.start(min_np=2, workers=3, steps=10, rules=[rule("backward", 3, 1)], joins=[6])
+    wait_for_hosts(job, 6)
+    job.add_host()
+    job.until_over()
+    assert job.fired() == 1
+    lives = job.journal(began=True, rank=0)
+    assert [x["size"] for x in lives] == [3, 2, 3]
+    assert lives[1]["levels"] == {"memory": 3}
+    assert lives[2]["levels"] is None
+    assert lives[1]["step"] in (2, 3)
+    lines = job.journal()
+    for life in lives[1:]:
+        before = [x for x in lines[: lines.index(life)] if "commit" in x]
+        committed = next(x for x in reversed(before) if x["step"] == life["step"])
+        together = job.journal(began=True, size=life["size"], step=life["step"])
+        assert sorted(x["rank"] for x in together) == list(range(life["size"]))
+        assert all(shared_by_ranks(x) == shared_by_ranks(committed) for x in together)
+    assert {x["rank"] for x in job.journal(done=True, step=10, size=3)} == {0, 1, 2}
     job.left_nothing()
 
 

@@ -15,6 +15,7 @@ import pytest
 import tierckpt
 import tierckpt.agreement
 from tests.dist.training import Attached, Job, Place, attach, make_job, rank, train
+from tierckpt.ballots import SharedBallots
 from tierckpt.snapshot import Snapshot
 
 
@@ -335,10 +336,11 @@ def test_a_killed_agent_costs_a_checkpoint_at_most(
         assert (told["durable"], told["restored"], told["same"]) == (11, 11, True)
 
 
-def no_thread_talks(place: Place) -> list[str]:
-    """Threads that launch a collective of the checkpointer's while training goes on."""
+def no_thread_talks(nodes: int, place: Place) -> tuple[list[str], bool]:
+    """Threads that launch a collective of the checkpointer's while training goes on, and whether
+    votes were cast without one."""
     job: Job = make_job()
-    attached = attach(job, place)
+    attached = attach(job, place, node=f"node{rank() % nodes}")
     group = attached.ckpt.group
     launch = group.all_reduce_min
     threads: set[str] = set()
@@ -349,15 +351,19 @@ def no_thread_talks(place: Place) -> list[str]:
 
     group.all_reduce_min = watched
     train(job, attached.ckpt, range(4))
+    ballots = attached.ckpt._agreement._ballots
+    shared = isinstance(ballots, SharedBallots) and ballots._turn == 4
     attached.ckpt.abandon()
-    return sorted(threads)
+    return sorted(threads), shared
 
 
+@pytest.mark.parametrize(("nodes", "expected"), [(2, (["MainThread"], False)), (1, ([], True))])
 def test_only_the_training_thread_launches_collectives(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    nodes: int, expected: tuple[list[str], bool], ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    for threads in ranks(2).run(no_thread_talks, Place.under(tmp_path, shm_dir)):
-        assert threads == ["MainThread"]
+    """And none, of one node: it votes through shared memory."""
+    for threads in ranks(2).run(no_thread_talks, nodes, Place.under(tmp_path, shm_dir)):
+        assert threads == expected
 
 
 # --- retention -----------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ def listening(port: int) -> bool:
 
 def test_torchrun_shrinks_and_grows(job: RestartJob) -> None:
     """Three nodes, two, and three again; what the lost one had comes from the others."""
-    meeting = f"127.0.0.1:{free_ports(1)[0]}"
+    port = free_ports(1)[0]
+    meeting = f"127.0.0.1:{port}"
 
     def start(node: str) -> int:
         more = {"TIERCKPT_NODE": node, "LAST_CALL_SECONDS": "1"}
@@ -147,8 +148,11 @@ def test_torchrun_shrinks_and_grows(job: RestartJob) -> None:
             f"a life of {ranks} ranks that is protected",
         )
 
-    for node in ("node0", "node1", "node2"):
-        start(node)
+    start("node0")
+    # All are of this machine, so whoever comes first keeps the meeting place: not one that is lost.
+    job.wait_for(lambda: listening(port), "node 0's meeting place")
+    start("node1")
+    start("node2")
     begins(3)
     job.wipe("node2")
     begins(2)

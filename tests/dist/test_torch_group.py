@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from ddp_ckpt.group import TorchGroup
+import torch
+import torch.distributed as dist
+
+from ddp_ckpt.group import GATHER_BYTES, TorchGroup
 from tierckpt.testing.groupsuite import GroupConformance, Program
 
 
@@ -25,3 +28,30 @@ class TestTorchGroup(GroupConformance):
 
     def run(self, size: int, program: Program) -> list[Any]:
         return self.ranks(size).run(with_group, program)
+
+
+def one_has_much_to_say() -> tuple[bool, int]:
+    """Whether all was understood, and how many bytes this rank gathered."""
+    group = TorchGroup()
+    gathered, plain = [0], dist.all_gather
+
+    def counted(into: list[torch.Tensor], tensor: torch.Tensor, **more: Any) -> None:
+        gathered[0] += sum(t.nbytes for t in into)
+        plain(into, tensor, **more)
+
+    dist.all_gather = counted
+    try:
+        said = [bytes([rank]) * (300_000 if rank == 1 else rank) for rank in range(group.size)]
+        same = group.all_gather_object(said[group.rank]) == said
+        nothing = group.all_gather_object(None) == [None] * group.size
+    finally:
+        dist.all_gather = plain
+        group.close()
+    return same and nothing, gathered[0]
+
+
+def test_what_one_rank_says_is_not_multiplied_by_the_ranks(ranks: Any) -> None:
+    """gloo pads all to the longest: at 10,000 ranks 100 KB would become a gigabyte on each."""
+    for understood, nbytes in ranks(3).run(one_has_much_to_say):
+        assert understood
+        assert nbytes < 3 * (2 * 300_000 // 3 + GATHER_BYTES)

@@ -435,6 +435,32 @@ def test_not_strict_loads_what_fits_and_leaves_the_rest(
         job.run(6)
 
 
+def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
+    path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the boundary it would take the interpreter from the forward pass, for nothing yet."""
+    with TinyJob(path, local_every_steps=0, **settings) as job:
+        checkpointer, woken = job.checkpointer, list[int]()
+        checkpointer._release_early = False  # as with an adapter that releases layer by layer
+        submit = checkpointer._copier.submit
+
+        def watched(snapshot: Snapshot) -> None:
+            woken.append(snapshot.head.version)
+            submit(snapshot)
+
+        monkeypatch.setattr(checkpointer._copier, "submit", watched)
+        job.run(2)
+        assert woken == [1, 2]  # at once, as slots are to be made, which takes longer
+        job.run(3)
+        assert woken == [1, 2]
+        for parameter in job.model.parameters():
+            checkpointer.release([parameter])
+            assert woken == [1, 2, 3]
+        job.run(5)  # nothing is released but by the barrier
+        assert woken == [1, 2, 3, 4]
+        assert [e.version for e in job.heard("sealed")] == [1, 2, 3, 4]
+
+
 def test_a_hooked_model_can_be_copied_and_saved(tmp_path: Path, shm_dir: Path) -> None:
     """An EMA copy of the model must not drag the checkpointer along, or call it."""
     model = torch.nn.Linear(3, 3)
@@ -475,6 +501,34 @@ def test_a_loop_whose_forward_is_in_the_optimizers_closure(
         assert job.checkpointer.version == 4
         job.checkpointer.wait()
         assert [e.version for e in job.heard("sealed")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("given", ["the one that steps", "another one"])
+def test_an_optimizer_that_never_steps_is_told_of(
+    given: str,
+    path: Path,
+    settings: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop's optimizer is not the checkpointer's: nothing would ever be saved, silently."""
+    monkeypatch.setattr("tierckpt.iterations.STEPLESS_CALLS", 20)
+    model = torch.nn.Linear(2, 2)
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    watched = optimizer if given == "the one that steps" else other
+    with tierckpt.Checkpointer(model, watched, path=path, **settings) as checkpointer:
+        for call in range(1, 61):
+            model(torch.ones(1, 2)).sum().backward()
+            if call % 20 == 0:  # as many micro-batches as there may be without a word
+                optimizer.step()
+            checkpointer.step()
+        version = checkpointer.version
+    said = [r for r in caplog.records if "made no step" in r.getMessage()]
+    if given == "the one that steps":
+        assert (version, said) == (3, [])
+    else:
+        assert version == 0
+        assert [r.levelname for r in said] == ["ERROR"], "once, and loudly"
 
 
 @pytest.mark.parametrize("when", ["from the beginning", "later"])

@@ -11,6 +11,7 @@ from tierckpt.agent import AgentSettings
 from tierckpt.agentclient import AgentClient
 from tierckpt.agreement import Agreement
 from tierckpt.alike import Roll
+from tierckpt.ballots import GroupBallots
 from tierckpt.best import Best
 from tierckpt.config import load_config
 from tierckpt.desk import DeskSettings
@@ -61,6 +62,7 @@ class Rank:
         self.client = Client()
         self.agreement = Agreement(
             group,
+            GroupBallots(group),
             config,
             lambda *safe: self.onward.local_safe(*safe),
             lambda: self.onward.retire(),

@@ -21,6 +21,7 @@ from tierckpt.images import Image
 from tierckpt.inventory import Place, RestorePlan, Source
 from tierckpt.manifest import Manifest
 from tierckpt.naming import VersionId
+from tierckpt.outline import Contents, Outline, OwnState
 from tierckpt.progress import Progress
 from tierckpt.reading import RUN_BYTES, Reads, runs_of
 from tierckpt.restore import Attempt
@@ -187,10 +188,23 @@ def test_a_rank_holds_a_window_of_what_others_read(monkeypatch: pytest.MonkeyPat
         assert (shard, offset) == (0, len(seen))
         seen.extend(window)
 
-    courier.show(source, len(said), None, visit)
+    courier.show(source, outline(100, 2400), None, visit)
     assert seen == said
     assert group.lengths == [1000, 1000, 500]
     assert volume.exchanged_bytes == 2500
+
+
+def test_the_first_window_has_the_whole_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierckpt.sharing.BROADCAST_BYTES", 1000)
+    group = Other(bytes(2500))
+    Courier(group, Volume()).show(
+        sources([0, 1])[0], outline(1400, 1100), None, lambda shard, offset, window: None
+    )
+    assert group.lengths == [1400, 1000, 100]
+
+
+def outline(header_bytes: int, data_bytes: int) -> Outline:
+    return Outline(header_bytes, data_bytes, (), 0, None)
 
 
 def test_what_was_fetched_is_let_go_when_it_is_loaded(disk: Disk, pool: ThreadPoolExecutor) -> None:
@@ -198,7 +212,8 @@ def test_what_was_fetched_is_let_go_when_it_is_loaded(disk: Disk, pool: ThreadPo
     plan = RestorePlan(VersionId(1, 1), sources([0] * SHARDS))
     headers = [decode_header(bytes(disk.stored[s])) for s in range(SHARDS)]
     courier = Courier(SingleGroup(), Volume())
-    attempt = Attempt(plan, courier, Progress(False), headers, None, images)
+    contents = Contents([Outline.of(s, h) for s, h in enumerate(headers)], OwnState(b"", b"", ()))
+    attempt = Attempt(plan, courier, Progress(False), images, contents)
     held = []
     attempt.visit(lambda shard, offset, window: held.append((shard, len(images))))
     assert held == [(0, 3), (1, 2), (2, 1)]

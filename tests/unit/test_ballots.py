@@ -1,0 +1,427 @@
+"""Votes through a page of memory: the same answer as the group's reduction, whoever is early, late
+or dead; and the group's reduction wherever a page cannot be had."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tierckpt import ballots as module
+from tierckpt.agreement import Agreement
+from tierckpt.ballots import Ballots, GroupBallots, RankGoneError, SharedBallots, ballots_for
+from tierckpt.config import load_config
+from tierckpt.group import Node
+from tierckpt.naming import VersionId
+from tierckpt.policy import VOTE_WIDTH
+from tierckpt.testing.threads import ThreadGroup, run_ranks
+
+T = TypeVar("T")
+WIDTH = 5
+
+
+def one_node(size: int) -> Node:
+    return Node(0, 1, tuple(range(size)))
+
+
+def on_page(group: ThreadGroup, width: int = WIDTH, gone: Collection[int] = ()) -> SharedBallots:
+    """Each rank of a process of its own, as far as others can see; those of `gone` have ended."""
+    box = ballots_for(group, one_node(group.size), width)
+    assert isinstance(box, SharedBallots)
+    for rank in set(gone) - {group.rank}:
+        os.close(box._processes[rank])
+        box._processes[rank] = _ended_process()
+    return box
+
+
+def on_pages(
+    size: int, program: Callable[[ThreadGroup, SharedBallots], T], gone: Collection[int] = ()
+) -> list[T]:
+    """What `program` returns on each rank; all close their ballots when all are done."""
+
+    def whole(group: ThreadGroup) -> T:
+        box = on_page(group, gone=gone)
+        found = program(group, box)
+        group.barrier()
+        box.close()
+        return found
+
+    return run_ranks(size, whole)
+
+
+def _ended_process() -> int:
+    """A descriptor of one that nobody has waited for."""
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    fd = os.pidfd_open(pid)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    _zombies.append(pid)
+    return fd
+
+
+_zombies: list[int] = []
+
+
+def pages() -> int:
+    """Mapped in this process."""
+    return Path("/proc/self/maps").read_text().count("tierckpt-ballots")
+
+
+@pytest.fixture(autouse=True)
+def _no_page_stays() -> Iterator[None]:
+    files = len(os.listdir("/proc/self/fd"))
+    yield
+    while _zombies:
+        os.waitpid(_zombies.pop(), 0)
+    assert pages() == 0
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_minimum_of_every_boundary(size: int) -> None:
+    turns = 50
+
+    def vote(turn: int, rank: int) -> list[int]:
+        source = random.Random(f"{turn}.{rank}")
+        return [source.randrange(-(2**63), 2**63) for _ in range(WIDTH)]
+
+    def program(group: ThreadGroup, box: SharedBallots) -> list[list[int]]:
+        waits = random.Random(group.rank)
+        found, before = [], None
+        for turn in range(turns):
+            time.sleep(waits.random() * 1e-3)
+            if before is not None:
+                found.append(before.wait())
+            before = box.all_reduce_min(vote(turn, group.rank))
+        assert before is not None
+        found.append(before.wait())
+        assert before.wait() == found[-1], "again"
+        return found
+
+    expected = [
+        [min(column) for column in zip(*(vote(turn, rank) for rank in range(size)), strict=True)]
+        for turn in range(turns)
+    ]
+    assert on_pages(size, program) == [expected] * size
+
+
+def test_nothing_is_known_before_the_last_rank_has_voted() -> None:
+    voted = threading.Event()
+
+    def program(group: ThreadGroup, box: SharedBallots) -> bool:
+        if group.rank:
+            time.sleep(0.05)
+            voted.set()
+        pending = box.all_reduce_min([0] * WIDTH)
+        pending.wait()
+        return voted.is_set()
+
+    assert on_pages(3, program) == [True] * 3
+
+
+@pytest.mark.parametrize("damaged", range(0, 8 * (1 + WIDTH) + 4, 3))
+def test_half_a_vote_is_none(damaged: int) -> None:
+    """What another processor sees of a row that is being written may be any of its bytes."""
+
+    def program(group: ThreadGroup, box: SharedBallots) -> tuple[Any, Any]:
+        box.all_reduce_min([7 + group.rank] * WIDTH)
+        group.barrier()
+        page = box._page
+        assert page is not None
+        at = box._place(1, 1) + damaged
+        whole = page[at]
+        group.barrier()
+        if group.rank == 0:
+            page[at] = whole ^ 0x40
+            torn = box._vote(page, 1, 1)
+            page[at] = whole
+        group.barrier()
+        return (torn if group.rank == 0 else None, box._vote(page, 1, 1))
+
+    assert on_pages(2, program)[0] == (None, [8] * WIDTH)
+
+
+def test_a_rank_that_dies_unheard_is_named() -> None:
+    def program(group: ThreadGroup, box: SharedBallots) -> str:
+        said = ""
+        if group.rank != 2:
+            pending = box.all_reduce_min([1] * WIDTH)
+            with pytest.raises(RankGoneError) as error:
+                pending.wait()
+            said = str(error.value)
+        return said
+
+    said = "rank 2 was gone before it came to this boundary"
+    assert on_pages(3, program, gone=[2]) == [said, said, ""]
+
+
+def test_the_vote_of_a_rank_that_ended_after_it_counts() -> None:
+    def program(group: ThreadGroup, box: SharedBallots) -> list[int]:
+        pending = box.all_reduce_min([group.rank] * WIDTH)
+        group.barrier()
+        return pending.wait()
+
+    assert on_pages(2, program, gone=[0, 1]) == [[0] * WIDTH] * 2
+
+
+def test_a_rank_that_lives_and_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.02)
+
+    def program(group: ThreadGroup, box: SharedBallots) -> str:
+        said = ""
+        if group.rank == 0:
+            with pytest.raises(TimeoutError) as error:
+                box.all_reduce_min([1] * WIDTH).wait()
+            said = str(error.value)
+        return said
+
+    assert on_pages(2, program)[0] == "rank 1 has not come to this boundary in 0.02 s"
+
+
+def test_who_comes_too_late_gets_no_other_vote() -> None:
+    def program(group: ThreadGroup, box: SharedBallots) -> bool:
+        first = box.all_reduce_min([1] * WIDTH)
+        for _ in range(module.TURNS):
+            box.all_reduce_min([2] * WIDTH)
+        group.barrier()
+        with pytest.raises(RuntimeError, match="vote 1 was asked for after its vote 5"):
+            first.wait()
+        return True
+
+    assert all(on_pages(2, program))
+
+
+def test_a_rank_whose_iteration_was_cut_short_catches_up() -> None:
+    def program(group: ThreadGroup, box: SharedBallots) -> list[list[int]]:
+        cut_short = group.rank == 1
+        found = [box.all_reduce_min([10 + group.rank] * WIDTH).wait()]
+        late = None if cut_short else box.all_reduce_min([20] * WIDTH)
+        box.even_out()
+        if late is not None:
+            found.append(late.wait())  # a copier that waits for it goes on
+        found.append(box.all_reduce_min([30 + group.rank] * WIDTH).wait())
+        return found
+
+    first, last = [10] * WIDTH, [30] * WIDTH
+    void = [0] * WIDTH
+    assert on_pages(3, program) == [[first, void, last], [first, last], [first, void, last]]
+
+
+def test_nobody_waits_once_it_is_over() -> None:
+    """As the copier does when elastic Horovod begins again after a rank was lost."""
+
+    def program(group: ThreadGroup, box: SharedBallots) -> str:
+        said = ""
+        if group.rank == 0:
+            pending = box.all_reduce_min([1] * WIDTH)
+
+            waits = threading.Event()
+            look = box._is_gone
+
+            def watched(*args: Any) -> bool:  # it has looked for votes, and slept
+                waits.set()
+                return look(*args)
+
+            box._is_gone = watched  # type: ignore[method-assign]
+
+            def copy() -> None:
+                with contextlib.suppress(RuntimeError):
+                    pending.wait()
+
+            copier = threading.Thread(target=copy)
+            copier.start()
+            assert waits.wait(60)
+            box.close()
+            copier.join(60)
+            assert not copier.is_alive()
+            with pytest.raises(RuntimeError) as error:
+                box.all_reduce_min([2] * WIDTH)
+            said = str(error.value)
+        return said
+
+    assert on_pages(2, program)[0] == "the job ended before all ranks had voted"
+
+
+def test_a_rank_that_let_go_is_not_waited_for_and_its_votes_count() -> None:
+    """Its process lives: elastic Horovod begins again in it, as soon as the others come, too."""
+
+    def program(group: ThreadGroup, box: SharedBallots) -> list[Any]:
+        found: list[Any] = [box.all_reduce_min([group.rank] * WIDTH)]
+        group.barrier()
+        if group.rank == 1:
+            said = [found[0].wait()]
+            box.close()
+        else:
+            with pytest.raises(RankGoneError, match="rank 1 was gone"):
+                box.all_reduce_min([5] * WIDTH).wait()
+            said = [found[0].wait()]
+        return said
+
+    assert on_pages(3, program)[0] == [[0] * WIDTH]
+
+
+def test_what_an_interrupt_kept_from_being_cast_is_made_up_for() -> None:
+    def program(group: ThreadGroup, box: SharedBallots) -> list[int]:
+        late = None
+        if group.rank == 1:
+            with pytest.raises(struct.error):
+                box.all_reduce_min([0.5] * WIDTH)  # type: ignore[list-item]
+        else:
+            late = box.all_reduce_min([3] * WIDTH)
+        box.even_out()
+        return [0] * WIDTH if late is None else late.wait()
+
+    assert on_pages(2, program) == [[0] * WIDTH] * 2
+
+
+def test_a_vote_that_others_may_have_read_is_not_cast_again() -> None:
+    """An interrupt came between its writing and its counting."""
+
+    def program(group: ThreadGroup, box: SharedBallots) -> list[int]:
+        box.all_reduce_min([group.rank] * WIDTH)
+        box._turn = 0
+        return box.all_reduce_min([-5] * WIDTH).wait()
+
+    assert on_pages(2, program) == [[0] * WIDTH] * 2
+
+
+def test_a_forked_child_does_not_let_go_for_its_parent() -> None:
+    def program(group: ThreadGroup, box: SharedBallots) -> list[int]:
+        box._pid = -1 if group.rank == 1 else box._pid  # as in the child
+        if group.rank == 1:
+            box.close()
+            group.barrier()
+            found = [0]
+        else:
+            group.barrier()
+            page = box._page
+            assert page is not None
+            found = [int(box._is_gone(page, 1))]
+        return found
+
+    assert on_pages(2, program) == [[0], [0]]
+
+
+def test_descriptors_go_with_ballots_that_were_never_closed() -> None:
+    """Whoever was to use them failed; the fixture counts."""
+
+    def program(group: ThreadGroup) -> None:
+        on_page(group)
+
+    run_ranks(2, program)
+
+
+def test_a_rank_that_is_lost_while_the_page_is_made_costs_no_descriptor() -> None:
+    """The fixture counts them."""
+
+    class Lost(ThreadGroup):
+        gathered = 0
+
+        def all_gather_object(self, value: Any) -> list[Any]:
+            self.gathered += 1
+            if self.gathered == self.lost_at:
+                raise _Broken("connection closed")
+            return [value] * 2
+
+    for at in (1, 2):
+        group = Lost.__new__(Lost)
+        group.rank, group.size, group.lost_at = 0, 2, at
+        with pytest.raises(_Broken):
+            ballots_for(group, one_node(2), WIDTH)
+
+
+def test_ranks_of_several_nodes_vote_by_the_group() -> None:
+    def program(group: ThreadGroup) -> bool:
+        box = ballots_for(group, Node.of(str(group.rank), ["0", "1"]), WIDTH)
+        found = box.all_reduce_min([group.rank] * WIDTH).wait()
+        box.even_out()
+        box.close()
+        return isinstance(box, GroupBallots) and found == [0] * WIDTH
+
+    assert all(run_ranks(2, program))
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["none can be made", "not in this Python", "one cannot open it", "another file", "pidfd"],
+)
+def test_where_a_page_cannot_be_had_all_vote_by_the_group(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As with ranks in containers of their own, which see other processes under the same number."""
+    opened, made = os.open, os.memfd_create
+    other = tmp_path / "other"
+    other.write_bytes(bytes(1 << 16))
+    fired = threading.Event()
+
+    def make(*args: Any) -> int:
+        if what == "none can be made":
+            fired.set()
+            raise OSError("no memory")
+        return made(*args)
+
+    def open_(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if str(path).startswith("/proc/") and threading.current_thread().name == "rank2":
+            fired.set()
+            if what == "one cannot open it":
+                raise PermissionError(path)
+            if what == "another file":
+                path = other
+        return opened(path, flags, *args, **more)
+
+    def watch(*_: Any) -> int:
+        fired.set()
+        raise PermissionError("an old filter of system calls")
+
+    monkeypatch.setattr(os, "memfd_create", make)
+    monkeypatch.setattr(os, "open", open_)
+    if what == "pidfd":
+        monkeypatch.setattr(os, "pidfd_open", watch)
+    if what == "not in this Python":
+        fired.set()
+        monkeypatch.delattr(os, "memfd_create")
+
+    def program(group: ThreadGroup) -> tuple[Ballots, list[int]]:
+        box = ballots_for(group, one_node(3), WIDTH)
+        return box, box.all_reduce_min([group.rank] * WIDTH).wait()
+
+    for box, found in run_ranks(3, program):
+        assert isinstance(box, GroupBallots)
+        assert found == [0] * WIDTH
+    assert fired.is_set()
+
+
+class _Broken(Exception):
+    """What a group raises when a rank is gone, in its library's words."""
+
+
+def test_the_training_learns_of_a_dead_rank_in_its_librarys_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Elastic Horovod starts again on HorovodInternalError alone."""
+
+    def program(group: ThreadGroup) -> str:
+        box = on_page(group, VOTE_WIDTH, gone=[1])
+        agreement = Agreement(group, box, load_config({}, {}), lambda *_: None, lambda: None)
+        said = ""
+        if group.rank == 0:
+            agreement.launch(VersionId(1, 1), slot_free=True, local_free=True)
+
+            def barrier() -> None:
+                raise _Broken("connection closed")
+
+            monkeypatch.setattr(group, "barrier", barrier)
+            with pytest.raises(_Broken) as error:
+                agreement.read()
+            said = str(error.value)
+        agreement.close()
+        return said
+
+    assert run_ranks(2, program) == ["connection closed", ""]

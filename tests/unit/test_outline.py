@@ -1,0 +1,104 @@
+"""What all ranks are told of a version: enough to refuse it, and no more than its tensors."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_ckpt.group import GATHER_BYTES
+from tierckpt.layout import TensorSpec, plan_layout
+from tierckpt.outline import Contents, Outline, OwnState, counts, lacking
+from tierckpt.shardfile import ShardHeader, decode_header, encode_header
+
+NOTHING = OwnState(b"", b"", ())
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, "float32", shape, None, 4)
+
+
+def headers_of(
+    striped: Sequence[TensorSpec], own: Sequence[TensorSpec], ranks: int
+) -> list[ShardHeader]:
+    found = []
+    for rank in range(ranks):
+        encoded, _ = encode_header(plan_layout(striped, own, rank, ranks), 10, {"adam": {}})
+        found.append(decode_header(encoded))
+    return found
+
+
+def contents_of(headers: Sequence[ShardHeader]) -> Contents:
+    return Contents([Outline.of(shard, header) for shard, header in enumerate(headers)], NOTHING)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 200), max_size=2), max_size=9),
+    st.integers(1, 7),
+)
+def test_every_tensor_is_told_of_once_and_the_whole_is_known_to_be_whole(
+    shapes: list[list[int]], ranks: int
+) -> None:
+    striped = [spec(f"model/{number}", *shape) for number, shape in enumerate(shapes)]
+    own = [spec("buffer/mean", 3)]
+    headers = headers_of(striped, own, ranks)
+    contents = contents_of(headers)
+    assert contents.specs == {each.name: each for each in striped}
+    assert sum(len(each.begun) for each in contents.outlines) == len(striped)
+    assert contents.whole()
+    assert lacking(contents.specs, [counts([header]) for header in headers]) == []
+    assert contents.nbytes == sum(h.header_bytes + h.data_bytes for h in headers)
+    assert contents.structure == {"adam": {}}
+    assert [each.structure is None for each in contents.outlines] == [False] + [True] * (ranks - 1)
+    assert OwnState.of(b"m", b"t", headers[-1]).specs == tuple(own)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "said"),
+    [
+        (True, "model/a: its beginning is in no shard"),
+        (False, "model/a: only 65536 of 98304 elements are in the shards"),
+    ],
+)
+def test_what_is_missing_is_named(beginning: bool, said: str) -> None:
+    headers = headers_of([spec("model/a", 3 << 15), spec("model/b", 1 << 14)], [], 3)
+    gone = next(
+        piece
+        for header in headers
+        for piece in header.pieces
+        if piece.spec.name == "model/a" and (piece.start == 0) == beginning
+    )
+    headers = [replace(h, pieces=tuple(p for p in h.pieces if p is not gone)) for h in headers]
+    contents = contents_of(headers)
+    assert not contents.whole()
+    assert said in lacking(contents.specs, [counts(headers)])
+
+
+def test_elements_of_one_tensor_do_not_stand_for_anothers() -> None:
+    """The sums of elements are right, and each tensor's is wrong."""
+    headers = headers_of([spec("model/a", 1 << 14), spec("model/b", 1 << 14)], [], 1)
+    a, b = headers[0].pieces
+    shorter, longer = replace(a, stop=a.stop - 8), replace(b, stop=b.stop + 8)
+    contents = contents_of([replace(headers[0], pieces=(shorter, longer))])
+    assert not contents.whole()
+
+
+def test_ten_thousand_ranks_are_told_little() -> None:
+    """Of 1,200 tensors that have a piece on every rank; all headers would be a gigabyte."""
+    ranks, tensors = 10_000, 1_200
+    striped = [spec(f"blocks.{n}.attention.weight", 4096, 40_000) for n in range(tensors)]
+    one, other = (
+        encode_header(plan_layout(striped, [], rank, ranks), 10, {})[0] for rank in (0, 1)
+    )
+    outlines = Outline.of(0, decode_header(one)), Outline.of(1, decode_header(other))
+    assert sorted(len(outline.begun) for outline in outlines) == [0, tensors]
+    small, large = sorted(len(pickle.dumps(outline)) for outline in outlines)
+    assert ranks * len(one) > 1e9
+    assert large + (ranks - 1) * small < 5e6
+    # gloo gathers equal sizes: of each rank so much at once, and the rest of the one by itself.
+    assert 2 * (large + (ranks - 1) * small) // ranks < GATHER_BYTES
+    assert ranks * GATHER_BYTES + large < 12e6
