@@ -78,7 +78,8 @@ def test_a_job_that_lost_a_node_is_requeued_and_goes_on_with_another(
     assert cluster.job(number)["Restarts"] == "1"
     again = job.starts()[1]
     assert again["start"] > 0
-    assert again["levels"] == {"local": 1, "peer": 1}
+    assert again["levels"].pop("peer") == 1, "the lost node's shard"
+    assert again["levels"] in ({"memory": 1}, {"local": 1}), "what the other node had"
     assert [job.curve(rank) for rank in range(RANKS)] == undisturbed
 
 
