@@ -45,28 +45,47 @@ def environment(kind: str, size: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def shared_pools() -> Iterator[dict[tuple[int, str], RankPool]]:
+    """All pools that tests share, by size and kind."""
+    pools: dict[tuple[int, str], RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.kill()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def launchers_end_with_the_module(
+    shared_pools: dict[tuple[int, str], RankPool],
+) -> Iterator[None]:
+    """Horovod's ranks keep talking to each other when they have nothing to do: up to a core."""
+    yield
+    for pool in shared_pools.values():
+        if pool.kind in LAUNCHERS:
+            pool.kill()
+
+
+@pytest.fixture(scope="session")
+def ranks(
+    shared_pools: dict[tuple[int, str], RankPool], tmp_path_factory: pytest.TempPathFactory
+) -> Ranks:
     """`ranks(2)`, `ranks(2, HOROVODRUN)`: a pool of two ranks, shared by all tests.
 
-    Horovod's ranks keep talking to each other when they have nothing to do (half a core for three
-    over MPI), so of pools under a launcher only the one asked for last is kept.
+    Of pools under a launcher only the one asked for last is kept, and to the module's end.
     """
-    pools: dict[tuple[int, str], RankPool] = {}
 
     def of(size: int, kind: str = GLOO) -> RankPool:
         skip_if_missing(kind)
         if kind in LAUNCHERS:
-            for other, pool in pools.items():
+            for other, pool in shared_pools.items():
                 if other != (size, kind) and pool.kind in LAUNCHERS:
                     pool.kill()
-        if (size, kind) not in pools:
+        if (size, kind) not in shared_pools:
             folder = tmp_path_factory.mktemp(f"{kind}{size}-")
-            pools[size, kind] = RankPool(size, folder, [environment(kind, size)] * size, kind)
-        return pools[size, kind]
+            environments = [environment(kind, size)] * size
+            shared_pools[size, kind] = RankPool(size, folder, environments, kind)
+        return shared_pools[size, kind]
 
-    yield of
-    for pool in pools.values():
-        pool.kill()
+    return of
 
 
 @pytest.fixture
