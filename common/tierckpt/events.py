@@ -9,13 +9,14 @@ Three lines for TensorBoard, W&B or Prometheus:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 logger = logging.getLogger("tierckpt")
 
@@ -71,11 +72,12 @@ class EventLog:
         self.counts: dict[str, int] = {}
         """How many events there were, by `name` and `name/level`."""
         self._callbacks = [callback] if callback else []
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
         if folder is not None:
             path = Path(folder)
             path.mkdir(parents=True, exist_ok=True)
-            self._file = (path / f"events-r{rank:05d}.jsonl").open("a", buffering=1)
+            # Unbuffered: what a full disk does not take must not be tried again by `close`.
+            self._file = (path / f"events-r{rank:05d}.jsonl").open("ab", buffering=0)
 
     def add_callback(self, callback: Callback) -> None:
         """Call `callback` with every event from now on, on the training thread."""
@@ -96,11 +98,27 @@ class EventLog:
         return event
 
     def _write(self, event: Event) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(asdict(event), separators=(",", ":")) + "\n")
+        if self._file is None:
+            return
+        line = json.dumps(asdict(event), separators=(",", ":")) + "\n"
+        try:
+            _append(self._file, line.encode())
+        except OSError as error:
+            why = f"{self._file.name} is not continued: {error}"
+            self.close()
+            self.emit("notice", message=why, severity=logging.ERROR)
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file. All was written before, so a failure here loses nothing."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+def _append(file: BinaryIO, line: bytes) -> None:
+    written = file.write(line)
+    if written != len(line):
+        with contextlib.suppress(OSError):  # what the next life writes is to begin a line
+            file.truncate(file.tell() - written)
+        raise OSError("not everything could be written")

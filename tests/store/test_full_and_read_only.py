@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -177,3 +179,24 @@ def test_an_agent_that_cannot_be_started_is_a_notice(
         assert job.fingerprint() == course[STEPS]
         assert any("no more processes" in e.message for e in job.heard("notice"))
         assert job.heard("committed", "local")[-1].version == STEPS
+
+
+def test_a_full_disk_under_the_events_costs_their_file_and_not_the_end_of_the_job(
+    tmp_path: Path, small_tmpfs: Path, settings: dict[str, Any], course: dict[int, str]
+) -> None:
+    file = small_tmpfs / "events-r00000.jsonl"
+    with TinyJob(tmp_path / "c", events_dir=str(small_tmpfs), **settings) as job:
+        job.run(STEPS)
+        fill_up(small_tmpfs / "filler")
+        job.run(4 * STEPS)
+        assert job.fingerprint() == course[4 * STEPS]
+    said = [e for e in job.heard("notice") if "is not continued" in e.message]
+    assert [e.severity for e in said] == [logging.ERROR]
+    versions = [json.loads(line)["version"] for line in file.read_text().splitlines()]
+    assert max(versions) >= STEPS - 1
+    assert file.read_text().endswith("\n"), "the next life begins a line"
+    (small_tmpfs / "filler").unlink()
+    with TinyJob(tmp_path / "c", events_dir=str(small_tmpfs), **settings) as job:
+        assert job.restore() == 4 * STEPS
+    names = [json.loads(line)["name"] for line in file.read_text().splitlines()]
+    assert "restored" in names

@@ -75,17 +75,20 @@ def test_a_failing_callback_is_reported_and_keeps_nothing_from_the_others(
     assert log.counts["sealed"] == 1
 
 
-def test_a_file_that_cannot_be_written_keeps_nothing_from_the_callbacks(
+def test_a_full_disk_costs_the_file_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / "events-r00000.jsonl").symlink_to("/dev/full")
     heard: list[Event] = []
     log = EventLog(0, str(tmp_path), callback=heard.append)
-    assert log._file is not None
-    log._file.close()  # as good as a full disk: every write raises
-    log.emit("sealed", version=3)
-    assert [e.version for e in heard] == [3]
-    assert "an event receiver failed" in caplog.text
+    for version in (3, 4):
+        log.emit("sealed", version=version)
     log.close()
+    said, *others = heard
+    assert (said.name, said.severity) == ("notice", logging.ERROR)
+    assert "events-r00000.jsonl is not continued: [Errno 28] No space left" in said.message
+    assert [e.version for e in others] == [3, 4]
+    assert [r.getMessage() for r in caplog.records] == [said.text()]
 
 
 def test_severity_decides_what_is_logged(caplog: pytest.LogCaptureFixture) -> None:
