@@ -52,6 +52,7 @@ from .restore import Attempt, Restored
 from .slots import Slot, seal_area_bytes
 from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError
 from .state import TrainingState, label_optimizers, refuse_model
+from .strangers import Strangers
 from .trace import open_trace
 from .tuning import UNKNOWN, Meter
 
@@ -189,6 +190,8 @@ class Checkpointer:
             left_to_us=self._capture.keep_streams,
         )
         self._iterations.watch(model, self.state.optimizers)
+        self._strangers = Strangers(self.state, self._before_stranger, self._warn)
+        self._strangers.watch()
         self._trace = open_trace(self.config, self.group.rank, self.state.name_of, self.log)
         self._trace_hooks: list[Any] = []
         if self._trace is not None:  # behind the barrier's hooks: what they wait is no update
@@ -750,6 +753,13 @@ class Checkpointer:
         if self._snapshot is not None:
             self._finish_snapshot()
 
+    def _before_stranger(self) -> None:
+        """The same before a step of an optimizer that no adapter knows."""
+        Checkpointer._before_step(self, "")
+
+    def _warn(self, text: str) -> None:
+        self._reports.notice(text, logging.DEBUG if self.group.rank else logging.WARNING)
+
     def _made_step(self, label: str) -> bool:
         """False when the step that just ended was none of the training's."""
         return True
@@ -782,6 +792,7 @@ class Checkpointer:
         self._closed = True
         self._halting.close()
         self._iterations.unwatch()
+        self._strangers.unwatch()
         for hook in self._trace_hooks:
             hook.remove()
         if self._snapshot is not None:  # the copier would wait for what is never released

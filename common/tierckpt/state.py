@@ -65,6 +65,8 @@ class TrainingState:
         self.extra_per_rank = dict(extra_per_rank or {})
         self.torn = False
         """A restore began to change it and did not get to its end."""
+        self.looks = 0
+        """How often its structure was looked up (again)."""
         self._modules: list[torch.nn.Module] = []
         self._buffer_slots: list[tuple[dict[str, Any], str]] | None = None
         self._buffer_count = 0
@@ -77,6 +79,7 @@ class TrainingState:
 
     def refresh_names(self) -> None:
         """Look the modules and parameter names up again; after a structural change."""
+        self.looks += 1
         self._modules = list(self.model.modules())
         self._buffer_slots = None
         self._names = {id(p): n for n, p in named_parameters(self.model)}
@@ -143,6 +146,20 @@ class TrainingState:
             self.refresh_names()
             name = self._names[id(param)]
         return name
+
+    def held_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Names of those of the state's parameters that an optimizer, any one, has."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        mine = {id(p) for p in self.model.parameters()}
+        mine.update(
+            id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]
+        )
+        return [self.name_of(p) for p in held if id(p) in mine]
+
+    def keeps_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True for one that was given, and for a wrapper that shares such a one's state."""
+        state = getattr(optimizer, "state", None)
+        return any(o is optimizer or o.state is state for o in self.optimizers.values())
 
     def entries(self, walk: Walk) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, tensor, parameter that it belongs to) of all striped tensors, and checks them."""
