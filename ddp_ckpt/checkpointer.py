@@ -17,15 +17,16 @@ import tierckpt
 from tierckpt.iterations import Unattached
 from tierckpt.scripts import serve
 
+from .arrivals import Arrivals
 from .group import current_group
 from .hookstate import HookState
+from .reduction import Mean, Reduced
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 else:
     GradBucket = dist.GradBucket
 
-Reduced = torch.futures.Future[torch.Tensor]
 CommHook = Callable[[Any, GradBucket], Reduced]
 Release = Callable[[Iterable[torch.Tensor], Reduced, float], None]
 
@@ -101,16 +102,27 @@ class Checkpointer(tierckpt.Checkpointer):
             logging.WARNING if changes_results else logging.INFO,
         )
 
+    def _made_step(self, label: str) -> bool:
+        if self._hook is not None:
+            self._hook.mean.made_step()
+        return super()._made_step(label)
+
     def pack_adapter(self) -> Any:
-        """The order of DDP's buckets."""
-        return {"buckets": self._hook.order()} if self._hook is not None else None
+        """The order of DDP's buckets, and how it took the mean."""
+        if self._hook is None:
+            return None
+        return {"buckets": self._hook.order(), "divided": self._hook.mean.divided()}
 
     def load_adapter(self, value: Any) -> None:
         """Make DDP's buckets those of the saved run. For two ranks any buckets sum alike, but a
         hook may remember something of each."""
-        order = (value or {}).get("buckets")
-        if self._hook is not None and order and (self.group.size > 2 or self._hook_states):
+        saved = value or {}
+        order = saved.get("buckets")
+        if self._hook is None:
+            return
+        if order and (self.group.size > 2 or self._hook_states):
             self._hook.prime(order)
+        self._hook.mean.resume(saved.get("divided", ()))
 
 
 class _Hook:
@@ -125,11 +137,13 @@ class _Hook:
         self.release: Release = _release_nothing
         self.chained: Callable[[Any], None] = _look_at_nothing
         """Hears of the state of a hook that is chained."""
-        self.group = ddp.process_group
         self._ddp = ddp
         # DDP's parameters are those it was made with; to walk its modules at every boundary takes
         # longer than everything else that is done there for the buckets.
-        self._number = {id(p): i for i, p in enumerate(ddp.module.parameters())}
+        params = list(ddp.module.parameters())
+        self._number = {id(p): i for i, p in enumerate(params)}
+        self._arrivals = Arrivals(params, self._number)
+        self.mean = Mean(ddp, self._number)
         self._buckets: list[list[torch.Tensor]] = []
         """Parameters of the buckets of the newest backward pass, in order."""
         self._passes = 0
@@ -147,13 +161,15 @@ class _Hook:
             if bucket.index() == 0:
                 us._buckets = []
                 us._passes += 1
+                if us._passes == 2:
+                    us._arrivals.stop()
             us._buckets.append(params)
             if us._priming:
                 future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
                 future.set_result(bucket.buffer())
                 return future
             launched_seconds = time.perf_counter()
-            future = inner[1](inner[0], bucket) if inner else _allreduce(bucket, us.group)
+            future = inner[1](inner[0], bucket) if inner else us.mean(bucket)
             us.release(params, future, launched_seconds)
             return future
 
@@ -175,9 +191,10 @@ class _Hook:
         return None if getattr(ddp, "_comm_hooks", []) else cls(ddp)
 
     def order(self) -> list[int]:
-        """The parameters in the order of the buckets, once DDP has found its final one."""
+        """The parameters in the order of DDP's final buckets; after the first pass, in the order
+        by which it will make them."""
         if self._passes < 2:
-            return []
+            return self._arrivals.order() if self._passes else []
         return [self._number[id(p)] for bucket in self._buckets for p in bucket]
 
     def prime(self, order: list[int]) -> None:
@@ -240,30 +257,6 @@ def _find_ddp(model: torch.nn.Module) -> DistributedDataParallel | None:
         return model
     inner = getattr(model, "_orig_mod", None)
     return _find_ddp(inner) if isinstance(inner, torch.nn.Module) else None
-
-
-def _allreduce(
-    bucket: GradBucket, group: dist.ProcessGroup | None
-) -> torch.futures.Future[torch.Tensor]:
-    """The mean over all ranks, bit for bit as DDP without a hook computes it.
-
-    DDP multiplies by the reciprocal of the world size before it sums, but divides sparse gradients,
-    as torch's own `allreduce_hook` does all; the two differ in the last bit when the world size is
-    no power of two.
-    """
-    buffer = bucket.buffer()
-    if buffer.is_sparse:
-        buffer.div_(dist.get_world_size(group))
-    else:
-        buffer.mul_(1.0 / dist.get_world_size(group))
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    assert work is not None
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
-    return future
-
-
-def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    return future.value()[0]
 
 
 def wrap(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import pickle
 from typing import Any
@@ -45,7 +46,7 @@ class TorchGroup:
         # Only the members of a part of the job come here, so only they may be needed.
         part = self.size < dist.get_world_size()
         self._group: Any = dist.new_group(
-            self._ranks, backend="gloo", use_local_synchronization=part
+            self._ranks, _patience(members), backend="gloo", use_local_synchronization=part
         )
         self._minimum = dist.AllreduceOptions()
         self._minimum.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
@@ -108,6 +109,20 @@ class TorchGroup:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _patience(members: dist.ProcessGroup | None) -> datetime.timedelta:
+    """How long collectives wait: as long as those of `members`, if that is longer than torch's
+    default. A vote is launched at the boundary, and a rank may come to it after a long evaluation
+    that the training's own collectives have the patience for."""
+    group = members or dist.group.WORLD
+    assert group is not None
+    found = [dist.default_pg_timeout]
+    for device in ("cpu", "cuda"):
+        # No such backend here, or one without options.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            found.append(group._get_backend(torch.device(device)).options._timeout)
+    return max(found)
 
 
 def current_group(members: dist.ProcessGroup | None = None) -> Group:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
-
 import torch
 import torch.distributed as dist
 
@@ -28,6 +28,24 @@ class TestTorchGroup(GroupConformance):
 
     def run(self, size: int, program: Program) -> list[Any]:
         return self.ranks(size).run(with_group, program)
+
+
+def limits(hours: float) -> list[float]:
+    """In hours: of a group of the user's, and of ours over its members."""
+    users = dist.new_group(timeout=timedelta(hours=hours))
+    ours = TorchGroup(users)
+    try:
+        backends = [g._get_backend(torch.device("cpu")) for g in (users, ours._group)]
+        return [b.options._timeout.total_seconds() / 3600 for b in backends]
+    finally:
+        ours.close()
+        dist.destroy_process_group(users)
+
+
+@pytest.mark.parametrize(("given", "ours"), [(3, 3), (0.01, 0.5)])
+def test_it_is_as_patient_as_the_training(given: float, ours: float, ranks: Any) -> None:
+    """While rank 0 evaluates for an hour, the others' votes are under way."""
+    assert ranks(2).run(limits, given) == [[given, ours]] * 2
 
 
 def one_has_much_to_say() -> tuple[bool, int]:

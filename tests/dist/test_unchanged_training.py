@@ -43,6 +43,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "many buckets, rebuilt after the first iteration": many_buckets,
     "gradients are views of buckets": {"gradient_as_bucket_view": True, **many_buckets},
+    "gradients that are kept": {"keeps_gradients": True, **many_buckets},
+    "gradients that stay views of buckets": {
+        "gradient_as_bucket_view": True,
+        "keeps_gradients": True,
+        **many_buckets,
+    },
+    "gradients that stay views, unused parameters": {
+        "gradient_as_bucket_view": True,
+        "keeps_gradients": True,
+        "find_unused_parameters": True,
+        "net": partial(Net, branch=True),
+        **many_buckets,
+    },
     "static graph": {"static_graph": True, **many_buckets},
     "unused parameters": {
         "find_unused_parameters": True,
@@ -54,6 +67,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16, "optimizer": sgd, **many_buckets},
     "float16": {"dtype": torch.float16, "optimizer": sgd},
     "sparse gradients": {"net": Words, "optimizer": torch.optim.SparseAdam},
+    "sparse gradients, and views": {
+        "net": Words,
+        "optimizer": torch.optim.SparseAdam,
+        "gradient_as_bucket_view": True,
+    },
     "BatchNorm": {"net": normed, "optimizer": sgd},
     "BatchNorm of each rank its own": {"net": normed, "broadcast_buffers": False},
 }
@@ -84,18 +102,18 @@ def plainly_restarted(options: dict[str, Any], job: Job) -> Job:
     return again
 
 
-def trained_with_and_without(variant: str, place: Place) -> dict[str, Any]:
+def trained_with_and_without(variant: str, crash: int, place: Place) -> dict[str, Any]:
     options = VARIANTS[variant]
     job = make_job(**options)
-    plain = course_of(job, range(CRASH), no_boundary)
-    restarted = course_of(plainly_restarted(options, job), range(CRASH, END), no_boundary)
+    plain = course_of(job, range(crash), no_boundary)
+    restarted = course_of(plainly_restarted(options, job), range(crash, END), no_boundary)
     job = make_job(**options)
     plain = course_of(job, range(END), no_boundary)
 
     job = make_job(**options)
     first = attach(job, place)
-    course = course_of(job, range(CRASH), first.ckpt.step)
-    job.iterate(CRASH)
+    course = course_of(job, range(crash), first.ckpt.step)
+    job.iterate(crash)
     first.ckpt.abandon()
 
     job = make_job(**options, seed=2)
@@ -106,7 +124,7 @@ def trained_with_and_without(variant: str, place: Place) -> dict[str, Any]:
     second.ckpt.close()
     return {
         "plain": plain,
-        "restarted": {**{i: plain[i] for i in range(CRASH)}, **restarted},
+        "restarted": {**{i: plain[i] for i in range(crash)}, **restarted},
         "found": found,
         "course": {**course, **resumed},
         "restored": (int(restored), restored.levels),
@@ -125,14 +143,28 @@ def test_every_iteration_is_bit_for_bit_as_without(
     Where DDP cannot be shown its buckets before the first pass: as plain DDP, whose state was
     copied to new objects where ours crashed. On three ranks it sums in another order then.
     """
-    primed = variant not in ("static graph", "unused parameters", "sparse gradients")
+    primed = variant not in ("static graph", "unused parameters") and "sparse" not in variant
     place = Place.under(tmp_path, shm_dir)
-    for told in ranks(size).run(trained_with_and_without, variant, place):
+    for told in ranks(size).run(trained_with_and_without, variant, CRASH, place):
         assert told["complaints"] == []
         assert told["restored"] == (CRASH, {"memory": size})
         assert told["found"] == told["plain"][CRASH - 1][1]
         assert told["course"] == told["plain" if primed else "restarted"]
         assert told["sealed"] == CRASH
+
+
+FIRST = ["many buckets, rebuilt after the first iteration", "BatchNorm"]
+
+
+@pytest.mark.parametrize("variant", FIRST)
+def test_also_from_the_first_version_on(
+    variant: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """When DDP has not made its final buckets yet."""
+    place = Place.under(tmp_path, shm_dir)
+    for told in ranks(3).run(trained_with_and_without, variant, 1, place):
+        assert told["restored"] == (1, {"memory": 3})
+        assert told["course"] == told["plain"]
 
 
 # --- communication hooks -------------------------------------------------------------------------
@@ -369,7 +401,30 @@ def rewrite_gradients(job: Job, iteration: int) -> None:
     job.optimizer.step()
 
 
-LOOPS: dict[str, tuple[Callable[[Job, int], None], dict[str, Any]]] = {
+def accumulate_into_what_is_kept(job: Job, iteration: int) -> None:
+    """Views of buckets in every pass; only the first iteration begins with new gradients."""
+    job.optimizer.zero_grad(set_to_none=False)
+    for part in range(2):
+        job.loss(iteration, part).backward()
+    job.optimizer.step()
+
+
+def keep_some(job: Job, iteration: int) -> None:
+    """In one bucket, gradients that are views from the start beside new ones."""
+    for number, param in enumerate(job.bare.parameters()):
+        if param.grad is not None and number % 2:
+            param.grad.zero_()
+        else:
+            param.grad = None
+    job.loss(iteration).backward()
+    job.optimizer.step()
+
+
+views = {"gradient_as_bucket_view": True, **many_buckets}
+
+Loops = dict[str, tuple[Callable[[Job, int], None], dict[str, Any]]]
+
+LOOPS: Loops = {
     "accumulation under no_sync": (accumulate, many_buckets),
     "accumulation over iterations": (accumulate_over_iterations, many_buckets),
     "clipping": (clip, {"gradient_as_bucket_view": True}),
@@ -378,10 +433,18 @@ LOOPS: dict[str, tuple[Callable[[Job, int], None], dict[str, Any]]] = {
     "errors caught by the loop": (fail_and_go_on, many_buckets),
     "gradients rewritten": (rewrite_gradients, many_buckets),
 }
+# DDP computes the mean in two ways, which differ where the world size is no power of two.
+LOOPS_OF_THREE: Loops = {
+    "accumulation under no_sync": (accumulate, views),
+    "accumulation over iterations": (accumulate_over_iterations, views),
+    "accumulation into what is kept": (accumulate_into_what_is_kept, views),
+    "some gradients kept": (keep_some, views),
+    "gradients rewritten": (rewrite_gradients, views),
+}
 
 
-def looped_with_and_without(name: str, place: Place) -> tuple[Any, ...]:
-    iterate, options = LOOPS[name]
+def looped_with_and_without(name: str, size: int, place: Place) -> tuple[Any, ...]:
+    iterate, options = (LOOPS if size == 2 else LOOPS_OF_THREE)[name]
     plain = make_job(**options)
     expected = {}
     for iteration in range(9):
@@ -414,11 +477,14 @@ def looped_with_and_without(name: str, place: Place) -> tuple[Any, ...]:
     return expected, course, int(restored), restored.version == version
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 2) for name in LOOPS), *((name, 3) for name in LOOPS_OF_THREE)]
+)
 def test_the_loop_may_be_written_in_many_ways(
-    name: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    name: str, size: int, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    told = ranks(2).run(looped_with_and_without, name, Place.under(tmp_path, shm_dir))
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(size).run(looped_with_and_without, name, size, place)
     for expected, course, restored, is_newest in told:
         assert course == expected
         assert restored == 6

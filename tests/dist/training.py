@@ -102,6 +102,8 @@ class Job:
     optimizers: list[torch.optim.Optimizer]
     dtype: torch.dtype = torch.float32
     adapter: str = "ddp_ckpt"
+    keeps_gradients: bool = False
+    """From one iteration to the next, set to zero."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -119,7 +121,7 @@ class Job:
     def iterate(self, iteration: int) -> str:
         """One whole iteration; the digest of the gradients in it."""
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         self.loss(iteration).backward()
         gradients = exact.digest(exact.gradients(self.bare))
         for optimizer in self.optimizers:
@@ -141,6 +143,7 @@ def make_job(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
     dtype: torch.dtype = torch.float32,
     seed: int = 1,
+    keeps_gradients: bool = False,
     **ddp: Any,
 ) -> Job:
     """A job on the process group of this process, if there is one."""
@@ -148,7 +151,8 @@ def make_job(
     model = net().to(dtype)
     wrapped = DistributedDataParallel(model, **ddp) if dist.is_initialized() else model
     torch.manual_seed(1000 * seed + rank())  # dropout differs by rank
-    return Job(wrapped, [optimizer(model.parameters(), lr=0.01)], dtype)
+    optimizers = [optimizer(model.parameters(), lr=0.01)]
+    return Job(wrapped, optimizers, dtype, keeps_gradients=keeps_gradients)
 
 
 @dataclass
