@@ -125,7 +125,8 @@ class Checkpointer:
         self.config: Config
         self.config, roll = agree_on_settings(settings, config_file, self.group)
         self._node = roll.node(self.group.rank)
-        groups = redundancy_groups(self.config, roll)  # while nothing has been started yet
+        # While nothing has been started yet.
+        groups, unprotected = redundancy_groups(self.config, roll, self.group)
         slots = self.config.slots or (3 if self._uses_cuda() else 2)
         unwell = attach.check_health(self.config, self.state, self.group, self._node, slots)
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
@@ -144,8 +145,9 @@ class Checkpointer:
         self._berth = Berth(self.config, self.group.rank, slots, self._reports)
         self._pool = self._berth.pool
         self._berth.tell_of_room(self.state, self.group, self._node)
-        if unwell and self.group.rank == 0:
-            self._reports.notice(unwell, logging.ERROR)
+        for text in (unwell, unprotected):
+            if text and self.group.rank == 0:
+                self._reports.notice(text, logging.ERROR)
         self._join_levels(roll, groups)
         self._watch(model)
         # Last: what fails above leaves no handler behind.
@@ -276,6 +278,12 @@ class Checkpointer:
         """Why `should_exit()` is true, in words; empty while it is not."""
         return self._halting.reason.text()
 
+    @property
+    def interrupted(self) -> bool:
+        """True when `should_exit()` is because processes (a signal) or the allocation end: the job
+        is to be started again. False for what somebody asked for with `tierckpt halt`."""
+        return self._halting.reason.is_interruption
+
     def restore(
         self, version: int | None = None, strict: bool = True, progress: bool | None = None
     ) -> Restored:
@@ -387,7 +395,12 @@ class Checkpointer:
             names = {"peer": "other nodes", "persistent": self.config.persistent.path}
             where = " and ".join(names[level] for level in self._agent.behind())
             self._reports.notice(f"waiting until everything is with {where}", logging.INFO)
-            self._agent.wait(None, everything=True)
+            if not self._agent.wait(self._halting.seconds_to_wait(), everything=True):
+                self._reports.notice(
+                    f"not everything is with {where}, and the allocation ends: what is on local "
+                    "disks is left to the next life",
+                    logging.WARNING,
+                )
         self._collect()
 
     def abandon(self, commit_newest: bool = False) -> None:
@@ -539,6 +552,7 @@ class Checkpointer:
             lineage=self._lives.lineage,
             iteration=self._at(),
             metric=self._measured(),
+            complete=self._agreement.newest_safe(),
         )
 
     def _measured(self) -> float | None:

@@ -16,7 +16,7 @@ from .config import Config
 from .errors import RestoreError
 from .group import Group
 from .lives import Lives
-from .naming import Lineage
+from .naming import Lineage, VersionId
 from .newtensors import NewTensors
 from .persistent import PersistentStore
 from .progress import Progress
@@ -81,7 +81,18 @@ class Comeback:
         attempt = self._restorer.find(version)
         if attempt is None:
             self._nothing_found(version, live_version)
+        elif version is None:
+            self._tell_what_is_lost(attempt.plan.id)
         return attempt
+
+    def _tell_what_is_lost(self, found: VersionId) -> None:
+        """Going far back must not look like the ordinary course."""
+        lost = self._lives.once_complete()
+        if lost is not None and lost > found:
+            self._reports.notice(
+                f"going back to {found}, although {lost} was complete once: {self._what_is_left()}",
+                logging.WARNING,
+            )
 
     def _nothing_found(self, version: int | None, live_version: int) -> None:
         """A fresh start, unless something was expected, or may be where nobody could look."""
@@ -100,9 +111,20 @@ class Comeback:
                 "right and start again; where nothing is to be found there, leave that level out, "
                 "or do not call restore()",
             )
+        if (lost := self._lives.once_complete()) is not None:
+            raise RestoreError(
+                f"this job had complete checkpoints ({lost} was one), and has none any more: "
+                f"{self._what_is_left()}",
+                "Start again with the nodes, or the disks, that have the rest. To give it up: "
+                "another path, or moving away what is left, starts from the beginning",
+            )
         if self._restorer.rejected:
             self._reports.notice("nothing sound was found: starting from scratch", logging.ERROR)
         self._lives.begin_afresh()
+
+    def _what_is_left(self) -> str:
+        shards = "; ".join(self._lives.remains()) or "none"
+        return "; ".join([f"what was found: {shards}", *self._restorer.rejected])
 
     def load(
         self, attempt: Attempt, strict: bool, load_adapter: Callable[[Any], None]

@@ -160,6 +160,10 @@ class Config:
     """An agent whose trainer was killed waits so long for its successor, and then ends."""
     halt_signals: str = "SIGTERM,SIGUSR1"
     """Signals that mean: one last checkpoint, and the end; empty: none."""
+    halt_patience_seconds: float = 10.0
+    """A process that SIGTERM came to, and that passes no boundary for so long (and for twice its
+    longest iteration), ends without a last checkpoint: others may be gone, and it would hang until
+    the launcher kills it. Longer where an evaluation between two boundaries takes longer."""
     halt_seconds_left: float = 0.0
     """End after a last checkpoint when so many seconds of the scheduler's allocation are left, if
     its environment tells its end (SLURM_JOB_END_TIME); 0: do not look at the time."""
@@ -197,6 +201,7 @@ class Config:
         _at_least("agent_linger_seconds", self.agent_linger_seconds, 0)
         _one_of("boundary", self.boundary, ("auto", "explicit", "forward"))
         parse_signals(self.halt_signals)
+        _at_least("halt_patience_seconds", self.halt_patience_seconds, 0)
         _at_least("halt_seconds_left", self.halt_seconds_left, 0)
         _one_of("health", self.health, ("off", "warn", "refuse"))
         _at_least("health_seconds", self.health_seconds, 0.1)

@@ -25,6 +25,8 @@ from .signals import Signals, parse_signals
 
 LOOK_SECONDS = 5.0
 """So often directories are looked at for a request."""
+SPARE_SECONDS = 15.0
+"""Left of the allocation for processes, launcher and batch script to end."""
 JOIN_SECONDS = 1.0
 """At the end: how long to wait for a look that does not return, as on a dead file system."""
 
@@ -52,7 +54,7 @@ class Halting:
         self._asked = False
         self._told: set[str] = set()
         self._lookout = Lookout(watched_directories(config, rank, node))
-        self._signals = Signals(parse_signals(config.halt_signals))
+        self._signals = Signals(parse_signals(config.halt_signals), config.halt_patience_seconds)
         for number, why in self._signals.left_alone.items():
             notice(f"{number.name} will bring no last checkpoint: {why}", logging.INFO)
 
@@ -89,6 +91,8 @@ class Halting:
         """
         if self.reason is Reason.NONE and agreed.halt < Reason.NONE:
             self.reason = Reason(agreed.halt)
+            # What a script does from here on (an evaluation, an upload) may take its time.
+            self._signals.be_calm()
             silent = "it ends here, as this script never asks should_exit()"
             how = silent if agreed.unattended else "should_exit() is true from now on"
             self._notice(
@@ -102,6 +106,14 @@ class Halting:
         """See `Checkpointer.should_exit`."""
         self._asked = True
         return self.reason is not Reason.NONE
+
+    def seconds_to_wait(self) -> float | None:
+        """How long, after the last checkpoint is on disk, the end may wait for what is farther
+        away; None: as long as it takes. Where it is known when the scheduler ends the job, so long
+        that a clean end is still possible: a batch script that is killed requeues nothing."""
+        if not self.reason.is_interruption or self._end_seconds is None:
+            return None
+        return max(0.0, self._end_seconds - time.time() - SPARE_SECONDS)
 
     def be_calm(self) -> None:
         """The end has begun; it may take longer than an iteration."""

@@ -31,7 +31,13 @@ class Reason(enum.IntEnum):
     NOW = 1
     TIME = 2
     VERSION = 3
+    ALLOCATION = 4
     NONE = 9
+
+    @property
+    def is_interruption(self) -> bool:
+        """True when nobody wants the job to end: its processes or its allocation do."""
+        return self in (Reason.SIGNAL, Reason.ALLOCATION)
 
     def text(self) -> str:
         """For people."""
@@ -39,6 +45,7 @@ class Reason(enum.IntEnum):
             Reason.SIGNAL: "a signal told some rank to end",
             Reason.NOW: "a halt was asked for",
             Reason.TIME: "its time is over",
+            Reason.ALLOCATION: "its allocation ends",
             Reason.VERSION: "it has the version after which a halt was asked for",
             Reason.NONE: "",
         }[self]
@@ -64,12 +71,14 @@ class HaltRequest:
         """
         if self.now:
             return Reason.NOW
-        ends = [self.before_seconds, end_seconds if self.seconds_left is not None else None]
-        known = [end for end in ends if end is not None]
-        if known and now_seconds >= min(known) - (self.seconds_left or 0):
+        margin_seconds = self.seconds_left or 0
+        if self.before_seconds is not None and now_seconds >= self.before_seconds - margin_seconds:
             return Reason.TIME
         if self.after_version is not None and version + 1 >= self.after_version:
             return Reason.VERSION
+        last_seconds = None if self.seconds_left is None else end_seconds
+        if last_seconds is not None and now_seconds >= last_seconds - margin_seconds:
+            return Reason.ALLOCATION
         return Reason.NONE
 
     def unknown(self, end_seconds: float | None) -> bool:

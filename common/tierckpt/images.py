@@ -5,8 +5,6 @@ Nothing here is checked but that the manifest is the right one; `reading` checks
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from .errors import CorruptShardError, FormatError
 from .inventory import Place
 from .localstore import LocalStore
 from .manifest import Manifest
+from .mappedfile import MappedFile
 from .modules.decoder import Decoder, Read
 from .modules.localfiles import open_encoded
 from .modules.module import ModuleError
@@ -51,12 +50,16 @@ class Image:
         view: memoryview,
         close: Callable[[], None],
         bring: Bring = already_there,
+        touch: Bring = already_there,
     ) -> None:
         self.manifest = manifest
         self.view = view
         self.bring = bring
         """`bring(low, high)`: have these bytes in `view`; to be called once for each range, by any
         thread. Raises what `open_image` raises."""
+        self.touch = touch
+        """`touch(low, high)`, before bytes of a mapped file are looked at that may not have been
+        brought yet: as often as you like, by any thread. Raises OSError."""
         self._close = close
 
     def close(self) -> None:
@@ -91,19 +94,8 @@ def open_image(
     manifest = Manifest.decode(store.read_manifest(key))
     if manifest.encoding is not None:
         return _decoded(open_encoded(store, manifest), lambda: None)
-    mapped: mmap.mmap = store.open_image(key)
-
-    def read_ahead(low: int, high: int) -> None:
-        """Ask for the whole range at once: page faults alone ask for a few pages at a time."""
-        begin = low - low % mmap.PAGESIZE
-        if begin < len(mapped):
-            mapped.madvise(mmap.MADV_WILLNEED, begin, min(high, len(mapped)) - begin)
-
-    def close() -> None:
-        with contextlib.suppress(BufferError):  # a collective has not let go yet: unmapped then
-            mapped.close()
-
-    return Image(manifest, memoryview(mapped), close, read_ahead)
+    file = MappedFile(store.open_image(key))
+    return Image(manifest, file.view, file.close, file.bring, file.bring)
 
 
 def _fetch(key: ShardKey, place: Place, life: str, open_store: OpenStore) -> Image:

@@ -60,6 +60,8 @@ class Found:
     life: str = ""
     metric: float | None = None
     """Of the version, in a local shard 0's manifest."""
+    complete: VersionId | None = None
+    """A version that was complete when this shard was taken."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def take_inventory(
     """Look at memory and disk of this machine, and at the persistent level if it is given (one
     rank's look is enough). Reads manifests only."""
     found = [
-        Found(m.key, Place("memory", host, str(path)), m.lineage, m.life)
+        Found(m.key, Place("memory", host, str(path)), m.lineage, m.life, complete=m.complete)
         for path, m in job.sealed()
     ]
     damaged = ((Place("memory", host, str(path)), error) for path, error in job.damaged())
@@ -139,7 +141,8 @@ def take_inventory(
             problems.append(Problem.of(Place("local", host, f"{directory}/{key.stem}"), error))
         else:
             place = Place("local", host, directory, manifest.encoding is not None)
-            found.append(Found(key, place, manifest.lineage, manifest.life, manifest.metric))
+            told = (manifest.lineage, manifest.life, manifest.metric, manifest.complete)
+            found.append(Found(key, place, *told))
     parities = look_at_parities(store, Place("local", host, directory), problems)
     if persistent is not None and persistent.path:
         look_at_persistent(persistent, found, problems, unseen)

@@ -25,6 +25,9 @@ from .localstore import LocalStore
 from .naming import Lineage, VersionId, on_lineage
 from .slots import JobDirectory
 
+MOST_TOLD = 4
+"""Versions."""
+
 
 class Lives:
     """One rank's knowledge, alike on all. Training thread; `look` is collective."""
@@ -94,6 +97,29 @@ class Lives:
         plan: RestorePlan | None = plan_restore(seen)
         return plan.id if plan and (limit is None or plan.id <= limit) else None
 
+    def once_complete(self) -> VersionId | None:
+        """The newest version of which anything tells that it was complete: one that is now, though
+        perhaps damaged; or what a shard that was taken later says; or parity, which is made of
+        complete versions only."""
+        found = [f for each in self.found for f in each]
+        parities = [p for each in self.parities for p in each]
+        lineages = {f.key.id: f.lineage for f in found} | {p.key.id: p.lineage for p in parities}
+        known = {f.complete for f in found} | {p.key.id for p in parities} | {self.newest()}
+        there = {id_ for id_ in known if id_ is not None}
+        return max((i for i in there if on_lineage(i, lineages[max(lineages)])), default=None)
+
+    def remains(self) -> list[str]:
+        """Which shards there are of the newest few versions, and which are nowhere."""
+        there: dict[tuple[VersionId, int], set[int]] = {}
+        for f in (f for each in self.found for f in each):
+            there.setdefault((f.key.id, f.key.shards), set()).add(f.key.shard)
+        texts = []
+        for (id_, shards), here in sorted(there.items(), reverse=True)[:MOST_TOLD]:
+            gone = [s for s in range(shards) if s not in here]
+            missing = f", without {_some(gone)}" if gone else ""
+            texts.append(f"{len(here)} of {shards} shards of {id_}{missing}")
+        return texts
+
     def incomplete(self) -> set[VersionId]:
         """Versions on local disks of which a shard is on none, nor any parity anywhere."""
         shards: dict[tuple[VersionId, str, int], set[int]] = {}
@@ -116,6 +142,12 @@ class Lives:
         keys = {parity.key for each in self.parities for parity in each}
         there = Counter(k.id for k in keys if k.id <= limit and on_lineage(k.id, self.lineage))
         return max(there, key=lambda id_: (there[id_], id_), default=None)
+
+
+def _some(numbers: Sequence[int]) -> str:
+    """The first few; of ten thousand nobody reads more."""
+    more = ", ..." if len(numbers) > 8 else ""
+    return ", ".join(map(str, numbers[:8])) + more
 
 
 def _told(problems: Iterable[Problem]) -> list[str]:

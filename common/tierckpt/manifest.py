@@ -47,6 +47,8 @@ class Manifest:
     """Unix time of the seal."""
     metric: float | None = None
     """What the user measured at the boundary, a number; in the manifest of shard 0 only."""
+    complete: VersionId | None = None
+    """The newest version that was known to be complete on all ranks when this one was taken."""
     encoding: Encoding | None = None
     """Set when modules have changed the shard. Then `image_bytes` and `digests` are of what is
     stored, the other lengths are 0, and the manifest that it was sealed with is in there."""
@@ -71,6 +73,10 @@ class Manifest:
         fields_ = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.metric is None:
             del fields_["metric"]
+        if self.complete is None:
+            del fields_["complete"]
+        else:
+            fields_["complete"] = (self.complete.generation, self.complete.version)
         if self.encoding is None:
             del fields_["encoding"]
         else:
@@ -96,6 +102,8 @@ class Manifest:
             values["encoding"] = None if encoding is None else Encoding.of_json(encoding)
             metric = values.pop("metric", None)
             values["metric"] = None if metric is None else float(metric)
+            complete = values.pop("complete", None)
+            values["complete"] = None if complete is None else VersionId(*map(int, complete))
             return Manifest(**{f.name: values[f.name] for f in fields(Manifest)})
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"not a manifest: {error!r}") from error

@@ -10,14 +10,14 @@ gets through; the checks of the sources say which of them it was.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, wait
 
 from .errors import CorruptShardError, RestoreError
-from .images import LOST, Image
+from .images import LOST, Bring, Image
 from .inventory import ParitySource, Rebuild, RestorePlan
 from .localstore import LocalStore
+from .mappedfile import MappedFile
 from .naming import ParityKey
 from .peer.parity import ParityManifest, Read, check_parity
 from .peer.rebuild import rebuild
@@ -40,7 +40,7 @@ class Parities:
     ) -> None:
         """`on_read` hears of bytes read, from any thread."""
         self._plan, self._courier, self._pool, self._on_read = plan, courier, pool, on_read
-        self._mine: dict[ParityKey, tuple[ParityManifest, memoryview]] = {}
+        self._mine: dict[ParityKey, tuple[ParityManifest, MappedFile]] = {}
         self._failures: list[Failure] = []
         self._checks: list[tuple[ParitySource, Future[None]]] = []
         self._close: list[Callable[[], None]] = []
@@ -71,19 +71,18 @@ class Parities:
     def _open(self, source: ParitySource) -> None:
         store = LocalStore(source.place.where)
         record = ParityManifest.decode(store.read_manifest(source.key))
-        mapped = store.open_image(source.key)
-        mapped.madvise(mmap.MADV_WILLNEED)  # while others are still opened
-        view = memoryview(mapped)
-        self._close += [view.release, mapped.close]
-        if len(view) < record.image_bytes:  # or this rank alone would fail while all exchange
+        file = MappedFile(store.open_image(source.key))
+        file.ask()  # while others are still opened
+        self._close.append(file.close)
+        if len(file.view) < record.image_bytes:  # or this rank would fail while all exchange
             raise CorruptShardError(
-                f"truncated: {source.key} has {len(view)} of {record.image_bytes} bytes"
+                f"truncated: {source.key} has {len(file.view)} of {record.image_bytes} bytes"
             )
-        self._mine[source.key] = (record, view)
-        self._checks.append((source, self._pool.submit(self._check, record, view)))
+        self._mine[source.key] = (record, file)
+        self._checks.append((source, self._pool.submit(self._check, record, file)))
 
-    def _check(self, record: ParityManifest, view: memoryview) -> None:
-        check_parity(record, _reader_of(view))
+    def _check(self, record: ParityManifest, file: MappedFile) -> None:
+        check_parity(record, _reader_of(file.view, file.bring))
         self._on_read(record.image_bytes)
 
     def records(self) -> list[tuple[ParityKey, bytes]]:
@@ -116,33 +115,38 @@ class Parities:
         return []
 
     def _shards(self, each: Rebuild, images: Mapping[int, Image]) -> dict[int, Read]:
-        sources = {s.shard: s for s in self._plan.sources}
+        readers = {s.shard: s.reader for s in self._plan.sources}
         return {
-            member: self._broadcast(
-                sources[shard].reader, images[shard].view if shard in images else None
-            )
+            member: self._broadcast(readers[shard], self._here(images.get(shard)))
             for member, shard in enumerate(each.group)
             if shard not in each.lost
         }
 
     def _parities(self, each: Rebuild) -> dict[int, Read]:
-        return {
-            s.member: self._broadcast(
-                s.reader, self._mine[s.key][1] if s.key in self._mine else None
-            )
-            for s in each.parities
-        }
+        return {s.member: self._broadcast(s.reader, self._parity(s.key)) for s in each.parities}
 
-    def _broadcast(self, reader: int, view: memoryview | None) -> Read:
+    def _here(self, image: Image | None) -> Read | None:
+        return None if image is None else _reader_of(image.view, image.touch)
+
+    def _parity(self, key: ParityKey) -> Read | None:
+        if key not in self._mine:
+            return None
+        _, file = self._mine[key]
+        return _reader_of(file.view, file.bring)
+
+    def _broadcast(self, reader: int, read: Read | None) -> Read:
         """A range, from the rank that has it to all; they ask for the same ones in one order."""
 
-        def read(offset: int, into: memoryview) -> None:
+        def read_together(offset: int, into: memoryview) -> None:
             if reader == self._courier.rank:
-                assert view is not None
-                into[:] = view[offset : offset + len(into)]
+                assert read is not None
+                try:
+                    read(offset, into)
+                except OSError:
+                    into[:] = bytes(len(into))  # told by the check of this source, as damage is
             self._courier.broadcast(into, reader)
 
-        return read
+        return read_together
 
     def close(self) -> None:
         """Unmap, when nobody checks any more."""
@@ -152,8 +156,9 @@ class Parities:
             close()
 
 
-def _reader_of(view: memoryview) -> Read:
+def _reader_of(view: memoryview, touch: Bring) -> Read:
     def read(offset: int, into: memoryview) -> None:
+        touch(offset, offset + len(into))
         into[:] = view[offset : offset + len(into)]
 
     return read

@@ -5,11 +5,12 @@ to handle it is called, too. The process ends at once, as it would have without 
 
 - it has not passed a boundary yet, so there is nothing to save;
 - the same signal comes again, later than REPEATED_SECONDS after the first;
-- SIGTERM came, and no boundary is passed any more: it hangs in a collective whose other side is
-  gone. A handler in Python would never be run then, so a thread sees to that, which the
-  interpreter's own C handler wakes through a pipe (`signal.set_wakeup_fd`). A launcher that ends
+- SIGTERM came, and no boundary is passed for `patience_seconds`: it hangs in a collective whose
+  other side is gone. A handler in Python would never be run then, so a thread sees to that, which
+  the interpreter's own C handler wakes through a pipe (`signal.set_wakeup_fd`). A launcher that ends
   the survivors of a failure does not wait for its grace period to pass. Other signals are no
-  launcher's, and leave time for what is between two boundaries (an evaluation).
+  launcher's, and leave time for what is between two boundaries (an evaluation). Once the ranks
+  have agreed to end, there is time, too.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ logger = logging.getLogger("tierckpt")
 REPEATED_SECONDS = 5.0
 """The same signal within so long is the same request: a scheduler may signal every process of a
 job, and a launcher among them hands on what it got."""
-PATIENCE_SECONDS = 10.0
-"""So long, or twice the longest iteration if that is more, a process may be without a boundary."""
 STARTING_SECONDS = 1.0
 """The same before the first boundary."""
 END = b"\0"
@@ -61,13 +60,16 @@ class Signals:
     `close()` puts everything back.
     """
 
-    def __init__(self, wanted: Iterable[signal.Signals]) -> None:
+    def __init__(self, wanted: Iterable[signal.Signals], patience_seconds: float = 10.0) -> None:
+        """`patience_seconds`: so long, or twice the longest iteration if that is more, a process
+        that SIGTERM came to may be without a boundary."""
         self.came: signal.Signals | None = None
         """The first one that came."""
         self.left_alone: dict[signal.Signals, str] = {}
         """What is not heard, and why."""
         self._previous: dict[signal.Signals, Any] = {}
         self._first_seconds: dict[signal.Signals, float] = {}
+        self._patience_seconds = patience_seconds
         self._pid = os.getpid()
         self._boundary_seconds = 0.0
         """When the last boundary was passed; 0 before the first."""
@@ -192,7 +194,7 @@ class Signals:
     def _deadline(self, since: float) -> float:
         if not self._boundary_seconds:
             return since + STARTING_SECONDS
-        patience = max(PATIENCE_SECONDS, 2 * self._longest_seconds)
+        patience = max(self._patience_seconds, 2 * self._longest_seconds)
         return max(since, self._boundary_seconds) + patience
 
     def _end(self, number: signal.Signals) -> None:

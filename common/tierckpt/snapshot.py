@@ -35,7 +35,7 @@ import torch
 from . import faults, tree
 from .layout import Layout, TensorSpec, plan_layout
 from .manifest import Manifest, digest
-from .naming import Lineage
+from .naming import Lineage, VersionId
 from .shardfile import encode_header
 from .slots import Slot
 from .state import TrainingState, Walk
@@ -295,6 +295,7 @@ class Head:
     lineage: Lineage
     iteration: int
     metric: float | None = None
+    complete: VersionId | None = None
 
 
 @dataclass
@@ -529,6 +530,7 @@ class Snapshot:
             digests=b"".join(digests),
             created_seconds=time.time(),
             metric=self.head.metric,
+            complete=self.head.complete,
         )
 
     def _record(self, kind: str, begin_seconds: float) -> None:

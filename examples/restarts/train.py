@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--step-seconds", type=float, default=0.1, help="time to break something")
     parser.add_argument(
-        "--halted-status", type=int, default=0, help="exit status when asked to stop before the end"
+        "--halted-status", type=int, default=0, help="exit status when it was cut short"
     )
     parser.add_argument("--journal", type=Path, help="folder for one JSON line a step and rank")
     args = parser.parse_args()
@@ -124,7 +124,7 @@ def main() -> int:
     journal.write(done=finished)
     dist.barrier()
     dist.destroy_process_group()
-    return 0 if finished else args.halted_status
+    return args.halted_status if ckpt.interrupted else 0
 
 
 if __name__ == "__main__":

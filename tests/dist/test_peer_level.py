@@ -104,8 +104,9 @@ def test_more_than_that_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) ->
     place = place_of(tmp_path, shm_dir)
     ranks(3).run(leave_behind, place, "xor")
     lose(place, tmp_path, 0, 2)
-    for told in ranks(3).run(come_back, place, "xor"):
-        assert told["restored"] == (0, {})
+    said = f"has none any more: what was found: 1 of 3 shards of v{STEPS}, without 0, 2"
+    with pytest.raises(AssertionError, match=said):
+        ranks(3).run(come_back, place, "xor")
 
 
 def test_on_fewer_ranks_too(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
@@ -148,6 +149,40 @@ def test_what_cannot_be_protected_is_an_error_at_the_start(
     for text in ranks(3).run(refused, place_of(tmp_path, shm_dir)):
         assert "6 failure domains" in text
         assert "the job has 3" in text
+
+
+def come_back_unprotected(place: Place, scheme: str, steps: range) -> dict[str, Any]:
+    """Restore what the scheme promised, go on, and end as a crash would."""
+    job = make_job(seed=2)
+    attached = attach(job, place, memory_every_steps=0, **settings(scheme))
+    told = restored_into(job, attached)
+    told["complaints"] = [e.text() for e in attached.events if e.severity > 30]
+    train(job, attached.ckpt, steps)
+    attached.ckpt.abandon()
+    return told
+
+
+def test_a_scheme_that_needs_the_lost_node_does_not_forbid_the_restart(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """No spare is there. What was protected is rebuilt, as often as it takes, and it is said that
+    nothing new is protected."""
+    place, scheme = place_of(tmp_path, shm_dir), "rs 1+2"
+    before = ranks(3).run(leave_behind, place, scheme)
+    lose(place, tmp_path, 2)
+    for _ in range(2):
+        after = ranks(2).run(come_back_unprotected, place, scheme, range(STEPS, STEPS + 2))
+        for told in after:
+            assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+            assert told["replicated"] == before[0]["replicated"]
+        (complaint,) = after[0]["complaints"]
+        assert "the peer level is off: rs 1+2 needs 3 failure domains per group" in complaint
+        assert "the job has 2" in complaint
+        assert "So use partner 1" in complaint
+        assert "new versions are lost with a node's disk" in complaint
+        assert after[1]["complaints"] == [], "said once"
+        shutil.rmtree(place.shm)  # the nodes were switched off, too
+        Path(place.shm).mkdir()
 
 
 def test_a_damaged_shard_is_rebuilt(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:

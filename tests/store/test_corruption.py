@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tierckpt import RestoreError, reading
 from tierckpt.slots import JobDirectory
 from tierckpt.testing import TinyJob
 
@@ -197,17 +198,37 @@ def test_memory_and_disk_damaged_the_older_version_is_found(left: Left, tmp_path
     assert list(restored.rejected) == said
 
 
-def test_nothing_sound_is_a_fresh_start_and_an_error(left: Left, tmp_path: Path) -> None:
+def test_nothing_sound_is_no_fresh_start_beside_what_is_left(left: Left, tmp_path: Path) -> None:
     damaged = left.copy_to(tmp_path)
     damaged.forget_memory()
     for version in (STEPS - 1, STEPS):
         truncate(random.Random(version), damaged.data(version))
     with TinyJob(damaged.path, **damaged.settings()) as job:
-        restored = job.restore()
-        assert (restored, len(restored.rejected)) == (0, 2)
-        assert any("nothing sound was found" in e.message for e in job.heard("notice"))
-        job.run(STEPS)
-        assert job.fingerprint() == left.prints[STEPS]
+        with pytest.raises(RestoreError, match=rf"\(v{STEPS} was one\), and has none") as caught:
+            job.restore()
+        assert str(caught.value).count("truncated") == 2
+        assert "moving away what is left" in str(caught.value)
+        job.checkpointer.abandon()
+
+
+def test_a_disk_that_fails_is_a_damaged_copy(
+    left: Left, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind the header. A mapped page that cannot be read would end the process instead."""
+    damaged = left.copy_to(tmp_path)
+    damaged.forget_memory()
+    check_header = reading.check_header
+
+    def cut_short_then(image: Any) -> Any:
+        header = check_header(image)
+        if image.manifest.version == STEPS:
+            os.truncate(damaged.data(STEPS), header.header_bytes)
+        return header
+
+    monkeypatch.setattr(reading, "check_header", cut_short_then)
+    restored, said, print_ = restored_after(damaged)
+    assert (restored, print_) == (STEPS - 1, left.prints[STEPS - 1])
+    assert "the disk fails" in said[0]
 
 
 def test_the_job_goes_on_in_a_slot_that_was_damaged(left: Left, tmp_path: Path) -> None:

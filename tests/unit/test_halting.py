@@ -48,7 +48,7 @@ NOON = 1_800_000_000.0
         (HaltRequest(before_seconds=NOON, seconds_left=60), 0, NOON - 60, None, Reason.TIME),
         (HaltRequest(seconds_left=60), 0, NOON, None, Reason.NONE),
         (HaltRequest(seconds_left=60), 0, NOON, NOON + 61, Reason.NONE),
-        (HaltRequest(seconds_left=60), 0, NOON, NOON + 60, Reason.TIME),
+        (HaltRequest(seconds_left=60), 0, NOON, NOON + 60, Reason.ALLOCATION),
         # Nobody asked to look at the end of the allocation, which may have been prolonged.
         (HaltRequest(before_seconds=NOON + 9), 0, NOON, NOON - 9, Reason.NONE),
         (HaltRequest(now=True, after_version=1), 5, NOON, None, Reason.NOW),
@@ -384,7 +384,7 @@ def test_a_script_that_never_asks_is_ended_and_one_rank_that_asks_is_enough(
         for rank in asks:
             ranks[rank].halting.should_exit()
     assert ended == ([False] * 4 if asks else [False, False, True, True])
-    assert ranks[0].halting.reason is Reason.TIME
+    assert ranks[0].halting.reason is Reason.ALLOCATION
 
 
 def test_no_end_of_the_allocation_is_said_once(make_rank: Any) -> None:

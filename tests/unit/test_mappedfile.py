@@ -1,0 +1,73 @@
+"""What the disk cannot give is an error, and not the end of the process."""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tierckpt.mappedfile import MappedFile
+
+PAGES = 300
+SIZE = PAGES * mmap.PAGESIZE + 17
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "file"
+    made.write_bytes(os.urandom(SIZE))
+    return made
+
+
+@pytest.fixture
+def file(path: Path) -> Iterator[MappedFile]:
+    with path.open("rb") as opened:
+        made = MappedFile(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, SIZE), (5, 6), (4096, 8192), (SIZE - 1, SIZE), (0, SIZE + 10**6), (7, 7)]
+)
+def test_what_is_there_is_brought(low: int, high: int, file: MappedFile, path: Path) -> None:
+    file.ask(low, high)
+    file.bring(low, high)
+    assert file.view[low:high] == path.read_bytes()[low:high]
+
+
+def test_what_cannot_be_read_is_an_error_and_the_rest_is_not(file: MappedFile, path: Path) -> None:
+    """To touch it instead would end this process."""
+    whole = path.read_bytes()
+    os.truncate(path, 100 * mmap.PAGESIZE)
+    file.bring(0, 100 * mmap.PAGESIZE)
+    assert file.view[: 100 * mmap.PAGESIZE] == whole[: 100 * mmap.PAGESIZE]
+    with pytest.raises(OSError, match="bytes 409600 to 409700 cannot be read: the disk fails"):
+        file.bring(409600, 409700)
+    with pytest.raises(OSError, match="cannot be read"):
+        file.bring(0, SIZE)
+
+
+def test_to_touch_it_would_end_the_process(path: Path) -> None:
+    """The proof that the test before proves something."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        with path.open("rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        os.truncate(path, 0)
+        mapped[0]
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+
+
+def test_it_can_be_closed_while_somebody_holds_a_part(file: MappedFile) -> None:
+    held = file.view[:10]
+    file.close()
+    assert len(bytes(held)) == 10
+    held.release()
