@@ -387,6 +387,7 @@ class Checkpointer:
             )
         elif not self._lives.lineage and self._pool.holds_anything():
             safe = False  # the life before is in there, and nobody restored it
+        self._reports.emit("closed", message=self.exit_reason or "the training's end")
         self._shut_down(remove=safe)
 
     def _await_other_nodes(self) -> None:
@@ -512,6 +513,7 @@ class Checkpointer:
         """Have it copied: from now on, or from the first layer that is released."""
         snapshot.trace = self._trace
         snapshot.begin = self._copier.submit
+        self._copier.expect(snapshot)
         if snapshot.starts_at_once or not self._pool.complete:
             snapshot.start()
         if self._release_early:

@@ -26,7 +26,8 @@ class Event:
     """What happened to one version on one level, seen from one rank."""
 
     name: str
-    """`sealed`, `committed`, `skipped`, `failed`, `restored`, `rejected`, `interval`, `notice`."""
+    """`sealed`, `committed`, `skipped`, `failed`, `restored`, `rejected`, `interval`, `closed`,
+    `notice`."""
     level: str = ""
     """`memory`, `local`, or empty."""
     version: int = -1

@@ -120,8 +120,7 @@ def observe(events: Sequence[Record]) -> Job:
     costs = _costs(events)
     writing = {name: _writing(events, name) for name in ("local", "persistent")}
     there = [name for name in SHARES if name in costs or writing.get(name)]
-    failed, restart_seconds = _failures(events)
-    span_seconds = events[-1]["time_seconds"] - events[0]["time_seconds"] if events else 0.0
+    failed, restart_seconds, span_seconds = _failures(events)
     levels = {
         name: Level(
             name,
@@ -177,19 +176,27 @@ def _step_seconds(events: Sequence[Record]) -> float:
     return median(found) if found else 0.0
 
 
-def _failures(events: Sequence[Record]) -> tuple[dict[str, int], dict[str, float]]:
-    """By level: how often a restart needed it, and the median seconds until the job was back."""
+def _failures(events: Sequence[Record]) -> tuple[dict[str, int], dict[str, float], float]:
+    """By level: how often a failure needed it, and the median seconds until the job was back; and
+    the seconds of it all. A job that ended as it should and came back later did not fail."""
     count, gaps = dict.fromkeys(SHARES, 0), defaultdict(list)
     first = min((event["rank"] for event in events), default=0)
+    ended, span_seconds = False, 0.0
     for before, event in pairwise(events):
-        if event["name"] == "restored" and event["rank"] == first and event["level"]:
+        ended = ended or (before["name"] == "closed" and before["rank"] == first)
+        if not ended:
+            span_seconds += event["time_seconds"] - before["time_seconds"]
+        if event["name"] != "restored" or event["rank"] != first:
+            continue
+        if event["level"] and not ended:
             parts = event["level"].split(" and ")
             # What peers rebuild is of the local level.
             level = max(("local" if p == "peer" else p for p in parts), key=list(SHARES).index)
             count[level] += 1
             gap = event["time_seconds"] - before["time_seconds"]
             gaps[level].append(max(gap, event["seconds"].get("total", 0.0)))
-    return count, {level: median(seconds) for level, seconds in gaps.items()}
+        ended = False
+    return count, {level: median(seconds) for level, seconds in gaps.items()}, span_seconds
 
 
 def by_hand(job: Job, args: argparse.Namespace) -> Job:

@@ -86,6 +86,20 @@ def test_a_jobs_own_events_say_what_to_set(
     assert "memory_every_steps=13, local_every_steps=52" in out
 
 
+def test_a_job_that_ended_as_it_should_did_not_fail(story: Story) -> None:
+    """It came back after a night in the queue, which was no time of the job's either."""
+    story.steps(range(1, 1001))
+    story.tell("closed", version=1000)
+    story.restarts("local", 1000, after=40_000.0)
+    story.steps(range(1001, 2001))
+    story.restarts("memory", 2000, after=1.0)
+    story.steps(range(2001, 3001))
+    job = observe(read([Path(name) for name in story.end()]))
+    memory = job.levels["memory"]
+    assert memory.failures_per_second == pytest.approx(1 / 301, rel=1e-2)
+    assert job.levels["local"].failures_per_second == 0
+
+
 def test_costs_that_the_job_measured_itself_are_believed(story: Story) -> None:
     story.steps(range(1, 101))
     cost = {"step": 0.1, "cost": 0.01}
