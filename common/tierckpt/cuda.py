@@ -207,9 +207,10 @@ class CudaSnapshot(Snapshot):
             elif self._flying:
                 self._receive(self._flying.popleft())
             else:
-                with self._changed:
-                    if not self._todo and not self._flying and self.phase is Phase.OPEN:
-                        self._changed.wait()
+                self._await_release()
+
+    def _nothing_to_do(self) -> bool:
+        return super()._nothing_to_do() and not self._flying
 
     def barrier(self) -> None:
         """Return when the compute stream is told to wait for what still reads the live tensors."""

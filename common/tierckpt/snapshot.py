@@ -5,7 +5,8 @@ The recipe, and who does what:
 1. *boundary* (training thread): `Plan.stage` copies buffers and small state aside.
 2. *release* (training thread): blocks whose layer is being allreduced may be copied. The first one
    wakes the copier: at the boundary it would only be in the forward pass's way (but while there
-   are slots to be made, which takes longer).
+   are slots to be made, which takes longer). When nothing was released for a second (an evaluation
+   follows the boundary), the copier releases what is left by itself.
 3. *bind* (copier thread): wait until some slot may be overwritten, and claim it.
 4. *copy* (copier thread): each block is copied and, still in the core's cache, hashed.
 5. *barrier* (training thread, before the optimizer's step): everything is released; the training
@@ -22,6 +23,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -47,6 +49,9 @@ _log = logging.getLogger("tierckpt")
 
 BIND_PATIENCE_SECONDS = 30.0
 """The barrier waits this long for a slot, then lets the training go on without the snapshot."""
+
+QUIET_SECONDS = 1.0
+"""Where no layer is released for so long, the copier does not wait for any."""
 
 JOIN_PATIENCE_SECONDS = 10.0
 
@@ -351,25 +356,40 @@ class Snapshot:
 
     def release_all(self) -> None:
         """Everything may be copied from now on."""
-        self._release(sorted(self._held))
+        self._let_all_copy()
+        self.start()
 
     def _release(self, blocks: Iterable[int]) -> None:
-        fresh = []
-        for block in blocks:
-            if block in self._held:
-                self._held.remove(block)
-                fresh.append(block)
-        if fresh:
-            with self._changed:
+        self._let_copy(blocks)
+        self.start()
+
+    def _let_copy(self, blocks: Iterable[int]) -> None:
+        """Any thread: a block is handed out once, whoever comes first."""
+        with self._changed:
+            fresh = []
+            for block in blocks:
+                if block in self._held:
+                    self._held.remove(block)
+                    fresh.append(block)
+            if fresh:
                 self._todo.extend(fresh)
                 self._changed.notify_all()
-        self.start()
+
+    def _let_all_copy(self) -> None:
+        with self._changed:
+            self._let_copy(sorted(self._held))
 
     def start(self) -> None:
         """Wake the copier, if that was not done yet."""
-        begin, self.begin = self.begin, None
+        begin = self._take_begin()
         if begin is not None:
             begin(self)
+
+    def _take_begin(self) -> Callable[[Snapshot], None] | None:
+        """Any thread: to have it copied is left to one of those who ask."""
+        with self._changed:
+            begin, self.begin = self.begin, None
+            return begin
 
     def barrier(self) -> None:
         """Return when the optimizer may change the tensors: sealed, or given up."""
@@ -474,9 +494,37 @@ class Snapshot:
         self.bind()
         while self.phase is Phase.OPEN:
             if not self.work():
-                with self._changed:
-                    if not self._todo and self.phase is Phase.OPEN:
-                        self._changed.wait()
+                self._await_release()
+
+    def run_if_quiet(self) -> bool:
+        """Copier thread, with nothing else to do: `run`, if nobody had that done since the
+        boundary, which is a while ago."""
+        if time.monotonic() - self.started_seconds < QUIET_SECONDS or self._take_begin() is None:
+            return False
+        self._release_quietly()
+        self.run()
+        return True
+
+    def _await_release(self) -> None:
+        """Copier thread: until there may be something to copy. Not for long: where no layer comes
+        (an evaluation; a validation of 20 minutes, in which the node may be taken), it is all."""
+        with self._changed:
+            if not self._nothing_to_do() or self._changed.wait(QUIET_SECONDS):
+                return
+        self._release_quietly()
+
+    def _nothing_to_do(self) -> bool:
+        """With the lock held."""
+        return not self._todo and self.phase is Phase.OPEN
+
+    def _release_quietly(self) -> None:
+        """Release what is held, on the copier's thread.
+
+        Right at any time: nothing that is striped changes before the barrier, and that returns only
+        when all blocks are copied, whoever released them. Nor does it matter when the barrier comes
+        meanwhile: what was handed out here is in the queue that it empties.
+        """
+        self._let_all_copy()
 
     def _seal(self) -> None:
         """With everything copied, by the thread that copied the last block."""
@@ -574,12 +622,18 @@ class Copier(threading.Thread):
         super().__init__(name="tierckpt-copier", daemon=True)
         self._queue: deque[Snapshot | None] = deque()
         self._wake = threading.Semaphore(0)
+        self._expected: weakref.ref[Snapshot] | None = None
         self.start()
 
     def submit(self, snapshot: Snapshot) -> None:
         """Queue a snapshot."""
         self._queue.append(snapshot)
         self._wake.release()
+
+    def expect(self, snapshot: Snapshot) -> None:
+        """One was begun, and may be submitted at once, later, or not for long: see `QUIET_SECONDS`.
+        Nobody is woken: the training thread has no time for that."""
+        self._expected = weakref.ref(snapshot)
 
     def close(self) -> None:
         """End the thread after what is queued."""
@@ -590,11 +644,22 @@ class Copier(threading.Thread):
     def run(self) -> None:
         """The loop."""
         while True:
-            self._wake.acquire()
+            if not self._wake.acquire(timeout=QUIET_SECONDS):
+                self._look_at_expected()
+                continue
             snapshot = self._queue.popleft()
             if snapshot is None:
                 return
-            try:
-                snapshot.run()
-            except Exception as error:  # e.g. in `on_done`: that version is lost, not the thread
-                snapshot.fail(error)
+            _carry_out(snapshot, snapshot.run)
+
+    def _look_at_expected(self) -> None:
+        snapshot = self._expected() if self._expected is not None else None
+        if snapshot is not None:
+            _carry_out(snapshot, snapshot.run_if_quiet)
+
+
+def _carry_out(snapshot: Snapshot, work: Callable[[], object]) -> None:
+    try:
+        work()
+    except Exception as error:  # e.g. in `on_done`: that version is lost, not the thread
+        snapshot.fail(error)

@@ -161,6 +161,26 @@ def test_versions_are_exact_although_sealed_after_the_barrier(
     again.close()
 
 
+def test_a_version_is_sealed_in_an_evaluation_that_releases_no_layer(
+    lane: CpuLane, tmp_path: Path, shm_dir: Path
+) -> None:
+    model, optimizer, ckpt, events = attach(lane, tmp_path, shm_dir)
+    for _ in range(4):
+        train_step(model, optimizer)
+        ckpt.step()
+    taken = ckpt._snapshot
+    taken.wait_done()
+    assert (taken.phase, taken.clock.barrier) == (snapshot.Phase.SEALED, 0.0)
+    following = [train_step(model, optimizer)]  # its barrier finds nothing to do
+    ckpt.abandon()
+    model, optimizer = build()
+    again = tierckpt.Checkpointer(model, optimizer, **settings(tmp_path, shm_dir))
+    assert again.restore() == 4
+    assert [train_step(model, optimizer)] == following
+    again.close()
+    assert not [e for e in events if e.name == "failed"]
+
+
 def test_a_slot_is_given_back_only_when_no_copy_can_write_to_it(
     lane: CpuLane, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

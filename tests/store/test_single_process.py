@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tierckpt
+from tierckpt import snapshot
 from tierckpt.agentclient import AgentClient
 from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.naming import FORMAT_MAJOR, ShardKey
@@ -439,6 +440,7 @@ def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the boundary it would take the interpreter from the forward pass, for nothing yet."""
+    monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
     with TinyJob(path, local_every_steps=0, **settings) as job:
         checkpointer, woken = job.checkpointer, list[int]()
         checkpointer._release_early = False  # as with an adapter that releases layer by layer
