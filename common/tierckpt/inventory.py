@@ -7,7 +7,8 @@ and then plan alike, without talking again.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Container, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -322,37 +323,52 @@ def plan_rebuilds(
     """How to make every shard of `keys` that is not `there`; None when some cannot be made."""
     lost = {key.shard for key in keys if key not in there}
     rebuilds = []
-    for (group, k, m), sources in _parities_of(keys[0], parities, life, bad).items():
+    load: Counter[int] = Counter()
+    for (group, k, m), parity_keys in _parities_of(keys[0], parities, life, bad).items():
         gone = tuple(shard for shard in group if shard in lost)
         if not gone:
             continue
         members = {group.index(shard) for shard in gone}
-        no_parity = set(range(len(group))) - {source.member for source in sources}
+        no_parity = set(range(len(group))) - {group.index(key.shard) for key in parity_keys}
         try:
             plan_rebuild(Code(len(group), k, m), members, no_parity, restore_parities=False)
         except RestoreError:
             continue
+        sources = tuple(
+            _parity_source(group.index(key.shard), key, places, load)
+            for key, places in sorted(parity_keys.items())
+        )
         rebuilds.append(Rebuild(group, gone, sources))
         lost -= set(gone)
     return None if lost else tuple(rebuilds)
 
 
+ParityPlaces = dict[ParityKey, dict[Place, list[int]]]
+"""Where each is, and which ranks see it there."""
+
+
 def _parities_of(
     key: ShardKey, parities: Sequence[Sequence[FoundParity]], life: str, bad: Bad
-) -> dict[tuple[tuple[int, ...], int, int], tuple[ParitySource, ...]]:
-    """By group and code: one source for every parity of the version that `key` is of."""
-    found: dict[tuple[tuple[int, ...], int, int], dict[int, ParitySource]] = {}
+) -> dict[tuple[tuple[int, ...], int, int], ParityPlaces]:
+    """By group and code: what there is of the version that `key` is of."""
+    found: dict[tuple[tuple[int, ...], int, int], ParityPlaces] = {}
     for rank, inventory in enumerate(parities):
         for p in inventory:
             same = (p.life, p.key.id, p.key.shards) == (life, key.id, key.shards)
             if same and (p.key, p.place) not in bad:
-                member = p.group.index(p.key.shard)
-                source = ParitySource(member, p.key, p.place, rank)
-                found.setdefault((p.group, p.k, p.m), {}).setdefault(member, source)
-    return {
-        code: tuple(sources[member] for member in sorted(sources))
-        for code, sources in sorted(found.items())
-    }
+                places = found.setdefault((p.group, p.k, p.m), {}).setdefault(p.key, {})
+                places.setdefault(p.place, []).append(rank)
+    return dict(sorted(found.items()))
+
+
+def _parity_source(
+    member: int, key: ParityKey, places: Mapping[Place, Sequence[int]], load: Counter[int]
+) -> ParitySource:
+    """Read by the rank that has least to read of those that see it."""
+    place = min(places)
+    reader = min(places[place], key=lambda rank: (load[rank], rank))
+    load[reader] += 1
+    return ParitySource(member, key, place, reader)
 
 
 REBUILT = Place("peer", EVERYWHERE, "rebuilt")
@@ -362,7 +378,10 @@ REBUILT = Place("peer", EVERYWHERE, "rebuilt")
 def _assign(
     keys: Sequence[ShardKey], places_of: dict[ShardKey, dict[Place, list[int]]], ranks: int
 ) -> Iterator[Source]:
-    """Pick a place and a reader for every shard; readers as evenly loaded as places allow."""
+    """Pick a place and a reader for every shard; readers as evenly loaded as places allow.
+
+    What all ranks see and few have to read is read by ranks far apart, which are of many nodes.
+    """
     load = [0] * ranks
     for key in keys:
         places = places_of.get(key)
@@ -372,8 +391,9 @@ def _assign(
         place = min(places, key=lambda p: (LEVELS.index(p.level), p))
         everywhere = place.host == EVERYWHERE
         readers = list(range(ranks)) if everywhere else places[place]
-        home = key.shard if key.shard in readers and load[key.shard] == 0 else None
-        reader = home if home is not None else min(readers, key=lambda r: (load[r], r))
+        home = key.shard * ranks // len(keys) if everywhere else key.shard
+        free = home in readers and load[home] == 0
+        reader = home if free else min(readers, key=lambda r: (load[r], r))
         load[reader] += 1
         # What has to be decoded is decoded once, and not by every rank.
         direct = len(readers) == ranks and not everywhere and not place.encoded
