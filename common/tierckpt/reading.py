@@ -43,6 +43,8 @@ class Failure:
 
 
 OnRead = Callable[[int], None]
+Kept = dict[tuple[ShardKey, Place, str], tuple[Image, ShardHeader]]
+"""What was fetched and is sound, by shard, place and life."""
 
 
 class Run(NamedTuple):
@@ -64,10 +66,12 @@ class Reads:
         images: dict[int, Image],
         on_read: OnRead = lambda nbytes: None,
         open_store: OpenStore = PersistentStore,
+        kept: Kept | None = None,
     ) -> None:
-        """Images come into `images`, by shard; `on_read` hears of bytes read, from any thread."""
+        """Images come into `images`, by shard; `on_read` hears of bytes read, from any thread.
+        What is in `kept` is taken from there, and not fetched again."""
         self._pool, self._images, self._on_read = pool, images, on_read
-        self._open_store = open_store
+        self._open_store, self._kept = open_store, {} if kept is None else kept
         self._checks: list[tuple[ShardKey, Place, list[Future[None]]]] = []
         self.headers: dict[int, ShardHeader] = {}
         """Of the shards that could be opened; checked."""
@@ -77,6 +81,11 @@ class Reads:
         opened = []
         for source in sources:
             key = ShardKey(version, source.shard, shards)
+            there = self._kept.pop((key, source.place, life), None)
+            if there is not None:
+                self._images[key.shard], self.headers[key.shard] = there
+                self._checks.append((key, source.place, []))
+                continue
             opening = self._pool.submit(_open, key, source.place, life, self._open_store)
             opened.append((key, source.place, opening))
         for key, place, opening in opened:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from . import streams, tree
 from .errors import RestoreError, StateMismatchError
 from .group import Group
 from .images import LOST, Image, OpenStore, open_image
-from .inventory import Found, FoundParity, Place, RestorePlan, plan_restore
+from .inventory import Found, FoundParity, Place, RestorePlan, Source, plan_restore
 from .loading import Loader
 from .manifest import Manifest
 from .naming import ShardKey, VersionId
@@ -32,7 +32,7 @@ from .newtensors import NewTensors
 from .outline import Contents, Outline, OwnState, counts, lacking
 from .persistent import PersistentStore
 from .progress import Progress
-from .reading import READERS, Failure, Reads
+from .reading import READERS, Failure, Kept, Reads
 from .rebuilding import Parities
 from .restored import Restored, Volume
 from .shardfile import ShardHeader, decode_header
@@ -118,6 +118,7 @@ class Restorer:
         self.volume = Volume()
         self._progress = progress or Progress(False)
         self._open_store, self._foresee = open_store, foresee
+        self._kept: Kept = {}
         self._bad: set[tuple[ShardKey, Place]] = set()
         self._undecodable: dict[VersionId, str] = {}
         """Versions that lack only a key or a module here, and which."""
@@ -141,6 +142,8 @@ class Restorer:
                 if attempt is not None:
                     return attempt
         finally:
+            for image, _ in self._kept.values():
+                image.close()
             self.seconds += time.perf_counter() - begin
 
     def report(self, result: Restored) -> None:
@@ -167,7 +170,7 @@ class Restorer:
         mine = [s for s in plan.sources if s.reader == self.group.rank]
         self._progress.begin(f"verifying v{plan.id.version}")
         with ThreadPoolExecutor(READERS, "tierckpt-restore") as pool:
-            reads = Reads(pool, images, self._on_read, self._open_store)
+            reads = Reads(pool, images, self._on_read, self._open_store, self._kept)
             reads.open(plan.id, len(plan.sources), plan.life, mine)
             suspected, failures = self._rebuild(attempt, pool, reads) if plan.rebuilds else ([], [])
             self._foresee(reads.headers.values())
@@ -179,7 +182,9 @@ class Restorer:
         failed = [f for theirs, *_ in everyone for f in theirs]
         failed = failed or [f for _, theirs, *_ in everyone for f in theirs]
         self._reject(plan, failed)
-        if not failed:
+        if failed:
+            self._keep(attempt, mine, reads.headers, {f.key.shard for f in failures})
+        else:
             outlines = {shard: o for *_, each, _ in everyone for shard, o in each.items()}
             small = {shard: o for *_, each in everyone for shard, o in each.items()}
             own = small.get(attempt.own_shard) or _own_state(attempt, reads.headers)
@@ -189,6 +194,21 @@ class Restorer:
                 everyones = self.group.all_gather_object(held)
                 attempt.contents.missing = lacking(attempt.contents.specs, everyones)
         return not failed
+
+    def _keep(
+        self,
+        attempt: Attempt,
+        sources: Iterable[Source],
+        headers: Mapping[int, ShardHeader],
+        damaged: Container[int],
+    ) -> None:
+        """For the next attempt: what this rank fetched and found sound."""
+        plan = attempt.plan
+        for source in sources:
+            shard = source.shard
+            if shard in headers and shard not in damaged and not source.place.mappable:
+                key = ShardKey(plan.id, shard, len(plan.sources))
+                self._kept[key, source.place, plan.life] = attempt.images.pop(shard), headers[shard]
 
     def _rebuild(
         self, attempt: Attempt, pool: ThreadPoolExecutor, reads: Reads

@@ -7,8 +7,8 @@ to handle it is called, too. The process ends at once, as it would have without 
 - the same signal comes again, later than REPEATED_SECONDS after the first;
 - SIGTERM came, and no boundary is passed for `patience_seconds`: it hangs in a collective whose
   other side is gone. A handler in Python would never be run then, so a thread sees to that, which
-  the interpreter's own C handler wakes through a pipe (`signal.set_wakeup_fd`). A launcher that ends
-  the survivors of a failure does not wait for its grace period to pass. Other signals are no
+  the interpreter's own C handler wakes through a pipe (`signal.set_wakeup_fd`). A launcher that
+  ends the survivors of a failure does not wait for its grace period to pass. Other signals are no
   launcher's, and leave time for what is between two boundaries (an evaluation). Once the ranks
   have agreed to end, there is time, too.
 """

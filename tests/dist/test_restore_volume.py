@@ -112,3 +112,21 @@ def test_a_rebuild_reads_what_is_left_once(ranks: Any, tmp_path: Path, shm_dir: 
     assert total(told, "read") == bytes_left > 0
     assert told[0]["levels"] == ("local", "peer", "local")
     assert "rebuild" in told[0]["seconds"]
+
+
+def test_what_was_fetched_is_not_fetched_again_for_another_shards_damage(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Shard 0 is far away only. Shard 1 is here, and damaged, which comes out meanwhile."""
+    place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
+    ranks(2).run(persistent.train_and_close, place, shared, {})
+    folder = Path(place.path)
+    for lost in folder.glob("v*.s00000of00002.*"):
+        lost.unlink()
+    for damaged in folder.glob("v*.s00001of00002.safetensors"):
+        content = bytearray(damaged.read_bytes())
+        content[-5000] ^= 1
+        damaged.write_bytes(content)
+    told = ranks(2).run(volume, place, persistent.settings(shared))
+    assert told[0]["levels"] == ("persistent", "persistent")
+    assert total(told, "asked") == told[0]["all"] > 0
