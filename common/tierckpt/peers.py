@@ -9,9 +9,10 @@ from .agentclient import AgentClient
 from .alike import Roll
 from .config import Config
 from .group import Group, Node
+from .localstore import LocalStore
 from .naming import VersionId
 from .redundancy import isal
-from .redundancy.groups import RedundancyGroup, Scheme, plan_groups
+from .redundancy.groups import RedundancyGroup, Scheme, TooFewDomainsError, plan_groups
 
 if TYPE_CHECKING:
     from .peer.address import Address
@@ -20,12 +21,36 @@ MEET_SECONDS = 30.0
 """So long an agent may take to listen, when a life begins."""
 
 
-def redundancy_groups(config: Config, roll: Roll) -> tuple[RedundancyGroup, ...]:
-    """Who protects whom; empty when nobody does. Raises ConfigError when that can't be as asked."""
+Groups = tuple[RedundancyGroup, ...]
+
+
+def redundancy_groups(config: Config, roll: Roll, group: Group) -> tuple[Groups, str]:
+    """Who protects whom, empty when nobody does; and what to say where that is not as asked.
+
+    Raises ConfigError when it cannot be as asked and the job has yet to begin. Later nodes may be
+    lost that nobody replaces, and what earlier lives protected is to be rebuilt all the same: then
+    there are no groups. Collective.
+    """
     scheme = Scheme.parse(config.peer.redundancy)
     if not config.uses("peer"):
-        return ()
-    return plan_groups(roll.domains, scheme, config.peer.group_size)
+        return (), ""
+    try:
+        return plan_groups(roll.domains, scheme, config.peer.group_size), ""
+    except TooFewDomainsError as error:
+        if not any(group.all_gather_object(_has_parity(config))):
+            raise
+        return (), (
+            f"the peer level is off: {error}. What earlier lives of this job protected can still "
+            "be rebuilt; new versions are lost with a node's disk until peer_redundancy is set to "
+            "what the job can have, or it has its nodes again"
+        )
+
+
+def _has_parity(config: Config) -> bool:
+    try:
+        return bool(LocalStore(config.directory).parities())
+    except OSError:
+        return False
 
 
 class Peers:
@@ -40,7 +65,7 @@ class Peers:
         group: Group,
         roll: Roll,
         agent: AgentClient,
-        groups: tuple[RedundancyGroup, ...],
+        groups: Groups,
     ) -> None:
         """`groups`: see `redundancy_groups`."""
         self._config, self._group, self._roll, self._agent = config.peer, group, roll, agent

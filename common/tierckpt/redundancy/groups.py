@@ -24,6 +24,10 @@ MOST_MEMBERS = 128
 FORMS = "none, partner, partner <copies>, xor, rs <k>+<m>"
 
 
+class TooFewDomainsError(ConfigError):
+    """The scheme is sound, and the job's ranks are too few, or crowd too much, for it."""
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How a group's members protect one another. `str()` gives the form that `parse` takes.
@@ -102,7 +106,8 @@ def plan_groups(
 
     Every rank of a group stores the same; a node, in proportion to its ranks. O(n).
 
-    Raises ConfigError, with the arithmetic and what would work, when the ranks cannot be grouped.
+    Raises TooFewDomainsError, with the arithmetic and what would work, when the ranks cannot be
+    grouped; ConfigError for a `group_size` that the scheme cannot have.
     """
     if scheme.name == "none" or not domains:
         return ()
@@ -116,7 +121,7 @@ def plan_groups(
     fullest = max(len(ranks) for ranks in members.values())
     most = len(domains) // scheme.least
     if fullest > most:
-        raise ConfigError(_cannot(scheme, members, len(domains), fullest))
+        raise TooFewDomainsError(_cannot(scheme, members, len(domains), fullest))
     nearest = (2 * len(domains) + wanted) // (2 * wanted)
     count = max(fullest, min(nearest, most))
     dealt = [rank for ranks in members.values() for rank in ranks]
