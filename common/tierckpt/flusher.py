@@ -119,15 +119,17 @@ class Flusher:
         self._bases = Bases(lambda name: self._store is not None and self._store.exists(name))
 
     def order(self, order: FlushOrder, answer: Answer) -> None:
-        """Flush a version after those ordered before; `answer` is told how it went."""
-        self.held.add(order.keys)
+        """Flush a version after those ordered before; `answer` is told how it went.
+
+        Raises RuntimeError, and has nothing to do, where there may be no more threads.
+        """
         with self._changed:
-            self._orders.append((order, answer))
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="tierckpt-flusher", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="tierckpt-flusher", daemon=True)
+                thread.start()  # RuntimeError: no more threads; nothing was ordered then
+                self._thread = thread
+            self.held.add(order.keys)
+            self._orders.append((order, answer))
 
     def busy(self) -> bool:
         """True while something is flushed or waits."""

@@ -73,15 +73,27 @@ class PartySettings:
 
 @dataclass(frozen=True)
 class _Order:
-    """A version to be protected."""
+    """A version to be protected, by those who knew each other when that was ordered: a life that
+    begins meanwhile has other shards here, and other peers."""
 
     directory: str
-    keys: list[ShardKey]
+    version: VersionId
+    shards: int
+    parties: list[PartySettings]
+    transport: Transport | None
     lost: list[int] | None
     answer: Answer
 
+    @property
+    def keys(self) -> list[ShardKey]:
+        """The node's shards."""
+        return [self.key(party) for party in self.parties]
+
+    def key(self, party: PartySettings) -> ShardKey:
+        return ShardKey(self.version, party.shard, self.shards)
+
     def say(self, op: str, **more: Any) -> None:
-        id_ = self.keys[0].id
+        id_ = self.version
         self.answer({"op": op, "version": id_.version, "generation": id_.generation, **more})
 
 
@@ -134,22 +146,29 @@ class Protector:
         `lost`: the shards beside which parity is to be made, the same everywhere; None: all.
         """
         with self._lock:
-            keys = [ShardKey(version, party.shard, shards) for party in self._parties]
-            if not keys:
-                where = {"version": version.version, "generation": version.generation}
-                answer({"op": "protect_failed", **where, "error": "the agents never met"})
+            met = (self._parties, self._transport)
+            order = _Order(directory, version, shards, *met, lost, answer)
+            if not order.keys:
+                order.say("protect_failed", error="the agents never met")
                 return
-            self._held.add(keys)
-            for older in [order for order in self._orders if order.lost is None]:
+            try:
+                self._have_thread()
+            except RuntimeError as error:  # as many as the system, or the container, allows
+                order.say("protect_failed", error=_text(error))
+                return
+            self._held.add(order.keys)
+            for older in [each for each in self._orders if each.lost is None]:
                 self._orders.remove(older)
                 self._held.discard(older.keys)
                 older.say("protect_failed", error="superseded", superseded=True)
-            self._orders.append(_Order(directory, keys, lost, answer))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="tierckpt-protector", daemon=True
-                )
-                self._thread.start()
+            self._orders.append(order)
+
+    def _have_thread(self) -> None:
+        """With the lock held, for which it waits then. Raises RuntimeError, and there is none."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="tierckpt-protector", daemon=True)
+            thread.start()
+            self._thread = thread  # after it: one that never ran would be waited for for ever
 
     def busy(self) -> bool:
         """True while something is protected, or waits."""
@@ -169,10 +188,11 @@ class Protector:
                     self._thread = None
                     break
                 order = self._orders.pop(0)
-                transport, parties = self._transport, self._parties
             begin = time.perf_counter()
             try:
-                nbytes, errors = _protect_all(transport, parties, order)
+                nbytes, errors = _protect_all(order)
+            except Exception as error:  # whatever it is, it costs this version's redundancy only
+                nbytes, errors = 0, [_text(error)]
             finally:
                 self._held.discard(order.keys)
             if errors:
@@ -183,39 +203,46 @@ class Protector:
         self._on_idle()
 
 
-def _protect_all(
-    transport: Transport | None, parties: list[PartySettings], order: _Order
-) -> tuple[int, list[str]]:
+def _protect_all(order: _Order) -> tuple[int, list[str]]:
     """Bytes of parity that were committed, and what went wrong."""
+    transport = order.transport
     if transport is None:
         return 0, ["the agents do not know each other"]
-    store, lost = LocalStore(order.directory), order.lost
-    of_shard = {party.shard: party.party() for party in parties}
     written: list[int] = []
     errors: list[str] = []
 
-    def protect(key: ShardKey) -> None:
-        party, make = of_shard[key.shard], None
-        if lost is not None:
-            make = [i for i, rank in enumerate(party.group.ranks) if rank in lost]
-            if not make:
-                return
+    def protect(party: PartySettings) -> None:
         try:
-            stored = store.read_manifest(key)
-            with open_shard(store, key) as (image, manifest):
-                still = _unchanged(store, key, stored)
-                shard = Shard(image, manifest, still)
-                report = Exchange(transport, party, shard, store, make).run()
-                written.append(report.parity_bytes)
-        except Exception as error:  # whatever it is, it costs this version's redundancy only
-            errors.append(f"{key}: {type(error).__name__}: {error}")
+            written.append(_protect(transport, party, order))
+        except Exception as error:
+            errors.append(f"{order.key(party)}: {_text(error)}")
 
-    threads = [threading.Thread(target=protect, args=(key,), daemon=True) for key in order.keys]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for party in order.parties:
+        thread = threading.Thread(target=protect, args=(party,), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the others' groups go on
+            errors.append(f"{order.key(party)}: {_text(error)}")
+        else:
+            threads.append(thread)
     for thread in threads:
         thread.join()
     return sum(written), errors
+
+
+def _protect(transport: Transport, settings: PartySettings, order: _Order) -> int:
+    """One shard's part; returns the bytes of parity that were committed."""
+    party, make = settings.party(), None
+    if order.lost is not None:
+        make = [i for i, rank in enumerate(party.group.ranks) if rank in order.lost]
+        if not make:
+            return 0
+    store, key = LocalStore(order.directory), order.key(settings)
+    stored = store.read_manifest(key)
+    with open_shard(store, key) as (image, manifest):
+        shard = Shard(image, manifest, _unchanged(store, key, stored))
+        return Exchange(transport, party, shard, store, make).run().parity_bytes
 
 
 def _unchanged(store: LocalStore, key: ShardKey, manifest: bytes) -> Callable[[], bool]:
@@ -225,3 +252,7 @@ def _unchanged(store: LocalStore, key: ShardKey, manifest: bytes) -> Callable[[]
         return False
 
     return still
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -102,7 +102,11 @@ class Transport:
                 "or port (0: any)"
             ) from error
         self.address = Address(host, self._listener.getsockname()[1])
-        self._start(self._accept)
+        try:
+            self._start(self._accept)
+        except RuntimeError as error:
+            self._listener.close()
+            raise ConfigError(f"the agent cannot listen at {self.address}: {error}") from error
 
     def close(self) -> None:
         """Cancel the exchanges under way, end all connections, and join all threads."""
@@ -265,7 +269,11 @@ class Transport:
                 sock.close()
                 continue
             link = self._hold(Link(sock, str(Address(host, port)), HELLO_SECONDS))
-            self._start(partial(self._receive, link))
+            try:
+                self._start(partial(self._receive, link))
+            except RuntimeError:  # no more threads: it may pass, and who called tries again
+                self._strangers.release()
+                self.drop(link)
 
     def _receive(self, link: Link) -> None:
         """The thread of an incoming connection."""
@@ -352,6 +360,8 @@ class Transport:
         return link
 
     def _start(self, work: Callable[[], None]) -> None:
+        """In a thread of its own. Raises RuntimeError where there may be no more of them."""
+
         def run() -> None:
             try:
                 work()
@@ -361,8 +371,8 @@ class Transport:
 
         thread = threading.Thread(target=run, name="tierckpt-peer", daemon=True)
         with self._changed:
+            thread.start()  # first: one that never ran would be waited for for ever
             self._threads.add(thread)
-            thread.start()
 
     def _any_thread(self) -> threading.Thread | None:
         with self._changed:

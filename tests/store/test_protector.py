@@ -1,0 +1,156 @@
+"""The agent's threads behind the desks: whatever fails, every order is answered, and the next one
+is carried out."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt import protector
+from tierckpt.errors import ConfigError
+from tierckpt.flusher import Flusher, FlushOrder, PersistentSettings
+from tierckpt.held import Held
+from tierckpt.naming import ShardKey, VersionId
+from tierckpt.protector import PartySettings, Protector
+
+PATIENCE_SECONDS = 60.0
+NOBODY = ("127.0.0.1", "127.0.0.1"), (9, 9)
+
+
+def party(shard: int) -> PartySettings:
+    return PartySettings(shard, (shard, shard + 1), 2, 1, 1, *NOBODY)
+
+
+@contextlib.contextmanager
+def no_thread(*names: str) -> Iterator[None]:
+    """As where a container allows no more: none whose name begins so can be started."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith(names):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        yield
+
+
+class Orders:
+    """A protector that is given orders, and what it answers."""
+
+    def __init__(self, folder: Path, *shards: int) -> None:
+        self.folder = folder
+        self.held = Held()
+        self.idle = threading.Event()
+        self.made = Protector(self.held, self.idle.set)
+        self.made.know([party(shard) for shard in shards])
+        self.said: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def order(self, version: int) -> dict[str, Any]:
+        self.idle.clear()
+        self.made.order(str(self.folder), VersionId(1, version), 9, None, self.said.put)
+        return self.said.get(timeout=PATIENCE_SECONDS)
+
+    def check_idle(self, *shards: int) -> None:
+        assert self.idle.wait(PATIENCE_SECONDS)
+        assert not self.made.busy()
+        for version in (1, 2, 3):
+            assert not any(ShardKey(VersionId(1, version), s, 9) in self.held for s in shards)
+
+
+def test_no_thread_to_protect_with_costs_that_version_and_no_more(tmp_path: Path) -> None:
+    orders = Orders(tmp_path, 0)
+    with no_thread("tierckpt-protector"):
+        said = orders.order(1)
+        assert (said["op"], said["version"]) == ("protect_failed", 1)
+        assert said["error"] == "RuntimeError: can't start new thread"
+        assert not orders.made.busy()
+    assert "do not know each other" in orders.order(2)["error"], "it is at it again"
+    orders.check_idle(0)
+
+
+def test_no_thread_for_a_shard_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    orders = Orders(tmp_path, 0, 2)
+    orders.made.open("life", "lo", 0, "localhost")
+    with no_thread("Thread-"):
+        said = orders.order(1)
+    assert said["op"] == "protect_failed"
+    assert said["error"].count("can't start new thread") == 2
+    assert "FileNotFoundError" in orders.order(2)["error"]
+    orders.check_idle(0, 2)
+    orders.made.close()
+
+
+def test_whatever_an_order_raises_is_answered_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = Orders(tmp_path, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(protector, "_protect_all", lambda order: {}[order.version])
+        said = orders.order(1)
+        assert (said["op"], said["version"]) == ("protect_failed", 1)
+        assert "KeyError" in said["error"]
+    assert "do not know each other" in orders.order(2)["error"]
+    orders.check_idle(0)
+
+
+def test_an_order_is_carried_out_by_those_who_knew_each_other_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new life, which has other shards here, begins while an order waits: that one fails, as its
+    peers are gone, and is not taken for protected because nobody looked."""
+    orders = Orders(tmp_path, 0)
+    orders.made.open("one life", "lo", 0, "localhost")
+    began, go_on = threading.Event(), threading.Event()
+    carry_out = protector._protect_all
+
+    def held_up(order: Any) -> Any:
+        began.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        return carry_out(order)
+
+    monkeypatch.setattr(protector, "_protect_all", held_up)
+    orders.made.order(str(tmp_path), VersionId(1, 1), 9, None, orders.said.put)
+    assert began.wait(PATIENCE_SECONDS)
+    orders.made.order(str(tmp_path), VersionId(1, 2), 9, None, orders.said.put)
+    orders.made.open("another", "lo", 0, "localhost")
+    orders.made.know([party(4)])
+    go_on.set()
+    for version in (1, 2):
+        said = orders.said.get(timeout=PATIENCE_SECONDS)
+        assert (said["op"], said["version"]) == ("protect_failed", version)
+        assert f"v{version} shard 0 of 9: FileNotFoundError" in said["error"]
+    orders.check_idle(0, 4)
+    orders.made.close()
+
+
+def test_no_thread_to_listen_with_is_told_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    orders = Orders(tmp_path, 0)
+    with no_thread("tierckpt-peer"), pytest.raises(ConfigError, match=r"cannot listen.*new thread"):
+        orders.made.open("life", "lo", 0, "localhost")
+    address = orders.made.open("life", "lo", 0, "localhost")
+    assert address.port
+    orders.made.close()
+
+
+def test_no_thread_to_flush_with_costs_that_version_and_no_more(tmp_path: Path) -> None:
+    idle, said = threading.Event(), queue.Queue[dict[str, Any]]()
+    flusher = Flusher(PersistentSettings(path=str(tmp_path / "shared")), Held(), idle.set)
+    order = FlushOrder(
+        str(tmp_path / "local"), (0,), 1, 1, 1, "life", "job", ((1, 0),), 1, 4096, None, "here"
+    )
+    with no_thread("tierckpt-flusher"), pytest.raises(RuntimeError, match="new thread"):
+        flusher.order(order, said.put)
+    assert not flusher.busy()
+    assert order.keys[0] not in flusher.held
+    flusher.order(order, said.put)
+    assert said.get(timeout=PATIENCE_SECONDS)["op"] == "flush_failed", "there is no such shard"
+    assert idle.wait(PATIENCE_SECONDS)
+    assert not flusher.busy()
