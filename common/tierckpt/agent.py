@@ -7,9 +7,10 @@ those that were killed did not come back for `linger_seconds`. It runs in a sess
 (launchers kill their workers' process groups) at low CPU and I/O priority, and imports neither
 torch nor numpy.
 
-Trainers reach it over a Unix socket in the job's private folder, one JSON object a message:
+Trainers reach it over a Unix socket in the job's private folder, one JSON object a message (see
+`packets`):
 
-    -> {"op": "hello", "protocol": 2, "desk": {...}}             first; see DeskSettings
+    -> {"op": "hello", "protocol": 3, "desk": {...}}             first; see DeskSettings
     -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
     -> {"op": "retire", "safe": [generation, version] or null,
         "lineage": [[generation, version], ...], "keep": the same, "void": the same}
@@ -44,7 +45,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .desk import MESSAGE_BYTES, Desk, DeskSettings
+from . import packets
+from .desk import Desk, DeskSettings
 from .flusher import Flusher, PersistentSettings
 from .held import Held
 from .slots import JobDirectory, take_lock
@@ -52,7 +54,7 @@ from .slots import JobDirectory, take_lock
 if TYPE_CHECKING:
     from .protector import Protector
 
-PROTOCOL = 2
+PROTOCOL = 3
 FIRST_CLIENT_SECONDS = 30.0
 """An agent that nobody speaks to ends after this; where its starter died before it could speak,
 after the time to linger if that is less."""
@@ -173,8 +175,8 @@ class Agent:
                     on_lingering()
                 for key, _ in selector.select(left):
                     if key.fileobj is listener:
-                        nobody_before = 0
-                        self._accept(listener)
+                        if self._accept(listener):
+                            nobody_before = 0
                     elif key.fileobj == starter:
                         selector.unregister(key.fileobj)
                         nobody_before = self._orphaned(nobody_before)
@@ -203,28 +205,42 @@ class Agent:
         self._woken.close()
         self._wake.close()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> bool:
+        """True when there is somebody to serve."""
         channel, _ = listener.accept()
         if _peer_uid(channel) != os.getuid():
             channel.close()
-            return
-        self.attend(channel)
+            return False
+        try:
+            self.attend(channel)
+        except OSError:  # it finds itself hung up on, and tries again
+            return False
+        return True
 
     def attend(self, channel: socket.socket) -> threading.Thread:
-        """Serve the trainer at the other end of `channel`, in a new thread; returns that."""
-        with self._lock:
-            self._serving += 1
+        """Serve the trainer at the other end of `channel`, in a new thread; returns that.
+
+        Raises OSError when there may be no more threads; `channel` is closed then.
+        """
         thread = threading.Thread(
             target=self._attend, args=(channel,), name="tierckpt-desk", daemon=True
         )
-        thread.start()
+        with self._lock:
+            self._serving += 1
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                self._serving -= 1
+            channel.close()
+            raise OSError(str(error)) from error
         return thread
 
     def _attend(self, channel: socket.socket) -> None:
         desk, said_goodbye = None, True
         try:
             with channel:
-                settings = _greeting(channel.recv(MESSAGE_BYTES))
+                settings = _greeting(channel)
                 if settings is None:
                     return
                 desk = (settings.directory, settings.shard)
@@ -232,16 +248,18 @@ class Agent:
                     self._missed.pop(desk, None)
                     self._newest[desk] = channel
                     turn = self._desks.setdefault(desk, threading.Lock())
-                channel.send(json.dumps({"op": "welcome", "pid": os.getpid()}).encode())
+                said_goodbye = False  # until it does: it is waited for also if the desk breaks
+                packets.send(channel, {"op": "welcome", "pid": os.getpid()})
                 with turn:
-                    said_goodbye = Desk(settings, channel, self).serve()
+                    made = Desk(settings, channel, self)
+                    said_goodbye = made.serve()
                 if said_goodbye:
                     with self._lock:
                         others = self._serving > 1 or self._missed or self._at_work()
                         last = not others
-                    channel.send(json.dumps({"op": "bye", "last": last}).encode())
+                    made.say(op="bye", last=last)
         except ConnectionError:
-            said_goodbye = False
+            pass
         finally:
             with self._lock:
                 self._serving -= 1
@@ -273,15 +291,16 @@ class Agent:
             self._wake.send(b"\0")
 
 
-def _greeting(data: bytes) -> DeskSettings | None:
+def _greeting(channel: socket.socket) -> DeskSettings | None:
     """What a trainer says of itself; None for anything else.
 
     A tierckpt of another version finds no welcome then, and starts an agent of its own.
     """
     try:
-        hello = json.loads(data)
-        known = hello["op"] == "hello" and hello["protocol"] == PROTOCOL
-        return DeskSettings(**hello["desk"]) if known else None
+        hello, _ = packets.receive(channel)
+        if hello is None or hello["op"] != "hello" or hello["protocol"] != PROTOCOL:
+            return None
+        return DeskSettings(**{**hello["desk"], "ranks": tuple(hello["desk"]["ranks"])})
     except (ValueError, TypeError, KeyError):
         return None
 

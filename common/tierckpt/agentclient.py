@@ -20,9 +20,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
+from . import packets
 from .agent import PROTOCOL, TAKEN, Agent, AgentSettings
 from .children import child_environment
-from .desk import MESSAGE_BYTES, DeskSettings
+from .desk import DeskSettings
 from .flusher import FlushOrder
 from .naming import Lineage, ShardKey, VersionId
 from .slots import Slot
@@ -40,8 +41,8 @@ AGAIN_SECONDS = 0.5
 MOST_AGENTS = 4
 """So many are passed over, then the first is asked again."""
 
-Message = tuple[bytes, list[int]]
-"""A message, and the descriptors that go with it."""
+Packet = tuple[bytes, list[int]]
+"""A message or a part of one, and the descriptors that go with it."""
 
 
 class AgentClient:
@@ -64,10 +65,11 @@ class AgentClient:
         self._introduction: list[dict[str, Any]] = []
         self._introduced: int | None = None
         """Process id of the agent that was told."""
-        self._unsent: deque[Message] = deque()
+        self._unsent: deque[Packet] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._channel: socket.socket | None = None
+        self._incoming = packets.Joiner()
         self._welcome = False
         self._since = 0.0
         """When the connection, or the start of the agent, was begun."""
@@ -265,8 +267,9 @@ class AgentClient:
         with contextlib.suppress(OSError):
             self._channel.settimeout(max(deadline_seconds - time.monotonic(), 0.01))
             self._channel.send(b'{"op": "bye"}')
-            while data := self._channel.recv(MESSAGE_BYTES):
-                last = bool(json.loads(data).get("last"))
+            while packet := self._channel.recv(packets.PACKET_BYTES):
+                if message := self._incoming.add(packet):
+                    last = bool(message.get("last"))
         self._drop()
         return last and self._inline is None
 
@@ -324,10 +327,10 @@ class AgentClient:
             self._channel = self.settings.place().connect()
         if self._channel is None:
             return False
-        self._since = time.monotonic()
+        self._since, self._incoming = time.monotonic(), packets.Joiner()
         hello = {"op": "hello", "protocol": PROTOCOL, "desk": asdict(self.desk)}
         try:
-            self._channel.send(json.dumps(hello).encode())
+            packets.send(self._channel, hello)
         except OSError:  # it is just ending
             self._drop()
         return self._channel is not None
@@ -380,7 +383,7 @@ class AgentClient:
         )
 
     def _send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
-        self._unsent.append((json.dumps(message).encode(), fds or []))
+        self._unsent.extend(_packed(message, fds))
         self._flush()
 
     def _flush(self) -> None:
@@ -390,20 +393,26 @@ class AgentClient:
             data, fds = self._unsent[0]
             try:
                 socket.send_fds(self._channel, [data], fds)
-            except OSError:  # the buffer is full, or it is gone: that will be heard
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                return  # the buffer is full, or it is gone: that will be heard
+            except OSError as error:  # and so will all that come after it
+                why = f"the agent cannot be told what to do ({error})"
+                self._heard.append({"op": "problem", "error": why})
+                self._give_up(why)
                 return
             self._unsent.popleft()
 
     def _receive(self) -> None:
         while self._channel is not None:
             try:
-                data = self._channel.recv(MESSAGE_BYTES)
+                data = self._channel.recv(packets.PACKET_BYTES)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
                 data = b""
             if data:
-                self._hear(json.loads(data))
+                if (message := self._incoming.add(data)) is not None:
+                    self._hear(message)
             elif self._welcome:
                 self._lose("the agent ended unexpectedly")
             else:  # it was just ending, or is of another version of tierckpt: see `_reach`
@@ -413,9 +422,7 @@ class AgentClient:
         if message["op"] == "welcome":
             self._welcome, self.pid, self._unproved = True, message["pid"], False
             if self.pid != self._introduced:
-                first: list[Message] = [
-                    (json.dumps(each).encode(), []) for each in self._introduction
-                ]
+                first = [packet for each in self._introduction for packet in _packed(each)]
                 self._unsent.extendleft(reversed(first))
                 self._introduced = self.pid
             self._flush()
@@ -462,6 +469,12 @@ class AgentClient:
         for id_ in versions:
             lost = {"op": op, "error": reason, "version": id_.version}
             self._heard.append({**lost, "generation": id_.generation})
+
+
+def _packed(message: dict[str, Any], fds: list[int] | None = None) -> list[Packet]:
+    """The descriptors go with the first packet."""
+    first, *more = packets.packets_of(message)
+    return [(first, fds or []), *((packet, []) for packet in more)]
 
 
 def _close_in_child(client: AgentClient | None) -> None:

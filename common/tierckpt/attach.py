@@ -160,6 +160,7 @@ def agent_client(config: Config, group: Group, job: JobDirectory, node: Node) ->
             keep_every=config.local.keep_every,
             persistent=persistent,
             modules=config.local.modules,
+            ranks=node.ranks,
         ),
         inline=config.agent == "inline",
     )

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from . import faults
-from .errors import ConfigError, CorruptShardError, TierckptError
+from . import faults, packets
+from .errors import ConfigError, CorruptShardError
 from .flusher import Flusher, FlushOrder
 from .held import Held
 from .localstore import CommitTimes, LocalStore
 from .modules.incremental import Chain
 from .modules.localfiles import References, commit_encoded
 from .modules.pipeline import Pipeline
-from .naming import ParityKey, ShardKey, VersionId, retired
+from .naming import Lineage, ParityKey, ShardKey, VersionId, retired
 from .pins import LocalPins
 from .slots import Slot, pin, unpin
 
 if TYPE_CHECKING:
     from .protector import Protector
 
-MESSAGE_BYTES = 1 << 16
+UNDONE = {
+    "commit": "failed",
+    "flush": "flush_failed",
+    "meet": "listening",
+    "protect": "protect_failed",
+}
+"""What a trainer hears, with an error, where what it asked for could not even be begun; otherwise
+it is a problem."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class DeskSettings:
     """PersistentSettings, which may hold secrets, if there is such a level."""
     modules: str = ""
     """What is done to shards on their way to the local level; see `modules.pipeline`."""
+    ranks: tuple[int, ...] = ()
+    """Of the job, that run on this node; the first one's desk sees to what has no other."""
 
 
 class NodeServices(Protocol):
@@ -71,6 +80,8 @@ class Desk:
         self.store = LocalStore(settings.directory)
         self._chain = Chain()
         self._bases = References(self.store)
+        self._speaking = threading.Lock()
+        self._cleaned_strays = False
         self._slots: dict[tuple[int, int], Slot] = {}
         """Mapped slots by device and inode: mapping a large segment anew for every commit costs."""
 
@@ -80,42 +91,50 @@ class Desk:
         try:
             while True:
                 try:
-                    data, fds, _, _ = socket.recv_fds(self.channel, MESSAGE_BYTES, 1)
+                    message, fds = packets.receive(self.channel)
                 except ConnectionResetError:
-                    data, fds = b"", []
-                if not data:
                     return False
-                message = json.loads(data)
-                if message["op"] == "commit":
-                    self._commit(message, fds)
-                elif message["op"] == "retire":
-                    self._retire(message)
-                elif message["op"] == "flush":
-                    self._flush(message)
-                elif message["op"] in ("meet", "know", "protect"):
-                    self._protect(message)
-                elif message["op"] == "bye":
+                if message is None:
+                    return False
+                if message["op"] == "bye":
                     return True
+                self._heed(message, fds)
         finally:
             with contextlib.suppress(OSError):
                 self.store.drop_spare(self.settings.shard)
             for slot in self._slots.values():
                 slot.close()
 
+    def _heed(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Do as the trainer says. Whatever fails costs what was asked for, and never the desk: its
+        trainer would take that for the agent's death, and everything that is under way for lost."""
+        op = message["op"]
+        try:
+            if op == "commit":
+                self._commit(message, fds)
+            elif op == "retire":
+                self._retire(message)
+            elif op == "flush":
+                self._flush(message)
+            elif op in ("meet", "know", "protect"):
+                self._protect(message)
+        except Exception as error:
+            what = UNDONE.get(op, "problem")
+            self.say(op=what, error=_text(error), **_version_in(message))
+
     def _prepare(self) -> None:
         try:
             self.store.create()
             removed = self.store.clean(self.settings.shard)
         except OSError as error:
-            self._say(op="problem", error=_text(error))
+            self.say(op="problem", error=_text(error))
         else:
             if removed:
-                self._say(op="cleaned", names=removed)
+                self.say(op="cleaned", names=removed)
 
     def _commit(self, message: dict[str, Any], fds: list[int]) -> None:
         key = ShardKey.parse(message["stem"])
         assert key is not None
-        where = {"version": key.id.version, "generation": key.id.generation}
         slot = None
         try:
             faults.point("agent", version=key.id.version, shard=key.shard)
@@ -123,15 +142,12 @@ class Desk:
             manifest, nbytes = self._sealed(slot, key)
             self.store.create()
             times, nbytes = self._commit_slot(key, slot, nbytes, manifest)
-        except (OSError, TierckptError) as error:
-            self._say(op="failed", error=_text(error), **where)
-            return
         finally:
             if slot is not None:
                 unpin(slot.fd)
                 if slot.path is None:  # passed with the message, and will be again
                     self._slots.pop(_file_of(slot.fd)).close()
-        self._say(op="committed", nbytes=nbytes, **asdict(times), **where)
+        self.say(op="committed", nbytes=nbytes, **asdict(times), **_version_in(message))
 
     def _commit_slot(
         self, key: ShardKey, slot: Slot, nbytes: int, manifest: bytes
@@ -192,19 +208,25 @@ class Desk:
         lineage = tuple((g, v) for g, v in message["lineage"])
         held = [*self.store.keys(), *self.store.parities()]
         mine = [k for k in held if self._is_mine(k)]
-        policy = (self.settings.keep_last, self.settings.keep_every)
-        gone = retired({k.id for k in mine}, safe, lineage, *policy, void)
+        strays = self._strays(held, safe, lineage)
+
+        def gone(keys: list[ShardKey]) -> set[VersionId]:
+            policy = (self.settings.keep_last, self.settings.keep_every)
+            return set(retired({k.id for k in keys}, safe, lineage, *policy, void))
+
+        # Strays go by what the whole node has: alone, the last of them would be kept for ever.
+        mine_gone, strays_gone = gone(mine), gone(held) if strays else set[VersionId]()
+        going = [k for k in mine if k.id in mine_gone] + [k for k in strays if k.id in strays_gone]
         keep = {VersionId(*each) for each in message["keep"]}
-        going = [key for key in mine if key.id in gone and key.id not in keep]
-        there = {key for key in mine if not isinstance(key, ParityKey)}
+        there = {key for key in (*mine, *strays) if not isinstance(key, ParityKey)}
         # The newest first: what another refers to goes after that one, never before it.
         for key in sorted(going, key=lambda key: key.id, reverse=True):
-            if key not in self._bases.of(there):
+            if key.id not in keep and key not in self._bases.of(there):
                 try:
                     if self._retire_one(key):
                         there.discard(key)
                 except OSError as error:
-                    self._say(op="problem", error=f"cannot retire {key}: {_text(error)}")
+                    self.say(op="problem", error=f"cannot retire {key}: {_text(error)}")
 
     def _retire_one(self, key: ShardKey) -> bool:
         """False when it is pinned, or something still reads it: it goes with a later one then."""
@@ -212,8 +234,41 @@ class Desk:
         with self.services.held.lock, pins.spared(key.id) as pinned:
             if pinned or key in self.services.held:
                 return False
-            self.store.retire(key)
+            self.store.retire(key, reuse=key.shard == self.settings.shard)
             return True
+
+    def _is_mine(self, key: ShardKey) -> bool:
+        return self._rank_of(key) == self.settings.shard
+
+    def _rank_of(self, key: ShardKey) -> int:
+        """Whose it is now."""
+        return key.shard % self.settings.shards
+
+    def _strays(
+        self, held: list[ShardKey], safe: VersionId | None, lineage: Lineage
+    ) -> list[ShardKey]:
+        """What lies here of ranks that are on other nodes in this life, for the node's first desk.
+
+        Where nodes share the directory nothing is stray. A version of this life that is complete
+        on all local levels tells: then shards of it are here that ranks of this node did not write.
+        """
+        if self.settings.ranks[:1] != (self.settings.shard,) or safe is None:
+            return []
+        generation = lineage[-1][0]
+        strays = [k for k in held if self._rank_of(k) not in self.settings.ranks]
+        if safe.generation < generation or any(k.id.generation == generation for k in strays):
+            return []
+        self._clean_strays()
+        return strays
+
+    def _clean_strays(self) -> None:
+        """Once, remove what earlier lives of other shards left half-done, or for reuse."""
+        if not self._cleaned_strays:
+            self._cleaned_strays = True
+            for shard in self.store.shards_named() - set(self.settings.ranks):
+                self.store.drop_spare(shard)
+                if removed := self.store.clean(shard):
+                    self.say(op="cleaned", names=removed)
 
     def _flush(self, message: dict[str, Any]) -> None:
         flusher = self.services.flusher(self.settings)
@@ -228,9 +283,9 @@ class Desk:
             try:
                 address = protector.open(**message["where"])
             except ConfigError as error:
-                self._say(op="listening", error=str(error))
+                self.say(op="listening", error=str(error))
             else:
-                self._say(op="listening", error="", host=address.host, port=address.port)
+                self.say(op="listening", error="", host=address.host, port=address.port)
         elif message["op"] == "know":
             protector.know([PartySettings.of_message(party) for party in message["parties"]])
         else:
@@ -239,16 +294,12 @@ class Desk:
             protector.order(self.settings.directory, *what, self._answer)
 
     def _answer(self, said: dict[str, Any]) -> None:
-        self._say(**said)
+        self.say(**said)
 
-    def _is_mine(self, key: ShardKey) -> bool:
-        if key.shards == self.settings.shards:
-            return key.shard == self.settings.shard
-        return key.shard % self.settings.shards == self.settings.shard
-
-    def _say(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # the trainer is gone: nobody to tell
-            self.channel.send(json.dumps(message).encode())
+    def say(self, **message: Any) -> None:
+        """Tell the trainer. Any thread."""
+        with self._speaking, contextlib.suppress(OSError):  # it is gone: nobody to tell
+            packets.send(self.channel, message)
 
 
 def _file_of(path: str | int) -> tuple[int, int]:
@@ -257,6 +308,16 @@ def _file_of(path: str | int) -> tuple[int, int]:
     except FileNotFoundError:
         return (-1, -1)
     return (found.st_dev, found.st_ino)
+
+
+def _version_in(message: dict[str, Any]) -> dict[str, int]:
+    """Which version a trainer's message is about, for the answer; empty where it is about none."""
+    if message["op"] == "commit":
+        key = ShardKey.parse(message["stem"])
+        assert key is not None
+        return {"version": key.id.version, "generation": key.id.generation}
+    about = message.get("order", message)
+    return {name: about[name] for name in ("version", "generation") if name in about}
 
 
 def _text(error: Exception) -> str:

@@ -20,6 +20,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
 MANIFEST_SUFFIX = ".manifest"
 ENCODED_SUFFIX = ".encoded"
 """In place of ShardKey's, when modules have changed the shard."""
+_NAMED = re.compile(rf"\.[{''.join(kind.LETTER for kind in KINDS)}](\d{{5,}})of")
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,13 @@ class LocalStore:
         """
         return Draft(self, key, nbytes, encoded, file)
 
-    def retire(self, key: ShardKey) -> None:
-        """Make the shard not exist; its file is kept for reuse if none is kept yet."""
+    def retire(self, key: ShardKey, reuse: bool = True) -> None:
+        """Make the shard not exist; with `reuse`, its file is kept for that if none is yet."""
         self._unlink(self._manifest(key))
         self.sync_directory()  # before the data changes its name: never a manifest without data
         spare, data = self._spare(key), self._data(key)
         linked = data.exists() and data.stat().st_nlink > 1  # somebody's hard link keeps it
-        if linked or spare.exists():
+        if linked or not reuse or spare.exists():
             self._unlink(data)
         else:
             with contextlib.suppress(FileNotFoundError):
@@ -192,6 +194,14 @@ class LocalStore:
             if os.fstat(file.fileno()).st_size == 0:
                 raise CorruptShardError(f"truncated: {file.name} is empty")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def shards_named(self) -> set[int]:
+        """Numbers of all shards that something here is of, be it half-done or kept for reuse."""
+        try:
+            found = map(_NAMED.search, os.listdir(self.directory))
+        except FileNotFoundError:
+            return set()
+        return {int(match[1]) for match in found if match is not None}
 
     def has(self, key: ShardKey) -> bool:
         """True when it exists here."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -18,9 +21,11 @@ import pytest
 
 from tests.store.processes import end, python
 from tierckpt import agent, agentclient
-from tierckpt.agent import Place
+from tierckpt.agent import PROTOCOL, Place
 from tierckpt.agentclient import AgentClient, AgentSettings
 from tierckpt.desk import DeskSettings
+from tierckpt.naming import VersionId
+from tierckpt.protector import PartySettings
 from tierckpt.slots import JobDirectory
 from tierckpt.testing import TinyJob
 
@@ -218,6 +223,167 @@ def test_garbage_on_its_socket_does_not_disturb_it(node: Any) -> None:
             assert stranger.recv(100) == b"", "shown the door"
         stranger.close()
     assert reach(client) == pid
+    client.close()
+    until(lambda: not alive(pid))
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+NOBODY = 65534
+AS_NOBODY = f"""
+import json, os, socket, sys
+from tierckpt.agent import PROTOCOL
+folder = os.open(sys.argv[1], os.O_PATH)
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+where = f"/proc/self/fd/{{folder}}/agent0.socket"
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("private", [True, False])
+def test_another_user_finds_the_door_closed(private: bool, node: Any) -> None:
+    """Where the folder is not private any more, too."""
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    place = client.settings.place()
+    if not private:
+        place.job.path.chmod(0o777)
+        place.address.chmod(0o777)
+    hello = {"op": "hello", "protocol": PROTOCOL, "desk": vars(client.desk)}
+    stranger = python(
+        AS_NOBODY
+        + "try: channel.connect(where)\n"
+        + "except PermissionError: print('cannot come in', flush=True); sys.exit()\n"
+        + "try:\n"
+        + "    channel.send(sys.argv[2].encode())\n"
+        + "    print(channel.recv(1000), flush=True)\n"
+        + "except ConnectionError: print(b'', flush=True)\n",
+        place.job.path,
+        json.dumps(hello),
+    )
+    assert stranger.stdout.read() == ("cannot come in\n" if private else "b''\n")
+    end(stranger)
+    assert alive(pid)
+    assert not client.poll()
+    client.close()
+    until(lambda: not alive(pid))
+
+
+@needs_root
+def test_a_trainer_does_not_talk_to_another_users_agent(node: Any) -> None:
+    place = AgentClient(*node(0)).settings.place()
+    place.job.path.chmod(0o777)
+    stranger = python(
+        AS_NOBODY
+        + "channel.bind(where); os.chmod(where, 0o777); channel.listen(); print(flush=True)\n"
+        + "sys.stdin.read()",
+        place.job.path,
+    )
+    assert stranger.stdout.readline() == "\n"
+    assert place.connect() is None
+    end(stranger)
+
+
+IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
+
+
+def test_it_gives_way_to_the_training_by_default(node: Any) -> None:
+    """All of its threads, on the CPU and on the device."""
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+    assert len(threads) > 1, "the desk's"
+    least = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+    for thread in threads:
+        assert os.getpriority(os.PRIO_PROCESS, thread) == least
+        if IOPRIO_GET is not None:
+            priority = ctypes.CDLL(None).syscall(IOPRIO_GET, 1, thread)
+            assert (priority >> 13, priority & 7) == (2, 7), "best effort, and the last of these"
+    client.close()
+    until(lambda: not alive(pid))
+
+
+def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
+    node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a container allows no more threads; then it does again."""
+    start, refused = threading.Thread.start, list[threading.Thread]()
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "tierckpt-desk" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    monkeypatch.setattr(agent, "lower_priority", lambda nice: None)  # it would be ours
+    settings, _ = node(0)
+    serving = threading.Thread(target=agent.run, args=(settings, os.getpid()))
+    serving.start()
+    until(settings.place().address.exists)
+    trainers = [AgentClient(*node(shard)) for shard in (0, 1)]
+    for trainer in trainers:
+        assert reach(trainer) == os.getpid()
+    for trainer in trainers:
+        trainer.close()
+    serving.join(PATIENCE_SECONDS)
+    assert not serving.is_alive()
+    assert refused
+
+
+def parties_of(ranks: int, members: int) -> list[dict[str, Any]]:
+    """As many as a large node has, in large groups, of hosts with long names."""
+    hosts = tuple(f"{i}.of.a.very.large.cluster.somewhere.example.org" for i in range(members))
+    ports = tuple(range(40000, 40000 + members))
+    groups = [tuple(range(rank, rank + 1000 * members, 1000)) for rank in range(ranks)]
+    made = [
+        PartySettings(rank, groups[rank], members, members - 1, 1, hosts, ports)
+        for rank in range(ranks)
+    ]
+    return [party.as_message() for party in made]
+
+
+def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
+    """Both ways: what it is told of them, and what it says went wrong with each."""
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    where = {"life": "life", "interface": "lo", "port": 0, "towards": "localhost"}
+    client.ask("meet", "listening", PATIENCE_SECONDS, where=where)
+    parties = parties_of(ranks=200, members=64)
+    assert len(json.dumps(parties)) > 10 * 65536
+    client.introduce(where, parties)
+    client.protect(VersionId(1, 1))
+    assert client.wait(PATIENCE_SECONDS, everything=True)
+    (heard,) = client.poll()
+    assert heard["op"] == "protect_failed"
+    assert heard["error"].count("FileNotFoundError") == 200, "one for every party"
+    assert len(heard["error"]) > 10_000
+    assert client.pid == pid
+    client.close()
+    until(lambda: not alive(pid))
+
+
+def test_what_the_system_does_not_take_is_told(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for as if only a buffer was full."""
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    send = socket.send_fds
+
+    def refused(channel: socket.socket, parts: list[bytes], *rest: Any) -> int:
+        if b"protect" in parts[0]:
+            raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+        return send(channel, parts, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "send_fds", refused)
+        client.protect(VersionId(1, 1))
+    heard = client.poll()
+    assert [message["op"] for message in heard] == ["problem", "protect_failed"]
+    assert all("Message too long" in message["error"] for message in heard)
+    assert not client.behind()
+    reach(client)
     client.close()
     until(lambda: not alive(pid))
 

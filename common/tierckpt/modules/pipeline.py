@@ -10,13 +10,14 @@ group `tierckpt.modules`, which is a class as `module.Module` says:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, TierckptError
 from .module import Buffer, Description, Module, ModuleError, Parameter, Where
 
 GROUP = "tierckpt.modules"
@@ -88,15 +89,18 @@ class Pipeline:
         return tuple((module.name, dict(module.parameters())) for module in self.modules)
 
     def encode(self, block: Buffer, where: Where) -> Buffer:
-        """See `Module.encode`; in the order of the setting."""
+        """See `Module.encode`; in the order of the setting. Whatever else than they may raise comes
+        out as a ModuleError that names the module."""
         for module in self.modules:
-            block = module.encode(block, where)
+            with _named(module, "encode", where):
+                block = module.encode(block, where)
         return block
 
     def decode(self, block: Buffer, where: Where) -> Buffer:
-        """See `Module.decode`; in the reverse order."""
+        """See `Module.decode`; in the reverse order. Errors as from `encode`."""
         for module in reversed(self.modules):
-            block = module.decode(block, where)
+            with _named(module, "decode", where):
+                block = module.decode(block, where)
         return block
 
     def most_bytes(self, image_bytes: int) -> int:
@@ -109,6 +113,19 @@ class Pipeline:
         extra = sum(module.most_extra_bytes for module in self.modules)
         manifest_bytes = (1 << 16) + 16 * blocks
         return image_bytes + manifest_bytes + blocks * extra
+
+
+@contextlib.contextmanager
+def _named(module: Module, what: str, where: Where) -> Iterator[None]:
+    try:
+        yield
+    except TierckptError:
+        raise
+    except Exception as error:  # whatever a user's module does
+        raise ModuleError(
+            f"the module {module.name} cannot {what} block {where.index}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def make_module(name: str, parameters: Mapping[str, Parameter]) -> Module:
