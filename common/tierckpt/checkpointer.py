@@ -58,7 +58,7 @@ from .tuning import UNKNOWN, Meter
 
 WAIT_SECONDS = 60.0
 CLOSE_NOTICE_SECONDS = 5.0
-"""When `close` waits longer than this for other nodes or the persistent level, it says so."""
+"""When a wait for the disk, for other nodes or for the persistent level is longer, it is said."""
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
@@ -310,7 +310,12 @@ class Checkpointer:
         Not collective. False when that took longer than `timeout_seconds`.
         """
         self.complete()
-        done = self._agent.wait(timeout_seconds)
+        some = CLOSE_NOTICE_SECONDS
+        if timeout_seconds is not None and timeout_seconds <= some:
+            done = self._agent.wait(timeout_seconds)
+        elif not (done := self._agent.wait(some)):
+            self._reports.notice(f"waiting for what {self.config.directory} takes", logging.INFO)
+            done = self._agent.wait(timeout_seconds and timeout_seconds - some)
         self._collect()
         return done
 
