@@ -272,6 +272,24 @@ def test_a_module_of_somebody_elses_is_an_entry_point(monkeypatch: pytest.Monkey
         Pipeline.of_setting("mirrors", "here")
 
 
+class Moody:
+    """A module of a user's that needs a file."""
+
+    def __init__(self) -> None:
+        raise FileNotFoundError("/etc/mood")
+
+
+def test_a_module_that_cannot_be_made_is_a_setting_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one node alone, perhaps: all ranks are told of a ConfigError, and of nothing else."""
+    install(monkeypatch, pipeline.GROUP, moody="somebodys:Moody")
+    with pytest.raises(ConfigError, match=r"moody cannot be made: FileNotFoundError: /etc/mood"):
+        Pipeline.of_setting("moody", "here")
+    with pytest.raises(ModuleError, match="went through the module 'moody'"):
+        Pipeline.of_description((("moody", {}),))
+
+
 class Shelf(PosixBackend):
     """A user's own store: where a URL of theirs says."""
 

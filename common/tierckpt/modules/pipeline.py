@@ -136,7 +136,14 @@ def make_module(name: str, parameters: Mapping[str, Parameter]) -> Module:
     except TypeError as error:
         known = ", ".join(inspect.signature(made).parameters) or "none"
         raise ModuleError(f"the module {name} takes these parameters: {known}; {error}") from None
-    module: Module = made(**parameters)
+    try:
+        module: Module = made(**parameters)
+    except TierckptError:
+        raise
+    except Exception as error:  # one that a rank alone met would leave the others waiting for it
+        raise ModuleError(
+            f"the module {name} cannot be made: {type(error).__name__}: {error}"
+        ) from error
     return module
 
 
