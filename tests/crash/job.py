@@ -205,6 +205,7 @@ def prepare_faults(scenario: Scenario, rank: int, journal: Journal) -> None:
     if scenario.late_release:
         # As on CUDA: whoever is ahead wants its next slot as early as it ever can.
         snapshot.Snapshot.starts_at_once = True
+        snapshot.QUIET_SECONDS = 1e6  # a slow machine must not release them either
     if str(rank) in scenario.late_release:
         hold_layers_back(scenario.late_release[str(rank)])
 

@@ -18,7 +18,16 @@ import tierckpt
 from tests import exact
 from tests.dist.rankpool import HOROVODRUN
 from tests.dist.test_horovod_training import VARIANTS, clip
-from tests.dist.training import HorovodJob, Place, attach, make_horovod_job, rank, sgd, train
+from tests.dist.training import (
+    HorovodJob,
+    Place,
+    attach,
+    make_horovod_job,
+    only_layers_release,
+    rank,
+    sgd,
+    train,
+)
 from tierckpt.snapshot import Binding, Phase, Snapshot
 
 PATIENCE_SECONDS = 30.0
@@ -28,6 +37,7 @@ silent = partial(sgd, fused=True)  # which moves no version counter: only the ba
 # --- released by layer ---------------------------------------------------------------------------
 
 
+@only_layers_release()
 def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]]:
     """Blocks that are held back at the boundary, and after each backward pass of the iteration."""
     job = VARIANTS[name].job(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.dist.training import Place, attach, make_job, train
+from tests.dist.training import Place, attach, make_job, only_layers_release, train
 from tierckpt.timeline.command import load
 from tierckpt.timeline.spans import Span, Timeline
 from tierckpt.timeline.summary import summarize
@@ -15,6 +15,7 @@ PARAMETERS = 5 * 2
 """Of `Net`: four layers and the head, a weight and a bias each."""
 
 
+@only_layers_release()
 def traced(place: Place, folder: str) -> None:
     # Buckets small enough for several of them.
     job = make_job(bucket_cap_mb=0.003)

@@ -27,6 +27,7 @@ from tests.dist.training import (
     crash_after,
     fused_adamw,
     make_job,
+    only_layers_release,
     rank,
     sgd,
     train,
@@ -585,6 +586,7 @@ def test_a_job_of_one_process_is_a_job(
 SILENT = {"fused SGD": partial(sgd, fused=True), "fused AdamW": fused_adamw}
 
 
+@only_layers_release()
 def restored_from_slow_copies(kind: str, barrier: bool, place: Place) -> tuple[int, list[str]]:
     """Every block is copied late: without the barrier the optimizer would be first."""
     options = {"optimizer": SILENT[kind], "net": partial(Net, layers=8)}
@@ -640,6 +642,7 @@ def test_a_copy_that_is_evidently_torn_is_never_sealed(
         assert version < 3
 
 
+@only_layers_release()
 def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
     """How many blocks are free to be copied after the boundary, after backward, and in all."""
     job = make_job(**many_buckets)
