@@ -10,6 +10,7 @@ import secrets
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from .config import PersistentConfig
@@ -192,6 +193,11 @@ def look_at_persistent(
 ) -> None:
     """Add what the persistent level has. A version's manifest is there only when all shards are."""
     place = Place("persistent", EVERYWHERE, persistent.path)
+    root = Path(persistent.path)
+    if "://" not in persistent.path and not root.exists() and not root.parent.is_dir():
+        why = f"{root.parent} is not there; make it, unless it should have been mounted"
+        unseen.append(Problem(place, why))
+        return
     try:
         store = PersistentStore(persistent.path, **persistent.options())
     except ConfigError as error:  # on one rank alone, so that it must not end here

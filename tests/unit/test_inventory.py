@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierckpt.inventory import LEVELS, Found, Place, plan_restore
+from tierckpt.config import PersistentConfig
+from tierckpt.inventory import LEVELS, Found, Place, Problem, look_at_persistent, plan_restore
 from tierckpt.naming import Lineage, ShardKey, VersionId, newest_first
 
 HOSTS = ("a", "b")
@@ -108,6 +111,22 @@ def test_the_order_of_looking_does_not_matter(
     for inventory in shuffled:
         chance.shuffle(inventory)  # type: ignore[attr-defined]
     assert plan_restore(shuffled, bad) == plan_restore(inventories, bad)
+
+
+@pytest.mark.parametrize(("folder", "seen"), [("run", True), ("scratch/run", False)])
+def test_a_place_that_is_not_mounted_is_not_an_empty_one(
+    folder: str, seen: bool, tmp_path: Path
+) -> None:
+    """Nothing was flushed yet, or all that there is lies on a file system that is not here."""
+    unseen: list[Problem] = []
+    found: list[Found] = []
+    look_at_persistent(PersistentConfig(path=str(tmp_path / folder)), found, [], unseen)
+    assert found == []
+    assert [p.why for p in unseen] == (
+        []
+        if seen
+        else [f"{tmp_path}/scratch is not there; make it, unless it should have been mounted"]
+    )
 
 
 def found(version: int, shard: int, shards: int, level: str = "memory", where: str = "x") -> Found:
