@@ -95,10 +95,10 @@ def held_bytes(config: Config, job: JobDirectory, node: Node, in_place: bool) ->
 def shard_bytes(state: TrainingState, ranks: int) -> int:
     """About how large one rank's shard is."""
     walk = state.walk()
-    held = sum(t.nbytes for t in walk.striped)
+    striped, own = walk.nbytes()
     if not walk.state:  # most optimizers will make two values for every parameter
-        held *= 3
-    return held // ranks + sum(b.nbytes for b in walk.buffers)
+        striped, own = 3 * striped, 3 * own
+    return striped // ranks + own + sum(b.nbytes for b in walk.buffers)
 
 
 def check_health(config: Config, state: TrainingState, group: Group, node: Node, count: int) -> str:

@@ -118,8 +118,12 @@ class Loader:
 
     def _param_fits(self, parameter: str) -> bool:
         """False when the state that an optimizer kept for the parameter is no use to it now."""
-        saved, live = self.specs.get(f"model/{parameter}"), self._live.get(f"model/{parameter}")
+        saved, live = self._saved_param(parameter), self._live.get(f"model/{parameter}")
         return live is not None and (saved is None or _same(saved, live))
+
+    def _saved_param(self, parameter: str) -> TensorSpec | None:
+        name = f"model/{parameter}"
+        return self.specs.get(name) or self.own_specs.get(name)
 
     def _param_of(self, name: str) -> torch.Tensor | None:
         return self._live.get(f"model/{path_of(name)[0]}")
@@ -127,7 +131,7 @@ class Loader:
     def _make(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """Optimizer state lives with its parameter, unless it was on the host already then."""
         param = self._param_of(name)
-        saved_param = self.specs.get(f"model/{path_of(name)[0]}")
+        saved_param = self._saved_param(path_of(name)[0])
         assert param is not None
         on_host = spec.device == "cpu" and saved_param is not None and saved_param.device != "cpu"
         return self._new.make(spec, "cpu" if on_host else param.device)
@@ -182,7 +186,7 @@ class Loader:
     ) -> None:
         wanted: dict[str, dict[str, Any]] = {}
         live_of = {id(temp): live for temp, live in self._reordered}
-        for name in self.specs:
+        for name in self.specs | self.own_specs:
             if name.startswith(f"{label}/") and name in self._targets:
                 path, key = path_of(name)
                 target = self._targets[name]

@@ -102,17 +102,21 @@ class Plan:
 
     def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
         entries = state.entries(walk)
+        own = [(n, t) for n, t, p in entries if id(p) in walk.own_params]
+        entries = [entry for entry in entries if id(entry[2]) not in walk.own_params]
         specs = [tree.spec_of(t, n) for n, t, _ in entries]
-        self.buffers = _Buffers(state.buffer_entries(walk))
+        self.buffers = _Buffers([*state.buffer_entries(walk), *own])
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure = state.structure()
         self.has_odd = bool(walk.odd)
-        self.device = next((t.device for t in walk.striped if t.is_cuda), torch.device("cpu"))
+        self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self._containers = state.containers()
         self._values = _values(self._containers)
-        self._tensors = [t for t in walk.striped if not t.is_inference()]
-        self._striped = walk.striped
-        self._pointers = list(map(torch.Tensor.data_ptr, walk.striped))
+        self._own = [t for _, t in own]
+        self._counted = [(n, t) for n, t, _ in entries if not t.is_inference()]
+        self._counted_tensors = [t for _, t in self._counted]
+        self._tensors = walk.tensors
+        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         self._groups = state.group_sizes()
         self._headers: dict[int, tuple[bytes, int]] = {}
         self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.own]
@@ -157,22 +161,27 @@ class Plan:
         if len(now) != len(self._containers) or not all(map(is_, now, self._containers)):
             return False
         if self.has_odd:
-            striped = state.walk().striped
-            if len(striped) != len(self._striped) or not all(map(is_, striped, self._striped)):
+            tensors = state.walk().tensors
+            if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
                 return False
         else:
             values = _values(now)
             if len(values) != len(self._values) or not all(map(is_, values, self._values)):
                 return False
         return (
-            list(map(torch.Tensor.data_ptr, self._striped)) == self._pointers
+            list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
             and state.group_sizes() == self._groups
-            and self.buffers.fit(state.live_buffers())
+            and self.buffers.fit([*state.live_buffers(), *self._own])
         )
 
     def counters(self) -> list[int]:
         """Autograd's version counters of all striped tensors: a cheap check for torn copies."""
-        return list(map(_version_counter, self._tensors))
+        return list(map(_version_counter, self._counted_tensors))
+
+    def changed_since(self, counters: list[int]) -> list[str]:
+        """Names of the tensors whose counters have moved."""
+        both = zip(self._counted, counters, self.counters(), strict=True)
+        return [name for (name, _), then, now in both if then != now]
 
     def header(self, rank_state_bytes: int) -> tuple[bytes, int]:
         """The shard's header and the length of its data, with some room for the tree to grow."""
@@ -212,7 +221,8 @@ def _values(containers: list[dict[Any, Any]]) -> list[Any]:
 
 
 class _Buffers:
-    """The buffers' staging memory: one tensor per dtype and device, filled by one call each."""
+    """The staging memory of buffers, and of all else that is every rank's own: one tensor per dtype
+    and device, filled by one call each."""
 
     def __init__(self, named: list[tuple[str, torch.Tensor]]) -> None:
         self.specs = [tree.spec_of(t, n) for n, t in named]
@@ -546,10 +556,12 @@ class Snapshot:
     def _check_counters(self) -> None:
         """Raise SnapshotError when somebody changed what was being copied."""
         if self.plan.counters() != self._counters:
+            names = self.plan.changed_since(self._counters)
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             raise SnapshotError(
-                "tensors were changed between the boundary and the optimizer's step (their "
-                "version counters moved); change weights before the boundary, i.e. before "
-                "step() of the checkpointer"
+                f"{shown}: changed between the boundary and the optimizer's step (the version "
+                "counters moved); change weights before the boundary, i.e. before step() of the "
+                "checkpointer. What a forward pass of your own changes is to be a buffer"
             )
 
     def _write_head_and_tree(self) -> None:

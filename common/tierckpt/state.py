@@ -4,8 +4,9 @@ Three kinds, kept apart because they change at different times and belong to dif
 
 - *striped* tensors: parameters and optimizer state. The same on every rank, changed only by the
   optimizer's step, so they can be copied any time before the next one.
-- *buffers*: BatchNorm statistics and the like. Changed by the forward pass, and not the same on
-  every rank until DDP broadcasts them, so every rank stores its own, copied at the boundary.
+- *own* tensors: BatchNorm statistics and other buffers. Changed by the forward pass, and not the
+  same on every rank until DDP broadcasts them, so every rank stores its own, copied at the
+  boundary. So are embeddings with `max_norm`: their forward pass scales the rows that it looks up.
 - the *rank tree*: learning rates, RNG streams, `extra` objects. Small, copied at the boundary.
 
 Not thread-safe: used by the thread that trains.
@@ -42,11 +43,19 @@ class Walk:
     odd: list[tuple[torch.Tensor, int, str, Any]]
     """Optimizer state that is no tensor: (parameter, optimizer index, key, packed value)."""
     buffers: list[torch.Tensor]
+    own_params: set[int]
+    """`id()`s of parameters that are, with their optimizer state, every rank's own."""
 
     @property
-    def striped(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """Parameters, then optimizer state."""
         return [*self.params, *(s[0] for s in self.state)]
+
+    def nbytes(self) -> tuple[int, int]:
+        """Of parameters and optimizer state: what is striped, and every rank's own."""
+        of_param = [(p, p) for p in self.params] + [(t, p) for t, p, _, _ in self.state]
+        own = sum(t.nbytes for t, p in of_param if id(p) in self.own_params)
+        return sum(t.nbytes for t, _ in of_param) - own, own
 
 
 class TrainingState:
@@ -109,10 +118,11 @@ class TrainingState:
                         node = tree.pack(value, key, tree.entries_into(inner))
                         state += [(tensor, param, index, path) for path, tensor in inner]
                         odd.append((param, index, key, node))
-        return Walk(list(params.values()), state, odd, self.live_buffers())
+        own = {id(p) for p in _renormed(self._modules)}
+        return Walk(list(params.values()), state, odd, self.live_buffers(), own)
 
     def containers(self) -> list[dict[Any, Any]]:
-        """The dicts that hold all striped tensors, in an order that only structure decides.
+        """The dicts that hold all `Walk.tensors`, in an order that only structure decides.
 
         A plan stays good while these and what is in them are the very same objects; looking that
         up costs some 30 nanoseconds a tensor, a walk twenty times as much.
@@ -162,7 +172,7 @@ class TrainingState:
         return any(o is optimizer or o.state is state for o in self.optimizers.values())
 
     def entries(self, walk: Walk) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """(name, tensor, parameter that it belongs to) of all striped tensors, and checks them."""
+        """(name, tensor, parameter that it belongs to) of all `walk.tensors`, and checks them."""
         labels = list(self.optimizers)
         named = [(f"model/{self.name_of(p)}", p, p) for p in walk.params]
         named += [(f"{labels[i]}/{self.name_of(p)}/{k}", t, p) for t, p, i, k in walk.state]
@@ -227,6 +237,17 @@ class TrainingState:
 
 
 _NOTHING: dict[str, Any] = {}
+
+
+def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """Weights that the forward pass changes in place: rows longer than `max_norm` are scaled.
+
+    Each rank looks up rows of its own, so these are not alike on all ranks, nor, with a weight
+    decay, is what an optimizer keeps for them.
+    """
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    found = [m for m in modules if isinstance(m, kinds) and m.max_norm is not None]
+    return [w for m in found if (w := m._parameters.get("weight")) is not None]
 
 
 # --- unwrapping and names ------------------------------------------------------------------------

@@ -245,6 +245,33 @@ class Bag(nn.Module):
         return self.table((7 * x.abs()).long() % 20)
 
 
+class Renormed(nn.Module):
+    """Weights that the forward pass changes: it scales the rows that it looks up."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 6, max_norm=0.7, **options)
+        self.bag = nn.EmbeddingBag(30, 4, max_norm=0.5, norm_type=1.0, mode="sum", **options)
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = (7 * x.abs()).long() % 20
+        return self.last(self.table(words).mean(1)) + self.bag(words)
+
+
+class TiedRenormed(nn.Module):
+    """Such a weight that is another layer's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 6, max_norm=0.7)
+        self.last = nn.Linear(6, 20)
+        self.last.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table((7 * x.abs()).long() % 20))
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -441,6 +468,13 @@ def add_models() -> None:
     case("several thousand small tensors", lambda: trained(many_small(), adam))
     case("tensors larger than a block", lambda: trained(large(), adam))
     case("a parameter outside the model", outside)
+    for name, optimizer in {"sgd": sgd, "adam": partial(adam, weight_decay=0.1)}.items():
+        case(f"embeddings with a largest norm {name}", lambda o=optimizer: trained(Renormed(), o))
+    case("a tied embedding with a largest norm", lambda: trained(TiedRenormed(), adam))
+    case(
+        "sparse embeddings with a largest norm",
+        lambda: trained(Renormed(sparse=True), partial(torch.optim.SGD, lr=0.05)),
+    )
 
 
 def mixed() -> nn.Module:

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt import state
+from tierckpt import attach, state
 from tierckpt.errors import UnsupportedStateError
+from tierckpt.layout import UNIT_BYTES
+from tierckpt.snapshot import Plan
 from tierckpt.state import TrainingState, label_optimizers, refuse_model, unwrap
 
 
@@ -133,6 +135,31 @@ def test_frozen_parameters_and_buffers_belong_to_the_state_and_volatile_buffers_
         "buffer/1.running_var",
         "buffer/1.num_batches_tracked",
     ]
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_weights_that_the_forward_pass_scales_are_every_ranks_own(kind: Any) -> None:
+    """With what an optimizer keeps for them; and room is asked for as much as shards take."""
+    model = nn.Sequential(kind(9000, 8, max_norm=1.0), nn.Linear(64, 4096), kind(40, 8))
+    found = trained(model, torch.optim.Adam(model.parameters()))
+    ranks = 4
+    plan = Plan(found, found.walk(), 1, ranks)
+    own = {piece.spec.name for piece in plan.layout.pieces if piece.own}
+    kept = [f"optimizer0/0.weight/{key}" for key in ("step", "exp_avg", "exp_avg_sq")]
+    assert own == {"model/0.weight", *kept}
+    taken = [Plan(found, found.walk(), rank, ranks).layout.nbytes for rank in range(ranks)]
+    assert attach.shard_bytes(found, ranks) == pytest.approx(max(taken), abs=2 * UNIT_BYTES)
+
+
+def test_who_changed_what_was_being_copied_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plan = Plan(found, found.walk(), 0, 1)
+    before = plan.counters()
+    assert plan.changed_since(before) == []
+    with torch.no_grad():
+        model[1].bias.zero_()
+    assert plan.changed_since(before) == ["model/1.bias"]
 
 
 def test_a_shared_buffer_is_there_once() -> None:

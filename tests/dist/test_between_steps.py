@@ -1,0 +1,115 @@
+"""What happens between a boundary and the next step: evaluations, and forward passes that change
+weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import exact
+from tests.dist.rankpool import HOROVODRUN
+from tests.dist.training import (
+    Job,
+    Net,
+    Place,
+    attach,
+    make_horovod_job,
+    make_job,
+    train,
+    under_horovod,
+)
+from tierckpt.snapshot import Phase
+
+STEPS = 6
+WAYS = pytest.mark.parametrize("kind", ["ddp", HOROVODRUN])
+
+
+def job_here(**options: Any) -> Job:
+    return make_horovod_job(**options) if under_horovod() else make_job(**options)
+
+
+def evaluated(place: Place) -> dict[str, Any]:
+    """Train, evaluate until the version is sealed, and train on; then restore."""
+    job = job_here()
+    plain = [job.iterate(i) for i in range(STEPS)]
+    job = job_here()
+    attached = attach(job, place, release="backward", slots=2)
+    course = train(job, attached.ckpt, range(STEPS - 1))
+    taken = attached.ckpt._snapshot
+    assert taken is not None
+    taken.wait_done()  # in place of an evaluation: nobody calls the checkpointer
+    told = {"sealed": taken.phase is Phase.SEALED, "barrier": taken.clock.barrier}
+    gradients = job.iterate(STEPS - 1)
+    attached.ckpt.abandon()
+    job = job_here(seed=2)
+    attached = attach(job, place)
+    restored = attached.ckpt.restore()
+    told["restored"] = restored.version == STEPS - 1 and job.digest() == course[STEPS - 1]
+    told["goes on"] = [gradients, job.iterate(STEPS - 1)] == [plain[-1]] * 2
+    attached.ckpt.abandon()
+    return told
+
+
+@WAYS
+def test_a_version_is_sealed_on_all_ranks_while_they_evaluate(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    pool = ranks(2, HOROVODRUN) if kind == HOROVODRUN else ranks(2)
+    for told in pool.run(evaluated, Place.under(tmp_path, shm_dir)):
+        assert told == {"sealed": True, "barrier": 0.0, "restored": True, "goes on": True}
+
+
+class Renormed(Net):
+    """Each rank's forward pass scales the rows that its own batch looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5000, 24, max_norm=0.3)
+
+    def forward(self, x: torch.Tensor, use_branch: bool = False) -> torch.Tensor:
+        return super().forward(self.table((900 * x.abs()).long() % 5000).mean(1))
+
+
+def renormed(place: Place) -> dict[str, Any]:
+    optimizer = partial(torch.optim.Adam, weight_decay=0.1)
+    job = job_here(net=Renormed, optimizer=optimizer)
+    attached = attach(job, place, release="backward")
+    train(job, attached.ckpt, range(STEPS))
+    expected, replicated = job.image(), job.replicated()
+    job.iterate(STEPS)
+    after = job.digest()
+    attached.ckpt.abandon()
+    complaints = [e.text() for e in attached.events if e.name == "failed"]
+    job = job_here(net=Renormed, optimizer=optimizer, seed=2)
+    attached = attach(job, place)
+    restored = attached.ckpt.restore()
+    told = {
+        "complaints": complaints,
+        "version": restored.version,
+        "differences": exact.differences(expected, job.image()),
+    }
+    job.iterate(STEPS)
+    told["goes on"] = job.digest() == after
+    attached.ckpt.abandon()
+    return {**told, "digests": {name: exact.digest(each) for name, each in replicated.items()}}
+
+
+@WAYS
+def test_weights_that_the_forward_pass_scales_come_back_on_each_rank_as_they_were_there(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    pool = ranks(2, HOROVODRUN) if kind == HOROVODRUN else ranks(2)
+    first, second = pool.run(renormed, Place.under(tmp_path, shm_dir))
+    for told in (first, second):
+        assert told["complaints"] == []
+        assert told["version"] == STEPS
+        assert told["differences"] == []
+        assert told["goes on"]
+    one, other = first["digests"], second["digests"]
+    unlike = [name for name in one if one[name] != other[name]]
+    assert len(unlike) == 3, "the weight and, by its decay, what Adam keeps for it"
