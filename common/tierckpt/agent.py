@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .protector import Protector
 
 PROTOCOL = 3
+ACCEPT_AGAIN_SECONDS = 0.1
 FIRST_CLIENT_SECONDS = 30.0
 """An agent that nobody speaks to ends after this; where its starter died before it could speak,
 after the time to linger if that is less."""
@@ -207,7 +208,11 @@ class Agent:
 
     def _accept(self, listener: socket.socket) -> bool:
         """True when there is somebody to serve."""
-        channel, _ = listener.accept()
+        try:
+            channel, _ = listener.accept()
+        except OSError:  # no descriptor is left, or they hung up
+            time.sleep(ACCEPT_AGAIN_SECONDS)
+            return False
         if _peer_uid(channel) != os.getuid():
             channel.close()
             return False

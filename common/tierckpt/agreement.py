@@ -208,13 +208,14 @@ class Agreement:
             self._on_local_safe(self.local.safe, largest_bytes, metric)
 
     def settle(self) -> None:
-        """Learn the fate of everything that is open; what is not done by now is broken.
+        """Learn the fate of everything that is open; what is not done by now is broken, but with
+        the other nodes, whom nobody waits for.
 
         Collective and waiting: for the end, and for a save on demand.
         """
+        ledgers = (("memory", self.memory), ("local", self.local), ("peer", self.peer))
         mine: dict[str, dict[VersionId, int]] = {
-            level: {i: self._state(level, i) for i in ledger.open}
-            for level, ledger in (("memory", self.memory), ("local", self.local))
+            level: {i: self._state(level, i) for i in ledger.open} for level, ledger in ledgers
         }
         everyone = self._group.all_gather_object({**mine, "shards": dict(self._shards)})
         for level, ledger in (("memory", self.memory), ("local", self.local)):
@@ -226,6 +227,9 @@ class Agreement:
                     self._resolve_local(state, id_, max(nbytes for nbytes, _ in told), told[0][1])
                 else:
                     ledger.resolve(state, id_)
+        for id_ in list(self.peer.open):
+            state = min(theirs["peer"].get(id_, PENDING) for theirs in everyone)
+            self.peer.resolve(state, id_)
         self._ballot = None
 
     def newest_safe(self) -> VersionId | None:

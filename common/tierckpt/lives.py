@@ -86,6 +86,7 @@ class Lives:
         generation = max([self._next_generation, *(1 + past for past, _ in lineage)])
         # Lives of which nothing is left any more cannot be confused with anything.
         there = {f.key.id.generation for each in self.found for f in each}
+        there |= {p.key.id.generation for each in self.parities for p in each}
         oldest = min(there, default=generation)
         kept = tuple(entry for entry in lineage if entry[0] >= oldest)
         self.lineage = (*kept, (generation, version))

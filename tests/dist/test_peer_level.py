@@ -100,6 +100,28 @@ def test_what_the_scheme_promises_comes_back_bit_for_bit(
         assert told["replicated"] == before[0]["replicated"]
 
 
+def save_every_step(place: Place) -> tuple[int, int | None]:
+    """How many manifests are on this node's disk at last; the newest version known protected."""
+    job = make_job()
+    attached = attach(job, place, **settings("xor"))
+    for step in range(6):
+        train(job, attached.ckpt, range(step, step + 1))
+        protected_at(step + 1, attached)
+    safe = attached.ckpt._agreement.peer.safe
+    attached.ckpt.close()
+    return len(list(Path(attached.ckpt.config.directory).glob("*.manifest"))), safe and safe.version
+
+
+def test_versions_that_are_all_taken_on_demand_are_retired_too(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """At a save all is settled between boundaries; what other nodes have must be learned, too."""
+    for kept, safe in ranks(3).run(save_every_step, place_of(tmp_path, shm_dir)):
+        assert safe is not None
+        assert safe >= 4
+        assert kept <= 6, "shards and parities of three versions"
+
+
 def test_more_than_that_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     place = place_of(tmp_path, shm_dir)
     ranks(3).run(leave_behind, place, "xor")
