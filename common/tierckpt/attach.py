@@ -135,7 +135,8 @@ def _needs(
         local_bytes = slots_bytes if in_place else shard_bytes * len(node.ranks)
         needs.append(health.Need(config.directory, local_bytes, make=True))
     if config.uses("persistent") and "://" not in config.persistent.path:
-        needs.append(health.Need(config.persistent.path, shard_bytes * group.size, make=True))
+        shared = (config.persistent.path, shard_bytes * group.size)
+        needs.append(health.Need(*shared, make=True, parents=False))
     return needs, slots_bytes
 
 

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from . import faults
 from .children import child_environment
@@ -40,6 +41,8 @@ class Need:
     """Room, besides what is written here to try it out."""
     make: bool = False
     """Make it if it is not there, as the job would."""
+    parents: bool = True
+    """And what it is in; not where a file system has to be mounted."""
 
 
 def examine(
@@ -82,7 +85,7 @@ def check_directory(need: Need) -> str:
     path = need.path
     try:
         if need.make:
-            os.makedirs(path, exist_ok=True)
+            Path(path).mkdir(parents=need.parents, exist_ok=True)
         faults.point("health", op="room")
         found = os.statvfs(path)
         free = found.f_bavail * found.f_frsize

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ import pytest
 
 from tests.store import persistentshards
 from tierckpt.naming import ShardKey
+from tierckpt.persistent import posix
 from tierckpt.persistent.names import GROUP, MANIFEST, SHARDS, Groups, SharedPlaces, run_name
 from tierckpt.persistent.posix import PosixBackend
-from tierckpt.testing import BackendConformance, StoreConformance
+from tierckpt.testing import BackendConformance, StoreConformance, injected
 from tierckpt.testing.storeprogram import commit_one, content_of, is_sound, key_of, manifest_of
 
 GROUPS = Groups(1)
@@ -93,3 +96,97 @@ class TestPosixBackend(BackendConformance):
         made = PosixBackend(str(tmp_path / "place"), direct=request.param)
         made.create()
         return made
+
+
+# --- what only a directory has -------------------------------------------------------------------
+
+
+def test_what_a_place_is_in_is_not_made(tmp_path: Path) -> None:
+    """It is where a file system should be mounted."""
+    with pytest.raises(FileNotFoundError, match=r"lustre is not there: is it mounted\?"):
+        PosixBackend(str(tmp_path / "lustre" / "job")).create()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "lustre").mkdir()
+    for _ in range(2):
+        PosixBackend(str(tmp_path / "lustre" / "job")).create()
+    assert (tmp_path / "lustre" / "job").is_dir()
+
+
+def test_a_file_that_nfs_keeps_for_a_reader_stays_and_hinders_nothing(tmp_path: Path) -> None:
+    backend = PosixBackend(str(tmp_path))
+    folder = tmp_path / "v1" / "group"
+    folder.mkdir(parents=True)
+    for name in (".nfs00000001", "shards"):
+        (folder / name).touch()
+    (tmp_path / "v1" / "record").touch()
+    with injected("ebusy@file:op=unlink,target=.nfs00000001"):
+        backend.delete_folder("v1")
+    assert [path for path in (tmp_path / "v1").rglob("*") if path.is_file()] == [
+        folder / ".nfs00000001"
+    ]
+    backend.delete_folder("v1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_is_busy_for_a_reader_may_stay(tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "record").touch()
+    with injected("ebusy@file:op=unlink"), pytest.raises(OSError, match="injected"):
+        PosixBackend(str(tmp_path)).delete_folder("v1")
+
+
+# A process of this machine that is no more: no system gives numbers so large.
+DEAD = 1 << 30
+
+
+@pytest.fixture
+def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes a backend as it is on a host of that name."""
+
+    def make(host: str, path: Path = tmp_path) -> PosixBackend:
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
+        posix._machine.cache_clear()
+        return PosixBackend(str(path))
+
+    yield make
+    monkeypatch.undo()
+    posix._machine.cache_clear()
+
+
+def temp_of(path: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: pid)
+        made = path / f".record.{posix._writer_tag()}.7.tmp"
+    made.touch()
+    return made
+
+
+@pytest.mark.parametrize(
+    "other", ["gpunode1", "login.node1", "node1.site", "node10", "node", "1", "a-node1"]
+)
+def test_a_host_cleans_what_its_dead_left_and_no_other_hosts(
+    other: str, on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(other)
+    theirs = temp_of(tmp_path, DEAD, monkeypatch)
+    here = on("node1")
+    ours, alive = (temp_of(tmp_path, pid, monkeypatch) for pid in (DEAD, os.getpid()))
+    here.discard("")
+    assert not ours.exists()
+    assert theirs.exists()
+    assert alive.exists()
+
+
+def test_a_container_cleans_no_other_ones_though_they_share_the_name(
+    on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each numbers its processes for itself."""
+    here = on("trainer")
+    theirs = temp_of(tmp_path, DEAD, monkeypatch)
+    other = theirs.with_name(theirs.name.replace(posix._machine(), f"{posix._machine()}0"))
+    theirs.rename(other)
+    here.discard("record")
+    assert other.exists()
+    other.rename(theirs)
+    here.discard("record")
+    assert not theirs.exists()

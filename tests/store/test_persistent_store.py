@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,12 +34,15 @@ from tierckpt.persistent import (
     VersionName,
 )
 from tierckpt.persistent.backend import WINDOW_BYTES
+from tierckpt.persistent.keeper import Keeper
+from tierckpt.persistent.lease import LeaseRecord
 from tierckpt.persistent.names import MANIFEST, RETIRED
 from tierckpt.testing import injected
 from tierckpt.testing.storeprogram import content_of, key_of, manifest_of
 
 SHARDS = 5
 LIFE = "5eed"
+PATIENCE_SECONDS = 60.0
 LAYOUTS = {"shared": {}, "own": {"shared_writes": False}}
 
 
@@ -283,6 +287,58 @@ def test_retention_keeps_what_the_policy_says(store: PersistentStore, tmp_path: 
     assert store.retain(policy, name(6), lease) == [name(3, life="dead")]
 
 
+def test_an_ancestors_versions_go_only_while_the_lease_is_ours(store: PersistentStore) -> None:
+    """Another living life may take itself for their heir, too."""
+    lineage = ((1, 2), (2, 2))
+    for version in (1, 2):
+        store.flush(name(version, life="01d"), facts(version), sources(version))
+    for version in (3, 4):
+        now = replace(facts(version), lineage=lineage)
+        store.flush(name(version, generation=2), now, sources(version))
+    policy, newest = RetentionPolicy(keep_last=1), name(4, generation=2)
+    lease = store.lease(LIFE, "us")
+    assert store.retain(policy, newest, lease) == [name(3, generation=2)]
+    lease.ensure()
+    assert store.retain(policy, newest, lease) == [name(v, life="01d") for v in (1, 2)]
+    assert store.versions() == [newest]
+
+
+def test_two_experiments_in_one_place_leave_each_others_versions(store: PersistentStore) -> None:
+    """Of the same name, and each in its first generation: it never saw the other."""
+    for life in ("aaaa", "bbbb"):
+        for version in (1, 2):
+            store.flush(name(version, life), facts(version), sources(version))
+    lease = store.lease("aaaa", "us")
+    lease.ensure()
+    assert store.retain(RetentionPolicy(keep_last=1), name(2, "aaaa"), lease) == [name(1, "aaaa")]
+    assert store.versions() == [name(1, "bbbb"), *(name(2, life) for life in ("aaaa", "bbbb"))]
+
+
+def test_what_a_reader_keeps_of_a_removed_version_is_removed_later(tmp_path: Path) -> None:
+    """As NFS has it: the file is busy, and its folder not empty."""
+    store = made(tmp_path, {})
+    for version in (1, 2):
+        store.flush(name(version), facts(version), sources(version))
+    (tmp_path / name(1).stem / ".nfs0001").touch()
+    policy = RetentionPolicy(keep_last=1)
+    with injected("ebusy@file:op=unlink,target=.nfs0001"):
+        assert store.retain(policy, name(2)) == [name(1)]
+    assert store.versions() == [name(2)]
+    assert store.retired() == [name(1)]
+    assert store.retain(policy, name(2)) == [name(1)]
+    assert store.retired() == store.incomplete() == []
+
+
+def test_a_version_is_given_up_unless_it_exists(store: PersistentStore) -> None:
+    store.flush(name(1), facts(1), sources(1))
+    store.flush(name(2), facts(2), sources(2, [0]))
+    assert not store.give_up(name(1))
+    check(store, 1)
+    assert store.retired() == []
+    assert store.give_up(name(2))
+    assert store.incomplete() == []
+
+
 @pytest.mark.parametrize("hit", range(1, 40))
 def test_a_removal_cut_short_is_finished_and_never_leaves_a_manifest_alone(
     tmp_path: Path, hit: int
@@ -498,6 +554,66 @@ def test_a_holder_that_wakes_up_late_and_its_follower_do_not_both_hold(tmp_path:
             with pytest.raises(LeaseHeldError):
                 old._check_followers(1)
             assert new.held()
+
+
+def test_a_lease_is_renewed_while_it_is_had_and_not_taken_again(tmp_path: Path) -> None:
+    """A thread that renews the lease of a life that is over must not take it from the next."""
+    clock = FakeClock()
+    old, new = (made(tmp_path, {}).lease(life, "us on node1", clock) for life in ("11", "22"))
+    assert not old.renew()
+    old.ensure()
+    clock.seconds += 100
+    assert old.renew()
+    clock.seconds += 100
+    assert old.held()
+    assert new.ensure() == 2
+    assert not old.renew()
+    assert new.held()
+
+
+def test_a_lease_is_kept_from_a_thread_until_it_is_lost(tmp_path: Path) -> None:
+    def newest() -> LeaseRecord:
+        found = lease.newest()
+        assert found is not None
+        return found
+
+    def until(true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not true():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    lease = made(tmp_path, {}).lease("11", "us")
+    lease.ensure()
+    keeper = Keeper(lambda: made(tmp_path, {}), every_seconds=0.001)
+    try:
+        before = newest()
+        keeper.keep("11", "us")
+        keeper.keep("11", "us")
+        until(lambda: newest().expires_seconds > before.expires_seconds)
+        assert newest().number == before.number
+        follower = made(tmp_path, {}).lease("22", "us")
+        follower.ensure()
+        until(lambda: keeper._thread is None)
+        assert follower.held()
+        keeper.keep("22", "us")
+        before = newest()
+        until(lambda: newest().expires_seconds > before.expires_seconds)
+        assert newest().life == "22"
+    finally:
+        keeper.close()
+
+
+def test_only_the_member_that_begins_takes_the_first_lease(tmp_path: Path) -> None:
+    clock = FakeClock()
+    first = lease(tmp_path, "1111", clock)
+    second = made(tmp_path, {}).lease("1111", "job of 1111", clock, begins=False)
+    with pytest.raises(FileNotFoundError, match="another place"):
+        second.ensure()
+    assert list(tmp_path.iterdir()) == []
+    assert first.ensure() == second.ensure() == 1
+    clock.seconds += 1000
+    assert second.ensure() == 2, "one that ended may be followed by anybody"
 
 
 def test_of_many_processes_that_want_a_free_lease_one_gets_it(tmp_path: Path) -> None:

@@ -42,6 +42,13 @@ def test_a_well_node_has_nothing_to_say_and_keeps_nothing(place: Path) -> None:
     assert sorted(place.rglob("*")) == [place / "made", place / "made" / "here"]
 
 
+def test_where_a_file_system_has_to_be_mounted_one_folder_is_made(place: Path) -> None:
+    need = Need(str(place / "us" / "job"), make=True, parents=False)
+    assert "No such file or directory" in check_directory(need)
+    (place / "us").mkdir()
+    assert check_directory(need) == ""
+
+
 @pytest.mark.parametrize("op", ["room", "write", "read"])
 @pytest.mark.parametrize("processes", [True, False])
 def test_an_error_of_the_device_is_told(op: str, processes: bool, fault: Any, place: Path) -> None:

@@ -244,6 +244,10 @@ def test_a_superseded_flush_ends_while_it_waits() -> None:
 # --- retention ---------------------------------------------------------------------------------
 
 
+def life_of(lineage: Lineage) -> str:
+    return f"{lineage[-1][0]}"
+
+
 def held_of(draw: st.DrawFn) -> list[Held]:
     """Some lives, each from a version of the one before or afresh, with some versions each."""
     found: list[Held] = []
@@ -256,7 +260,7 @@ def held_of(draw: st.DrawFn) -> list[Held]:
         start = lineage[-1][1]
         for version in draw(st.sets(st.integers(start + 1, start + 12), max_size=8)):
             metrics = {} if draw(st.booleans()) else {"loss": float(draw(st.integers(0, 4)))}
-            name = VersionName(VersionId(generation, version), 1, f"{generation}")
+            name = VersionName(VersionId(generation, version), 1, life_of(lineage))
             found.append(Held(name, job, lineage, metrics, draw(st.integers(0, 5)) == 0))
     return found
 
@@ -315,7 +319,8 @@ def test_retention_does_what_the_rules_say(
     situation: tuple[list[Held], Lineage], policy: RetentionPolicy
 ) -> None:
     held, lineage = situation
-    assert retirable(held, policy, "job", lineage) == sorted(oracle(held, policy, lineage))
+    gone = retirable(held, policy, "job", lineage, life_of(lineage))
+    assert gone == sorted(oracle(held, policy, lineage))
 
 
 @given(situations(), policies)
@@ -323,7 +328,7 @@ def test_the_last_restorable_version_is_safe_from_every_policy(
     situation: tuple[list[Held], Lineage], policy: RetentionPolicy
 ) -> None:
     held, lineage = situation
-    gone = set(retirable(held, policy, "job", lineage))
+    gone = set(retirable(held, policy, "job", lineage, life_of(lineage)))
     ours = {g for g, _ in lineage}
     mine = [h for h in held if h.job == "job" and h.name.id.generation in ours]
     if mine:
@@ -331,6 +336,32 @@ def test_the_last_restorable_version_is_safe_from_every_policy(
     for h in held:
         if h.job != "job" or h.pinned or h.name.id.generation not in ours:
             assert h.name not in gone
+
+
+def held_by(life: str, generation: int, *versions: int, lineage: Lineage) -> list[Held]:
+    names = [VersionName(VersionId(generation, version), 1, life) for version in versions]
+    return [Held(name, "job", lineage) for name in names]
+
+
+def test_two_lives_of_one_generation_leave_each_other_alone() -> None:
+    """Two experiments that were given the same place, or never saw each other's nodes."""
+    here = held_by("aaaa", 1, 1, 2, 3, lineage=((1, 0),))
+    there = held_by("bbbb", 1, 4, 5, 6, lineage=((1, 0),))
+    policy = RetentionPolicy(keep_last=1)
+    gone = retirable(here + there, policy, "job", ((1, 0),), "aaaa")
+    assert gone == [h.name for h in here[:2]]
+
+
+def test_of_two_lives_that_may_be_the_ancestor_neither_is_touched() -> None:
+    now = held_by("cccc", 2, 9, 10, lineage=((1, 8), (2, 8)))
+    one = held_by("aaaa", 1, 7, 8, lineage=((1, 0),))
+    other = held_by("bbbb", 1, 6, lineage=((1, 0),))
+    policy, lineage = RetentionPolicy(keep_last=1), ((1, 8), (2, 8))
+    assert retirable(now + one, policy, "job", lineage, "cccc") == [
+        *(h.name for h in one),
+        now[0].name,
+    ]
+    assert retirable(now + one + other, policy, "job", lineage, "cccc") == [now[0].name]
 
 
 def test_it_is_imported_without_fsspec_torch_or_numpy() -> None:

@@ -50,6 +50,9 @@ class Lease:
 
     A restarted job does not wait for its own dead life: what that life left under the same `owner`
     is free at once. So an owner's name must be one that two living jobs cannot both have.
+
+    Where nobody ever had a lease, only the member that `begins` takes it, and the others wait for
+    it: one that sees none then does not see the same place (a file system that is not mounted).
     """
 
     def __init__(
@@ -59,8 +62,10 @@ class Lease:
         owner: str,
         clock: Clock,
         lease_seconds: float = LEASE_SECONDS,
+        begins: bool = True,
     ) -> None:
         self._backend, self.life, self.owner = backend, life, owner
+        self._begins = begins
         self._clock, self.lease_seconds = clock, lease_seconds
         self._ensured_seconds = float("-inf")
 
@@ -77,15 +82,31 @@ class Lease:
     def ensure(self) -> int:
         """Hold the lease from now on for at least half its time; returns its number.
 
-        Raises LeaseHeldError when another life holds it, and the store's errors.
+        Raises LeaseHeldError when another life holds it, FileNotFoundError when the member that
+        begins has not been here, and the store's errors.
         """
         number = self._ensure()
         self._ensured_seconds = self._clock.monotonic()
         return number
 
+    def renew(self) -> bool:
+        """Lengthen the lease if this life has it; False when not, and then nothing is taken: of a
+        life that is over nothing may begin again. Raises as `ensure`."""
+        newest = self.newest()
+        if newest is None or newest.life != self.life:
+            return False
+        self._write(newest.number)
+        self._check_followers(newest.number)
+        return True
+
     def _ensure(self) -> int:
         while True:
             newest = self.newest()
+            if newest is None and not self._begins:
+                raise FileNotFoundError(
+                    f"{self._backend.url} does not have the lease that the job's first node takes: "
+                    "has that node trouble, or is on this one another place (not mounted?)"
+                )
             if newest is None or self._free(newest):
                 made = self._take(1 if newest is None else newest.number + 1, newest)
                 if made:

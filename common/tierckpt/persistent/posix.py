@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import socket
@@ -17,6 +18,9 @@ from pathlib import Path
 from .. import faults
 from ..naming import PAGE_BYTES
 from .backend import Content
+
+STILL_READ = ".nfs"
+"""So NFS's client names a file that was removed while it was open."""
 
 _serial = itertools.count()
 
@@ -36,8 +40,14 @@ class PosixBackend:
         self.direct, self.shared_writes = direct, shared_writes
 
     def create(self) -> None:
-        """Make the directory."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        """Make the directory, but not what it is in: where a file system is not mounted, that would
+        be made on the node's own disk."""
+        try:
+            self.root.mkdir(exist_ok=True)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                errno.ENOENT, f"{self.root.parent} is not there: is it mounted?"
+            ) from error
 
     def close(self) -> None:
         """Nothing is open."""
@@ -137,18 +147,30 @@ class PosixBackend:
                 self._sync_directory(parent)
 
     def delete_folder(self, folder: str) -> None:
-        """See `Backend.delete_folder`."""
+        """See `Backend.delete_folder`. NFS keeps what somebody reads, under a name of its own: that
+        file and its folder stay until then."""
         path = self.root / folder
         with contextlib.suppress(FileNotFoundError):
             for entry in sorted(os.scandir(path), key=lambda e: e.name):
                 if entry.is_dir(follow_symlinks=False):
                     self.delete_folder(f"{folder}/{entry.name}")
                 else:
-                    faults.point("file", op="unlink", target=entry.name)
-                    (path / entry.name).unlink(missing_ok=True)
+                    self._unlink(path / entry.name)
             faults.point("file", op="rmdir", target=folder)
-            path.rmdir()
+            try:
+                path.rmdir()
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
             self._sync_directory(path.parent)
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            faults.point("file", op="unlink", target=path.name)
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            if not (error.errno == errno.EBUSY and path.name.startswith(STILL_READ)):
+                raise
 
     def discard(self, name: str) -> None:
         """See `Backend.discard`: temporary files of this machine's processes that are no more.
@@ -200,15 +222,25 @@ def _listdir(path: Path) -> list[str]:
 
 def _writer_tag() -> str:
     """Machine and process: names nobody else's temporary files, and tells later whose they were."""
-    return f"{socket.gethostname()}.{os.getpid()}"
+    return f"{_machine()}.{os.getpid()}"
+
+
+@functools.cache
+def _machine() -> str:
+    """Where this process's number means something: a boot of a host, and a namespace of processes
+    there, as containers may share a host's name. No dots: those part it from the rest."""
+    boot, space = "", ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        space = str(os.stat("/proc/self/ns/pid").st_ino)
+    return "-".join([socket.gethostname().replace(".", "_"), boot, space])
 
 
 def _writer_is_dead(temp: str) -> bool:
     """True when `temp` is of a process of this machine that is no more. A process number that was
     given out again delays the cleaning, nothing worse."""
-    head, _, rest = temp.removesuffix(".tmp").rpartition(".")
-    host_and_name, _, pid = head.rpartition(".")
-    if not (rest.isdigit() and pid.isdigit() and host_and_name.endswith(socket.gethostname())):
+    *_, machine, pid, serial = ["", "", *temp.removesuffix(".tmp").split(".")]
+    if not (serial.isdigit() and pid.isdigit() and machine == _machine()):
         return False
     try:
         os.kill(int(pid), 0)

@@ -43,17 +43,16 @@ class Held:
 
 
 def retirable(
-    held: Iterable[Held], policy: RetentionPolicy, job: str, lineage: Lineage
+    held: Iterable[Held], policy: RetentionPolicy, job: str, lineage: Lineage, life: str
 ) -> list[VersionName]:
     """Versions that no rule wants, and none that stays refers to, oldest first.
 
-    `lineage` is that of the life that asks. The newest restorable version of the line is never
+    `lineage` is that of `life`, which asks. The newest restorable version of the line is never
     among them, whatever the policy; nor anything newer, other jobs' versions, and lives that are
     no ancestors (see `naming.retired`, whose rules these extend).
     """
     held = list(held)
-    ours = {generation for generation, _ in lineage}
-    mine = [h for h in held if h.job == job and h.name.id.generation in ours]
+    mine = _of_line([h for h in held if h.job == job], lineage, life)
     newest = newest_first((h.name.id, h.lineage) for h in mine)
     safe = newest[0] if newest else None
     ids = {h.name.id for h in mine}
@@ -65,3 +64,22 @@ def retirable(
     # A base refers to nothing itself, so one step is enough.
     needed = {base for h in held if h.name not in going for base in h.bases}
     return sorted(going - needed)
+
+
+def _of_line(held: list[Held], lineage: Lineage, life: str) -> list[Held]:
+    """The life's own versions, and its ancestors'.
+
+    A lineage has no names of lives. Where several took one generation, because they never saw each
+    other, it cannot be told which of them was the ancestor: all are left alone.
+    """
+    lives: dict[int, set[str]] = {}
+    for h in held:
+        lives.setdefault(h.name.id.generation, set()).add(h.name.life)
+    if lineage:
+        lives[lineage[-1][0]] = {life}
+    ours = {generation for generation, _ in lineage}
+    return [
+        h
+        for h in held
+        if h.name.id.generation in ours and lives[h.name.id.generation] == {h.name.life}
+    ]

@@ -26,7 +26,7 @@ from typing import Any
 from ..errors import CorruptShardError, FormatError
 from .backend import WINDOW_BYTES, Backend, open_backend
 from .clock import Clock, SystemClock
-from .errors import FlushCancelledError
+from .errors import FlushCancelledError, PersistentError
 from .lease import Lease
 from .names import GROUP, MANIFEST, PIN, RETIRED, SHARDS_PER_GROUP, Groups, VersionName
 from .parts import Parts, Source, parts_of
@@ -93,9 +93,11 @@ class PersistentStore:
         """Let connections go."""
         self.backend.close()
 
-    def lease(self, life: str, owner: str, clock: Clock | None = None) -> Lease:
-        """This life's lease on the place; see `Lease.ensure`."""
-        return Lease(self.backend, life, owner, clock or SystemClock())
+    def lease(
+        self, life: str, owner: str, clock: Clock | None = None, begins: bool = True
+    ) -> Lease:
+        """This life's lease on the place; see `Lease`."""
+        return Lease(self.backend, life, owner, clock or SystemClock(), begins=begins)
 
     # --- writing -------------------------------------------------------------------------------
 
@@ -109,10 +111,10 @@ class PersistentStore:
         """Make this writer's shards durable, and the version, if they were the last ones.
 
         After an error or a kill: what is durable is not written again by the next flush of the
-        same version; nothing else was changed. `pace` is called with the size of each window
-        before it is read, and may wait or raise (see `pace.Pace`); FlushCancelledError is also
-        raised when somebody has retired the version. Without `sources`, only what others left to
-        be finished is.
+        same version; nothing else was changed, and if the error came last, the version exists.
+        `pace` is called with the size of each window before it is read, and may wait or raise (see
+        `pace.Pace`); FlushCancelledError is also raised when somebody has retired the version.
+        Without `sources`, only what others left to be finished is.
         """
         begin = time.perf_counter()
         if self.exists(name):
@@ -163,17 +165,23 @@ class PersistentStore:
         manifest = VersionManifest(name, facts, groups.per_group, tuple(prints), total, bases)
         self._check_not_retired(name)
         self._put(name.stem + MANIFEST, manifest.encode())
-        try:  # in this order, see the module's text
-            self._check_not_retired(name)
-            if not self.backend.sizes(name.stem).keys() >= set(files):
-                raise FlushCancelledError(f"{name} was retired while it was being committed")
-            for base in bases:
-                if self._there(base.stem + RETIRED) or not self.exists(base):
-                    raise FlushCancelledError(f"{name} refers to {base}, which was retired")
-        except FlushCancelledError:
+        # Whatever fails from here on, the version exists, unless this says that it must not.
+        why = self._why_void(name, set(files), bases)
+        if why:
             self.backend.delete(name.stem + MANIFEST)
-            raise
+            raise FlushCancelledError(why)
         return True
+
+    def _why_void(self, name: VersionName, files: set[str], bases: Sequence[VersionName]) -> str:
+        """Who removes it may not have seen the manifest; in this order, see the module's text."""
+        if self._there(name.stem + RETIRED):
+            return f"{name} was retired while it was being flushed"
+        if not self.backend.sizes(name.stem).keys() >= files:
+            return f"{name} was retired while it was being committed"
+        for base in bases:
+            if self._there(base.stem + RETIRED) or not self.exists(base):
+                return f"{name} refers to {base}, which was retired"
+        return ""
 
     def _put(self, path: str, data: bytes) -> None:
         self.backend.put(path, lambda: iter([memoryview(data)]), len(data))
@@ -261,15 +269,24 @@ class PersistentStore:
         refers to it, came in between.
 
         Mark, manifest, shards, mark: in this order. Readers that have its files open read on from
-        a file system; on an object store they get FileNotFoundError.
+        a file system; on an object store they get FileNotFoundError. Where something of the folder
+        cannot go yet (NFS), the mark stays, and the next retention tries again.
         """
+        return self._retire(name, lambda: self._there(name.stem + PIN) or self._is_base(name))
+
+    def give_up(self, name: VersionName) -> bool:
+        """The same for a version of which a part will never come; False when it exists."""
+        return self._retire(name, lambda: self.exists(name))
+
+    def _retire(self, name: VersionName, stays: Callable[[], bool]) -> bool:
         self._put(name.stem + RETIRED, b"")
-        if self._there(name.stem + PIN) or self._is_base(name):
+        if stays():  # asked with the mark there: who makes it stay looks for that
             self.backend.delete(name.stem + RETIRED)
             return False
         self.backend.delete(name.stem + MANIFEST)
         self.backend.delete_folder(name.stem)
-        self.backend.delete(name.stem + RETIRED)
+        if f"{name.stem}/" not in self.backend.sizes():
+            self.backend.delete(name.stem + RETIRED)
         return True
 
     def _is_base(self, name: VersionName) -> bool:
@@ -293,7 +310,8 @@ class PersistentStore:
         Called by the writer whose flush committed (`FlushResult.committed`); several at once are
         harmless. Removals that were cut short are finished, and what was begun and never completed
         goes too: of this life what is older than `name` (every writer flushes in order, so all are
-        through with it), of other lives only while `lease` says that they are no more.
+        through with it). What other lives have goes only while `lease` says that they are no more.
+        Raises the first error, after all was tried.
         """
         asking = self.read_manifest(name).facts
         pins = set(self.pinned())
@@ -307,14 +325,26 @@ class PersistentStore:
             held.append(
                 Held(found, facts.job, facts.lineage, facts.metrics, pinned, manifest.bases)
             )
-        gone = retirable(held, policy, asking.job, asking.lineage)
-        dead = [n for n in self.incomplete() if n.id < name.id and n.life == name.life]
-        if lease is not None and lease.held():
-            dead += [n for n in self.incomplete() if n.life != name.life]
+        gone = retirable(held, policy, asking.job, asking.lineage, name.life)
+        dead = [n for n in self.incomplete() if n.id < name.id or n.life != name.life]
         half = set(self.retired()) - set(self.versions())
+        going = {*gone, *dead, *half}
+        if lease is None or not lease.held():
+            going = {n for n in going if n.life == name.life}
+        return self._retire_all(going)
+
+    def _retire_all(self, going: set[VersionName]) -> list[VersionName]:
+        went, failed = [], None
         # The newest first: what another refers to goes after that one, never before it.
-        going = sorted({*gone, *dead, *half}, reverse=True)
-        return sorted(n for n in going if self.retire(n))
+        for name in sorted(going, reverse=True):
+            try:
+                if self.retire(name):
+                    went.append(name)
+            except PersistentError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return sorted(went)
 
     def retired(self) -> list[VersionName]:
         """Versions with the mark: they are being removed, or somebody was killed at it."""
