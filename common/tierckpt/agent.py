@@ -203,6 +203,8 @@ class Agent:
         """Give up what the agent itself holds."""
         if self._protector is not None:
             self._protector.close()
+        for flusher in self._flushers.values():
+            flusher.close()
         self._woken.close()
         self._wake.close()
 

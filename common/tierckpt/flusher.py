@@ -8,8 +8,8 @@ slot waits for a slow store. Retention of the local level leaves alone what is h
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,22 +22,35 @@ from .modules.pipeline import Pipeline
 from .modules.sources import Bases, open_source
 from .naming import Lineage, ShardKey, VersionId
 from .persistent import (
+    FlushCancelledError,
     Lease,
     LeaseHeldError,
     Pace,
     PersistentError,
     PersistentStore,
     RetentionPolicy,
+    RetryPolicy,
     Throttle,
     Turns,
     VersionFacts,
     VersionName,
 )
 from .persistent.backend import WINDOW_BYTES
+from .persistent.clock import Clock, SystemClock
+from .persistent.keeper import Keeper
+from .persistent.lease import LEASE_SECONDS
+from .persistent.pace import NAP_SECONDS
 from .persistent.retention import METRIC
 
-HELD_RETRY_SECONDS = 5.0
-"""Another life's lease is asked about again after this."""
+FIRST_PAUSE_SECONDS, HELD_RETRY_SECONDS = 0.1, 5.0
+"""A lease that is not to be had is asked about again after this, doubling up to that."""
+LEASE_PATIENCE_SECONDS = 2 * LEASE_SECONDS
+"""A dead life's lease has ended by then: whoever has it lives."""
+FIRST_NODE_SECONDS = 60.0
+"""So long the other nodes wait for the first one's lease in a place that nobody ever used."""
+MOST_ROUNDS, ROUND_SECONDS = 4, 30.0
+"""So often a version is tried as a whole while its store has trouble that may pass, and the time
+between."""
 
 
 @dataclass(frozen=True)
@@ -102,25 +115,43 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 class Flusher:
-    """One a node and place. `order` may be called by any thread; a thread of its own flushes."""
+    """One a node and place. `order` may be called by any thread; a thread of its own flushes.
+
+    What passes is tried again: first by the store, call by call, then the version as a whole, whose
+    parts stay; not without end, as other versions wait. A version that cannot be had is given up,
+    and the next one is tried as usual.
+    """
 
     def __init__(
-        self, settings: PersistentSettings, held: Held, on_idle: Callable[[], None]
+        self,
+        settings: PersistentSettings,
+        held: Held,
+        on_idle: Callable[[], None],
+        clock: Clock | None = None,
     ) -> None:
         """`on_idle` is called, by the flushing thread, whenever nothing is left to do."""
         self.settings = settings
         self.held = held
         self._on_idle = on_idle
+        self._clock: Clock = clock or SystemClock()
         self._changed = threading.Condition()
         self._orders: deque[tuple[FlushOrder, Answer]] = deque()
         self._thread: threading.Thread | None = None
         self._store: PersistentStore | None = None
         self._lease: Lease | None = None
+        self._keeper = Keeper(lambda: self._make_store(RetryPolicy(tries=1)))
         self._bases = Bases(lambda name: self._store is not None and self._store.exists(name))
+        self._now: tuple[FlushOrder, Answer] | None = None
+        """What is being flushed."""
+        self._told: set[str] = set()
+        """What need not be said again of this flush."""
+        self._unproved: list[VersionName] = []
+        """Versions whose other parts were still to come when this node's were there."""
 
     def order(self, order: FlushOrder, answer: Answer) -> None:
         """Flush a version after those ordered before; `answer` is told how it went.
 
+        How many wait is the trainers' affair: they order alike on all nodes (see `backlog`).
         Raises RuntimeError, and has nothing to do, where there may be no more threads.
         """
         with self._changed:
@@ -135,40 +166,87 @@ class Flusher:
         """True while something is flushed or waits."""
         return self._thread is not None
 
+    def close(self) -> None:
+        """The lease is renewed no more."""
+        self._keeper.close()
+
+    # --- one version after the other -----------------------------------------------------------
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 if not self._orders:
                     self._thread = None
                     break
-                order, answer = self._orders.popleft()
-            where = {"version": order.version, "generation": order.generation}
+                order, answer = self._now = self._orders.popleft()
+            self._told.clear()
             try:
-                answer({"op": "flushed", **where, **self._flush(order)})
-            except Exception as error:  # whatever a store's client raises costs this version only
-                answer({"op": "flush_failed", **where, "error": f"{type(error).__name__}: {error}"})
-                if isinstance(error, PersistentError):
-                    with contextlib.suppress(Exception):
-                        self._open(order).retire(order.name)
+                said = self._flushed(order)
+                answer({"version": order.version, "generation": order.generation, **said})
             finally:
                 self.held.discard(order.keys)
         self._on_idle()
 
+    def _flushed(self, order: FlushOrder) -> dict[str, Any]:
+        """Flush it, and see to older ones; what is to be answered."""
+        try:
+            said = self._flush_patiently(order)
+        except Exception as error:  # whatever a store's client raises costs this version only
+            if not self._exists(order):
+                return self._failed(order, error)
+            said = {"complete": True, "nbytes": 0, "seconds": 0.0}  # it failed after the commit
+        if said["complete"]:
+            self._retain(order)
+        return {"op": "flushed", **said}
+
+    def _flush_patiently(self, order: FlushOrder) -> dict[str, Any]:
+        rounds = 1
+        while True:
+            try:
+                return self._flush(order)
+            except PersistentError as error:
+                if not error.transient or rounds == MOST_ROUNDS or self._orders:
+                    raise
+                self._warn(
+                    f"v{order.version}: {error}. What is there of it stays; all is tried again in "
+                    f"{ROUND_SECONDS:g} s"
+                )
+            self._pause(ROUND_SECONDS)
+            rounds += 1
+
+    def _failed(self, order: FlushOrder, error: Exception) -> dict[str, Any]:
+        if isinstance(error, PersistentError) and not error.transient:
+            with contextlib.suppress(Exception):  # it will never be whole: its room is wanted
+                self._open(order).give_up(order.name)
+        return {
+            "op": "flush_failed",
+            "error": f"{type(error).__name__}: {error}",
+            "superseded": isinstance(error, FlushCancelledError) and self._superseded(),
+        }
+
+    def _exists(self, order: FlushOrder) -> bool:
+        """The version, as far as one can see."""
+        with contextlib.suppress(Exception):
+            return self._store is not None and self._store.exists(order.name)
+        return False
+
+    def _retain(self, order: FlushOrder) -> None:
+        """What fails here does not concern the version, which exists."""
+        try:
+            self._open(order).retain(self.settings.retention(), order.name, self._lease)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._warn(f"not all older versions could be removed, the next one tries again: {why}")
+
+    # --- one version ---------------------------------------------------------------------------
+
     def _flush(self, order: FlushOrder) -> dict[str, Any]:
-        begin = time.perf_counter()
-        store, settings = self._open(order), self.settings
-        throttle = None
-        if settings.bytes_per_second:
-            throttle = Throttle(settings.bytes_per_second, WINDOW_BYTES, time.monotonic())
+        begin = self._clock.monotonic()
+        store = self._open(order)
         lease = self._wait_for_lease(store, order)
-        pace = Pace(
-            throttle,
-            Turns(settings.node, settings.nodes, settings.nodes_at_once),
-            superseded=self._superseded,
-            keep=lease.keep,
-        )
+        self._look_back(store, order)
         # Made anew for each: a key in a file may be another one by now.
-        pipeline = Pipeline.of_setting(settings.modules, "persistent_modules")
+        pipeline = Pipeline.of_setting(self.settings.modules, "persistent_modules")
         largest = pipeline.most_bytes(order.largest_bytes) if pipeline else order.largest_bytes
         metrics = {} if order.metric is None else {METRIC: order.metric}
         facts = VersionFacts(order.job, order.lineage, order.iteration, largest, metrics)
@@ -178,44 +256,118 @@ class Flusher:
             for key in order.keys:
                 base = self._bases.base_of(key.shard, pipeline.full_every)
                 sources.append(stack.enter_context(open_source(local, key, pipeline, base)))
-            result = store.flush(order.name, facts, sources, pace)
+            result = store.flush(order.name, facts, sources, self._pace(lease))
             for source in sources:
                 self._bases.wrote(source)
         if result.committed:
-            store.retain(settings.retention(), order.name, lease)
+            self._unproved.clear()
+        elif order.name not in self._unproved:
+            self._unproved.append(order.name)
         return {
             "complete": result.committed,
             "nbytes": result.written_bytes + result.reused_bytes,
-            "seconds": time.perf_counter() - begin,
+            "seconds": self._clock.monotonic() - begin,
         }
 
+    def _pace(self, lease: Lease) -> Pace:
+        settings, throttle = self.settings, None
+        if settings.bytes_per_second:
+            now = self._clock.monotonic()
+            throttle = Throttle(settings.bytes_per_second, WINDOW_BYTES, now)
+        turns = Turns(settings.node, settings.nodes, settings.nodes_at_once)
+        return Pace(throttle, turns, self._superseded, lease.keep, self._clock)
+
+    def _make_store(self, retry: RetryPolicy | None = None) -> PersistentStore:
+        settings = self.settings
+        how = (settings.shards_per_file, settings.read_back, retry, self._sleep, self._retried)
+        return PersistentStore(settings.path, *how, **settings.options())
+
     def _open(self, order: FlushOrder) -> PersistentStore:
-        """The store, opened by the first flush."""
+        """The store, opened by the first flush, and made by the first node's: what another node
+        does not see then is not mounted there."""
         if self._store is None:
-            settings = self.settings
-            how = (settings.shards_per_file, settings.read_back)
-            store = PersistentStore(settings.path, *how, **settings.options())
-            store.create()
+            store = self._make_store()
+            if not self.settings.node:
+                store.create()
             store.clean()
             self._store = store
         return self._store
 
     def _wait_for_lease(self, store: PersistentStore, order: FlushOrder) -> Lease:
-        """The place is this life's alone; after a job was killed that takes its lease's time."""
+        """The place is this life's alone; after a job was killed that takes its lease's time.
+
+        Raises LeaseHeldError when it has taken much longer, and FileNotFoundError when the first
+        node has not been there for long.
+        """
+        first, owner = not self.settings.node, f"{order.job} on {order.node}"
         if self._lease is None or self._lease.life != order.life:
-            self._lease = store.lease(order.life, f"{order.job} on {order.node}")
+            self._lease = store.lease(order.life, owner, self._clock, begins=first)
+        begin, pause = self._clock.monotonic(), FIRST_PAUSE_SECONDS
         while True:
             try:
                 self._lease.ensure()
-            except LeaseHeldError:
-                if self._orders:  # a newer version will do
+            except (LeaseHeldError, FileNotFoundError) as error:
+                held = isinstance(error, LeaseHeldError)
+                patience_seconds = LEASE_PATIENCE_SECONDS if held else FIRST_NODE_SECONDS
+                waited_seconds = self._clock.monotonic() - begin
+                if self._orders or waited_seconds >= patience_seconds:  # a newer version will do
                     raise
-                time.sleep(HELD_RETRY_SECONDS)
+                if held:
+                    self._warn(f"v{order.version} waits: {error}", "waits for the lease")
             else:
+                if first:
+                    self._keeper.keep(order.life, owner)
                 return self._lease
+            self._pause(pause)
+            pause = min(2 * pause, HELD_RETRY_SECONDS)
+
+    def _look_back(self, store: PersistentStore, order: FlushOrder) -> None:
+        """The first node's agent tells of a version that was not completed.
+
+        Of the last but one: with `when_busy="wait"` others may still be at the last one.
+        """
+        self._unproved = [n for n in self._unproved if n.life == order.life]
+        others = [n for n in self._unproved if n != order.name]  # it may be tried again
+        if self.settings.node or not others:
+            return
+        if store.exists(others[-1]):
+            self._unproved.clear()
+        elif len(others) > 1:
+            self._unproved.remove(others[0])
+            self._warn(
+                f"v{others[0].id.version} is not complete in {store.url}, though this node's part "
+                "is there: another node has trouble, or sees another place"
+            )
+
+    # --- waiting, and what is said meanwhile ---------------------------------------------------
 
     def _superseded(self) -> bool:
         return self.settings.drop_superseded and bool(self._orders)
+
+    def _sleep(self, seconds: float) -> None:
+        """Between two tries of a call to the store. The lease is not seen to: that is a call."""
+        Pace(superseded=self._superseded, clock=self._clock).sleep(seconds)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, but not when something newer does."""
+        end = self._clock.monotonic() + seconds
+        while not self._orders and (left := end - self._clock.monotonic()) > 0:
+            self._clock.sleep(min(left, NAP_SECONDS))
+
+    def _retried(self, text: str) -> None:
+        if self._now is not None:
+            self._warn(f"v{self._now[0].version}: {text}", "is tried again")
+
+    def _warn(self, text: str, kind: str = "") -> None:
+        """An event where the trainer is. Of a `kind`, once a flush; of the same text, once."""
+        if self._now is None:
+            return
+        order, answer = self._now
+        what = f"v{order.version} {kind}" if kind else text
+        if what not in self._told:
+            self._told.add(what)
+            warning = {"level": "persistent", "severity": logging.WARNING}
+            answer({"op": "problem", "error": text, **warning})
 
 
 __all__ = ["FlushOrder", "Flusher", "PersistentSettings"]

@@ -94,6 +94,11 @@ class Reports:
             severity=logging.DEBUG if again else first,
         )
 
+    def passed_over(self, version: int, why: str) -> None:
+        """A version does not go to the persistent level, as a newer one waits for that."""
+        where = {"version": version, "level": "persistent"}
+        self.emit("skipped", message=why, severity=logging.INFO, **where)
+
     def lost(self, version: int, why: str) -> None:
         """A version is lost in memory, and therefore everywhere."""
         self._fail("memory", version, why, self._agreement.memory.safe)
@@ -166,12 +171,17 @@ class Reports:
 
     def _flushed(self, message: dict[str, Any]) -> None:
         """This node's part is there; the version, when the last node's is."""
+        self._agreement.tell("persistent", _id_of(message), DONE)
         whole, severity = "complete", logging.INFO
         if not message["complete"]:
             whole, severity = "this node's part of it", logging.DEBUG
         self._emit_committed("persistent", message, {"write": message["seconds"]}, whole, severity)
 
     def _not_flushed(self, message: dict[str, Any]) -> None:
+        self._agreement.tell("persistent", _id_of(message), DONE)
+        if message.get("superseded"):
+            self.passed_over(message["version"], message["error"])
+            return
         behind = f"training goes on, {self._config.persistent.path} is behind"
         self._fail("persistent", message["version"], f"{message['error']}; {behind}")
 
@@ -185,7 +195,8 @@ class Reports:
         self.notice(f"removed what a killed writer left half-done: {names}", logging.INFO)
 
     def _problem(self, message: dict[str, Any]) -> None:
-        self.notice(f"local level: {message['error']}", logging.ERROR)
+        level, severity = message.get("level", "local"), message.get("severity", logging.ERROR)
+        self.notice(f"{level} level: {message['error']}", severity)
 
 
 def _id_of(message: dict[str, Any]) -> VersionId:

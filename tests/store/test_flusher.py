@@ -1,0 +1,377 @@
+"""The agent's flusher in trouble: what it gives up, what it tries again, what it leaves alone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt import flusher as flusher_module
+from tierckpt.flusher import (
+    LEASE_PATIENCE_SECONDS,
+    MOST_ROUNDS,
+    ROUND_SECONDS,
+    Flusher,
+    FlushOrder,
+    PersistentSettings,
+)
+from tierckpt.held import Held
+from tierckpt.naming import ShardKey
+from tierckpt.persistent import PersistentError, PersistentStore, ShardSource, VersionFacts
+from tierckpt.persistent.lease import LEASE_SECONDS
+from tierckpt.persistent.posix import PosixBackend
+from tierckpt.testing import injected
+from tierckpt.testing.storeprogram import content_of, manifest_of
+
+SHARDS = 2
+PATIENCE_SECONDS = 60.0
+LIFE = "5eed"
+
+
+class Clock:
+    """Goes on while somebody sleeps, and `meanwhile` is called."""
+
+    def __init__(self) -> None:
+        self.seconds = 1e9
+        self.begin = self.seconds
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def now(self) -> float:
+        return self.seconds
+
+    monotonic = now
+
+    def passed(self) -> float:
+        return self.seconds - self.begin
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.meanwhile()
+
+
+def source(key: ShardKey) -> ShardSource:
+    return ShardSource(key.shard, memoryview(content_of(key, 1)), manifest_of(key, 1))
+
+
+def order(version: int, *here: int, life: str = LIFE) -> FlushOrder:
+    """For the node that has the shards `here`; all of them unless told."""
+    return FlushOrder(
+        directory="/nowhere",
+        here=here or tuple(range(SHARDS)),
+        version=version,
+        generation=1,
+        shards=SHARDS,
+        life=life,
+        job="job",
+        lineage=((1, 0),),
+        iteration=version,
+        largest_bytes=4096,
+        metric=None,
+        node="node0",
+    )
+
+
+class Node:
+    """One of a job's nodes, and what its trainers hear."""
+
+    def __init__(self, place: Path, clock: Clock, **settings: Any) -> None:
+        self.answers: list[dict[str, Any]] = []
+        self.idle = threading.Semaphore(0)
+        self.held = Held()
+        made = PersistentSettings(str(place), **settings)
+        self.flusher = Flusher(made, self.held, self.idle.release, clock)
+
+    def start(self, wanted: FlushOrder) -> None:
+        self.flusher.order(wanted, self.answers.append)
+
+    def flush(self, wanted: FlushOrder) -> dict[str, Any]:
+        """Have it flushed, and wait for that; the answer."""
+        self.start(wanted)
+        self.wait()
+        return self.answers[-1]
+
+    def wait(self) -> None:
+        assert self.idle.acquire(timeout=PATIENCE_SECONDS), self.answers
+
+    def warnings(self) -> list[str]:
+        found = [said for said in self.answers if said["op"] == "problem"]
+        assert all(said["level"] == "persistent" for said in found)
+        return [said["error"] for said in found]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "shared"
+
+
+MakeNode = Callable[..., Node]
+
+
+@pytest.fixture
+def node(place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNode]:
+    """Makes nodes whose local shards are in memory."""
+    nodes: list[Node] = []
+
+    @contextlib.contextmanager
+    def in_memory(_: object, key: ShardKey, *rest: object) -> Iterator[ShardSource]:
+        yield source(key)
+
+    def make(**settings: Any) -> Node:
+        nodes.append(Node(settings.pop("place", place), clock, **settings))
+        return nodes[-1]
+
+    monkeypatch.setattr(flusher_module, "open_source", in_memory)
+    yield make
+    for made in nodes:
+        made.flusher.close()
+
+
+def versions(place: Path) -> list[int]:
+    return [name.id.version for name in PersistentStore(str(place)).versions()]
+
+
+def part_of(place: Path, wanted: FlushOrder, shard: int) -> int:
+    """Bytes of the shard that an earlier flush left: found by one that writes nothing anew."""
+    facts = VersionFacts("job", ((1, 0),), wanted.version, 4096)
+    key = ShardKey(wanted.name.id, shard, SHARDS)
+    return PersistentStore(str(place)).flush(wanted.name, facts, [source(key)]).reused_bytes
+
+
+class Broken:
+    """Writes of shards fail so and so, until it is mended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+        self.mended, write_at = False, PosixBackend.write_at
+
+        def failing(backend: PosixBackend, *rest: Any) -> None:
+            if not self.mended:
+                raise OSError(code, "the store has trouble")
+            write_at(backend, *rest)
+
+        monkeypatch.setattr(PosixBackend, "write_at", failing)
+
+
+# --- a version that exists stays -----------------------------------------------------------------
+
+
+def test_retention_that_fails_costs_no_version(node: MakeNode, place: Path) -> None:
+    zero = node(keep_last=1)
+    assert zero.flush(order(1))["complete"]
+    with injected("eacces@file:op=rmdir"):
+        said = zero.flush(order(2))
+    assert (said["op"], said["complete"]) == ("flushed", True)
+    (warning,) = zero.warnings()
+    assert "not all older versions could be removed" in warning
+    assert versions(place) == [2]
+    assert zero.flush(order(3))["complete"]
+    assert versions(place) == [3]
+    assert PersistentStore(str(place)).incomplete() == [], "and what was left is removed later"
+
+
+def test_one_folder_that_cannot_go_keeps_no_other_one(node: MakeNode, place: Path) -> None:
+    zero = node(keep_last=3)
+    for version in (1, 2, 3):
+        zero.flush(order(version))
+    other = node(keep_last=1)
+    with injected("eacces@file:op=rmdir"):
+        other.flush(order(4))
+    assert versions(place) == [4]
+    assert [n.id.version for n in PersistentStore(str(place)).incomplete()] == [3]
+
+
+def test_an_error_after_the_commit_is_no_failure(
+    node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object) -> str:
+        raise PersistentError("no right to read", str(place), transient=False)
+
+    zero = node()
+    with monkeypatch.context() as patch:
+        patch.setattr(PersistentStore, "_why_void", forbidden)
+        said = zero.flush(order(1))
+    assert (said["op"], said["complete"]) == ("flushed", True)
+    assert versions(place) == [1]
+
+
+def test_of_a_version_that_another_node_completed_nothing_is_removed(
+    node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This one's shards were there from before, and it fails only then."""
+    zero, wanted, flush = node(), order(1), PersistentStore.flush
+
+    def late(store: PersistentStore, *rest: Any) -> None:
+        flush(store, *rest)
+        raise PersistentError("a permanent error", str(place), transient=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PersistentStore, "flush", late)
+        said = zero.flush(wanted)
+    assert (said["op"], versions(place)) == ("flushed", [1])
+    assert not PersistentStore(str(place)).give_up(wanted.name)
+    assert versions(place) == [1]
+
+
+# --- what passes, and what does not --------------------------------------------------------------
+
+
+def test_trouble_that_passes_is_told_and_the_version_is_tried_again(
+    node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Broken(monkeypatch, errno.EIO)
+
+    def mend() -> None:
+        broken.mended = clock.passed() > ROUND_SECONDS
+
+    clock.meanwhile = mend
+    zero = node()
+    assert zero.flush(order(1))["complete"]
+    tried, as_a_whole = zero.warnings()
+    assert tried.startswith("v1: ")
+    assert "the store has trouble; try 2 in" in tried
+    assert "What is there of it stays; all is tried again" in as_a_whole
+    assert versions(place) == [1]
+
+
+def test_trouble_that_passes_too_late_costs_no_other_nodes_part(
+    node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, zero = order(1, 0), node(nodes=2)
+    assert not zero.flush(wanted)["complete"]
+    broken, one = Broken(monkeypatch, errno.EIO), node(node=1, nodes=2)
+    said = one.flush(order(1, 1))
+    assert (said["op"], said["superseded"]) == ("flush_failed", False)
+    assert clock.passed() > (MOST_ROUNDS - 1) * ROUND_SECONDS
+    assert ShardKey(wanted.name.id, 1, SHARDS) not in one.held
+    broken.mended = True
+    assert part_of(place, wanted, 0) == 4096
+    assert one.flush(order(1, 1))["complete"]
+    assert versions(place) == [1]
+
+
+def test_trouble_that_stays_gives_the_room_back(
+    node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, one = node(nodes=2), node(node=1, nodes=2)
+    zero.flush(order(1, 0))
+    assert len(PersistentStore(str(place)).incomplete()) == 1
+    Broken(monkeypatch, errno.ENOSPC)
+    said = one.flush(order(1, 1))
+    assert "free space" in said["error"]
+    assert clock.passed() == 0, "tried again it would be the same"
+    assert PersistentStore(str(place)).incomplete() == []
+
+
+def test_a_newer_version_ends_the_tries_of_one_that_it_supersedes(
+    node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, zero = Broken(monkeypatch, errno.EIO), node(drop_superseded=True)
+
+    def newer() -> None:
+        broken.mended = any(said["op"] == "flush_failed" for said in zero.answers)
+        if ShardKey(order(2).name.id, 0, SHARDS) not in zero.held:
+            zero.start(order(2))
+
+    clock.meanwhile = newer
+    zero.start(order(1))
+    zero.wait()
+    first, second = (said for said in zero.answers if said["op"] != "problem")
+    assert (first["op"], first["version"], first["superseded"]) == ("flush_failed", 1, True)
+    assert (second["version"], second["complete"]) == (2, True)
+    assert versions(place) == [2]
+    assert PersistentStore(str(place)).incomplete() == [], "what there was of it is removed"
+
+
+# --- the lease -----------------------------------------------------------------------------------
+
+
+def test_a_place_that_another_job_holds_is_told_of_and_given_up(
+    node: MakeNode, place: Path, clock: Clock
+) -> None:
+    place.mkdir()
+    other = PersistentStore(str(place)).lease("11fe", "another job on node9", clock)
+    other.ensure()
+    clock.meanwhile = other.keep
+    zero = node()
+    said = zero.flush(order(1))
+    assert said["op"] == "flush_failed"
+    assert "another job on node9" in said["error"]
+    assert LEASE_PATIENCE_SECONDS <= clock.passed() < 2 * LEASE_PATIENCE_SECONDS
+    (warning,) = zero.warnings()
+    assert warning.startswith("v1 waits: ")
+    assert "in use by another job on node9" in warning
+    clock.meanwhile = lambda: None  # it ends
+    assert zero.flush(order(2))["complete"], "the next one is tried as usual"
+    assert clock.passed() > LEASE_PATIENCE_SECONDS + LEASE_SECONDS / 2
+
+
+def test_only_the_first_node_has_the_lease_kept(node: MakeNode) -> None:
+    zero, one = node(nodes=2), node(node=1, nodes=2)
+    zero.flush(order(1, 0))
+    one.flush(order(1, 1))
+    assert zero.flusher._keeper._thread is not None
+    assert one.flusher._keeper._thread is None
+    zero.flusher.close()
+    assert not zero.flusher._keeper._thread.is_alive()
+
+
+# --- a place that is not there -------------------------------------------------------------------
+
+
+def test_what_a_place_is_in_is_not_made(node: MakeNode, tmp_path: Path) -> None:
+    zero = node(place=tmp_path / "lustre" / "us" / "job")
+    said = zero.flush(order(1))
+    assert said["op"] == "flush_failed"
+    assert f"{tmp_path / 'lustre' / 'us'} is not there: is it mounted?" in said["error"]
+    assert not (tmp_path / "lustre").exists()
+
+
+@pytest.mark.parametrize("folder", ["", "job"])
+def test_a_node_that_sees_another_place_writes_nothing_there(
+    folder: str, node: MakeNode, place: Path, tmp_path: Path
+) -> None:
+    """Its mount point is an empty folder on its own disk."""
+    unmounted = tmp_path / "mount point"
+    unmounted.mkdir()
+    zero, one = node(nodes=2), node(node=1, nodes=2, place=unmounted / folder)
+    assert not zero.flush(order(1, 0))["complete"]
+    said = one.flush(order(1, 1))
+    assert said["op"] == "flush_failed"
+    assert "not mounted?" in said["error"]
+    assert list(unmounted.iterdir()) == []
+    assert part_of(place, order(1, 0), 0) == 4096
+
+
+def test_the_first_node_may_come_later(node: MakeNode, clock: Clock) -> None:
+    zero, one = node(nodes=2), node(node=1, nodes=2)
+
+    def come() -> None:
+        clock.meanwhile = lambda: None
+        zero.flush(order(1, 0))
+
+    clock.meanwhile = come
+    assert one.flush(order(1, 1))["complete"]
+    assert one.warnings() == []
+
+
+def test_versions_that_another_node_never_completes_are_told_of(node: MakeNode) -> None:
+    zero, one = node(nodes=2), node(node=1, nodes=2)
+    for version in (1, 2, 3):
+        zero.flush(order(version, 0))
+    (warning,) = zero.warnings()
+    assert warning.startswith("v1 is not complete in ")
+    one.flush(order(3, 1))
+    for version in (4, 5):
+        zero.flush(order(version, 0))
+        one.flush(order(version, 1))
+    assert len(zero.warnings()) == 1, "all is well again"
+    assert one.warnings() == []
