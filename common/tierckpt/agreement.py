@@ -31,11 +31,13 @@ class _Ballot:
         memory: VersionId | None,
         local: VersionId | None,
         peer: VersionId | None,
+        flush: VersionId | None,
     ) -> None:
         self._pending = pending
         self.memory = memory
         self.local = local
         self.peer = peer
+        self.flush = flush
 
     def result(self) -> Vote:
         """What all ranks agreed on, waiting for it. Any thread."""
@@ -61,7 +63,9 @@ class Agreement:
         self._on_local_safe, self._on_local_broken = on_local_safe, on_local_broken
         self._ballot: _Ballot | None = None
         self._asked = False
-        self._known: dict[str, dict[VersionId, int]] = {"memory": {}, "local": {}, "peer": {}}
+        self._known: dict[str, dict[VersionId, int]] = {
+            level: {} for level in ("memory", "local", "peer", "persistent")
+        }
         """By level: how the versions under way are doing here."""
         self._shards: dict[VersionId, tuple[int, float | None]] = {}
         """Bytes, and metric, of this rank's shards on their way to local."""
@@ -78,6 +82,9 @@ class Agreement:
         self.memory = Ledger(safe=memory)
         self.local = Ledger(safe=local, broken=sorted(broken)[-REMEMBERED:])
         self.peer = Ledger(safe=peer)
+        self.persistent = Ledger()
+        """Of flushes: what is open there some node may still be at. It tells nothing of what
+        exists there."""
         self._since_memory = self._since_local = self._since_persistent = time.monotonic()
         self._ballot = None
 
@@ -94,6 +101,10 @@ class Agreement:
     def open_peer(self, id_: VersionId) -> None:
         """A version that is complete on local is being protected by peers, on all ranks."""
         self.peer.open.append(id_)
+
+    def open_flush(self, id_: VersionId) -> None:
+        """A version that is complete on local is being flushed, on all nodes."""
+        self.persistent.open.append(id_)
 
     def forget(self, id_: VersionId) -> None:
         """A version is to be taken again."""
@@ -129,6 +140,7 @@ class Agreement:
         memory = next((v for v in self.memory.open if v != newest), None)
         local = next((v for v in self.local.open if v != newest), None)
         peer = next(iter(self.peer.open), None)
+        flush = next(iter(self.persistent.open), None)
         nbytes, metric = (0, None) if local is None else self._shards.get(local, (0, None))
         now, config = time.monotonic(), self._config
         vote = Vote(
@@ -143,6 +155,7 @@ class Agreement:
                 config.persistent.every_seconds, now - self._since_persistent
             ),
             peer_state=self._state("peer", peer),
+            flush_state=self._state("persistent", flush),
             less_bytes=-nbytes,
             metric=as_vote(metric),
             halt=halt[0],
@@ -154,7 +167,8 @@ class Agreement:
             adapter=adapter,
         )
         self._asked = False
-        self._ballot = _Ballot(self._ballots.all_reduce_min(vote.pack()), memory, local, peer)
+        pending = self._ballots.all_reduce_min(vote.pack())
+        self._ballot = _Ballot(pending, memory, local, peer, flush)
 
     def _state(self, level: str, id_: VersionId | None) -> int:
         return DONE if id_ is None else self._known[level].get(id_, PENDING)
@@ -170,12 +184,14 @@ class Agreement:
             raise
         broken = self.memory.resolve(agreed.memory_state, self._ballot.memory)
         self.peer.resolve(agreed.peer_state, self._ballot.peer)
+        self.persistent.resolve(agreed.flush_state, self._ballot.flush)
         told = (-agreed.less_bytes, of_vote(agreed.metric))
         self._resolve_local(agreed.local_state, self._ballot.local, *told)
         for known, ledger in (
             (self._known["memory"], self.memory),
             (self._known["local"], self.local),
             (self._known["peer"], self.peer),
+            (self._known["persistent"], self.persistent),
         ):
             for id_ in list(known):  # the copier thread may add one any time
                 if id_ not in ledger.open:

@@ -23,6 +23,7 @@ from . import attach
 from . import state as state_module
 from .agreement import Agreement
 from .alike import Roll, agree_on_settings
+from .backlog import Backlog
 from .ballots import ballots_for
 from .berth import Berth
 from .best import Best
@@ -169,6 +170,7 @@ class Checkpointer:
             self._peers,
             self._lives,
             flush_order(config, group, self._node, job, host),
+            Backlog(config, self._agent, self._agreement, self._reports.passed_over),
         )
         self._start_agent()
 
@@ -397,6 +399,7 @@ class Checkpointer:
 
     def _await_other_nodes(self) -> None:
         """At the end: the scheduler may take the node when we are gone. Says that it waits."""
+        self._onward.backlog.flush_last()
         if not self._agent.wait(CLOSE_NOTICE_SECONDS, everything=True):
             names = {"peer": "other nodes", "persistent": self.config.persistent.path}
             where = " and ".join(names[level] for level in self._agent.behind())
@@ -474,6 +477,7 @@ class Checkpointer:
         if not self._lives.lineage:
             self._begin_life()
         agreed, broken = self._agreement.read()
+        self._onward.backlog.go_on()
         if broken is not None:
             self._reports.lost(
                 broken.version, "the snapshot failed on some rank; it is void on all"

@@ -113,7 +113,7 @@ class PersistentConfig:
     read_back: bool = False
     """Read every byte again before a version is declared complete."""
     drop_superseded: bool = False
-    """Give up a flush when a newer version is waiting for it."""
+    """Give up a flush when a newer version is waiting for it, at most twice in a row."""
     modules: str = ""
     """As for local; what was done there is undone first."""
     storage_options: str = field(default="", repr=False)
@@ -141,7 +141,8 @@ class Config:
     """Slots per rank; 0: two, or three with a GPU. Two are enough to be always safe; a third lets a
     version be taken to memory while another one is still being written to disk or drained."""
     when_busy: str = "skip"
-    """When a checkpoint is due and no slot is free: `skip` it, or `wait` for one."""
+    """When a checkpoint is due and no slot is free: `skip` it, or `wait` for one. Of what waits for
+    a slow persistent level: keep the newest, or `wait` for the level."""
     release: str = "auto"
     """When copying starts: `backward` (with each layer's allreduce), `forward` (at once), or
     `auto`: backward, until the barrier turns out to wait for it."""

@@ -12,6 +12,7 @@ import functools
 
 from .agentclient import AgentClient
 from .agreement import Agreement
+from .backlog import Backlog
 from .best import Best
 from .config import Config
 from .flusher import FlushOrder
@@ -45,8 +46,9 @@ def flush_order(
 class Onward:
     """One rank's part. All ranks are told the same of versions, so all come to the same.
 
-    Training thread. Nothing here waits, or is collective. What it is given stays its owner's: it
-    gives orders to the agent, and enters into the agreement's books what becomes of the peer level.
+    Training thread. Nothing here waits (but see `Backlog`), or is collective. What it is given
+    stays its owner's: it gives orders to the agent, and enters into the agreement's books what
+    becomes of the peer level.
     """
 
     def __init__(
@@ -57,18 +59,22 @@ class Onward:
         peers: Peers,
         lives: Lives,
         order: Order | None,
+        backlog: Backlog,
     ) -> None:
-        """`best`: of the local level. `order`: see `flush_order`."""
+        """`best`: of the local level. `order`: see `flush_order`. `backlog` is asked to go on at
+        every boundary."""
         self._best, self._agent, self._agreement = best, agent, agreement
         self._peers, self._lives, self._order = peers, lives, order
+        self.backlog = backlog
         self._to_flush: dict[VersionId, int] = {}
         """Versions under way to the persistent level, and the iteration that each is of."""
         self.ordered: VersionId | None = None
-        """The version that was ordered to be flushed last."""
+        """The last version that was to be flushed and could be."""
 
     def restart(self) -> None:
         """A life has begun that goes on from an earlier one's: its best versions stay."""
         self._best.restart(self._lives.metrics())
+        self.backlog.restart()
 
     def flush_when_safe(self, id_: VersionId, iteration: int) -> None:
         """A version, of that iteration, is to go to the persistent level."""
@@ -93,7 +99,7 @@ class Onward:
         local, lineage = self._agreement.local, self._lives.lineage
         void = [id_ for id_ in local.broken if id_ not in local.open]  # else it is tried again
         # What peers can bring back stays until they can bring back something newer.
-        keep = self._agreement.peer.protected() | self._best.versions
+        keep = self._agreement.peer.protected() | self._best.versions | self.backlog.versions
         self._agent.retire(local.safe, lineage, keep, void)
 
     def _protect(self, safe: VersionId) -> None:
@@ -109,6 +115,7 @@ class Onward:
         if iteration is None:
             return
         self.ordered = safe
+        order = None
         if self._order is not None:
             order = self._order(
                 version=safe.version,
@@ -119,7 +126,7 @@ class Onward:
                 largest_bytes=largest_bytes,
                 metric=metric,
             )
-            self._agent.flush(order)
+        self.backlog.add(safe, order)
 
 
 __all__ = ["Onward", "flush_order"]

@@ -44,6 +44,9 @@ class Vote:
     persistent_time_left: int = 1
     peer_state: int = DONE
     """State of the oldest version whose protection by peers is not known everywhere yet."""
+    flush_state: int = DONE
+    """Of the oldest version that some node may still be flushing: DONE when this one is through
+    with it, whatever came of it."""
     less_bytes: int = 0
     """Of the version that `local_state` is about: the size of this rank's shard, negative, so that
     the minimum tells the largest."""
@@ -76,6 +79,7 @@ class Vote:
             self.no_request,
             self.persistent_time_left,
             self.peer_state,
+            self.flush_state,
             self.less_bytes,
             self.metric,
             int(self.halt),

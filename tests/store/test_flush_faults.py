@@ -141,6 +141,22 @@ def test_a_shard_that_rotted_on_the_disk_is_not_passed_on(
         job.checkpointer.abandon()
 
 
+def test_trouble_that_passes_costs_nothing_and_is_told(
+    tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(faults.FAULTS_VARIABLE, f"eio@file:{PHASES['shard written']}")
+    monkeypatch.setenv(faults.FIRED_VARIABLE, str(marks))
+    with Job(tmp_path / "ckpts", str(tmp_path / "shared"), shm_dir) as job:
+        job.run(FLUSHED)
+        job.flush()
+        job.run_until(job.flushed)
+        assert list(marks.iterdir())
+        assert (job.flushed(), job.flush_failures()) == ([FLUSHED], [])
+        told = [e for e in job.heard("notice") if "; try 2 in " in e.message]
+        assert [e.message[:22] for e in told] == [f"persistent level: v{FLUSHED}: "]
+        job.checkpointer.abandon()
+
+
 # --- the place -----------------------------------------------------------------------------------
 
 
@@ -208,6 +224,45 @@ def test_a_store_that_hangs_is_waited_for_by_nobody(
         check_restores(bucket, FLUSHED, tmp_path, shm_dir)
     finally:
         go_on.set()
+
+
+def test_a_slow_store_costs_versions_there_and_no_room_here(
+    bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path
+) -> None:
+    """One is flushed, the newest waits; what was dropped between them is held by nobody."""
+    come, go_on = threading.Event(), threading.Event()
+
+    def hang(method: str, path: str, number: int) -> None:
+        if method == "PUT":
+            come.set()
+            go_on.wait(PATIENCE_SECONDS)
+
+    with Job(tmp_path / "ckpts", bucket, shm_dir, when_busy="skip", local_keep_last=1) as job:
+        try:
+            proxy.rule = hang
+            due = []
+            while len(due) < 4:
+                job.run(job.iteration + 2)
+                due.append(job.iteration)
+                job.flush()
+                job.run_until(come.is_set)
+            first, *dropped, newest = due
+            passed_over = job.heard("skipped", "persistent")
+            assert [e.version for e in passed_over] == dropped
+            assert f"v{first} is still being flushed" in passed_over[0].message
+            job.run(job.iteration + 1)
+            job.checkpointer._onward.retire()
+            job.run_until(lambda: local_versions(tmp_path / "ckpts") == [first, newest])
+        finally:
+            go_on.set()
+        job.run_until(lambda: newest in job.flushed())
+        assert (job.flushed(), job.flush_failures()) == ([first, newest], [])
+        job.checkpointer.abandon()
+    check_restores(bucket, newest, tmp_path, shm_dir)
+
+
+def local_versions(directory: Path) -> list[int]:
+    return sorted({key.id.version for key in LocalStore(directory).keys()})  # noqa: SIM118
 
 
 def test_a_store_that_forbids_costs_the_version_and_one_that_is_busy_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from tierckpt.agent import AgentSettings
 from tierckpt.agentclient import AgentClient
 from tierckpt.agreement import Agreement
 from tierckpt.alike import Roll
+from tierckpt.backlog import Backlog
 from tierckpt.ballots import GroupBallots
 from tierckpt.best import Best
 from tierckpt.config import load_config
@@ -37,9 +39,15 @@ class Client(AgentClient):
         self.kept: set[VersionId] = set()
         self.void: list[VersionId] = []
         self.safe: VersionId | None = None
+        self.waits = 0
 
     def flush(self, order: FlushOrder) -> None:
         self.flushes.append(order)
+
+    def wait(self, *_: Any, **how: Any) -> bool:
+        assert how == {"everything": True}
+        self.waits += 1
+        return True
 
     def retire(
         self,
@@ -54,12 +62,14 @@ class Client(AgentClient):
 class Rank:
     """One of two ranks on one node, as far as its ballots and what follows from them."""
 
-    def __init__(self, rank: int, directory: Path, keep_best: int = 0) -> None:
-        config = load_config({"path": str(directory), "persistent_path": "/shared"}, {})
+    def __init__(self, rank: int, directory: Path, keep_best: int = 0, **settings: Any) -> None:
+        given = {"path": str(directory), "persistent_path": "/shared", **settings}
+        config = load_config(given, {})
         group = SingleGroup()
         group.rank, group.size = rank, 2
         roll = Roll(("host", "host"), ("machine", "machine"), ("host", "host"))
         self.client = Client()
+        self.dropped: list[tuple[int, str]] = []
         self.agreement = Agreement(
             group,
             GroupBallots(group),
@@ -77,13 +87,15 @@ class Rank:
             Peers(config, group, roll, self.client, ()),
             lives,
             flush_order(config, group, roll.node(rank), job, "host"),
+            Backlog(config, self.client, self.agreement, lambda *what: self.dropped.append(what)),
         )
 
-    def take(self, version: int, metric: float | None = None) -> VersionId:
+    def take(self, version: int, metric: float | None = None, flush: bool = True) -> VersionId:
         """A version of that number on its way to all levels."""
         id_ = VersionId(1, version)
         self.agreement.open(id_, LEVELS)
-        self.onward.flush_when_safe(id_, 10 * version)
+        if flush:
+            self.onward.flush_when_safe(id_, 10 * version)
         self.agreement.tell("memory", id_, DONE)
         self.agreement.tell_shard(id_, 4096 + version, metric)
         return id_
@@ -96,6 +108,21 @@ class Rank:
     def boundary(self) -> None:
         self.agreement.launch(VersionId(1, 99), slot_free=True, local_free=True)
         self.agreement.read()
+        self.onward.backlog.go_on()
+
+    def make_safe(self, *versions: int) -> None:
+        """Taken, and complete on all local disks, one after the other."""
+        for version in versions:
+            self.agree(self.take(version), DONE)
+
+    def flushed(self) -> list[int]:
+        """What the agent was told."""
+        return [order.version for order in self.client.flushes]
+
+    def through(self, version: int) -> None:
+        """The node is through with a flush, as its agent says."""
+        self.agreement.tell("persistent", VersionId(1, version), DONE)
+        self.boundary()
 
 
 @pytest.fixture
@@ -152,10 +179,121 @@ def test_what_broke_and_is_tried_again_is_not_void(rank: Rank) -> None:
 
 def test_the_best_stays_though_a_newer_one_is_safe(tmp_path: Path) -> None:
     rank = Rank(0, tmp_path, keep_best=1)
-    good = rank.take(3, metric=0.1)
+    good = rank.take(3, metric=0.1, flush=False)
     rank.agree(good, DONE)
-    rank.agree(rank.take(4, metric=0.2), DONE)
+    rank.agree(rank.take(4, metric=0.2, flush=False), DONE)
     assert rank.client.kept == {good}
-    better = rank.take(5, metric=0.05)
+    better = rank.take(5, metric=0.05, flush=False)
     rank.agree(better, DONE)
     assert rank.client.kept == {better}
+
+
+# --- a slow store --------------------------------------------------------------------------------
+
+
+def ids(*versions: int) -> set[VersionId]:
+    return {VersionId(1, version) for version in versions}
+
+
+def test_one_is_flushed_and_the_newest_waits(rank: Rank) -> None:
+    rank.make_safe(4, 8, 12, 16)
+    assert rank.flushed() == [4]
+    assert [version for version, _ in rank.dropped] == [8, 12]
+    assert "v4 is still being flushed by some node" in rank.dropped[0][1]
+    rank.onward.retire()
+    assert rank.client.kept == ids(4, 16), "what is under way or waits stays, what was dropped goes"
+    rank.through(4)
+    assert rank.flushed() == [4, 16]
+    rank.through(16)
+    rank.onward.retire()
+    assert rank.client.kept == set()
+    rank.make_safe(20)
+    assert rank.flushed() == [4, 16, 20]
+
+
+def test_ranks_drop_the_same_whichever_node_is_slow(tmp_path: Path) -> None:
+    """One tells its agent and waits for its answer, the other has nothing to wait for."""
+    ranks = [Rank(0, tmp_path), Rank(1, tmp_path)]
+    votes: list[list[int]] = []
+
+    class Together:
+        """Both ranks' ballots, cast one after the other."""
+
+        def all_reduce_min(self, values: list[int]) -> Together:
+            votes.append(values)
+            self.first = (len(votes) - 1) // 2 * 2
+            return self
+
+        def wait(self) -> list[int]:
+            zero, one = votes[self.first : self.first + 2]
+            return [min(pair) for pair in zip(zero, one, strict=True)]
+
+    def boundary() -> None:
+        for rank in ranks:
+            rank.agreement._ballots = Together()  # type: ignore[assignment]
+            rank.agreement.launch(VersionId(1, 99), slot_free=True, local_free=True)
+        for rank in ranks:
+            rank.agreement.read()
+            rank.onward.backlog.go_on()
+
+    def make_safe(version: int) -> None:
+        for rank in ranks:
+            rank.agreement.tell("local", rank.take(version), DONE)
+        boundary()
+
+    for version in (4, 8, 12):
+        make_safe(version)
+    assert ranks[0].flushed() == [4], "the other rank is through at once, and waits for this one"
+    ranks[0].agreement.tell("persistent", VersionId(1, 4), DONE)
+    boundary()
+    assert ranks[0].flushed() == [4, 12]
+    assert ranks[0].onward.backlog.versions == ranks[1].onward.backlog.versions == ids(12)
+    assert ranks[0].dropped == ranks[1].dropped
+    assert len(ranks[0].dropped) == 1
+
+
+def test_what_becomes_safe_as_the_last_flush_ends_is_the_one_that_waits(rank: Rank) -> None:
+    rank.make_safe(4, 8)
+    rank.agreement.tell("persistent", VersionId(1, 4), DONE)
+    rank.make_safe(12)
+    assert (rank.flushed(), rank.dropped) == ([4, 8], [])
+    rank.through(8)
+    assert rank.flushed() == [4, 8, 12]
+
+
+def test_a_flush_is_superseded_twice_in_a_row_and_then_ends(tmp_path: Path) -> None:
+    rank = Rank(0, tmp_path, persistent_drop_superseded=True)
+    rank.make_safe(4, 8)
+    rank.through(4)  # given up
+    rank.make_safe(12)
+    rank.through(8)
+    assert rank.flushed() == [4, 8, 12]
+    rank.make_safe(16, 20)
+    assert rank.flushed() == [4, 8, 12], "this one may end"
+    rank.through(12)
+    assert rank.flushed() == [4, 8, 12, 20]
+    rank.make_safe(24)
+    assert rank.flushed() == [4, 8, 12, 20, 24], "and the next may be superseded again"
+
+
+def test_who_prefers_to_wait_waits_and_loses_none(tmp_path: Path) -> None:
+    rank = Rank(0, tmp_path, when_busy="wait")
+    rank.make_safe(4, 8)
+    assert (rank.flushed(), rank.client.waits) == ([4], 0)
+    rank.make_safe(12, 16)
+    assert (rank.flushed(), rank.client.waits, rank.dropped) == ([4, 8, 12], 2, [])
+
+
+def test_at_the_end_what_waits_is_flushed(rank: Rank) -> None:
+    rank.make_safe(4, 8)
+    rank.onward.backlog.flush_last()
+    rank.onward.backlog.flush_last()
+    assert rank.flushed() == [4, 8]
+
+
+def test_another_life_does_not_flush_what_waited(rank: Rank) -> None:
+    rank.make_safe(4, 8)
+    rank.agreement.restart(None, None)
+    rank.onward.restart()
+    rank.boundary()
+    assert (rank.flushed(), rank.onward.backlog.versions) == ([4], set())
