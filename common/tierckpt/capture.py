@@ -93,7 +93,7 @@ class Capture:
     def _pack_own(self) -> tuple[dict[str, Any], tree.Arena]:
         arena = tree.Arena()
         packed = {
-            "rng": state_module.pack_rng(),
+            "rng": state_module.pack_rng(self._state.cuda_device()),
             "extra_per_rank": self._state.pack_extra(self._state.extra_per_rank, arena),
         }
         return packed, arena

@@ -348,7 +348,9 @@ def load(
         attempt.visit(loader.load_window)
         loader.finish(saved)
     # Last: loading may have drawn.
-    loader.notices += streams.take_up(saved["rng"], manifest.version, loader.shards, group)
+    loader.notices += streams.take_up(
+        saved["rng"], manifest.version, loader.shards, group, state.cuda_device()
+    )
     state.torn = False
     notices = loader.notices + [f"accepted (strict=False): {d}" for d in differences]
     return manifest, notices, saved.get("adapter")

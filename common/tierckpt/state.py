@@ -121,6 +121,13 @@ class TrainingState:
         own = {id(p) for p in _renormed(self._modules)}
         return Walk(list(params.values()), state, odd, self.live_buffers(), own)
 
+    def cuda_device(self) -> torch.device | None:
+        """The CUDA device that is trained on, if there is one."""
+        if not torch.cuda.is_initialized():
+            return None
+        found = (p.device for module in self._modules for p in module.parameters() if p.is_cuda)
+        return next(found, None)
+
     def containers(self) -> list[dict[Any, Any]]:
         """The dicts that hold all `Walk.tensors`, in an order that only structure decides.
 
@@ -435,8 +442,9 @@ def load_extra(obj: Any, value: Any) -> None:
 # --- random number generators --------------------------------------------------------------------
 
 
-def pack_rng() -> tree.Later:
-    """State of the process-wide generators: python, numpy, torch CPU, every CUDA device in use.
+def pack_rng(device: torch.device | None = None) -> tree.Later:
+    """State of the process-wide generators: python, numpy, torch CPU, every CUDA device in use;
+    first of those the one that trains, `device`.
 
     Read now, since the next forward pass may draw; all of it is copies. Writing 10 KB of it down as
     text would be a sixth of what the boundary does, so that is left to whoever encodes the tree.
@@ -447,7 +455,7 @@ def pack_rng() -> tree.Later:
     cuda: list[torch.Tensor] = []
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         # Philox keeps seed and offset on the host: nothing is read back from a device here.
-        cuda = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
+        cuda = [torch.cuda.get_rng_state(i) for i in _devices(device)]
 
     def written() -> dict[str, Any]:
         return {
@@ -468,7 +476,15 @@ def _state_of(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def load_rng(value: dict[str, Any]) -> list[str]:
+def _devices(first: torch.device | None) -> list[int]:
+    """The CUDA devices' numbers, `first` in front (default: the current one): on another node, or
+    with more ranks on it, a rank trains on a device of another number, and its stream goes along.
+    """
+    trains = torch.cuda.current_device() if first is None or first.index is None else first.index
+    return [trains, *(i for i in range(torch.cuda.device_count()) if i != trains)]
+
+
+def load_rng(value: dict[str, Any], device: torch.device | None = None) -> list[str]:
     """Set the generators; returns what could not be set (fewer CUDA devices than saved)."""
     version, words, gauss = value["python"]
     random.setstate((version, tuple(array.array("I", base64.b64decode(words))), gauss))
@@ -477,12 +493,11 @@ def load_rng(value: dict[str, Any]) -> list[str]:
     np.random.set_state((kind, keys, pos, has_gauss, cached))
     torch.set_rng_state(_state_of(value["torch"]))
     problems = []
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index, state in enumerate(value["cuda"]):
-        if index < available:
-            torch.cuda.set_rng_state(_state_of(state), index)
-        else:
-            problems.append(
-                f"RNG of cuda:{index} was saved, this process has {available} device(s)"
-            )
+    devices = _devices(device) if value["cuda"] and torch.cuda.is_available() else []
+    for index, state in zip(devices, value["cuda"], strict=False):
+        torch.cuda.set_rng_state(_state_of(state), index)
+    if len(value["cuda"]) > len(devices):
+        problems.append(
+            f"RNG of {len(value['cuda'])} CUDA devices was saved, this process has {len(devices)}"
+        )
     return problems

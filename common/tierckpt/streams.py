@@ -35,7 +35,13 @@ from .state import load_rng
 KINDS = ("python", "numpy", "torch", "cuda")
 
 
-def take_up(saved: Mapping[str, Any], version: int, shards: int, group: Group) -> list[str]:
+def take_up(
+    saved: Mapping[str, Any],
+    version: int,
+    shards: int,
+    group: Group,
+    device: torch.device | None = None,
+) -> list[str]:
     """Set this process's generators after a restore; returns what could not be set.
 
     Collective if the job has grown; training thread.
@@ -45,8 +51,9 @@ def take_up(saved: Mapping[str, Any], version: int, shards: int, group: Group) -
         version: that is being restored.
         shards: how many ranks the checkpoint is of.
         group: the ranks of this job.
+        device: the CUDA device that this one trains on, if it does.
     """
-    problems = load_rng(dict(saved))
+    problems = load_rng(dict(saved), device)
     if group.size > shards:
         own = {kind: _digest(saved[kind]) for kind in KINDS}
         everyone = group.all_gather_object(own)[:shards]

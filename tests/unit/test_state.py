@@ -336,6 +336,48 @@ def test_all_random_streams_are_taken_up_where_they_were() -> None:
 
 
 @pytest.mark.usefixtures("streams_put_back")
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on", "devices", "set_"),
+    [
+        (3, 3, 4, {3: 3, 0: 0, 1: 1, 2: 2}),
+        (3, 1, 4, {1: 3, 0: 0, 2: 1, 3: 2}),
+        (0, 1, 2, {1: 0, 0: 1}),
+        (None, None, 1, {0: 2}),
+    ],
+)
+def test_the_stream_of_the_device_that_trains_goes_along(
+    saved_on: int | None,
+    loaded_on: int | None,
+    devices: int,
+    set_: dict[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that comes back as another one of its node has a device of another number."""
+    found: dict[int, int] = {}
+
+    def put(stream: torch.Tensor, index: int) -> None:
+        found[index] = int(stream)
+
+    def device(index: int | None) -> torch.device | None:
+        return None if index is None else torch.device("cuda", index)
+
+    for name in ("is_available", "is_initialized"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda i: torch.tensor([i], dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 if saved_on is None else devices)
+    saved = state.pack_rng(device(saved_on)).make()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    problems = state.load_rng(saved, device(loaded_on))
+    assert found == set_
+    assert problems == (
+        ["RNG of 4 CUDA devices was saved, this process has 1"] if saved_on is None else []
+    )
+
+
+@pytest.mark.usefixtures("streams_put_back")
 def test_looking_does_not_draw() -> None:
     np.random.seed(5)
     expected = [np.random.rand() for _ in range(4)]
