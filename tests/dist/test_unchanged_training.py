@@ -574,7 +574,7 @@ def test_a_job_of_one_process_is_a_job(
     process_group: bool, ranks: Any, own_ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     pool = ranks(1) if process_group else own_ranks([{}], process_group=False)
-    (told,) = pool.run(trained_with_and_without, "default", Place.under(tmp_path, shm_dir))
+    (told,) = pool.run(trained_with_and_without, "default", CRASH, Place.under(tmp_path, shm_dir))
     assert told["complaints"] == []
     assert told["restored"] == (CRASH, {"memory": 1})
     assert told["course"] == told["plain"]
