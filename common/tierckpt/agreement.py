@@ -248,11 +248,6 @@ class Agreement:
             self.peer.resolve(state, id_)
         self._ballot = None
 
-    def newest_safe(self) -> VersionId | None:
-        """The newest version that is known to be complete on all ranks, on whatever level."""
-        known = (self.memory.safe, self.local.safe)
-        return max((id_ for id_ in known if id_ is not None), default=None)
-
     # --- what follows for slots ----------------------------------------------------------------
 
     def protected(self, newest: VersionId) -> set[VersionId]:

@@ -563,7 +563,7 @@ class Checkpointer:
             lineage=self._lives.lineage,
             iteration=self._at(),
             metric=self._measured(),
-            complete=self._agreement.newest_safe(),
+            complete=self._agreement.local.safe,
         )
 
     def _measured(self) -> float | None:

@@ -118,8 +118,12 @@ class Comeback:
                 "Start again with the nodes, or the disks, that have the rest. To give it up: "
                 "another path, or moving away what is left, starts from the beginning",
             )
-        if self._restorer.rejected:
-            self._reports.notice("nothing sound was found: starting from scratch", logging.ERROR)
+        if self._restorer.rejected or self._lives.remains():
+            self._reports.notice(
+                "starting from the beginning: nothing that was found is complete and sound, nor is "
+                f"known to have ever been on all ranks' disks; {self._what_is_left()}",
+                logging.ERROR if self._restorer.rejected else logging.WARNING,
+            )
         self._lives.begin_afresh()
 
     def _what_is_left(self) -> str:

@@ -63,7 +63,7 @@ class Found:
     metric: float | None = None
     """Of the version, in a local shard 0's manifest."""
     complete: VersionId | None = None
-    """A version that was complete when this shard was taken."""
+    """A version that was on all ranks' disks when this shard was taken."""
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,9 @@ class Lives:
 
     def once_complete(self) -> VersionId | None:
         """The newest version of which anything tells that it was complete: one that is now, though
-        perhaps damaged; or what a shard that was taken later says; or parity, which is made of
-        complete versions only."""
+        perhaps damaged; or that was on all ranks' disks, as a shard says that was taken later; or
+        parity, which is made of such only. Not one that was in memory alone, which is nowhere any
+        more after a reboot."""
         found = [f for each in self.found for f in each]
         parities = [p for each in self.parities for p in each]
         lineages = {f.key.id: f.lineage for f in found} | {p.key.id: p.lineage for p in parities}

@@ -48,7 +48,7 @@ class Manifest:
     metric: float | None = None
     """What the user measured at the boundary, a number; in the manifest of shard 0 only."""
     complete: VersionId | None = None
-    """The newest version that was known to be complete on all ranks when this one was taken."""
+    """The newest version that was known to be on all ranks' disks when this one was taken."""
     encoding: Encoding | None = None
     """Set when modules have changed the shard. Then `image_bytes` and `digests` are of what is
     stored, the other lengths are 0, and the manifest that it was sealed with is in there."""

@@ -180,18 +180,13 @@ def test_more_machines_than_before(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_without_one_of_the_machines_nothing_is_made_up(ranks: Any, tmp_path: Path) -> None:
-    """No version is complete any more. To start from scratch would be the end of the rest."""
+    """No version is complete any more; nor did any rank learn that one was on all disks."""
     ranks(2).run(on_hosts, tmp_path, [0, 1], True)
     shutil.rmtree(tmp_path / "host1", ignore_errors=True)  # an agent that ends tidies up there
-    with pytest.raises(AssertionError) as caught:
-        ranks(2).run(on_hosts, tmp_path, [0, 1], False)
-    for number in (0, 1):
-        assert f"rank {number}:\n" in str(caught.value)
-    said = "what was found: 1 of 2 shards of v3, without 1; 1 of 2 shards of v2, without 1"
-    assert str(caught.value).count(said) == 2, str(caught.value)
-    shutil.rmtree(tmp_path / "host0")
     told = ranks(2).run(on_hosts, tmp_path, [0, 1], False)
     assert [t["restored"] for t in told] == [(0, {}), (0, {})]
+    said = "what was found: 1 of 2 shards of v3, without 1; 1 of 2 shards of v2, without 1"
+    assert [sum(said in text for text in t["complaints"]) for t in told] == [1, 1]
 
 
 # --- damage --------------------------------------------------------------------------------------
