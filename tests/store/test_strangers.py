@@ -194,6 +194,7 @@ def test_a_forked_child_that_trains_the_same_model_waits_for_nothing(
         backward(model)
         given.step()
         ckpt.step()
+        stranger.zero_grad()  # or torch would compute, with threads that a fork does not copy
         child = os.fork()
         if not child:
             stranger.step()
