@@ -15,6 +15,7 @@ from tierckpt.testing.groupsuite import GroupConformance, Program
 
 def with_group(program: Program) -> Any:
     group = TorchGroup()
+    group.barrier()  # or a rank that has nothing to say hangs up on one that is still connecting
     try:
         return program(group)
     finally:
@@ -34,6 +35,8 @@ def limits(hours: float) -> list[float]:
     """In hours: of a group of the user's, and of ours over its members."""
     users = dist.new_group(timeout=timedelta(hours=hours))
     ours = TorchGroup(users)
+    dist.barrier(users)
+    ours.barrier()
     try:
         backends = [g._get_backend(torch.device("cpu")) for g in (users, ours._group)]
         return [b.options._timeout.total_seconds() / 3600 for b in backends]

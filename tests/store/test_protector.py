@@ -154,3 +154,4 @@ def test_no_thread_to_flush_with_costs_that_version_and_no_more(tmp_path: Path) 
     assert said.get(timeout=PATIENCE_SECONDS)["op"] == "flush_failed", "there is no such shard"
     assert idle.wait(PATIENCE_SECONDS)
     assert not flusher.busy()
+    flusher.close()
