@@ -79,8 +79,27 @@ class Attributes:
             value.load_state_dict(hvd.broadcast_object(value.state_dict(), root, name))
         self.values.load_state_dict(hvd.broadcast_object(self.values.state_dict(), root))
 
+    def broadcast_settings(self, root: int) -> None:
+        """`root` sends what reset callbacks set: options of parameter groups, and plain values.
+        Collective. What each rank has of its own (buffers, random streams) stays."""
+        for name, optimizer in self.optimizers.items():
+            groups = [_options(group) for group in optimizer.param_groups]
+            for group, options in zip(
+                optimizer.param_groups, hvd.broadcast_object(groups, root, name), strict=True
+            ):
+                for key, value in options.items():
+                    if isinstance(group.get(key), torch.Tensor):
+                        group[key].copy_(value)
+                    else:
+                        group[key] = value
+        self.values.load_state_dict(hvd.broadcast_object(self.values.state_dict(), root))
+
     def _named(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self._owner, name) for name in names}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 class Values:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -90,6 +91,8 @@ class TorchState(State):  # type: ignore[misc]
     All methods are for the training thread, and all ranks call them alike.
     """
 
+    _reset_callbacks: list[Callable[[], None]]
+
     def __init__(
         self,
         model: torch.nn.Module | None = None,
@@ -108,6 +111,8 @@ class TorchState(State):  # type: ignore[misc]
         self.restored: Restored | None = None
         self._live: Live | None = None
         """What is in the models while there is no checkpointer; None before training began."""
+        self._was_reset = False
+        """Reset callbacks are still to be called."""
         self._close = close_at_exit(lambda: self.checkpointer)
 
     # --- what scripts and Horovod call ---------------------------------------------------------
@@ -155,6 +160,16 @@ class TorchState(State):  # type: ignore[misc]
             # Horovod would not call sync() when ranks only leave; our ranks are numbered anew.
             raise HostsUpdatedInterrupt(skip_sync=False) from None
 
+    def on_reset(self) -> None:
+        """See Horovod; but reset callbacks are called by the `sync()` that follows, behind what it
+        brings back: what they set (a learning rate for the new number of ranks) would be undone."""
+        callbacks, self._reset_callbacks = self._reset_callbacks, []
+        try:
+            super().on_reset()
+        finally:
+            self._reset_callbacks = callbacks
+        self._was_reset = True
+
     def sync(self) -> None:
         """Bring all ranks to the same state.
 
@@ -171,6 +186,7 @@ class TorchState(State):  # type: ignore[misc]
         ckpt = self._attach()
         try:
             self.restored = self._bring_together(ckpt)
+            self._call_back(ckpt)
         except BaseException:  # another rank is gone, for one, and Horovod calls this again
             self._live = left_half_way(ckpt, self._live)
             ckpt.abandon()
@@ -185,13 +201,24 @@ class TorchState(State):  # type: ignore[misc]
             held.model,
             held.optimizers,
             extra=held.objects,
-            **{"boundary": "explicit", **self._settings},
+            **{"boundary": "explicit", **_defaults(), **self._settings},
         )
         # Behind the checks of what can be stored: a value that cannot be any more was told of at
         # each commit, and what comes back is sound.
         checkpointer.register("attributes", held.values)
         checkpointer.quiet = self._host_messages.empty
         return checkpointer
+
+    def _call_back(self, ckpt: _Checkpointer) -> None:
+        """The reset callbacks. New ranks, whose processes were never reset, get what they set."""
+        calls = self._was_reset and bool(self._reset_callbacks)
+        if calls:
+            for callback in self._reset_callbacks:
+                callback()
+        self._was_reset = False
+        everyone = ckpt.group.all_gather_object(calls)
+        if any(everyone) and not all(everyone):
+            self._attributes.broadcast_settings(everyone.index(True))
 
     def _bring_together(self, ckpt: _Checkpointer) -> Restored | None:
         """See `sync`; returns what a restore brought, None where it is a live state."""
@@ -234,6 +261,7 @@ class TorchState(State):  # type: ignore[misc]
         return restored
 
     def _roll_back(self, ckpt: _Checkpointer) -> None:
+        newest = ckpt.version
         try:
             # The copy under way is that of the last commit, and good: no step changed anything yet.
             ckpt.catch_up()
@@ -244,6 +272,14 @@ class TorchState(State):  # type: ignore[misc]
             raise
         if not restored.levels:
             raise RestoreError(NO_COMMIT)
+        if restored.version < newest:
+            ckpt.log.emit(
+                "notice",
+                version=restored.version,
+                severity=logging.WARNING,
+                message=f"this goes back to v{restored.version}: the last commit, v{newest}, was "
+                "skipped (something was busy) or lost, see the events",
+            )
         self.restored = restored
 
     def _let_go(self, condition: Condition) -> None:
@@ -284,6 +320,17 @@ class _Checkpointer(Checkpointer):
         if not self._iterations.steps and not self.half_way:
             self._iterations.count_one()
         super().step(metric)
+
+
+def _defaults() -> dict[str, Any]:
+    """Ours for an elastic job, where the environment says nothing else.
+
+    SIGTERM to one worker (its node is taken away) is to end that worker, as in Horovod without us,
+    and not the job: one that ends as it should is not started again. And a third slot, so that
+    commits are taken also while one is written to disk.
+    """
+    defaults = {"halt_signals": "", "slots": 3}
+    return {n: v for n, v in defaults.items() if f"TIERCKPT_{n.upper()}" not in os.environ}
 
 
 def _check(settings: Mapping[str, Any]) -> None:

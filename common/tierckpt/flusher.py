@@ -328,6 +328,9 @@ class Flusher:
         """
         self._unproved = [n for n in self._unproved if n.life == order.life]
         others = [n for n in self._unproved if n != order.name]  # it may be tried again
+        if self.settings.drop_superseded:  # other nodes may have given it up, as they should
+            self._unproved = self._unproved[-1:]
+            return
         if self.settings.node or not others:
             return
         if store.exists(others[-1]):

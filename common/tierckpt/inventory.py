@@ -194,7 +194,12 @@ def look_at_persistent(
     """Add what the persistent level has. A version's manifest is there only when all shards are."""
     place = Place("persistent", EVERYWHERE, persistent.path)
     root = Path(persistent.path)
-    if "://" not in persistent.path and not root.exists() and not root.parent.is_dir():
+    try:
+        absent = "://" not in persistent.path and not root.exists() and not root.parent.is_dir()
+    except OSError as error:  # a mount that is dead
+        unseen.append(Problem.of(place, error))
+        return
+    if absent:
         why = f"{root.parent} is not there; make it, unless it should have been mounted"
         unseen.append(Problem(place, why))
         return

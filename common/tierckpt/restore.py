@@ -142,8 +142,7 @@ class Restorer:
                 if attempt is not None:
                     return attempt
         finally:
-            for image, _ in self._kept.values():
-                image.close()
+            self._drop_kept()
             self.seconds += time.perf_counter() - begin
 
     def report(self, result: Restored) -> None:
@@ -167,6 +166,7 @@ class Restorer:
     def _verify(self, attempt: Attempt) -> bool:
         """Read and check this rank's share; False, with more known as bad, when any was bad."""
         plan, images = attempt.plan, attempt.images
+        self._drop_kept(plan)
         mine = [s for s in plan.sources if s.reader == self.group.rank]
         self._progress.begin(f"verifying v{plan.id.version}")
         with ThreadPoolExecutor(READERS, "tierckpt-restore") as pool:
@@ -209,6 +209,13 @@ class Restorer:
             if shard in headers and shard not in damaged and not source.place.mappable:
                 key = ShardKey(plan.id, shard, len(plan.sources))
                 self._kept[key, source.place, plan.life] = attempt.images.pop(shard), headers[shard]
+
+    def _drop_kept(self, plan: RestorePlan | None = None) -> None:
+        """What this plan has no use for: another version's is never asked for again."""
+        for key, place, life in list(self._kept):
+            if plan is None or (key.id, life) != (plan.id, plan.life):
+                image, _ = self._kept.pop((key, place, life))
+                image.close()
 
     def _rebuild(
         self, attempt: Attempt, pool: ThreadPoolExecutor, reads: Reads

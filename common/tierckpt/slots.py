@@ -315,7 +315,12 @@ class JobDirectory:
         """
         path = self.lock_path(rank)
         if _locked_here.get(path) == os.getpid():
-            raise self._busy(rank, str(os.getpid()))
+            raise JobBusyError(
+                f"this process has a checkpointer for rank {rank} of job {self.job!r} already. One "
+                "for all optimizers of a job: optimizer={'name': ..., 'other name': ...} (Horovod: "
+                "horovod_ckpt.install with all that hvd.DistributedOptimizer returned); or close "
+                "the other one first, or give this one another path"
+            )
         deadline = time.monotonic() + patience_seconds
         while True:
             self.create()

@@ -499,3 +499,62 @@ def test_a_live_state_wins_over_what_cannot_be_seen(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     ranks(2, HOROVODRUN).run(unseen, in_memory(tmp_path, shm_dir))
+
+
+# --- reset callbacks -----------------------------------------------------------------------------
+
+
+def scaled_after(place: Place, newcomer: bool) -> tuple[list[float], int, bool]:
+    """Rates of this rank before and after a failure, at which batch, and what is in the model."""
+    script = Script(place, seed=1).start()
+    course = script.train_to(3)
+    rates = [script.state.optimizer.param_groups[0]["lr"]]
+    script.fail()
+    if newcomer and rank() == 1:
+        script = Script(place, seed=9)  # a process in the lost one's place: it was never reset
+
+    def scale() -> None:
+        script.state.optimizer.param_groups[0]["lr"] *= 0.5
+
+    script.state.register_reset_callbacks([scale])
+    if not (newcomer and rank() == 1):
+        script.state.on_reset()
+    script.state.sync()
+    rates.append(script.state.optimizer.param_groups[0]["lr"])
+    found = script.digests()
+    same = all(found[name] == course[3][name] for name in found if name.startswith("model"))
+    script.state.checkpointer.abandon()
+    return rates, script.state.batch, same
+
+
+@pytest.mark.parametrize("newcomer", [False, True])
+def test_what_reset_callbacks_set_is_not_undone(
+    newcomer: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    for (before, after), at, same in ranks(2, HOROVODRUN).run(scaled_after, place, newcomer):
+        assert after == 0.5 * before
+        assert at == 3
+        assert same
+
+
+def going_back_past_a_skip(place: Place) -> tuple[int, bool]:
+    script = Script(place, seed=1).start()
+    script.train_to(2)
+    with mock.patch.object(script.state.checkpointer._schedule, "decide", skips):
+        script.train_to(3)
+    script.state.restore()
+    told = script.said("the last commit, v3, was skipped"), script.state.batch
+    script.end()
+    return told[1], told[0]
+
+
+def skips(version: int, agreed: Any) -> Any:
+    return importlib.import_module("tierckpt.policy").Decision()
+
+
+def test_going_back_farther_than_the_last_commit_is_said(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    assert ranks(2, HOROVODRUN).run(going_back_past_a_skip, place) == [(2, True)] * 2

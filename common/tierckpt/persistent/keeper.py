@@ -13,6 +13,7 @@ from .lease import LEASE_SECONDS
 if TYPE_CHECKING:
     from .store import PersistentStore
 
+CLOSE_SECONDS = 5.0
 RENEWALS = 3
 """In the time of a lease: one or two may fail."""
 
@@ -49,12 +50,12 @@ class Keeper:
                     self._thread = thread
 
     def close(self) -> None:
-        """End; a renewal under way is waited for."""
+        """End; a renewal under way is waited for, but not for long: its store may hang."""
         self._closed.set()
         with self._lock:
             thread = self._thread
         if thread is not None:
-            thread.join()
+            thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         with contextlib.closing(self._open_store()) as store:
