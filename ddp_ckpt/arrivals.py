@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
-from typing import Any
 
 import torch
+
+from .gradients import watch_gradients
 
 
 class Arrivals:
@@ -19,9 +19,7 @@ class Arrivals:
         """`number` is each parameter's, by `id`."""
         self._number = number
         self._came: dict[int, None] = {}
-        watcher = _Watcher(self)
-        trained = [param for param in params if param.requires_grad]
-        self._hooks: list[Any] = [p.register_post_accumulate_grad_hook(watcher) for p in trained]
+        self._hooks = watch_gradients(params, self.note)
 
     def note(self, param: torch.Tensor) -> None:
         """The gradient of `param` has come."""
@@ -39,16 +37,3 @@ class Arrivals:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-
-class _Watcher:
-    """A parameter's hook. Holds no reference: a parameter is where Python's collector does not
-    look, and with it everything that it held."""
-
-    def __init__(self, owner: Arrivals) -> None:
-        self._owner = weakref.ref(owner)
-
-    def __call__(self, param: torch.Tensor) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.note(param)

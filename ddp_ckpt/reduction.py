@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from .gradients import watch_gradients
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -51,9 +52,7 @@ class Mean:
         exact_reciprocal = self._size & (self._size - 1) == 0
         self._watches = bool(ddp.gradient_as_bucket_view) and not exact_reciprocal
         if self._watches:
-            for param in ddp.module.parameters():
-                if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(_Watcher(self))
+            watch_gradients(ddp.module.parameters(), self.watch)
 
     def watch(self, param: torch.Tensor) -> None:
         """Its gradient has been accumulated, and DDP has not taken it yet."""
@@ -117,19 +116,6 @@ class Mean:
         self._storage.clear()
         if self._watches:
             self._resumed = set(divided)
-
-
-class _Watcher:
-    """A parameter's hook. Holds no reference: the parameter lives where Python's collector does not
-    look, and with it everything that it held."""
-
-    def __init__(self, mean: Mean) -> None:
-        self._mean = weakref.ref(mean)
-
-    def __call__(self, param: torch.Tensor) -> None:
-        mean = self._mean()
-        if mean is not None:
-            mean.watch(param)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -196,15 +196,22 @@ def bucket(proxy: Proxy, tmp_path: Path, served: Path, monkeypatch: pytest.Monke
     return f"s3://{tmp_path.relative_to(served)}/bucket"
 
 
-def test_a_store_that_hangs_is_waited_for_by_nobody(
-    bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path
-) -> None:
+def hanging_uploads() -> tuple[threading.Event, threading.Event, Callable[[str, str, int], None]]:
+    """A rule of the proxy; set when an upload has come, and to be set for it to go on."""
     come, go_on = threading.Event(), threading.Event()
 
     def hang(method: str, path: str, number: int) -> None:
         if method == "PUT":
             come.set()
             go_on.wait(PATIENCE_SECONDS)
+
+    return come, go_on, hang
+
+
+def test_a_store_that_hangs_is_waited_for_by_nobody(
+    bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path
+) -> None:
+    come, go_on, hang = hanging_uploads()
 
     try:
         with Job(tmp_path / "ckpts", bucket, shm_dir, local_every_steps=1) as job:
@@ -230,12 +237,7 @@ def test_a_slow_store_costs_versions_there_and_no_room_here(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path
 ) -> None:
     """One is flushed, the newest waits; what was dropped between them is held by nobody."""
-    come, go_on = threading.Event(), threading.Event()
-
-    def hang(method: str, path: str, number: int) -> None:
-        if method == "PUT":
-            come.set()
-            go_on.wait(PATIENCE_SECONDS)
+    come, go_on, hang = hanging_uploads()
 
     with Job(tmp_path / "ckpts", bucket, shm_dir, when_busy="skip", local_keep_last=1) as job:
         try:
