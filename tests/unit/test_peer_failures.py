@@ -236,6 +236,53 @@ def test_who_waits_for_one_that_still_joins_a_third_does_not_blame_it(
         check_next_version(members)
 
 
+def test_one_that_is_at_work_itself_is_not_blamed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Member 1's disk takes longer than the limit: until both of the others have asked it why."""
+    answers: list[bool] = []
+    asked = threading.Semaphore(0)
+    limits = Limits(join_seconds=20.0, stall_seconds=3.0)
+    with Members(tmp_path, CODE, LENGTHS, limits) as members:
+        exchanges = [members.exchange(member) for member in range(3)]
+        for other in (exchanges[0], exchanges[2]):
+            excuse = other._inbox._excuse
+
+            def ask(member: int, seconds: float, excuse: Any = excuse) -> bool:
+                answers.append(excuse(member, seconds))
+                asked.release()
+                return answers[-1]
+
+            monkeypatch.setattr(other._inbox, "_excuse", ask)
+        slow, fault = exchanges[1], exchanges[1]._fault
+
+        def write(operation: str) -> None:
+            if operation == "write" and not answers:
+                assert asked.acquire(timeout=20)
+            fault(operation)
+
+        monkeypatch.setattr(slow, "_fault", write)
+        members.run(exchanges)
+        assert answers
+        assert all(answers)
+        assert len(members.parities(1)) == 3
+
+
+def test_one_that_gave_up_is_asked_why(tmp_path: Path) -> None:
+    """Whoever missed its last words: they were sent into a full connection, say."""
+    with Members(tmp_path, CODE, LENGTHS) as members:
+        gone, asks = members.exchange(1), members.exchange(0)
+        with members.transports[1].hosting(gone):
+            pass
+        assert asks._excuse(1, 1.0)  # it is there, and did not say yet that it gave up
+        gone._give_up("its disk is full")
+        assert not asks._excuse(1, 1.0)
+        assert asks._heard[1] == "it gave up: its disk is full"
+        members.transports[1].close()
+        assert not asks._excuse(1, 1.0)
+        assert asks._heard[1] == "it does not answer"
+
+
 # --- giving up -----------------------------------------------------------------------------------
 
 

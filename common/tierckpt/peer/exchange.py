@@ -370,17 +370,25 @@ class Exchange:
         All members fall silent together when one hangs. Only those who wait for that very one are
         to give up by themselves; their last words tell the others whose fault it is. A member may
         still be joining the one that hangs, which takes `join_seconds`; nobody is excused longer.
+        One that waits for nobody is at work, on a slow disk say, and has as long again, once.
         """
         limits = self._transport.limits
         if silent_seconds > limits.join_seconds + limits.stall_seconds:
             return False
         address = self._party.addresses[member]
-        waits = self._transport.why(address, self.tag, member, self._ask_seconds)
-        if waits is None:
+        answer = self._transport.why(address, self, member, self._ask_seconds)
+        if answer is None:
             self._heard[member] = "it does not answer"
-        elif waits:
-            self._heard[member] = f"it waits for {', '.join(waits)}"
-        return bool(waits) and waits != [self._party.name(self.member)]
+            return False
+        waits, gave_up = answer
+        if gave_up:
+            self._heard[member] = f"it gave up: {gave_up}"
+            return False
+        if not waits:
+            self._heard[member] = "it answers, waits for nobody, and does not get on"
+            return silent_seconds < 1.5 * limits.stall_seconds
+        self._heard[member] = f"it waits for {', '.join(waits)}"
+        return waits != [self._party.name(self.member)]
 
     def _give_up(self, why: str) -> None:
         """Last words to all others, wherever they listen, and then no more."""

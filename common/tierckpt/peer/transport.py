@@ -6,7 +6,8 @@ connection carries, one after the other:
 
     join       a member enters an exchange here, and its messages follow (see `exchange`)
     fetch      a range of a file of the local store; `manifest`: its manifest
-    why        whom an exchange here waits for: asked before a silent peer is blamed
+    why        whom an exchange here waits for, or why it gave up: asked before a silent peer is
+               blamed
 """
 
 from __future__ import annotations
@@ -198,13 +199,20 @@ class Transport:
         with self._request(address) as link:
             return link.receive_record(_answer(link, {"op": "manifest", "stem": key.stem}))
 
-    def why(self, address: Address, tag: str, member: int, seconds: float) -> list[str] | None:
-        """Whom the peer's exchange waits for; None when it does not answer in `seconds`."""
+    def why(
+        self, address: Address, host: Host, member: int, seconds: float
+    ) -> tuple[list[str], str] | None:
+        """Whom the member's part in what is our `host` waits for, and why it gave up ("": it did
+        not); None when it does not answer in `seconds`."""
+        which = {"tag": host.tag, "series": host.series, "to": member}
+        at = {"version": host.id.version, "generation": host.id.generation}
         try:
             link = self.connect(address, seconds, new=True)
             try:
-                link.send({"op": "why", "tag": tag, "to": member})
-                return [str(name) for name in link.receive(seconds).get("waits_for", ())]
+                link.send({"op": "why", **which, **at})
+                answer = link.receive(seconds)
+                waits = [str(name) for name in answer.get("waits_for", ())]
+                return waits, str(answer.get("gave_up", ""))
             finally:
                 self.drop(link)
         except PeerError:
@@ -305,12 +313,19 @@ class Transport:
                 store, key = self._find(head)
                 link.send({"op": "manifest"}, store.read_manifest(key))
             elif operation == "why":
-                asked = self._hosts.get((str(head["tag"]), int(head["to"])))
-                link.send({"waits_for": asked.waits_for() if asked else []})
+                link.send(self._state_of(head))
             else:
                 raise PeerError(f"{link.peer} asks for {operation!r}, which is unknown here")
         except (OSError, KeyError, TypeError, ValueError) as error:
             link.send({"error": f"{type(error).__name__}: {error}"[:MOST_TEXT]})
+
+    def _state_of(self, head: dict[str, Any]) -> dict[str, Any]:
+        member = int(head["to"])
+        if host := self._hosts.get((str(head["tag"]), member)):
+            return {"waits_for": host.waits_for()}
+        over, why = self._given_up.get((str(head["series"]), member), (None, ""))
+        asked = VersionId(int(head["generation"]), int(head["version"]))
+        return {"gave_up": why if over == asked else ""}
 
     def _await_host(self, link: Link, head: dict[str, Any]) -> Host | None:
         """The exchange that is to be joined, when it begins here; None when it will not."""
