@@ -55,18 +55,37 @@ def _finish(handle: int, deadline_seconds: float | None = None) -> torch.Tensor:
 class HorovodGroup:
     """The ranks of a process set (default: all).
 
-    Horovod matches operations by name, so ours cannot be taken for gradients or for a script's
-    own, whatever the order. Creating one is not collective.
+    Horovod matches operations by name, so ours cannot be taken for gradients, for a script's own,
+    or for those of another group on the same ranks, whatever the order. Creating one is collective.
     """
+
+    _numbers = 0
+    """The largest that a group on this process has had."""
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         self.rank: int = process_set.rank()
         self.size: int = process_set.size()
         self._set = process_set
+        self._name = "tierckpt"  # to agree on a number; from then on with it
+        self._name = f"tierckpt.{self._new_number()}"
         self._ranks = list(process_set.ranks or range(self.size))
         self._votes: list[_PendingReduce | None] = [None] * UNDER_WAY
         self._launched = self._width = 0
         """Votes so far, and the length of one."""
+
+    def _new_number(self) -> int:
+        """One that no rank has given to a group yet, the same on all: ranks that joined an elastic
+        job later have counted fewer. Collective."""
+        mine = torch.tensor([HorovodGroup._numbers + 1])
+        HorovodGroup._numbers = int(_finish(self._all_reduce(mine, hvd.Max, "number")))
+        return HorovodGroup._numbers
+
+    def _all_reduce(self, values: torch.Tensor, op: Any, name: str) -> int:
+        """Launch it; returns Horovod's handle."""
+        handle: int = hvd.allreduce_async(
+            values, op=op, name=f"{self._name}.{name}", process_set=self._set
+        )
+        return handle
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See Group.
@@ -76,23 +95,21 @@ class HorovodGroup:
         """
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         facts = torch.tensor([[mine.numel(), self._launched, self._width]], dtype=torch.int64)
-        sizes, launched, widths = self._all_gather(facts, "tierckpt.sizes").T.tolist()
-        everyone = self._all_gather(mine, "tierckpt.objects")
+        sizes, launched, widths = self._all_gather(facts, "sizes").T.tolist()
+        everyone = self._all_gather(mine, "objects")
         while self._launched < max(launched):
             self.all_reduce_min([0] * max(widths))
         return [pickle.loads(part.numpy().tobytes()) for part in everyone.split(sizes)]
 
     def _all_gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        name = f"{self._name}.{name}"
         return _finish(hvd.allgather_async(tensor, name=name, process_set=self._set))
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """See Group."""
         root = self._ranks[source]
-        _finish(
-            hvd.broadcast_async_(
-                buffer, root, name=f"tierckpt.broadcast.{root}", process_set=self._set
-            )
-        )
+        name = f"{self._name}.broadcast.{root}"
+        _finish(hvd.broadcast_async_(buffer, root, name=name, process_set=self._set))
 
     def all_reduce_min(self, values: list[int]) -> _PendingReduce:
         """See Group."""
@@ -103,9 +120,7 @@ class HorovodGroup:
         if before is not None:
             before.wait()  # long done; Horovod refuses two of one name at a time
         vote = torch.tensor(values, dtype=torch.int64)
-        handle = hvd.allreduce_async(
-            vote, op=hvd.Min, name=f"tierckpt.vote.{turn}", process_set=self._set
-        )
+        handle = self._all_reduce(vote, hvd.Min, f"vote.{turn}")
         pending = self._votes[turn] = _PendingReduce(handle)
         return pending
 
@@ -119,9 +134,7 @@ class HorovodGroup:
             return False
         here = torch.zeros(1, dtype=torch.int64)
         try:
-            handle = hvd.allreduce_async(
-                here, op=hvd.Min, name="tierckpt.meet", process_set=self._set
-            )
+            handle = self._all_reduce(here, hvd.Min, "meet")
             _finish(handle, time.monotonic() + timeout_seconds)
         except (TimeoutError, ValueError, hvd.HorovodInternalError):
             return False

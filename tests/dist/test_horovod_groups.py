@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.dist.rankpool import HOROVODRUN, MPIRUN
-from tests.dist.training import horovod
+from tests.dist.training import horovod, rank_0_first
 from tierckpt.testing.groupsuite import GroupConformance, Program
 
 MEMBERS = {1: [2], 2: [0, 2], 3: [0, 1, 2]}
@@ -51,6 +51,26 @@ def on_communicator(members: list[int], program: Program) -> Any:
     outcome = program(group)
     group.close()
     return outcome
+
+
+# --- several on the same ranks -------------------------------------------------------------------
+
+
+def votes_of_two_groups() -> list[Any]:
+    """Rank 0 votes in both before any other rank does, and has made more groups than they."""
+    on_process_set([0], lambda group: None)
+    groups = [horovod_group(), horovod_group()]
+    with rank_0_first():
+        pending = [g.all_reduce_min([10 * number, g.rank]) for number, g in enumerate(groups)]
+    return [p.wait() for p in pending]
+
+
+@pytest.mark.parametrize("kind", [HOROVODRUN, MPIRUN])
+def test_votes_of_two_groups_do_not_meet(kind: str, ranks: Any) -> None:
+    """Nor do ranks of one group miss each other: those that joined an elastic job later have made
+    fewer."""
+    told = ranks(3, kind).run(votes_of_two_groups)
+    assert told == [[[0, 0], [10, 0]]] * 3
 
 
 # --- after errors --------------------------------------------------------------------------------

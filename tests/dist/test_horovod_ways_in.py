@@ -27,6 +27,7 @@ from tests.dist.training import (
     attach,
     horovod,
     make_horovod_job,
+    rank_0_first,
     sgd,
     train,
 )
@@ -481,6 +482,47 @@ def test_optimizers_of_different_process_sets_are_refused(ranks: Any, tmp_path: 
     place = Place(str(tmp_path / "ckpts"), "")
     for text in ranks(3, HOROVODRUN).run(two_sets, place):
         assert "different process sets" in text
+
+
+# --- several checkpointers on the same ranks -----------------------------------------------------
+
+
+def two_at_once(places: list[Place]) -> list[Any]:
+    """Ranks on two nodes train two models; rank 0 is at both boundaries before rank 1 is at one.
+    Returns for each whether what comes back is what was taken."""
+    jobs = [make_horovod_job(seed=seed) for seed in (1, 2)]
+
+    def on_two_nodes(job: HorovodJob, place: Place) -> Attached:
+        return attach(job, place, node=f"node{horovod().rank()}")
+
+    attached = [on_two_nodes(job, place) for job, place in zip(jobs, places, strict=True)]
+    assert [each.ckpt.restore() for each in attached] == [0, 0]
+    for iteration in range(3):
+        for job in jobs:
+            job.iterate(iteration)
+        with rank_0_first():
+            for each in attached:
+                each.ckpt.step()
+    taken = [job.digest() for job in jobs]
+    for job, each in zip(jobs, attached, strict=True):
+        job.iterate(3)
+        each.ckpt.abandon()
+    told: list[Any] = []
+    for place, digest in zip(places, taken, strict=True):
+        job = make_horovod_job(seed=3)
+        again = on_two_nodes(job, place)
+        told.append((int(again.ckpt.restore()), job.digest() == digest))
+        again.ckpt.abandon()
+    return told
+
+
+@pytest.mark.parametrize("kind", [HOROVODRUN, MPIRUN])
+def test_two_checkpointers_on_the_ranks_of_several_nodes(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Their votes are Horovod's operations there, and it refuses two of one name at a time."""
+    places = [Place(str(tmp_path / name), str(shm_dir)) for name in ("one", "other")]
+    assert ranks(2, kind).run(two_at_once, places) == [[(3, True)] * 2] * 2
 
 
 @pytest.mark.parametrize("name", ["default", "two backward passes", "clipping", "broadcast after"])

@@ -83,6 +83,16 @@ def under_horovod() -> bool:
     return "horovod.torch" in sys.modules and bool(horovod().is_initialized())
 
 
+@contextmanager
+def rank_0_first() -> Iterator[None]:
+    """The other ranks of a Horovod job begin the block when rank 0 is through with it."""
+    if rank() > 0:
+        horovod().barrier()
+    yield
+    if rank() == 0:
+        horovod().barrier()
+
+
 def rank() -> int:
     if dist.is_initialized():
         return dist.get_rank()
