@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .errors import ConfigError
 from .held import Held, open_shard
 from .localstore import LocalStore
 from .naming import ShardKey, VersionId
@@ -106,6 +107,8 @@ class Protector:
         self._on_idle = on_idle
         self._lock = threading.Lock()
         self._secret = b""
+        self._place: tuple[str, str, int, str] | None = None
+        """Where to listen: life, interface, port, and towards whom."""
         self._transport: Transport | None = None
         self._parties: list[PartySettings] = []
         self._orders: list[_Order] = []
@@ -116,15 +119,29 @@ class Protector:
 
         Raises ConfigError when that is not possible.
         """
-        secret = life.encode()
         with self._lock:
-            if self._transport is not None and self._secret != secret:
-                self._transport.close()
-                self._transport = None
-            if self._transport is None:
-                host = own_host(interface, towards)
-                self._transport, self._secret = Transport(secret, host, port), secret
-            return self._transport.address
+            self._place = (life, interface, port, towards)
+            return self._listen()
+
+    def _listen(self) -> Address:
+        """With the lock held: at the place, unless it does already. Raises ConfigError."""
+        assert self._place is not None
+        life, interface, port, towards = self._place
+        secret = life.encode()
+        if self._transport is not None and self._secret != secret:
+            self._transport.close()
+            self._transport = None
+        if self._transport is None:
+            host = own_host(interface, towards)
+            self._transport, self._secret = Transport(secret, host, port), secret
+        return self._transport.address
+
+    def _listen_again(self) -> None:
+        """With the lock held. A dead agent's port, which all know, may have been somebody's when
+        this one took its place; it may be free by now."""
+        if self._transport is None and self._place is not None:
+            with contextlib.suppress(ConfigError):
+                self._listen()
 
     def know(self, parties: list[PartySettings]) -> None:
         """Who protects the node's shards from now on."""
@@ -146,6 +163,7 @@ class Protector:
         `lost`: the shards beside which parity is to be made, the same everywhere; None: all.
         """
         with self._lock:
+            self._listen_again()
             met = (self._parties, self._transport)
             order = _Order(directory, version, shards, *met, lost, answer)
             if not order.keys:
@@ -177,7 +195,7 @@ class Protector:
     def close(self) -> None:
         """Give the port back. Exchanges under way fail."""
         with self._lock:
-            transport, self._transport = self._transport, None
+            transport, self._transport, self._place = self._transport, None, None
         if transport is not None:
             transport.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,21 @@ def test_no_thread_to_listen_with_is_told_and_nothing_waits_for_it(tmp_path: Pat
     address = orders.made.open("life", "lo", 0, "localhost")
     assert address.port
     orders.made.close()
+
+
+def test_a_port_that_was_somebody_elses_for_a_while_is_tried_again(tmp_path: Path) -> None:
+    """The port of a dead agent, which all peers know, and which its successor has to take."""
+    orders = Orders(tmp_path, 0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match="in use"):
+            orders.made.open("life", "lo", port, "localhost")
+        assert "do not know each other" in orders.order(1)["error"]
+    assert "FileNotFoundError" in orders.order(2)["error"], "it is about the shard now"
+    assert orders.made.open("life", "lo", port, "localhost").port == port
+    orders.made.close()
+    assert "do not know each other" in orders.order(3)["error"], "closed is closed"
+    orders.check_idle(0)
 
 
 def test_no_thread_to_flush_with_costs_that_version_and_no_more(tmp_path: Path) -> None:
