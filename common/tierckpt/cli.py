@@ -177,7 +177,46 @@ def _run_pin(args: argparse.Namespace, console: Console) -> None:
     console.print(f"{args.path}: {args.action}ned {', '.join(marked)}", soft_wrap=True)
 
 
-COMMANDS: tuple[Callable[[Any], None], ...] = (trace, halt, health, interval, pin, unpin)
+def takeover(commands: Subparsers) -> None:
+    """`tierckpt takeover PATH`."""
+    parser = commands.add_parser(
+        "takeover",
+        help="free a persistent place from a job that hangs",
+        description="Takes the lease of a persistent_path, a directory or a URL (whose client is "
+        "told what TIERCKPT_PERSISTENT_STORAGE_OPTIONS says), away from the job that holds it; the "
+        "next job that asks has it. For a job that hangs somewhere, renews its lease, and cannot "
+        "be ended: the lease of one that is dead ends by itself.",
+    )
+    parser.add_argument("path", metavar="PATH")
+    parser.set_defaults(run=_takeover)
+
+
+def _takeover(args: argparse.Namespace, console: Console) -> None:
+    from contextlib import closing
+
+    from .config import load_config
+    from .persistent import PersistentStore
+    from .persistent.backend import is_url
+
+    options = load_config().persistent.options() if is_url(args.path) else {}
+    try:
+        with closing(PersistentStore(args.path, **options)) as store:
+            owner = store.take_over()
+    except OSError as error:
+        raise ConfigError(f"{args.path} cannot be used: {error}") from error
+    said = f"it was {owner}'s; the next job that asks has it" if owner else "no job holds it"
+    console.print(f"{args.path}: {said}", soft_wrap=True)
+
+
+COMMANDS: tuple[Callable[[Any], None], ...] = (
+    trace,
+    halt,
+    health,
+    interval,
+    pin,
+    unpin,
+    takeover,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from tests.store.processes import end, python
 from tests.store.tmpfs import SIZE_BYTES, make_read_only
+from tierckpt import cli
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.naming import VersionId
 from tierckpt.persistent import (
@@ -554,6 +556,35 @@ def test_a_holder_that_wakes_up_late_and_its_follower_do_not_both_hold(tmp_path:
             with pytest.raises(LeaseHeldError):
                 old._check_followers(1)
             assert new.held()
+
+
+def test_a_place_is_taken_from_a_job_that_hangs(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = made(tmp_path, {})
+    assert store.take_over() is None, "nobody's"
+    clock.seconds = time.time()
+    hung, waiting = lease(tmp_path, "1111", clock), lease(tmp_path, "2222", clock)
+    hung.ensure()
+    with pytest.raises(LeaseHeldError, match=f"tierckpt takeover {re.escape(store.url)}"):
+        waiting.ensure()
+    assert store.take_over() == "job of 1111"
+    clock.seconds = time.time()
+    assert not hung.renew(), "its keeper ends"
+    assert waiting.ensure() == 3
+    with pytest.raises(LeaseHeldError, match="job of 2222"):
+        hung.ensure()
+    assert [p.name for p in tmp_path.iterdir()] == ["lease.000003"]
+
+
+def test_the_command_that_takes_a_place_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(tmp_path, {}).lease("1111", "job on node1").ensure()
+    assert cli.main(["takeover", str(tmp_path)]) == 0
+    assert "it was job on node1's; the next job" in capsys.readouterr().out
+    assert cli.main(["takeover", str(tmp_path)]) == 0
+    assert "no job holds it" in capsys.readouterr().out
+    made(tmp_path, {}).lease("2222", "job on node2").ensure()
 
 
 def test_a_lease_is_renewed_while_it_is_had_and_not_taken_again(tmp_path: Path) -> None:

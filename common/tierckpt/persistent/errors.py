@@ -34,5 +34,6 @@ class LeaseHeldError(TierckptError):
         super().__init__(
             f"{url} is in use by {owner}, whose lease ends in {left_seconds:.0f} s unless it is "
             "renewed. Two jobs cannot write to one place: give this one another persistent path. "
-            "If the other one is dead, wait for that time; nothing need be removed."
+            "If the other one is dead, wait for that time; nothing need be removed. If it hangs "
+            f"and cannot be ended: tierckpt takeover {url}"
         )

@@ -125,6 +125,18 @@ class Lease:
         if newest is not None and newest.life == self.life:
             self._backend.delete(_name(newest.number))
 
+    def take_away(self) -> LeaseRecord | None:
+        """Free the place for whoever asks next, and tell whose it was; None when it was nobody's.
+
+        For a holder that hangs and renews: its next renewal finds that the lease is lost. As
+        itself (`life`) this lease must be nobody.
+        """
+        while (newest := self.newest()) is not None and not self._expired(newest):
+            if self._take(newest.number + 1, None):
+                self._backend.delete(_name(newest.number))
+                return newest
+        return None
+
     def newest(self) -> LeaseRecord | None:
         """Whose the place is; None when nobody's."""
         numbers = [int(m[1]) for n in self._backend.sizes() if (m := _NAME.fullmatch(n))]

@@ -99,6 +99,15 @@ class PersistentStore:
         """This life's lease on the place; see `Lease`."""
         return Lease(self.backend, life, owner, clock or SystemClock(), begins=begins)
 
+    def take_over(self) -> str | None:
+        """Free the place from the job that holds it, and tell who that was; None when nobody did.
+
+        For one that hangs and cannot be ended. It loses nothing: what it has there stays.
+        """
+        nobody = Lease(self.backend, "", "nobody", SystemClock(), lease_seconds=0.0)
+        taken = nobody.take_away()
+        return taken.owner if taken else None
+
     # --- writing -------------------------------------------------------------------------------
 
     def flush(
