@@ -14,12 +14,9 @@ from collections.abc import Callable
 from .agentclient import AgentClient
 from .agreement import Agreement
 from .config import Config
-from .flusher import FlushOrder
+from .flusher import MOST_SUPERSEDED, FlushOrder
 from .naming import VersionId
 from .policy import DONE
-
-MOST_SUPERSEDED = 2
-"""So many flushes in a row may be given up for newer versions: else none would ever be complete."""
 
 
 class Backlog:

@@ -51,6 +51,8 @@ FIRST_NODE_SECONDS = 60.0
 MOST_ROUNDS, ROUND_SECONDS = 4, 30.0
 """So often a version is tried as a whole while its store has trouble that may pass, and the time
 between."""
+MOST_SUPERSEDED = 2
+"""So many flushes in a row may be given up for newer versions: else none would ever be complete."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,8 @@ class Flusher:
         begin = self._clock.monotonic()
         store = self._open(order)
         lease = self._wait_for_lease(store, order)
-        self._look_back(store, order)
+        with contextlib.suppress(PersistentError):  # it concerns older versions only
+            self._look_back(store, order)
         # Made anew for each: a key in a file may be another one by now.
         pipeline = Pipeline.of_setting(self.settings.modules, "persistent_modules")
         largest = pipeline.most_bytes(order.largest_bytes) if pipeline else order.largest_bytes
@@ -322,24 +325,31 @@ class Flusher:
             pause = min(2 * pause, HELD_RETRY_SECONDS)
 
     def _look_back(self, store: PersistentStore, order: FlushOrder) -> None:
-        """The first node's agent tells of a version that was not completed.
+        """Tell of versions that other nodes did not complete, and remove what there is of them: or
+        they fill the place while one node keeps failing.
 
-        Of the last but one: with `when_busy="wait"` others may still be at the last one.
+        Not of the last one: with `when_busy="wait"` others may still be at it; nor of those that
+        they may give up for newer ones yet. The first node removes; where it cannot, the second
+        one, a version later, and so on.
         """
         self._unproved = [n for n in self._unproved if n.life == order.life]
         others = [n for n in self._unproved if n != order.name]  # it may be tried again
-        if self.settings.drop_superseded:  # other nodes may have given it up, as they should
-            self._unproved = self._unproved[-1:]
-            return
-        if self.settings.node or not others:
+        if not others:
             return
         if store.exists(others[-1]):
             self._unproved.clear()
-        elif len(others) > 1:
-            self._unproved.remove(others[0])
+            return
+        drops = self.settings.drop_superseded
+        if len(others) <= 1 + self.settings.node + (MOST_SUPERSEDED if drops else 0):
+            return
+        self._unproved.remove(others[0])
+        if others[0] not in store.incomplete() or not store.give_up(others[0]):
+            return
+        if not drops:  # else it was given up, as it should be
             self._warn(
                 f"v{others[0].id.version} is not complete in {store.url}, though this node's part "
-                "is there: another node has trouble, or sees another place"
+                "was there: another node has trouble, or sees another place. What there was of it "
+                "is removed"
             )
 
     # --- waiting, and what is said meanwhile ---------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tierckpt import flusher as flusher_module
 from tierckpt.flusher import (
     LEASE_PATIENCE_SECONDS,
     MOST_ROUNDS,
+    MOST_SUPERSEDED,
     ROUND_SECONDS,
     Flusher,
     FlushOrder,
@@ -375,3 +377,33 @@ def test_versions_that_another_node_never_completes_are_told_of(node: MakeNode) 
         one.flush(order(version, 1))
     assert len(zero.warnings()) == 1, "all is well again"
     assert one.warnings() == []
+
+
+def begun(place: Path) -> list[int]:
+    """Versions of which something is there."""
+    store = PersistentStore(str(place))
+    return [name.id.version for name in (*store.incomplete(), *store.versions())]
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_what_is_never_completed_does_not_fill_the_place(
+    failing: int, drops: bool, node: MakeNode, place: Path
+) -> None:
+    """One node of three fails for long; whichever it is, the others remove what was begun."""
+    nodes = [node(node=n, nodes=3, drop_superseded=drops) for n in range(3)]
+    whole = [replace(order(1, n), shards=3) for n in range(3)]
+    for n in range(3):
+        nodes[n].flush(whole[n])
+    for version in range(2, 12):
+        for n in {0, 1, 2} - {failing}:
+            nodes[n].flush(replace(whole[n], version=version))
+        assert {version - 1, version} <= set(begun(place)), "others may be at these"
+    left = [version for version in begun(place) if version > 1]
+    assert left == list(range(left[0], 12))
+    assert len(left) <= 3 + MOST_SUPERSEDED * drops, left
+    assert versions(place) == [1], "what exists is left alone"
+    told = [text for each in nodes for text in each.warnings()]
+    assert any("What there was of it is removed" in text for text in told) != drops
+    nodes[failing].flush(replace(whole[failing], version=11))
+    assert 11 in versions(place)
