@@ -5,6 +5,8 @@ Nothing here is checked but that the manifest is the right one; `reading` checks
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +40,7 @@ OpenStore = Callable[[str], PersistentStore]
 
 
 def already_there(low: int, high: int) -> None:
-    """What is in memory needs no bringing."""
+    """What is in memory needs no bringing, and what is mapped no forgetting."""
 
 
 class Image:
@@ -51,6 +53,7 @@ class Image:
         close: Callable[[], None],
         bring: Bring = already_there,
         touch: Bring = already_there,
+        forget: Bring = already_there,
     ) -> None:
         self.manifest = manifest
         self.view = view
@@ -60,6 +63,9 @@ class Image:
         self.touch = touch
         """`touch(low, high)`, before bytes of a mapped file are looked at that may not have been
         brought yet: as often as you like, by any thread. Raises OSError."""
+        self.forget = forget
+        """`forget(low, high)`: nobody looks at these bytes any more, nor at any before them; memory
+        that they alone take goes back to the system."""
         self._close = close
 
     def close(self) -> None:
@@ -116,19 +122,38 @@ def _fetch(key: ShardKey, place: Place, life: str, open_store: OpenStore) -> Ima
     except BaseException:
         shared.close()
         raise
-    view = memoryview(bytearray(manifest.image_bytes))
+    image = in_memory(manifest, shared.close)
 
     def read(low: int, high: int) -> None:
-        view[low:high] = reader.read(low, high - low)
+        image.view[low:high] = reader.read(low, high - low)
 
-    return Image(manifest, view, shared.close, read)
+    image.bring = read
+    return image
 
 
 def _decoded(decoder: Decoder, close: Callable[[], None]) -> Image:
     """Memory for an encoded shard, and how to fill it."""
-    view = memoryview(bytearray(decoder.sealed.image_bytes))
+    image = in_memory(decoder.sealed, close)
 
     def bring(low: int, high: int) -> None:
-        decoder.bring(low, high, view)
+        decoder.bring(low, high, image.view)
 
-    return Image(decoder.sealed, view, close, bring)
+    image.bring = bring
+    return image
+
+
+def in_memory(manifest: Manifest, then: Callable[[], None] = lambda: None) -> Image:
+    """Room for a shard in memory of this process, zeros at first; `then` follows on closing it."""
+    room = mmap.mmap(-1, manifest.image_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def forget(low: int, high: int) -> None:
+        begin, end = (offset - offset % mmap.PAGESIZE for offset in (low, high))
+        if end > begin:
+            room.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def close() -> None:
+        with contextlib.suppress(BufferError):  # somebody still has a part of it: freed with that
+            room.close()
+        then()
+
+    return Image(manifest, memoryview(room), close, forget=forget)

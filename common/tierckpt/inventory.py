@@ -228,6 +228,10 @@ def look_at_persistent(
         store.close()
 
 
+REBUILT = Place("peer", EVERYWHERE, "rebuilt")
+"""Of what was lost and is made again."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Where one shard comes from."""
@@ -235,9 +239,14 @@ class Source:
     shard: int
     place: Place
     reader: int
-    """The rank that reads and verifies it."""
+    """The rank that reads and verifies it, or makes it."""
     direct: bool
     """Every rank sees the same copy: each maps it itself; otherwise the reader broadcasts it."""
+
+    @property
+    def rebuilt(self) -> bool:
+        """It is nowhere: its reader makes it and holds it."""
+        return self.place == REBUILT
 
 
 @dataclass(frozen=True)
@@ -382,30 +391,35 @@ def _parity_source(
     return ParitySource(member, key, place, reader)
 
 
-REBUILT = Place("peer", EVERYWHERE, "rebuilt")
-"""What was lost is made on every rank."""
-
-
 def _assign(
     keys: Sequence[ShardKey], places_of: dict[ShardKey, dict[Place, list[int]]], ranks: int
 ) -> Iterator[Source]:
     """Pick a place and a reader for every shard; readers as evenly loaded as places allow.
 
     What all ranks see and few have to read is read by ranks far apart, which are of many nodes.
+    What was lost is made by the rank of its number, if that has no other to make: it is the one
+    that a rank of then is now (see `mending`).
     """
-    load = [0] * ranks
+    load, making = [0] * ranks, [0] * ranks
     for key in keys:
         places = places_of.get(key)
         if places is None:
-            yield Source(key.shard, REBUILT, reader=-1, direct=True)
+            maker = _least(key.shard, range(ranks), making)
+            making[maker] += 1
+            yield Source(key.shard, REBUILT, maker, direct=False)
             continue
         place = min(places, key=lambda p: (LEVELS.index(p.level), p))
         everywhere = place.host == EVERYWHERE
         readers = list(range(ranks)) if everywhere else places[place]
         home = key.shard * ranks // len(keys) if everywhere else key.shard
-        free = home in readers and load[home] == 0
-        reader = home if free else min(readers, key=lambda r: (load[r], r))
+        reader = _least(home, readers, load)
         load[reader] += 1
         # What has to be decoded is decoded once, and not by every rank.
         direct = len(readers) == ranks and not everywhere and not place.encoded
         yield Source(key.shard, place, reader, direct=direct)
+
+
+def _least(home: int, readers: Sequence[int], load: Sequence[int]) -> int:
+    """`home`, if it is one of `readers` and has nothing to do yet; else who has least."""
+    free = home in readers and load[home] == 0
+    return home if free else min(readers, key=lambda r: (load[r], r))

@@ -1,8 +1,8 @@
 """After a rebuild: redundancy restored, so that the next failure is survived too.
 
-A shard that was rebuilt is in the memory of the restored ranks and nowhere else. Its rank puts it
-into a slot, and from there it goes the way of every version: the agent commits it, the ballots find
-the version complete on all nodes, and the agents protect it among themselves.
+A shard that was rebuilt is in the memory of the rank that made it, which is its own, and nowhere
+else. It puts it into a slot, and from there it goes the way of every version: the agent commits it,
+the ballots find the version complete on all nodes, and the agents protect it among themselves.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .images import Image
-from .inventory import REBUILT, Found, FoundParity, RestorePlan
+from .inventory import Found, FoundParity, RestorePlan
 from .naming import ParityKey, ShardKey, VersionId
 from .pool import SlotPool
 from .redundancy.groups import RedundancyGroup
@@ -24,7 +24,7 @@ def shards_to_mend(plan: RestorePlan, found: Sequence[Sequence[Found]]) -> froze
     this version cannot be protected again and a new one has to be: it has another number of ranks,
     or some rank's shard is on another node, and no longer in memory.
     """
-    if not any(source.place == REBUILT for source in plan.sources):
+    if not any(source.rebuilt for source in plan.sources):
         return frozenset()
     shards = len(plan.sources)
     if shards != len(found):
@@ -33,8 +33,8 @@ def shards_to_mend(plan: RestorePlan, found: Sequence[Sequence[Found]]) -> froze
     for source in plan.sources:
         key = ShardKey(plan.id, source.shard, shards)
         here = {(f.key, f.life) for f in found[source.shard] if f.place.level == "local"}
-        if source.place == REBUILT or (key, plan.life) not in here:
-            if not source.direct:
+        if source.rebuilt or (key, plan.life) not in here:
+            if not (source.direct or source.rebuilt):
                 return None
             lacking.add(source.shard)
     return frozenset(lacking)

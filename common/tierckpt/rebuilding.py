@@ -1,8 +1,8 @@
 """Rebuilding lost shards at a restart, by all ranks together.
 
-Every rank rebuilds every lost shard, from bytes that whoever has them broadcasts. Each needs all
-shards anyway, and multiplying costs less than sending the result once more. What a rank holds of it
-is the lost shards, and windows.
+Whoever has what survived broadcasts it, window by window. Each lost shard is made by one rank,
+which holds it and shows it to the others when it is loaded. What a rank holds of all this is the
+shards that it makes, and windows.
 
 Sources are still being checked meanwhile. What is made of them is checked, too, so nothing damaged
 gets through; the checks of the sources say which of them it was.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, wait
 
 from .errors import CorruptShardError, RestoreError
-from .images import LOST, Bring, Image
+from .images import LOST, Bring, Image, in_memory
 from .inventory import ParitySource, Rebuild, RestorePlan
 from .localstore import LocalStore
 from .mappedfile import MappedFile
@@ -92,27 +92,29 @@ class Parities:
     def rebuild(
         self, records: Mapping[ParityKey, bytes], images: dict[int, Image]
     ) -> list[Failure]:
-        """Make what is lost, into `images`. Collective.
+        """Make this rank's part of what is lost, into `images`. Collective.
 
-        Returns the parities of a group of which something came out wrong: one of them is damaged,
-        or a shard that it was made with.
+        Returns the parities of groups of which something came out wrong here: one of them is
+        damaged, or a shard that it was made with.
         """
+        suspected = []
         for each in self._plan.rebuilds:
             record = ParityManifest.decode(records[each.parities[0].key])
-            made = {
-                each.group.index(shard): memoryview(
-                    bytearray(record.manifests[each.group.index(shard)].image_bytes)
-                )
-                for shard in each.lost
-            }
+            made = self._room(each, record)
+            views = {member: image.view for member, image in made.items()}
             try:
-                rebuild(record, self._shards(each, images), self._parities(each), made)
+                rebuild(record, self._shards(each, images), self._parities(each), views)
             except (CorruptShardError, RestoreError) as error:
-                return [Failure.of(s.key, s.place, error) for s in each.parities]
-            for member, view in made.items():
-                shard = each.group[member]
-                images[shard] = Image(record.manifests[member], view, _nothing)
-        return []
+                suspected += [Failure.of(s.key, s.place, error) for s in each.parities]
+            else:
+                images.update({each.group[member]: image for member, image in made.items()})
+        return suspected
+
+    def _room(self, each: Rebuild, record: ParityManifest) -> dict[int, Image]:
+        """Memory for what this rank makes of a group, by member."""
+        rank, sources = self._courier.rank, self._plan.sources
+        mine = [each.group.index(shard) for shard in each.lost if sources[shard].reader == rank]
+        return {member: in_memory(record.manifests[member]) for member in mine}
 
     def _shards(self, each: Rebuild, images: Mapping[int, Image]) -> dict[int, Read]:
         readers = {s.shard: s.reader for s in self._plan.sources}
@@ -162,7 +164,3 @@ def _reader_of(view: memoryview, touch: Bring) -> Read:
         into[:] = view[offset : offset + len(into)]
 
     return read
-
-
-def _nothing() -> None:
-    """What was rebuilt is memory of our own."""

@@ -5,8 +5,9 @@ change anything, on any rank. So what is mapped is gone through twice, the secon
 page cache; what is fetched stays in memory between, and every byte is read from storage once. A
 damaged copy goes back into the plan as lost; a structural difference is an error on all ranks.
 
-Beside the live state a rank holds what it fetched itself (its share of the version), what was
-rebuilt, a window of what others read, and an outline of each shard.
+Beside the live state a rank holds its share of what had to be fetched or rebuilt, which it gives
+back as it is loaded, a window of what others read, and an outline of each shard. Who fetches most
+of the version alone takes memory for new optimizer state no sooner than the other is given back.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Attempt:
     courier: Courier
     progress: Progress
     images: dict[int, Image] = field(default_factory=dict)
-    """What this rank maps or fetched, and what was rebuilt."""
+    """What this rank maps, fetched, or made."""
     contents: Contents | None = None
     """When all of it is verified."""
 
@@ -65,18 +66,28 @@ class Attempt:
         return self.courier.rank % len(self.plan.sources)
 
     def visit(self, visit: Visit) -> None:
-        """Show every rank every shard, once; what was fetched is let go then. Collective."""
+        """Show every rank every shard, once. What is in memory for that alone goes meanwhile,
+        window by window; what was rebuilt and may have to be mended stays. Collective."""
 
         def visit_one(shard: int, offset: int, window: memoryview) -> None:
             visit(shard, offset, window)
+            if shard in self.images and not self._to_mend(shard):
+                self.images[shard].forget(offset, offset + len(window))
             self.progress.advance(len(window))
 
         assert self.contents is not None
         for source in self.plan.sources:
-            outline = self.contents.outlines[source.shard]
-            self.courier.show(source, outline, self.images.get(source.shard), visit_one)
-            if not source.direct and source.shard in self.images:
-                self.images.pop(source.shard).close()
+            shard = source.shard
+            outline = self.contents.outlines[shard]
+            self.courier.show(source, outline, self.images.get(shard), visit_one)
+            if shard in self.images and not source.direct and not self._to_mend(shard):
+                self.images.pop(shard).close()
+
+    def _to_mend(self, shard: int) -> bool:
+        """True of this rank's own, if it was rebuilt and the job has as many ranks as then."""
+        rank, size = self.courier.rank, self.courier.size
+        sources = self.plan.sources
+        return shard == rank and len(sources) == size and sources[shard].rebuilt
 
     def report(self, manifest: Manifest) -> Restored:
         """What was loaded; `manifest` is this rank's."""
@@ -167,13 +178,14 @@ class Restorer:
         """Read and check this rank's share; False, with more known as bad, when any was bad."""
         plan, images = attempt.plan, attempt.images
         self._drop_kept(plan)
-        mine = [s for s in plan.sources if s.reader == self.group.rank]
+        mine = [s for s in plan.sources if s.reader == self.group.rank and not s.rebuilt]
         self._progress.begin(f"verifying v{plan.id.version}")
         with ThreadPoolExecutor(READERS, "tierckpt-restore") as pool:
             reads = Reads(pool, images, self._on_read, self._open_store, self._kept)
             reads.open(plan.id, len(plan.sources), plan.life, mine)
             suspected, failures = self._rebuild(attempt, pool, reads) if plan.rebuilds else ([], [])
-            self._foresee(reads.headers.values())
+            if not _fetches_most(plan, mine):
+                self._foresee(reads.headers.values())
             failures += reads.finish()
         failures += _map_others(attempt)
         outlines, small = _told_here(attempt, reads.headers)
@@ -264,13 +276,17 @@ def _cannot_decode(versions: Mapping[VersionId, str]) -> RestoreError:
     )
 
 
+def _fetches_most(plan: RestorePlan, mine: Sequence[Source]) -> bool:
+    """True where this rank holds more than half of the version in memory of its own."""
+    return 2 * sum(not s.place.mappable for s in mine) > len(plan.sources)
+
+
 def _map_others(attempt: Attempt) -> list[Failure]:
     """Map what others read and verify and this rank sees too."""
     failures: list[Failure] = []
     plan = attempt.plan
     for source in plan.sources:
-        theirs = source.reader not in (attempt.courier.rank, -1)
-        if source.direct and theirs:
+        if source.direct and source.reader != attempt.courier.rank:
             key = ShardKey(plan.id, source.shard, len(plan.sources))
             try:
                 attempt.images[source.shard] = open_image(key, source.place, plan.life)
@@ -280,14 +296,11 @@ def _map_others(attempt: Attempt) -> list[Failure]:
 
 
 def _headers_here(attempt: Attempt, read: Mapping[int, ShardHeader]) -> dict[int, ShardHeader]:
-    """Of the shards that this rank tells the others of: those it read, and its part of what was
-    rebuilt, which all have."""
-    plan, rank = attempt.plan, attempt.courier.rank
-    found = {s.shard: read[s.shard] for s in plan.sources if s.reader == rank and s.shard in read}
-    for source in plan.sources:
-        image = attempt.images.get(source.shard)
-        if source.reader < 0 and source.shard % attempt.courier.size == rank and image is not None:
-            found[source.shard] = decode_header(image.view)
+    """Of the shards that this rank tells the others of: those it read or made."""
+    found = dict(read)
+    for source in attempt.plan.sources:
+        if source.rebuilt and source.shard in attempt.images:
+            found[source.shard] = decode_header(attempt.images[source.shard].view)
     return found
 
 

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 import tierckpt.alike
+import tierckpt.rebuilding
 from tests.dist import test_peer_level as peer
 from tests.dist import test_persistent_level as persistent
 from tests.dist.training import Place, attach, crash_after, make_job, rank, working_in
+from tierckpt.images import Image
+from tierckpt.manifest import Manifest
 from tierckpt.persistent.reader import ShardReader
 
 
@@ -97,8 +100,30 @@ def test_the_persistent_level_is_read_once_a_job(
     assert total(told, "exchanged") == (now - 1) * told[0]["all"]
 
 
-def rebuilt(place: Place) -> dict[str, Any]:
-    return volume(place, peer.settings("xor"))
+def rebuilt(place: Place, scheme: str = "xor") -> dict[str, Any]:
+    """Restore, and tell which shards this rank held of what was rebuilt, too."""
+    held: list[int] = []
+    plain = tierckpt.rebuilding.in_memory
+
+    def counted(manifest: Manifest) -> Image:
+        held.append(manifest.shard)
+        return plain(manifest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tierckpt.rebuilding, "in_memory", counted)
+        return volume(place, peer.settings(scheme)) | {"held": held}
+
+
+@pytest.mark.parametrize(("now", "held"), [(3, [[], [1], [2]]), (2, [[2], [1]]), (1, [[1, 2]])])
+def test_what_is_rebuilt_is_in_one_ranks_memory(
+    now: int, held: list[list[int]], ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = peer.place_of(tmp_path, shm_dir)
+    ranks(3).run(peer.leave_behind, place, "partner 2")
+    peer.lose(place, tmp_path, 1, 2)
+    told = ranks(now).run(rebuilt, place, "partner 2")
+    assert told[0]["levels"] == ("local", "peer", "peer")
+    assert [each["held"] for each in told] == held
 
 
 def test_a_rebuild_reads_what_is_left_once(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:

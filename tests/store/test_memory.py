@@ -1,15 +1,18 @@
-"""What checkpoints take of memory: as many slots as are asked for, and no copy of the state."""
+"""What checkpoints take of memory: as many slots as are asked for, and no copy of the state; and
+what a restart takes, which is no second copy either."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tierckpt import reading, sharing
 from tierckpt.testing import TinyJob, run_in_child
 
 WIDTH, LAYERS = 512, 20
@@ -18,6 +21,8 @@ STATE_BYTES = 3 * 4 * (LAYERS * WIDTH * (WIDTH + 1) + WIDTH * (12 + 1) + 4 * (WI
 ALLOWANCE_BYTES = 40_000_000
 """Code that is touched for the first time, threads' stacks, seal areas, Python's objects: 8 to 11
 MB were measured, 28 once on a busy machine; a slot more, or a copy, would be 63."""
+RESTART_BYTES = 30_000_000
+"""Beside what is fetched: windows and code. Memory for all optimizer state would be 42 MB more."""
 AGENT_BYTES = 40_000_000
 """The agent's Python without torch: 23 MB. It has mapped the slots, too: the same memory."""
 
@@ -76,3 +81,48 @@ def test_checkpoints_take_their_slots_and_no_more(
     assert shard_bytes == pytest.approx(STATE_BYTES, rel=0.01)
     assert slots * shard_bytes <= told["extra"] <= slots * shard_bytes + ALLOWANCE_BYTES
     assert told["agent"] <= slots * shard_bytes + AGENT_BYTES
+
+
+# --- restarts ------------------------------------------------------------------------------------
+
+WINDOW_BYTES = 2**20
+"""Of what a rank shows the others, and of what each thread reads: smaller here, as the state is."""
+
+
+def leave_far_away(path: Path, settings: dict[str, Any]) -> None:
+    with TinyJob(path, model=deep_model(), **settings) as job:
+        job.run(2)
+
+
+def come_back(report: Path, path: Path, settings: dict[str, Any]) -> None:
+    """In a process of its own: what is resident at the most while a version is fetched and loaded,
+    beyond the model as it was made."""
+    sharing.BROADCAST_BYTES = reading.RUN_BYTES = WINDOW_BYTES
+    with TinyJob(path, model=deep_model(), **settings) as job:
+        forget_peak()
+        before_bytes = peak_bytes()
+        restored = job.restore()
+        told = {
+            "extra": peak_bytes() - before_bytes,
+            "levels": restored.levels,
+            "state": restored.nbytes,
+        }
+    report.write_text(json.dumps(told))
+
+
+def test_one_rank_that_fetches_all_never_has_it_twice(tmp_path: Path, shm_dir: Path) -> None:
+    """Optimizer state, two thirds of it, takes memory as what was fetched gives it back."""
+    report, path, shared = tmp_path / "report", tmp_path / "ckpts", tmp_path / "shared"
+    settings = {
+        "shm_dir": str(shm_dir),
+        "persistent_path": str(shared),
+        "persistent_every_steps": 2,
+        "persistent_every_seconds": 0.0,
+    }
+    assert run_in_child(leave_far_away, path, settings) == 0
+    shutil.rmtree(path)
+    assert run_in_child(come_back, report, path, settings) == 0
+    told = json.loads(report.read_text())
+    assert told["levels"] == {"persistent": 1}
+    assert told["state"] == pytest.approx(STATE_BYTES, rel=0.01)
+    assert told["state"] <= told["extra"] <= told["state"] + RESTART_BYTES

@@ -24,7 +24,7 @@ from tierckpt.localstore import LocalStore
 from tierckpt.manifest import Manifest
 from tierckpt.naming import ParityKey, ShardKey
 from tierckpt.peer.errors import PeerError
-from tierckpt.peer.parity import ParityManifest, check_parity
+from tierckpt.peer.parity import ParityManifest, Read, check_parity
 from tierckpt.peer.rebuild import rebuild
 from tierckpt.peer.transport import Transport
 from tierckpt.redundancy.codes import Code
@@ -242,9 +242,37 @@ def test_room_must_be_there_for_exactly_what_is_lost(tmp_path: Path) -> None:
         members.protect()
         record = ParityManifest.decode(members.store(0).read_manifest(parity_key_of(0, CODE)))
         shards = {m: memory_reader(members.image(m)) for m in (0, 2)}
-        for room in ({}, {1: memoryview(bytearray(5))}, {2: memoryview(bytearray(LENGTHS[2]))}):
+        for room in ({1: memoryview(bytearray(5))}, {2: memoryview(bytearray(LENGTHS[2]))}):
             with pytest.raises(ValueError, match=r"members \[1\] are lost"):
                 rebuild(record, shards, {}, room)
+
+
+def test_who_makes_a_part_reads_what_all_read(tmp_path: Path) -> None:
+    """For others of the group to be made elsewhere, out of the same broadcasts."""
+    code, lengths = Code(5, 2, 2), [*LENGTHS, 500 << 10, 700 << 10]
+    with Members(tmp_path, code, lengths) as members:
+        members.protect()
+        keys = {m: parity_key_of(m, code) for m in range(1, 4)}
+        record = ParityManifest.decode(members.store(1).read_manifest(keys[1]))
+        asked: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for made in ((), (0,), (4,), (0, 4)):
+            asked[made] = []
+
+            def noted(read: Read, log: list[tuple[int, int]] = asked[made]) -> Read:
+                def read_and_note(offset: int, room: memoryview) -> None:
+                    log.append((offset, len(room)))
+                    read(offset, room)
+
+                return read_and_note
+
+            into = {m: memoryview(bytearray(lengths[m])) for m in made}
+            shards = {m: noted(memory_reader(members.image(m))) for m in keys}
+            parities = {m: noted(reader(members.store(m), keys[m])) for m in keys}
+            rebuild(record, shards, parities, into)
+            assert {m: bytes(view) for m, view in into.items()} == {
+                m: members.image(m) for m in made
+            }
+        assert asked[()] == asked[0,] == asked[4,] == asked[0, 4]
 
 
 # --- fetching ------------------------------------------------------------------------------------

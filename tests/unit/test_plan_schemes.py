@@ -129,7 +129,8 @@ def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
         here = (version, False, source.shard) in there
         if source.shard in rebuilt:
             assert not here
-            assert source.reader == -1
+            assert source.rebuilt
+            assert not source.direct
         elif here:
             node = source.shard // world.per_node
             assert source.place == world.place(node)
@@ -160,8 +161,21 @@ def test_reading_is_spread_evenly(world: World) -> None:
         assert is_even(Counter(p.reader for p in made), own)
         assert far or is_even(shards, own)
     if len(set(world.ranks)) == 1:  # all see all that there is
-        loads = Counter(s.reader for s in plan.sources if s.reader >= 0)
+        loads = Counter(s.reader for s in plan.sources if not s.rebuilt)
         assert is_even(loads, range(len(world.ranks)))
+
+
+@given(worlds())
+@settings(max_examples=300)
+def test_what_is_lost_is_made_by_its_own_rank_or_else_spread_evenly(world: World) -> None:
+    found, parities = inventories_of(world)
+    plan = plan_restore(found, parities=parities)
+    if plan is None:
+        return
+    made = {s.shard: s.reader for s in plan.sources if s.rebuilt}
+    assert is_even(Counter(made.values()), range(len(world.ranks)))
+    if len(plan.sources) <= len(world.ranks):
+        assert all(rank == shard for shard, rank in made.items())
 
 
 def is_even(load: Counter[int], ranks: Iterable[int]) -> bool:

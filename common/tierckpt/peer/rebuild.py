@@ -24,12 +24,13 @@ def rebuild(
     parities: Mapping[int, Read],
     into: Mapping[int, memoryview],
 ) -> None:
-    """Make the lost shards of a group, in `into`, and prove that they are right.
+    """Make lost shards of a group, in `into`, and prove that they are right.
 
     Members are numbered on the ring, as `record.group` lists them. `record` is the manifest of any
     surviving parity. `shards` and `parities` read what survived, checked before by whoever holds it
     (`check_parity` for parity): damaged is lost. `into` has writable memory of exactly the lost
-    shard's length for every member that is not in `shards`. Buffers k windows.
+    shard's length for members that are not in `shards`; those that it lacks are made elsewhere, by
+    somebody who reads the same ranges in the same order as this. Buffers k windows.
 
     Raises RestoreError, with the arithmetic, when too much is lost, before anything is read.
     Raises CorruptShardError when what was rebuilt is not what was lost, for some source was
@@ -38,12 +39,12 @@ def rebuild(
     code = record.stripes.code
     lost = set(range(code.n)) - shards.keys()
     lengths = {member: len(view) for member, view in into.items()}
-    if lengths != {member: record.manifests[member].image_bytes for member in lost}:
+    if lengths != {m: record.manifests[m].image_bytes for m in lost & lengths.keys()}:
         raise ValueError(f"room for {lengths}, where members {sorted(lost)} are lost")
     gone = set(range(code.n)) - parities.keys()
     tasks = plan_rebuild(code, lost, gone, restore_parities=False)
     _run(record, tasks, shards, parities, into)
-    for member in sorted(lost):
+    for member in sorted(into):
         manifest = record.manifests[member]
         try:
             verify_shard(manifest, into[member], f"{manifest.key}, as it was rebuilt,")
@@ -61,7 +62,12 @@ def _run(
 ) -> None:
     stripes = record.stripes
     window_bytes = window_bytes_of(stripes.code)
-    products = [Product(task.matrix, isal.find()) for task in tasks]
+    library = isal.find()
+    wanted = [[i for i, out in enumerate(t.outputs) if out.member in into] for t in tasks]
+    products = [
+        Product(tuple(task.matrix[i] for i in rows), library) if rows else None
+        for task, rows in zip(tasks, wanted, strict=True)
+    ]
     buffers = [memoryview(bytearray(window_bytes)) for _ in range(stripes.code.k)]
     for window in stripes.windows(window_bytes):
 
@@ -71,7 +77,9 @@ def _run(
                 (parities if segment.parity else shards)[segment.member](low, buffer[: high - low])
             return buffer[: high - low]
 
-        for task, product in zip(tasks, products, strict=True):
+        for task, rows, product in zip(tasks, wanted, products, strict=True):
             sources = [read(s, b) for s, b in zip(task.sources, buffers, strict=True)]
-            ranges = [(s.member, stripes.range_of(s, window)) for s in task.outputs]
-            product.run(sources, [into[member][low:high] for member, (low, high) in ranges])
+            outputs = [task.outputs[i] for i in rows]
+            ranges = [(s.member, stripes.range_of(s, window)) for s in outputs]
+            if product is not None:
+                product.run(sources, [into[member][low:high] for member, (low, high) in ranges])
