@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import types
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import torch
 
 import tierckpt
 from tierckpt.scripts import serve
+from tierckpt.state import named_buffers, named_parameters
 
 from .checkpointer import Checkpointer
 
@@ -37,7 +39,7 @@ def DistributedOptimizer(
         optimizer: the optimizer to distribute.
         args: Horovod's.
         model: the module that is trained. May be left out when `named_parameters` comes straight
-            from the module's `named_parameters()`.
+            from the whole module's `named_parameters()`.
         restore: bring back the newest version at once.
         close_at_exit: take a final checkpoint when the script ends without an exception.
         settings: Horovod's and ours, told apart by name.
@@ -66,17 +68,50 @@ def install(
     return checkpointer
 
 
-def _model_of(named_parameters: Any) -> torch.nn.Module:
+def _model_of(named: Any) -> torch.nn.Module:
     """The module whose `named_parameters()` this generator is, not begun yet.
 
     Buffers belong to a checkpoint, and Horovod is told of parameters only. The generator knows
     whose they are.
     """
-    if isinstance(named_parameters, types.GeneratorType) and named_parameters.gi_frame is not None:
-        owner = named_parameters.gi_frame.f_locals.get("self")
+    if isinstance(named, types.GeneratorType) and named.gi_frame is not None:
+        owner = named.gi_frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):
+            _refuse_a_part(owner)
             return owner
     raise tierckpt.ConfigError(
         "the model is needed, for its buffers: pass model=..., or named_parameters straight from "
         "model.named_parameters()"
     )
+
+
+def _refuse_a_part(module: torch.nn.Module) -> None:
+    """Raise ConfigError for a module that is a part of another one, which has more to keep.
+
+    Whoever trains a new head only gives Horovod the head's parameters; the statistics of the rest
+    would silently be in no checkpoint.
+    """
+    if not _wholes(module):
+        return
+    gc.collect()  # or it may have been given up, and not on every rank be gone already
+    for whole in _wholes(module):
+        left_out = _left_out(whole, module)
+        raise tierckpt.ConfigError(
+            f"named_parameters is that of a part ({type(module).__name__}) of a larger model "
+            f"({type(whole).__name__}), and the checkpoint would be without the rest: "
+            f"{', '.join(left_out[:3])}{', ...' if left_out[3:] else ''}. Pass the larger one, "
+            "model=..., or the part if that is what is meant"
+        )
+
+
+def _wholes(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """All modules that `module` is a part of, and that have something which it does not."""
+    modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
+    holding = [m for m in modules if any(part is module for part in m.modules())]
+    return [m for m in holding if _left_out(m, module)]
+
+
+def _left_out(whole: torch.nn.Module, part: torch.nn.Module) -> list[str]:
+    """Names in `whole` of parameters and buffers that `part` does not have."""
+    known = {id(t) for _, t in named_parameters(part) + named_buffers(part)}
+    return [n for n, t in named_parameters(whole) + named_buffers(whole) if id(t) not in known]

@@ -285,6 +285,11 @@ def with_a_list(model: torch.nn.Module, where: dict[str, str]) -> None:
     import_adapter().DistributedOptimizer(plain_sgd(model), named, **where)
 
 
+def with_a_part(model: torch.nn.Module, where: dict[str, str]) -> None:
+    head = model.get_submodule("head")
+    import_adapter().DistributedOptimizer(plain_sgd(head), head.named_parameters(), **where)
+
+
 def with_a_plain_optimizer(model: torch.nn.Module, where: dict[str, str]) -> None:
     import_adapter().Checkpointer(model, {"left": plain_sgd(model)}, **where)
 
@@ -313,6 +318,7 @@ Refused = tuple[Callable[[torch.nn.Module, dict[str, str]], None], list[str]]
 REFUSED: dict[str, Refused] = {
     "no model": (without_a_model, ["pass model=", "model.named_parameters()"]),
     "a list of parameters": (with_a_list, ["pass model=", "model.named_parameters()"]),
+    "a part of the model": (with_a_part, ["(Linear)", "(Net)", "body.0.weight", "model=..."]),
     "a plain optimizer": (with_a_plain_optimizer, ["'left'", "SGD", "hvd.DistributedOptimizer"]),
     "no hvd.init()": (without_init, ["hvd.init()"]),
     "Adasum": (with_adasum, ["Adasum", "hvd.Average"]),
@@ -326,6 +332,23 @@ def test_it_is_said_what_is_wrong_and_what_to_do(
     for text in ranks(2, HOROVODRUN).run(refusal, case, Place.under(tmp_path, shm_dir)):
         for part in REFUSED[case][1]:
             assert part in text
+
+
+def known_models() -> dict[str, bool]:
+    """Whether the whole is found by its parameters, though a wrapper or something dead has it."""
+    model_of = importlib.import_module("horovod_ckpt.optimizer")._model_of
+    model = Net()
+    wrapper = torch.nn.Sequential(model)
+    found = {"wrapped": model_of(model.named_parameters()) is model}
+    given_up = torch.nn.ModuleList([wrapper, torch.nn.Linear(1, 1)])
+    given_up.cycle = [given_up]
+    del given_up
+    return {**found, "part of a dead one": model_of(model.named_parameters()) is model}
+
+
+def test_the_whole_model_is_known_by_its_parameters(ranks: Any) -> None:
+    told = ranks(2, HOROVODRUN).run(known_models)
+    assert told == [{"wrapped": True, "part of a dead one": True}] * 2
 
 
 def momentum_under_adasum() -> tuple[str, str]:
