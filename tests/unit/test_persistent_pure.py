@@ -190,6 +190,38 @@ def test_every_node_has_its_turn_before_long(
     assert turn.wait_seconds(now + wait + seconds / 1000) == 0.0
 
 
+def windows_of(turns: Turns, begin: float, seconds: float, window_seconds: float) -> list[float]:
+    """When a node begins each of its windows."""
+    now, begun = begin, []
+    for _ in range(math.ceil(seconds / window_seconds)):
+        while wait := turns.wait_seconds(now):
+            now += wait + 1e-3
+        begun.append(now)
+        now += window_seconds
+    return begun
+
+
+@pytest.mark.parametrize("longest_seconds", [1.0, 10.0, 31.0])
+def test_ten_thousand_nodes_are_through_soon_after_the_least_time_there_is(
+    longest_seconds: float,
+) -> None:
+    """Work differs, and one node in ten has none. 100 at once, so 100 turns a round."""
+    nodes, at_once, window_seconds, begin = 10_000, 100, 0.5, 1_234_567.8
+    busy: dict[int, set[int]] = {}
+    ends = []
+    for node in range(nodes):
+        turns = Turns(node, nodes, at_once)
+        seconds = longest_seconds * (node * 7919 % 10) / 9
+        begun = windows_of(turns, begin, seconds, window_seconds)
+        for at in begun:
+            busy.setdefault(int(at / turns.turn_seconds), set()).add(node)
+        ends += [at + window_seconds for at in begun[-1:]]
+    assert max(map(len, busy.values())) <= at_once
+    rounds = math.ceil(longest_seconds / turns.turn_seconds) + 1
+    assert max(ends) - begin <= rounds * turns.count * turns.turn_seconds
+    assert turns.turn_seconds <= 5.0, "a round without work for anybody is that many seconds each"
+
+
 def test_without_a_limit_nobody_waits() -> None:
     assert Turns(7, 1000, 0).wait_seconds(12345.6) == 0.0
 
@@ -222,7 +254,11 @@ def test_a_pace_waits_for_its_turn_and_for_its_bandwidth() -> None:
     clock.seconds = 0.0
     pace = Pace(Throttle(100.0, 0, 0.0), Turns(1, 2, 1, 10.0), clock=clock)
     pace(200)
-    assert clock.seconds == pytest.approx(12.0, abs=0.01)
+    assert clock.seconds == pytest.approx(10.0, abs=0.01), "bandwidth gathers meanwhile"
+    pace(900)
+    assert clock.seconds == pytest.approx(19.0, abs=0.01)
+    pace(200)
+    assert clock.seconds == pytest.approx(30.0, abs=0.01), "its turn was over when it might send"
 
 
 def test_a_superseded_flush_ends_while_it_waits() -> None:

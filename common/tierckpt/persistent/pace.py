@@ -44,14 +44,18 @@ class Turns:
     Neighbours have different turns: they tend to share a switch. It needs clocks that agree to
     well below a turn (NTP does), and equal settings everywhere; a window under way at the end of
     a turn is finished.
+
+    Turns are short, so that little is lost when a node has nothing to do in its own, or is through
+    in the middle of it: of k turns, each node with s seconds of work is through after
+    ceil(s / `turn_seconds`) + 1 rounds.
     """
 
     node: int
     nodes: int
     at_once: int
     """0: no limit."""
-    turn_seconds: float = 30.0
-    """About what a node needs for one version: what is left waits for the node's next turn."""
+    turn_seconds: float = 5.0
+    """Many windows, and long beside what clocks differ by: what is left waits for the next turn."""
 
     @property
     def count(self) -> int:
@@ -86,12 +90,12 @@ class Pace:
         self.clock: Clock = clock or SystemClock()
 
     def __call__(self, nbytes: int) -> None:
-        """Wait for the node's turn, then for its bandwidth."""
+        """Wait for the node's bandwidth, then for its turn: it may be over when there is some."""
         self.sleep(0.0)
-        while self.turns and (wait := self.turns.wait_seconds(self.clock.now())):
-            self.sleep(max(wait, 0.001))  # or rounding keeps it a hair before its turn for ever
         if self.throttle:
             self.sleep(self.throttle.reserve(nbytes, self.clock.monotonic()))
+        while self.turns and (wait := self.turns.wait_seconds(self.clock.now())):
+            self.sleep(max(wait, 0.001))  # or rounding keeps it a hair before its turn for ever
 
     def sleep(self, seconds: float) -> None:
         """Sleep, and look up now and then; also for whoever waits between two tries."""
