@@ -70,7 +70,11 @@ def test_layers_are_copied_while_their_gradients_are_reduced(
 ) -> None:
     """And sealed then, with the step still to come; with accumulation in the last pass."""
     place = Place.under(tmp_path, shm_dir)
-    for held in ranks(2, HOROVODRUN).run(layers_released_by_backward, name, place):
+    check_released(name, ranks(2, HOROVODRUN).run(layers_released_by_backward, name, place))
+
+
+def check_released(name: str, told: list[list[tuple[int, int]]]) -> None:
+    for held in told:
         striped = held[0][1]
         assert striped > 0
         before_last = 2 if name == "two backward passes" else 1

@@ -108,10 +108,15 @@ def test_one_library_goes_on_where_another_was(
     disk, made = left(before)
     shutil.copytree(disk, tmp_path / "disk")
     told = ranks(now[1], now[0]).run(take_up, Place(str(tmp_path / "disk"), str(shm_dir)))
+    check_taken_up(told, made)
+
+
+def check_taken_up(told: list[dict[str, Any]], made: list[tuple[str, str]]) -> None:
+    """By rank: what the second job found, and what the first one told."""
     assert len({t["course"] for t in told}) == 1
     for number, found in enumerate(told):
-        assert found["restored"] == (VERSION, VERSION, {"local": before[1]})
+        assert found["restored"] == (VERSION, VERSION, {"local": len(made)})
         assert found["whole"] == made[0][0]
         assert found["complaints"] == []
-        if number < before[1]:
+        if number < len(made):
             assert found["own"] == made[number][1]

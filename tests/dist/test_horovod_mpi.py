@@ -5,6 +5,7 @@ The options of `DistributedOptimizer` and the Groups have their own tests over M
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from tests.dist import test_horovod_barrier as barrier
 from tests.dist import test_horovod_callbacks as callbacks
+from tests.dist import test_horovod_crossing as crossing
+from tests.dist import test_horovod_training as training
 from tests.dist import test_horovod_ways_in as ways_in
-from tests.dist.rankpool import MPIRUN, RankPool
+from tests.dist.rankpool import GLOO, MPIRUN, RankPool
 from tests.dist.training import Place
 
 
@@ -26,6 +29,25 @@ def pool(ranks: Any) -> RankPool:
 @pytest.fixture
 def place(tmp_path: Path, shm_dir: Path) -> Place:
     return Place.under(tmp_path, shm_dir)
+
+
+@pytest.mark.parametrize("name", ["default", "groups"])
+def test_layers_are_copied_while_their_gradients_are_reduced(
+    name: str, pool: RankPool, place: Place
+) -> None:
+    barrier.check_released(name, pool.run(barrier.layers_released_by_backward, name, place))
+
+
+@pytest.mark.parametrize("loop", barrier.LOOPS.values(), ids=barrier.LOOPS)
+def test_no_weight_changes_before_it_is_copied(loop: Any, pool: RankPool, place: Place) -> None:
+    told = pool.run(barrier.restored_from_late_copies, loop, barrier.intact, place)
+    assert told == [(3, [])] * 3
+
+
+def test_it_is_the_barrier_that_keeps_the_optimizer_off(pool: RankPool, place: Place) -> None:
+    loop = barrier.LOOPS["outer and inner step"]
+    told = pool.run(barrier.restored_from_late_copies, loop, barrier.no_barrier, place)
+    assert all(torn for _, torn in told)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +89,22 @@ def test_training_in_a_process_set(pool: RankPool, place: Place) -> None:
 def test_two_process_sets_side_by_side(pool: RankPool, tmp_path: Path, shm_dir: Path) -> None:
     told = pool.run(ways_in.side_by_side, str(tmp_path), str(shm_dir))
     ways_in.check_side_by_side(told, tmp_path)
+
+
+@pytest.mark.parametrize("ddp_first", [True, False], ids=["from DDP", "to DDP"])
+def test_crossing(
+    ddp_first: bool, pool: RankPool, place: Place, ranks: Any, shm_root: Path
+) -> None:
+    """On another number of ranks, from disk."""
+    jobs = [ranks(2, GLOO), pool] if ddp_first else [pool, ranks(2, GLOO)]
+    memory = shm_root / "before"
+    memory.mkdir()
+    made = jobs[0].run(crossing.leave_behind, Place(place.path, str(memory)))
+    shutil.rmtree(memory)
+    crossing.check_taken_up(jobs[1].run(crossing.take_up, place), made)
+
+
+@pytest.mark.parametrize("name", ["default", "two backward passes"])
+def test_a_job_of_one(name: str, ranks: Any, place: Place) -> None:
+    (told,) = ranks(1, MPIRUN).run(training.trained_with_and_without, name, place)
+    training.check(name, 1, "memory", told)
