@@ -190,13 +190,17 @@ def measure_memory(team: Team, every: int) -> dict[str, Any]:
     """Peak memory before and after the method is attached.
 
     The baseline is taken in the same processes before `attach`, so that whatever the method
-    keeps between checkpoints (buffers, daemons, imported libraries) counts as extra.
+    keeps between checkpoints (buffers, daemons, imported libraries) counts as extra. Until this is
+    over, what ranks free goes back to the system at once: malloc keeps up to 50 MB a rank of the
+    training's own temporary tensors, and another 50 where anything comes between them.
     """
     steps = MEMORY_CYCLES * every
     team.command("block", steps=2, checkpoints=False)  # let the allocator settle
     plain = team.memory_block(max(steps, 4), checkpoints=False)
     team.command("attach")
-    return {"plain": plain, "checkpoints": team.memory_block(steps, checkpoints=True)}
+    checkpoints = team.memory_block(steps, checkpoints=True)
+    team.command("keep_freed")
+    return {"plain": plain, "checkpoints": checkpoints}
 
 
 def measure_visit(team: Team, plain: Team, steps: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Between commands it is blocked in a read and costs nothing.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -24,6 +25,10 @@ import models
 from launchers import LAUNCHERS, check_world
 from methods import Job, Method, Setting
 from registry import METHODS
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
+MALLOC_LEAST_BYTES = 128 << 10
+MALLOC_DYNAMIC_BYTES = 32 << 20  # what glibc's thresholds grow to
 
 
 class Trainer:
@@ -176,11 +181,23 @@ class Trainer:
             return self.block(**arguments)
         if command == "attach":
             return self.attach()
+        if command == "keep_freed":
+            return keep_freed()
         if command == "sweep":
             return self.method.sweep() if self.ranks.rank == 0 else None
         if command == "close":
             return self.close()
         raise ValueError(f"unknown command {command!r}")
+
+
+def keep_freed(keep: bool = True) -> None:
+    """Whether malloc keeps what is freed, as glibc does by itself once something large was, or
+    returns it to the system at once: so only while nothing large was kept before. No other C
+    library is asked."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, MALLOC_DYNAMIC_BYTES if keep else MALLOC_LEAST_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, (2 * MALLOC_DYNAMIC_BYTES) if keep else MALLOC_LEAST_BYTES)
 
 
 def main() -> None:
@@ -190,6 +207,7 @@ def main() -> None:
     # A parent that has died closes the pipe: end quietly, whatever was going on.
     with suppress(EOFError, BrokenPipeError):
         try:
+            keep_freed(False)  # until memory has been measured
             trainer = Trainer(Setting(**json.loads(sys.argv[2])))
             pipe.send(("ok", (trainer.ranks.rank, os.getpid())))
             trainer.iterate()  # the optimizer's state appears with its first step

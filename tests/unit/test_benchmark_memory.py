@@ -1,0 +1,103 @@
+"""What the stall benchmark takes for memory: read from outside, while processes go on."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MIB = 1 << 20
+PAGES = 64 * MIB
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    import processes as found
+
+    yield found
+    sys.modules.pop("processes")
+
+
+def test_shared_memory_counts_once_and_a_dead_process_not_at_all(processes: Any) -> None:
+    before = processes.total_bytes([os.getpid()])
+    with mmap.mmap(-1, PAGES) as shared:  # anonymous and shared: the kernel's shared memory
+        shared.write(bytes(PAGES))
+        child = os.fork()
+        if child == 0:
+            memoryview(shared)[::4096].tobytes()
+            os.kill(os.getpid(), 19)  # SIGSTOP: it has touched every page
+            os._exit(0)
+        os.waitpid(child, os.WUNTRACED)
+        both = processes.total_bytes([os.getpid(), child])
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert PAGES <= both["Pss_Shmem"] - before["Pss_Shmem"] < PAGES + 4 * MIB
+    assert both["Rss"] - before["Rss"] > 2 * PAGES
+    assert processes.memory_bytes(child) == {}
+
+
+def test_a_family_that_is_mapping_while_it_is_read_is_no_sample(
+    processes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes share a buffer: what the first had alone, it shares by the time the second is
+    read, so a sum over both has part of it twice."""
+    reads: list[int] = []
+    sampled = threading.Semaphore(0)
+
+    def drifting(pid: int) -> dict[str, int]:
+        reads.append(pid)
+        shared = 150 * MIB if pid == 1 and len(reads) == 1 else 50 * MIB
+        if pid == 2:
+            shared += 50 * MIB
+        if len(reads) % 4 == 0:
+            sampled.release()
+        return {"Rss": shared, "Pss": shared, "Pss_Shmem": shared}
+
+    class Two:
+        def pids(self) -> list[int]:
+            return [1, 2]
+
+    monkeypatch.setattr(processes, "memory_bytes", drifting)
+    with processes.MemorySampler(Two(), interval_s=0.001) as sampler:
+        for _ in range(3):
+            assert sampled.acquire(timeout=30)
+    assert reads[:4] == [1, 2, 2, 1]
+    assert sampler.peak["Pss"] == 150 * MIB
+
+
+def test_what_is_freed_goes_back_or_stays() -> None:
+    """In a process of its own: the setting is for good."""
+    code = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from processes import memory_bytes
+from trainer import keep_freed
+import torch
+
+def left_bytes():
+    before = memory_bytes(os.getpid())["Pss"]
+    tensors = [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(16)]
+    last = torch.ones(4096, dtype=torch.uint8)
+    del tensors
+    return memory_bytes(os.getpid())["Pss"] - before
+
+keep_freed(False)
+returned = left_bytes()
+keep_freed()
+print(left_bytes(), returned)
+"""
+    benchmarks = str(Path(__file__).resolve().parents[2] / "benchmarks")
+    run = subprocess.run(
+        [sys.executable, "-c", code, benchmarks], capture_output=True, text=True, check=True
+    )
+    kept, returned = map(int, run.stdout.split())
+    assert kept > 48 * MIB
+    assert returned < 8 * MIB
