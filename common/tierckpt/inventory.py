@@ -25,7 +25,7 @@ from .localstore import LocalStore
 from .manifest import Manifest
 from .naming import Lineage, ParityKey, ShardKey, VersionId, newest_first
 from .persistent import PersistentError, PersistentStore
-from .redundancy.codes import Code
+from .redundancy.codes import Code, Segment
 from .redundancy.schedule import plan_rebuild
 from .slots import JobDirectory
 
@@ -258,6 +258,8 @@ class ParitySource:
     key: ParityKey
     place: Place
     reader: int
+    segments: tuple[int, ...]
+    """Which of it are read; nothing is made of the others."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,9 @@ class Rebuild:
     lost: tuple[int, ...]
     """Shard numbers."""
     parities: tuple[ParitySource, ...]
-    """All that there are; the members that are not lost have their shards elsewhere in the plan."""
+    """Those that it takes; members that are not lost have their shards elsewhere in the plan."""
+    left: frozenset[ParityKey] = frozenset()
+    """All that there are and that nobody found damaged."""
 
 
 @dataclass(frozen=True)
@@ -351,14 +355,16 @@ def plan_rebuilds(
         members = {group.index(shard) for shard in gone}
         no_parity = set(range(len(group))) - {group.index(key.shard) for key in parity_keys}
         try:
-            plan_rebuild(Code(len(group), k, m), members, no_parity, restore_parities=False)
+            tasks = plan_rebuild(Code(len(group), k, m), members, no_parity, restore_parities=False)
         except RestoreError:
             continue
+        needed = sorted(s for task in tasks for s in task.sources if s.parity)
         sources = tuple(
-            _parity_source(group.index(key.shard), key, places, load)
+            _parity_source(key, places, load, [s for s in needed if group[s.member] == key.shard])
             for key, places in sorted(parity_keys.items())
+            if any(group[s.member] == key.shard for s in needed)
         )
-        rebuilds.append(Rebuild(group, gone, sources))
+        rebuilds.append(Rebuild(group, gone, sources, frozenset(parity_keys)))
         lost -= set(gone)
     return None if lost else tuple(rebuilds)
 
@@ -382,13 +388,16 @@ def _parities_of(
 
 
 def _parity_source(
-    member: int, key: ParityKey, places: Mapping[Place, Sequence[int]], load: Counter[int]
+    key: ParityKey,
+    places: Mapping[Place, Sequence[int]],
+    load: Counter[int],
+    segments: Sequence[Segment],
 ) -> ParitySource:
     """Read by the rank that has least to read of those that see it."""
     place = min(places)
     reader = min(places[place], key=lambda rank: (load[rank], rank))
     load[reader] += 1
-    return ParitySource(member, key, place, reader)
+    return ParitySource(segments[0].member, key, place, reader, tuple(s.index for s in segments))
 
 
 def _assign(

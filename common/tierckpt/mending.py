@@ -54,7 +54,7 @@ def parities_to_mend(
         for rebuilt in plan.rebuilds
         for each in found
         for p in each
-        if p.group == rebuilt.group and p.key not in {s.key for s in rebuilt.parities}
+        if p.group == rebuilt.group and p.key not in rebuilt.left
     }
     lost = set()
     for group in groups:

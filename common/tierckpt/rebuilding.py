@@ -72,18 +72,18 @@ class Parities:
         store = LocalStore(source.place.where)
         record = ParityManifest.decode(store.read_manifest(source.key))
         file = MappedFile(store.open_image(source.key))
-        file.ask()  # while others are still opened
+        for index in source.segments:  # while others are still opened
+            file.ask(index * record.segment_bytes, (index + 1) * record.segment_bytes)
         self._close.append(file.close)
         if len(file.view) < record.image_bytes:  # or this rank would fail while all exchange
             raise CorruptShardError(
                 f"truncated: {source.key} has {len(file.view)} of {record.image_bytes} bytes"
             )
         self._mine[source.key] = (record, file)
-        self._checks.append((source, self._pool.submit(self._check, record, file)))
+        self._checks.append((source, self._pool.submit(self._check, source, record, file)))
 
-    def _check(self, record: ParityManifest, file: MappedFile) -> None:
-        check_parity(record, _reader_of(file.view, file.bring))
-        self._on_read(record.image_bytes)
+    def _check(self, source: ParitySource, record: ParityManifest, file: MappedFile) -> None:
+        self._on_read(check_parity(record, _reader_of(file.view, file.bring), source.segments))
 
     def records(self) -> list[tuple[ParityKey, bytes]]:
         """The manifests of this rank's, for the others."""

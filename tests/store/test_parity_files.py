@@ -20,6 +20,7 @@ from tests.peershards import (
 )
 from tests.store.tmpfs import SIZE_BYTES
 from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.layout import BLOCK_BYTES
 from tierckpt.localstore import LocalStore
 from tierckpt.manifest import Manifest
 from tierckpt.naming import ParityKey, ShardKey
@@ -245,6 +246,25 @@ def test_room_must_be_there_for_exactly_what_is_lost(tmp_path: Path) -> None:
         for room in ({1: memoryview(bytearray(5))}, {2: memoryview(bytearray(LENGTHS[2]))}):
             with pytest.raises(ValueError, match=r"members \[1\] are lost"):
                 rebuild(record, shards, {}, room)
+
+
+def test_only_the_segments_that_are_used_are_read(tmp_path: Path) -> None:
+    with Members(tmp_path, Code(3, 1, 2), LENGTHS) as members:
+        members.protect()
+        key = parity_key_of(0, Code(3, 1, 2))
+        record = ParityManifest.decode(members.store(0).read_manifest(key))
+        asked: list[int] = []
+
+        def read(offset: int, into: memoryview) -> None:
+            asked.append(offset)
+            reader(members.store(0), key)(offset, into)
+
+        # Two segments of 900 KiB: blocks of 512 KiB begin at 0, 512, 1024 and 1536.
+        for segments, blocks in (((0,), [0, 1]), ((1,), [1, 2, 3]), ((0, 1), [0, 1, 2, 3])):
+            asked.clear()
+            nbytes = check_parity(record, read, segments)
+            assert asked == [block * BLOCK_BYTES for block in blocks]
+            assert nbytes == min(record.image_bytes, asked[-1] + BLOCK_BYTES) - asked[0]
 
 
 def test_who_makes_a_part_reads_what_all_read(tmp_path: Path) -> None:

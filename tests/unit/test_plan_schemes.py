@@ -146,6 +146,23 @@ def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
 
 @given(worlds())
 @settings(max_examples=300)
+def test_no_parity_is_read_that_nothing_is_made_of(world: World) -> None:
+    """Every row that lacks data takes as many parities as data, and those that come first."""
+    found, parities = inventories_of(world)
+    plan = plan_restore(found, parities=parities)
+    for rebuild in plan.rebuilds if plan else ():
+        left = {key.shard for key in rebuild.left}
+        taken = set()
+        for row in range(world.code.n):
+            word = [(s.parity, rebuild.group[s.member]) for s in world.code.row(row)]
+            lacking = sum(not is_parity and shard in rebuild.lost for is_parity, shard in word)
+            parity = enumerate(shard for is_parity, shard in word if is_parity)
+            taken |= set([(shard, p) for p, shard in parity if shard in left][:lacking])
+        assert {(p.key.shard, index) for p in rebuild.parities for index in p.segments} == taken
+
+
+@given(worlds())
+@settings(max_examples=300)
 def test_reading_is_spread_evenly(world: World) -> None:
     """Over the ranks of a node, what lies there; over all, what all see."""
     found, parities = inventories_of(world)

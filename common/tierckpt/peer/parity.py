@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 
@@ -168,17 +168,25 @@ class ParityWriter:
         return b"".join(self._digests[block] for block in range(blocks))
 
 
-def check_parity(record: ParityManifest, read: Read) -> None:
+def check_parity(
+    record: ParityManifest, read: Read, segments: Collection[int] | None = None
+) -> int:
     """Read the parity once, and raise CorruptShardError unless it is what `record` says.
 
-    To be done by whoever holds it, before it counts as there. Holds one block at a time.
+    Of `segments` alone, by number, where these are given: the blocks that they lie in. Returns the
+    bytes read. To be done by whoever holds it, before it counts as there. Holds one block.
     """
-    block = memoryview(bytearray(BLOCK_BYTES))
+    block, read_bytes = memoryview(bytearray(BLOCK_BYTES)), 0
     for index, nbytes in enumerate(parity_blocks(record.image_bytes)):
         low = index * BLOCK_BYTES
+        inside = range(low // record.segment_bytes, -(-(low + nbytes) // record.segment_bytes))
+        if segments is not None and not any(s in segments for s in inside):
+            continue
+        read_bytes += nbytes
         view = block[:nbytes]
         try:
             read(low, view)
         except EOFError as error:
             raise CorruptShardError(f"{record.key} is truncated: {error}") from error
         check(view, [nbytes], digest_at(record.digests, index), f"{record.key} from byte {low} on")
+    return read_bytes
