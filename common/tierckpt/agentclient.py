@@ -195,6 +195,10 @@ class AgentClient:
         """How many commits are under way."""
         return len(self._pending)
 
+    def committing(self) -> list[VersionId]:
+        """Versions that the agent has yet to commit, or to give up."""
+        return sorted(self._pending)
+
     def pinned(self) -> set[str]:
         """Names of the slots that the agent reads."""
         with self._lock:

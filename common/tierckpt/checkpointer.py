@@ -60,6 +60,9 @@ from .tuning import UNKNOWN, Meter
 WAIT_SECONDS = 60.0
 CLOSE_NOTICE_SECONDS = 5.0
 """When a wait for the disk, for other nodes or for the persistent level is longer, it is said."""
+DISK_SECONDS, DISK_BYTES_PER_SECOND = 600.0, 10e6
+"""The end waits so long for the local level, and what a node's shards take at that rate: a disk
+that has not taken them by then is as good as dead."""
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
@@ -364,18 +367,19 @@ class Checkpointer:
     def close(self) -> None:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
 
-        All ranks call it. When the local level cannot be written, the memory level is left in
-        place, and an event says so.
+        All ranks call it. When the local level cannot be written, or does not answer (see
+        `DISK_SECONDS`), the memory level is left in place, and an event says so.
         """
         if self._closed:
             return
         self._halting.be_calm()
         safe = False
+        end = time.monotonic() + self._disk_seconds()
         try:
             if self._local_enabled() and not self._nothing_new():
-                self._save_now()
-            self.wait()
-            self._await_other_nodes()
+                self._save_now(end)
+            if self._wait_for_disk(end):
+                self._await_other_nodes()
             durable = self._nothing_new() or self._agreement.local.safe == self._id()
             # A job that ends early comes back; without a disk, what is in memory is all it has.
             safe = durable or not (self._local_enabled() or self._halting.reason < Reason.NONE)
@@ -396,6 +400,21 @@ class Checkpointer:
             safe = False  # the life before is in there, and nobody restored it
         self._reports.emit("closed", message=self.exit_reason or "the training's end")
         self._shut_down(remove=safe)
+
+    def _disk_seconds(self) -> float:
+        """How long the end waits for the node's disk."""
+        own_bytes = max((slot.image_bytes for slot in self._pool.slots if slot), default=0)
+        return DISK_SECONDS + own_bytes * len(self._node.ranks) / DISK_BYTES_PER_SECOND
+
+    def _wait_for_disk(self, end: float) -> bool:
+        """Until all is committed, at most until `end` (monotonic). False when it is not, which an
+        event then says of each version."""
+        done = self.wait(max(end - time.monotonic(), 0.0))
+        for id_ in () if done else self._agent.committing():
+            why = f"{self.config.directory} does not answer, and the job ends"
+            self._reports.not_committed_later(id_, why)
+        self._reports.say()
+        return done
 
     def _await_other_nodes(self) -> None:
         """At the end: the scheduler may take the node when we are gone. Says that it waits."""
@@ -735,9 +754,10 @@ class Checkpointer:
         """A life has begun: the nodes' agents meet under its name."""
         self._peers.meet(self._lives.name, lambda text: self._reports.notice(text, logging.ERROR))
 
-    def _save_now(self) -> None:
-        """Blocking: the present state to memory and local. Collective."""
-        self.wait()
+    def _save_now(self, end: float = math.inf) -> None:
+        """Blocking: the present state to memory and local. Collective. Waits for the disk until
+        `end` (monotonic); what it has not taken then is broken."""
+        self.wait(end - time.monotonic())
         id_ = VersionId(self._id().generation, self.steps_made)
         sealed_here = self._pool.find(id_) is not None and id_ in (
             self._agreement.memory.safe,
@@ -761,7 +781,7 @@ class Checkpointer:
             self._agreement.forget(id_)
             self._boundary(force=True)
         self._ahead = 0
-        self.wait()
+        self.wait(end - time.monotonic())
         self._agreement.settle()
         if self._onward.awaits(id_) and id_ == self._agreement.local.safe:  # and was so before
             slot = self._pool.find(id_)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt import snapshot
+from tierckpt import checkpointer, snapshot
 from tierckpt.agentclient import AgentClient
 from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.naming import FORMAT_MAJOR, ShardKey
@@ -607,3 +610,37 @@ def test_a_version_of_a_newer_format_ends_the_restart(
         assert job.fingerprint() == before
         assert job.restore(version=2).version == 2
         assert job.fingerprint() == course[2]
+
+
+def end_with_a_dead_disk(path: Path, settings: dict[str, Any], report: Path) -> None:
+    """In a process of its own: the agent answers no more, as one that is stuck in the kernel."""
+    checkpointer.DISK_SECONDS = checkpointer.CLOSE_NOTICE_SECONDS = 0.2
+    with TinyJob(path, **settings) as job:
+        job.run(2)
+        job.settle()
+        agent = job.checkpointer._agent
+        pid = agent.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        agent.close = partial(agent.close, 0.2)  # type: ignore[method-assign]
+        job.run(STEPS)
+    os.kill(pid, signal.SIGKILL)
+    told = [(e.name, e.version, e.level, e.message) for e in job.events if e.severity > 30]
+    report.write_text(json.dumps(told))
+
+
+def test_a_dead_disk_does_not_keep_the_job_from_ending(
+    path: Path, settings: Any, tmp_path: Path, course: dict[int, str]
+) -> None:
+    settings = {**settings, "when_busy": "skip", "slots": 3}
+    assert run_in_child(end_with_a_dead_disk, path, settings, tmp_path / "report") == 0
+    told = json.loads((tmp_path / "report").read_text())
+    assert STEPS not in versions_on_disk(path)
+    behind = [(v, text) for name, v, level, text in told if (name, level) == ("failed", "local")]
+    assert STEPS in [v for v, _ in behind]
+    assert all(f"{path} does not answer, and the job ends" in text for _, text in behind)
+    assert f"v{STEPS} is not durable everywhere" in told[-1][3]
+    with TinyJob(path, seed=99, **settings) as job:
+        assert job.restore() == STEPS
+        assert job.checkpointer.restored.levels == {"memory": 1}
+        assert job.fingerprint() == course[STEPS]
