@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests import exact
-from tests.dist.training import Place, attach, make_job, rank, restored_into, train
-from tierckpt.persistent import PersistentStore
+from tests.dist.training import Attached, Place, attach, make_job, rank, restored_into, train
+from tierckpt.flusher import MOST_SUPERSEDED
+from tierckpt.persistent import PersistentStore, Turns
 
 STEPS = 9
 PATIENCE_SECONDS = 60.0
@@ -44,9 +46,9 @@ def train_and_close(place: Place, shared: str, more: dict[str, Any]) -> dict[str
     }
 
 
-def come_back(place: Place, shared: str) -> dict[str, Any]:
+def come_back(place: Place, shared: str, **more: Any) -> dict[str, Any]:
     job = make_job(seed=2)
-    attached = attach(job, place, memory_every_steps=0, **settings(shared))
+    attached = attach(job, place, memory_every_steps=0, **settings(shared, **more))
     told = restored_into(job, attached)
     attached.ckpt.close()
     return told
@@ -143,3 +145,95 @@ def test_a_place_that_cannot_be_written_costs_that_level_only(
     assert len(zero["failed"]) == 3
     assert all("training goes on" in text and shared in text for text in zero["failed"])
     assert zero["local"] == one["local"] == [4, 8, STEPS]
+
+
+# --- several nodes, and files of several of them -----------------------------------------------
+
+
+def on_two_nodes(place: Place, shared: str, more: dict[str, Any]) -> dict[str, Any]:
+    return train_and_close(place, shared, {"node": f"node{rank() % 2}", **more})
+
+
+def come_back_on_two_nodes(place: Place, shared: str) -> dict[str, Any]:
+    return come_back(place, shared, node=f"node{rank() % 2}")
+
+
+GROUPS_OF_TWO = {
+    "shared": (True, ["00000of00002.shards", "00001of00002.shards"]),
+    "own": (False, ["s00000-00000.shards", "s00001-00001.shards", "s00002-00002.shards"]),
+}
+
+
+@pytest.mark.parametrize(("layout", "now"), [("shared", 2), ("own", 3)])
+def test_files_of_shards_that_do_not_divide_and_are_on_several_nodes(
+    layout: str, now: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Three shards, two a file; the first file is of two nodes, and each has a disk of its own."""
+    shares, files = GROUPS_OF_TWO[layout]
+    options = {"shared_writes": shares}
+    more = {"persistent_shards_per_file": 2, "persistent_storage_options": options}
+    place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
+    shared = str(tmp_path / "shared")
+    before = ranks(3).run(on_two_nodes, place, shared, more)
+    assert [told["failed"] for told in before] == [[]] * 3
+    found = PersistentStore(shared).versions()
+    assert [name.id.version for name in found] == [8, STEPS]
+    for name in found:
+        there = (tmp_path / "shared" / name.stem).rglob("*.shards")
+        assert sorted(path.name for path in there if path.is_file()) == files
+    for node in ("node0", "node1"):
+        shutil.rmtree(tmp_path / node)
+    shutil.rmtree(place.shm)
+    Path(place.shm).mkdir()
+    # With the default number of shards in a file.
+    for number, told in enumerate(ranks(now).run(come_back_on_two_nodes, place, shared)):
+        assert told["restored"] == (STEPS, {"persistent": 3})
+        assert told["replicated"] == before[0]["replicated"]
+        if now == 3:
+            assert told["digest"] == before[number]["course"][STEPS]
+
+
+def given_up(version: int, attached: Attached) -> None:
+    """Wait until the version's flush is."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while version not in attached.versions("skipped", "persistent"):
+        assert time.monotonic() < deadline, [e.text() for e in attached.events]
+        time.sleep(0.01)
+        attached.ckpt._collect()
+
+
+def with_one_node_that_waits_for_its_turn(place: Place, shared: str) -> dict[str, Any]:
+    """Version after version becomes due; the second node may not send anything yet."""
+    job, waiting, last = make_job(), rank() == 1, 5
+    own = {"node": f"node{rank()}", "agent": "inline", "persistent_every_steps": 1000}
+    more = {**own, "persistent_drop_superseded": True, "when_busy": "skip"}
+    attached = attach(job, place, **settings(shared, **more))
+    ckpt = attached.ckpt
+    with pytest.MonkeyPatch.context() as patch:
+        if waiting:
+            patch.setattr(Turns, "wait_seconds", lambda *_: 0.01)
+        for version in range(1, last + 1):
+            train(job, ckpt, range(version - 1, version))
+            ckpt.save(now=True)
+            if waiting and 2 <= version <= 1 + MOST_SUPERSEDED:
+                given_up(version - 1, attached)
+            dist.barrier()
+        assert attached.versions("committed", "persistent") == ([] if waiting else [1, 2, 3])
+    ckpt.close()
+    return {
+        "flushed": attached.versions("committed", "persistent"),
+        "skipped": attached.versions("skipped", "persistent"),
+        "failed": attached.versions("failed", "persistent"),
+    }
+
+
+def test_of_flushes_that_newer_ones_overtake_the_third_is_completed(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
+    zero, one = ranks(2).run(with_one_node_that_waits_for_its_turn, place, shared)
+    assert one == {"flushed": [3, 5], "skipped": [1, 2, 4], "failed": []}
+    assert zero == {"flushed": [1, 2, 3, 5], "skipped": [4], "failed": []}
+    store = PersistentStore(shared)
+    assert [name.id.version for name in store.versions()] == [3, 5]
+    assert store.incomplete() == [], "of those that were given up nothing stays"
