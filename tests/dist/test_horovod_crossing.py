@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests import exact
 from tests.dist.rankpool import GLOO, HOROVODRUN
@@ -23,7 +24,7 @@ from tests.dist.training import (
     under_horovod,
 )
 
-normed = partial(Net, norm=True)
+normed = partial(Net, norm=nn.BatchNorm1d)
 VERSION = 4
 
 Job = tuple[str, int]

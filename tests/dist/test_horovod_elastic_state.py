@@ -58,7 +58,7 @@ class Script:
 
     def make(self) -> Any:
         """The state, with all that is in it."""
-        model = Net(norm=True)
+        model = Net(norm=nn.BatchNorm1d)
         optimizer = distributed(model, "")
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=1000)
         objects = {"schedule": schedule, "sampler": elastic().ElasticSampler(range(80))}

@@ -36,7 +36,7 @@ from tests.dist.training import (
 
 CRASH = 4
 END = 7
-normed = partial(Net, norm=True)
+normed = partial(Net, norm=nn.BatchNorm1d)
 branched = partial(Net, branch=True)
 
 

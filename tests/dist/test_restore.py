@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import tierckpt
 import tierckpt.alike
 from tests import exact
 from tests.dist.training import Net, Place, attach, crash_after, make_job, rank, train, working_in
 
-normed = partial(Net, norm=True)
+normed = partial(Net, norm=nn.BatchNorm1d)
 VERSION = 4
 
 

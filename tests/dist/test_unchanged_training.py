@@ -18,6 +18,7 @@ import ddp_ckpt
 import tierckpt
 from tests import exact
 from tests.dist import hooks
+from tests.dist.syncnorm import SyncNorm1d
 from tests.dist.training import (
     Job,
     Net,
@@ -38,7 +39,7 @@ CRASH = 4
 END = 7
 
 many_buckets = {"bucket_cap_mb": 0.003}
-normed = partial(Net, norm=True)
+normed = partial(Net, norm=nn.BatchNorm1d)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -75,6 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "BatchNorm": {"net": normed, "optimizer": sgd},
     "BatchNorm of each rank its own": {"net": normed, "broadcast_buffers": False},
+    "SyncBatchNorm": {"net": partial(Net, norm=SyncNorm1d), **many_buckets},
 }
 
 

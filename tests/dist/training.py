@@ -32,14 +32,19 @@ ROWS = 6
 
 
 class Net(nn.Module):
-    """Enough layers for many buckets, dropout, and (if wanted) BatchNorm and a side branch."""
+    """Enough layers for many buckets, dropout, and (if wanted) normalizations and a side branch."""
 
-    def __init__(self, norm: bool = False, branch: bool = False, layers: int = 4) -> None:
+    def __init__(
+        self,
+        norm: Callable[[int], nn.Module] | None = None,
+        branch: bool = False,
+        layers: int = 4,
+    ) -> None:
         super().__init__()
         steps: list[nn.Module] = []
         for _ in range(layers):
             steps += [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2)]
-            steps += [nn.BatchNorm1d(WIDTH)] if norm else []
+            steps += [norm(WIDTH)] if norm else []
         self.body = nn.Sequential(*steps)
         self.branch = nn.Linear(WIDTH, WIDTH) if branch else None
         self.head = nn.Linear(WIDTH, 3)
