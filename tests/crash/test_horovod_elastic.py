@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -97,6 +99,23 @@ def test_workers_are_killed(who: str, make_job: MakeJob, undisturbed: Run) -> No
         assert life["step"] - step in MAY_RESUME.get(place, {-1, 0}), (place, step)
         if (place, step) == ("updated", 8):
             assert life["epoch"] == 1, "a commit of values alone was lost"
+    job.left_nothing()
+
+
+def test_a_worker_is_asked_to_end(make_job: MakeJob, undisturbed: Run) -> None:
+    """SIGTERM, as when its node is taken away, ends that worker and not the job."""
+    job = make_job()
+    job.start(min_np=2, spares=1, steps=STEPS, gates={"6": "taken"})
+    stand_at(job, "taken")
+    (asked,) = job.journal(waiting="taken", rank=1)
+    os.kill(asked["pid"], signal.SIGTERM)
+    job.open("taken")
+    job.until_over()
+    assert (job.course(), job.losses()) == undisturbed
+    lives = job.journal(began=True)[2:]
+    assert [(x["size"], x["levels"]) for x in lives] == [(2, {"memory": 2})] * 2
+    assert asked["pid"] not in {x["pid"] for x in lives}
+    assert {x["step"] for x in lives} <= {5, 6}
     job.left_nothing()
 
 
