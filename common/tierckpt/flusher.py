@@ -169,8 +169,9 @@ class Flusher:
         return self._thread is not None
 
     def close(self) -> None:
-        """The lease is renewed no more."""
-        self._keeper.close()
+        """The lease is renewed no more, and given back if all nodes are through."""
+        last = self._now[0].name if self._now is not None and not self.busy() else None
+        self._keeper.close(last)
 
     # --- one version after the other -----------------------------------------------------------
 

@@ -24,7 +24,13 @@ from tierckpt.flusher import (
 )
 from tierckpt.held import Held
 from tierckpt.naming import ShardKey
-from tierckpt.persistent import PersistentError, PersistentStore, ShardSource, VersionFacts
+from tierckpt.persistent import (
+    LeaseHeldError,
+    PersistentError,
+    PersistentStore,
+    ShardSource,
+    VersionFacts,
+)
 from tierckpt.persistent.lease import LEASE_SECONDS
 from tierckpt.persistent.posix import PosixBackend
 from tierckpt.testing import injected
@@ -324,6 +330,21 @@ def test_only_the_first_node_has_the_lease_kept(node: MakeNode) -> None:
     assert one.flusher._keeper._thread is None
     zero.flusher.close()
     assert not zero.flusher._keeper._thread.is_alive()
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_the_lease_is_given_back_when_all_nodes_are_through(
+    complete: bool, node: MakeNode, place: Path, clock: Clock
+) -> None:
+    """A job that ended as it should keeps its successor on other nodes waiting no longer."""
+    zero, one = node(nodes=2), node(node=1, nodes=2)
+    zero.flush(order(1, 0))
+    if complete:
+        one.flush(order(1, 1))
+    zero.flusher.close()
+    next_job = PersistentStore(str(place)).lease("11fe", "job on node9", clock)
+    with contextlib.nullcontext() if complete else pytest.raises(LeaseHeldError):
+        next_job.ensure()
 
 
 # --- a place that is not there -------------------------------------------------------------------

@@ -11,6 +11,7 @@ from .errors import LeaseHeldError
 from .lease import LEASE_SECONDS
 
 if TYPE_CHECKING:
+    from .names import VersionName
     from .store import PersistentStore
 
 CLOSE_SECONDS = 5.0
@@ -35,6 +36,7 @@ class Keeper:
         self._whose = ("", "")
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
+        self._last: VersionName | None = None
 
     def keep(self, life: str, owner: str) -> None:
         """Renew the lease of `life` and `owner` from now on, until they have it no more.
@@ -49,8 +51,13 @@ class Keeper:
                     thread.start()
                     self._thread = thread
 
-    def close(self) -> None:
-        """End; a renewal under way is waited for, but not for long: its store may hang."""
+    def close(self, last: VersionName | None = None) -> None:
+        """End; a call under way is waited for, but not for long: its store may hang.
+
+        `last`: what this node flushed last. Where that exists, all nodes are through, and the lease
+        is given back: the next job, on whatever nodes, need not wait for its end.
+        """
+        self._last = last
         self._closed.set()
         with self._lock:
             thread = self._thread
@@ -67,6 +74,9 @@ class Keeper:
                         if whose == self._whose:  # else another life has begun meanwhile
                             self._thread = None
                             return
+            with contextlib.suppress(Exception):  # it ends by itself, later
+                if self._last is not None and store.exists(self._last):
+                    store.lease(*self._whose).release()
 
 
 def _renewed(store: PersistentStore, life: str, owner: str) -> bool:
