@@ -271,8 +271,15 @@ def _is_dax(directory: Path) -> bool:
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.truncate(mmap.PAGESIZE)
-            flags = _MAP_SHARED_VALIDATE | _MAP_SYNC
-            mmap.mmap(file.fileno(), mmap.PAGESIZE, flags=flags).close()
+            map_in_sync(file.fileno())
     except OSError:
         return False
     return True
+
+
+def map_in_sync(fd: int) -> None:
+    """Map a page in a way that the kernel grants for memory that lasts; and let it go.
+
+    Raises OSError: EOPNOTSUPP for any other file, tmpfs included; EINVAL before Linux 4.15.
+    """
+    mmap.mmap(fd, mmap.PAGESIZE, flags=_MAP_SHARED_VALIDATE | _MAP_SYNC).close()

@@ -510,6 +510,16 @@ def test_only_a_file_that_may_be_mapped_in_sync_is_dax(
     assert asked == [0x80003, 0], "MAP_SHARED_VALIDATE, or the kernel would ignore MAP_SYNC"
 
 
+def test_this_kernel_grants_it_for_no_other_file(small_tmpfs: Path, tmp_path: Path) -> None:
+    """Nothing is played here: tmpfs is memory, and does not last."""
+    for directory in (small_tmpfs, tmp_path):
+        with (directory / "file").open("w+b") as file:
+            file.truncate(PAGE_BYTES)
+            with pytest.raises(OSError, match="not supported") as caught:
+                imagefile.map_in_sync(file.fileno())
+            assert caught.value.errno == errno.EOPNOTSUPP
+
+
 def test_a_directory_where_nothing_can_be_made_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
