@@ -1,4 +1,4 @@
-"""What the benchmarks train resumes to the bit, from every level, on two ranks.
+"""What the benchmarks train resumes to the bit, from every level, on two ranks; all are killed.
 
 The models are those of benchmarks/models.py, small where the benchmark's own would take minutes;
 stall.py, goodput.py and levels.py train them, and restart.py layers as `linear` has them.
@@ -7,8 +7,12 @@ stall.py, goodput.py and levels.py train them, and restart.py layers as `linear`
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -71,44 +75,63 @@ def trained(job: Job, loss_of: Callable[[], torch.Tensor], step: Callable[[], No
     return loss.item().hex()
 
 
-def with_and_without(name: str, place: Place, shared: str) -> dict[str, Any]:
-    """The course of a job that nothing happens to, and that of one with four lives."""
+def undisturbed(name: str) -> tuple[list[str], str]:
+    """The course of a job that nothing happens to, and what it comes to."""
     job, loss_of = built(name)
-    plain = [trained(job, loss_of, lambda: None) for _ in range(END)]
-    expected = job.digest()
+    return [trained(job, loss_of, lambda: None) for _ in range(END)], job.digest()
 
+
+def killed(name: str, place: Place, shared: str, folder: Path) -> None:
+    """The first life: all ranks are killed in the middle of an iteration, at the same time."""
+    job, loss_of = built(name)
+    attached: Attached = attach(job, place, persistent_path=shared)
+    assert attached.ckpt.restore() == 0
+    course = [trained(job, loss_of, attached.ckpt.step) for _ in range(MEMORY)]
+    loss_of().backward()
+    attached.ckpt.complete()  # or the copier may not have come so far
+    with (folder / f"rank{rank()}.unfinished").open("w") as file:
+        json.dump(course, file)
+    (folder / f"rank{rank()}.unfinished").rename(folder / f"rank{rank()}.course")
+    while len(list(folder.glob("*.course"))) < dist.get_world_size():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def later_lives(name: str, place: Place, shared: str) -> dict[str, Any]:
+    """Those that come after it: what each found, and how the job went on."""
     course: list[str] = []
     found = []
-    for end in (MEMORY, LOCAL, PERSISTENT, END):
+    for end in (LOCAL, PERSISTENT, END):
         job, loss_of = built(name)
         with torch.no_grad():
             for parameter in job.model.parameters():
-                parameter.mul_(1 + len(found))  # what is not restored shows
+                parameter.mul_(2 + len(found))  # what is not restored shows
         attached: Attached = attach(job, place, persistent_path=shared)
         restored = attached.ckpt.restore()
         found.append((restored.version, restored.levels))
         course += [trained(job, loss_of, attached.ckpt.step) for _ in range(restored, end)]
-        if end == MEMORY:
-            loss_of().backward()  # it dies in the middle of an iteration
-            attached.ckpt.complete()  # or the copier may not have come so far
-            attached.ckpt.abandon()
-        else:
-            attached.ckpt.close()
+        attached.ckpt.close()
         dist.barrier()
         if end == PERSISTENT and rank() == 0:
             shutil.rmtree(place.path)
         dist.barrier()
-    return {"plain": plain, "course": course, "found": found, "same": job.digest() == expected}
+    return {"course": course, "found": found, "digest": job.digest()}
 
 
 @pytest.mark.parametrize("name", ["toy", "linear", "resnet18", "gpt2", "bert-large"])
 def test_every_model_goes_on_bit_for_bit_from_every_level(
     name: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for told in ranks(2).run(with_and_without, name, place, str(tmp_path / "shared")):
+    place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
+    undisturbed_ranks = ranks(2).run(undisturbed, name)
+    with pytest.raises(AssertionError) as ended:
+        ranks(2).run(killed, name, place, shared, tmp_path)
+    assert str(ended.value).count(f"ended with status {-signal.SIGKILL}") == 2, ended.value
+    for number, told in enumerate(ranks(2).run(later_lives, name, place, shared)):
+        plain, expected = undisturbed_ranks[number]
+        before = json.loads((tmp_path / f"rank{number}.course").read_text())
         levels = [("memory", MEMORY), ("local", LOCAL), ("persistent", PERSISTENT)]
-        assert told["found"] == [(0, {}), *((version, {level: 2}) for level, version in levels)]
-        assert told["course"] == told["plain"]
-        assert told["same"]
-        assert len(set(told["plain"])) == END, "a loss that does not change would show nothing"
+        assert told["found"] == [(version, {level: 2}) for level, version in levels]
+        assert before + told["course"] == plain
+        assert told["digest"] == expected
+        assert len(set(plain)) == END, "a loss that does not change would show nothing"
