@@ -51,6 +51,8 @@ FIRST_NODE_SECONDS = 60.0
 MOST_ROUNDS, ROUND_SECONDS = 4, 30.0
 """So often a version is tried as a whole while its store has trouble that may pass, and the time
 between."""
+STILL_UNDER_WAY = 2
+"""So many versions before the one that a node is at may be under way on others."""
 MOST_SUPERSEDED = 2
 """So many flushes in a row may be given up for newer versions: else none would ever be complete."""
 
@@ -329,9 +331,10 @@ class Flusher:
         """Tell of versions that other nodes did not complete, and remove what there is of them: or
         they fill the place while one node keeps failing.
 
-        Not of the last one: with `when_busy="wait"` others may still be at it; nor of those that
-        they may give up for newer ones yet. The first node removes; where it cannot, the second
-        one, a version later, and so on.
+        Not of the last two: with `when_busy="wait"` others may still be at the last one, and at the
+        job's end, where what waits is ordered at once, at the one before it; nor of those that they
+        may give up for newer ones yet. The first node removes; where it cannot, the second one, a
+        version later, and so on.
         """
         self._unproved = [n for n in self._unproved if n.life == order.life]
         others = [n for n in self._unproved if n != order.name]  # it may be tried again
@@ -341,7 +344,7 @@ class Flusher:
             self._unproved.clear()
             return
         drops = self.settings.drop_superseded
-        if len(others) <= 1 + self.settings.node + (MOST_SUPERSEDED if drops else 0):
+        if len(others) <= STILL_UNDER_WAY + self.settings.node + (MOST_SUPERSEDED if drops else 0):
             return
         self._unproved.remove(others[0])
         if others[0] not in store.incomplete() or not store.give_up(others[0]):
