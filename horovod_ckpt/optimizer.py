@@ -47,7 +47,8 @@ def DistributedOptimizer(
     Raises ConfigError when the model cannot be known, besides what Horovod and Checkpointer raise.
     """
     known = dict(zip(HOROVODS[1:], args, strict=False))
-    model = model or _model_of(known.get("named_parameters", settings.get("named_parameters")))
+    if model is None:
+        model = _model_of(known.get("named_parameters", settings.get("named_parameters")))
     horovods = {n: settings.pop(n) for n in HOROVODS if n in settings}
     distributed = hvd.DistributedOptimizer(optimizer, *args, **horovods)
     checkpointer = install(distributed, model, **settings)

@@ -70,7 +70,5 @@ class _TorchState(_elastic.TorchState):
         super().__init__(model, optimizer, {**settings, **(tierckpt or {})}, **kwargs)
 
 
-elastic = SimpleNamespace(
-    ElasticSampler=_elastic.ElasticSampler, TorchState=_TorchState, run=_elastic.run
-)
+elastic = SimpleNamespace(**{**vars(horovod.torch.elastic), "TorchState": _TorchState})
 """As Horovod's module of that name."""

@@ -120,6 +120,48 @@ def test_the_drop_in_takes_horovods_arguments_and_knows_the_model(
     assert told == [(True, 3, 2)] * 2
 
 
+class Empty(Net):
+    """A module that calls itself empty, as a container of parts that come later does."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+def given_an_empty_model(place: Place) -> bool:
+    model = Empty()
+    optimizer = import_adapter().DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        list(model.named_parameters()),
+        model=model,
+        path=place.path,
+        shm_dir=place.shm,
+        **SETTINGS,
+    )
+    optimizer.checkpointer.close()
+    return optimizer.checkpointer.state.model is model
+
+
+def test_a_model_is_taken_as_given(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """Also one that is false, as what is empty is."""
+    told = ranks(2, HOROVODRUN).run(given_an_empty_model, Place.under(tmp_path, shm_dir))
+    assert told == [True] * 2
+
+
+def lacking_names() -> list[str]:
+    """What scripts may ask Horovod's module for, and ours does not have."""
+    drop_in, hvd = importlib.import_module("horovod_ckpt.torch"), horovod()
+    return [
+        name
+        for ours, theirs in ((drop_in, hvd), (drop_in.elastic, hvd.elastic))
+        for name in dir(theirs)
+        if not hasattr(ours, name)
+    ]
+
+
+def test_the_replaced_import_has_every_name_of_horovods(ranks: Any) -> None:
+    assert ranks(2, HOROVODRUN).run(lacking_names) == [[]] * 2
+
+
 SCRIPT = """
 import os
 import torch
