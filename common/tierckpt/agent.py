@@ -144,6 +144,8 @@ class Agent:
         self._serving = 0
         self._missed: dict[tuple[str, int], float] = {}
         """Desks whose trainer was killed, and until when to wait for its successor."""
+        self._here: dict[str, tuple[int, ...]] = {}
+        """By directory: the node's ranks in the newest life that came."""
         self.held = Held()
         self._flushers: dict[PersistentSettings, Flusher] = {}
         self._protector: Protector | None = None
@@ -192,7 +194,15 @@ class Agent:
         with self._lock:
             if self._serving or self._at_work():
                 return None
-            return max([nobody_before, *self._missed.values()]) - time.monotonic()
+            return max([nobody_before, *self._awaited()]) - time.monotonic()
+
+    def _awaited(self) -> list[float]:
+        """With the lock held: until when to wait for each trainer that may come back."""
+        return [
+            end
+            for (directory, shard), end in self._missed.items()
+            if shard in self._here.get(directory, (shard,))
+        ]
 
     def _at_work(self) -> bool:
         """With the lock held: something goes on that no trainer waits for."""
@@ -254,6 +264,8 @@ class Agent:
                 with self._lock:
                     self._missed.pop(desk, None)
                     self._newest[desk] = channel
+                    if settings.ranks:
+                        self._here[settings.directory] = settings.ranks
                     turn = self._desks.setdefault(desk, threading.Lock())
                 said_goodbye = False  # until it does: it is waited for also if the desk breaks
                 packets.send(channel, {"op": "welcome", "pid": os.getpid()})
@@ -262,7 +274,7 @@ class Agent:
                     said_goodbye = made.serve()
                 if said_goodbye:
                     with self._lock:
-                        others = self._serving > 1 or self._missed or self._at_work()
+                        others = self._serving > 1 or self._awaited() or self._at_work()
                         last = not others
                     made.say(op="bye", last=last)
         except ConnectionError:

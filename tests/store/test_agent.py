@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,20 @@ def test_it_does_not_wait_longer_than_it_was_told(node: Any) -> None:
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     end(killed)
+    until(lambda: not alive(pid))
+
+
+def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
+    """A job went on with fewer nodes, where this one's rank has another number."""
+    settings, desk = node(1, linger=10 * PATIENCE_SECONDS)
+    killed = trainer((settings, replace(desk, ranks=(1,))))
+    pid = int(killed.stdout.readline())
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    end(killed)
+    successor = AgentClient(settings, replace(desk, shard=0, ranks=(0,)))
+    assert reach(successor) == pid
+    successor.close()
     until(lambda: not alive(pid))
 
 
