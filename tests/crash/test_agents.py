@@ -10,12 +10,12 @@ import shutil
 
 import pytest
 
-from tests.crash.launcher import Job
+from tests.crash.launcher import PATIENCE_SECONDS, Job, Life, Process
 from tests.crash.scenario import RANKS, STEPS
 from tierckpt.localstore import LocalStore
 from tierckpt.persistent import PersistentStore
 
-FLUSHED, VICTIM = 16, 1
+EARLIEST, FLUSHED, VICTIM = 4, 16, 1
 
 # A file a node; the first opening is for the shard, the second one for its record.
 IN_MID_FLUSH = {
@@ -59,6 +59,41 @@ def flushed(job: Job) -> list[int]:
     return [name.id.version for name in place(job).versions()]
 
 
+def start(job: Job, rule: str, version: int, **settings: object) -> Life:
+    """A life that stands still, or is over the last gate but one, when the rule has fired, in what
+    becomes of `version`: however slow the agents are, there is training left to be done then."""
+    steps = range(version + 1, STEPS)
+    gates = {f"before {step}": step for step in steps}
+    life = job.start({VICTIM: rule}, gates=gates, settings=settings).waiting(f"before {steps[0]}")
+    disks = [LocalStore(job.folder / f"node{rank}" / "ckpts") for rank in range(RANKS)]
+    job.wait_for(
+        lambda: all(version in [k.id.version for k in disk.keys()] for disk in disks),  # noqa: SIM118
+        f"v{version} on both disks",
+    )
+    for step in steps[:-1]:
+        if job.fired(VICTIM, rule):
+            break
+        life.open(f"before {step}").waiting(f"before {step + 1}")
+    job.wait_fired(VICTIM, rule)
+    return life
+
+
+def go_on(life: Life) -> None:
+    """To the end, without another stop."""
+    for gate in life.scenario.gates:
+        life.open(gate)
+    assert life.until_over().survived
+
+
+def live_on_after_a_kill(job: Job, rule: str, version: int) -> None:
+    """The agent is dead before the training goes on to its end."""
+    life = start(job, rule, version)
+    (mark,) = job.scenario.marks(VICTIM).iterdir()
+    job.wait_for(mark.read_text, "the agent's number")
+    assert Process(int(mark.read_text())).ended(PATIENCE_SECONDS)
+    go_on(life)
+
+
 def said(job: Job, rank: int, event: str, level: str | None = None) -> list[tuple[int, str]]:
     wanted = {"event": event} | ({} if level is None else {"level": level})
     return [(x["version"], x["message"]) for x in job.journal(rank, **wanted)]
@@ -76,8 +111,9 @@ def check_that_it_was_replaced(job: Job) -> None:
 
 
 def check_that_nothing_is_left(job: Job) -> None:
-    """Of what was half done, on any level."""
+    """Of what was half done, on any level; and the place is free for the next job."""
     assert place(job).incomplete() == []
+    assert not list((job.folder / "shared").glob("lease.*"))
     assert not list((job.folder / "shared").rglob(".*"))
     for rank in range(RANKS):
         assert not list(job.folder.glob(f"node{rank}/ckpts/.*.tmp"))
@@ -85,9 +121,7 @@ def check_that_nothing_is_left(job: Job) -> None:
 
 @pytest.mark.parametrize("phase", IN_MID_FLUSH)
 def test_an_agent_killed_in_mid_flush_leaves_it_to_the_next(phase: str, job: Job) -> None:
-    rule = f"kill@file:{IN_MID_FLUSH[phase]}"
-    assert job.live({VICTIM: rule}).survived
-    assert job.fired(VICTIM, rule)
+    live_on_after_a_kill(job, f"kill@file:{IN_MID_FLUSH[phase]}", FLUSHED)
     check_that_it_was_replaced(job)
     assert flushed(job) == [FLUSHED, STEPS]
     for rank in range(RANKS):
@@ -105,9 +139,7 @@ def test_an_agent_killed_in_mid_flush_leaves_it_to_the_next(phase: str, job: Job
 
 @pytest.mark.parametrize("operation", ["send", "write", "end", "commit"])
 def test_an_agent_killed_in_mid_exchange_costs_that_version_there(operation: str, job: Job) -> None:
-    rule = f"kill@peer:op={operation}"
-    assert job.live({VICTIM: rule}).survived
-    assert job.fired(VICTIM, rule)
+    live_on_after_a_kill(job, f"kill@peer:op={operation}", EARLIEST)
     check_that_it_was_replaced(job)
     lost = [v for v, text in said(job, VICTIM, "failed", "peer") if "ended unexpectedly" in text]
     assert lost, "the one under way, and those that waited"
@@ -125,23 +157,17 @@ def test_an_agent_killed_in_mid_exchange_costs_that_version_there(operation: str
 def test_an_agent_that_hangs_in_mid_flush_keeps_no_training_waiting(job: Job) -> None:
     """As when the persistent store hangs: it goes on when that does."""
     rule = f"stop@file:{IN_MID_FLUSH['shard written']}"
-    steps = range(5, 13)
-    gates = {"end": STEPS - 1} | {f"before {step}": step for step in steps}
-    settings = {"when_busy": "skip", "persistent_every_steps": 4}
-    life = job.start({VICTIM: rule}, gates=gates, settings=settings)
-    life.waiting("before 5")
-    disks = [LocalStore(job.folder / f"node{rank}" / "ckpts") for rank in range(RANKS)]
-    job.wait_for(lambda: all(disk.keys() for disk in disks), "v4 on both disks")
-    for step in steps[:-1]:
-        life.open(f"before {step}").waiting(f"before {step + 1}")
-    job.wait_fired(VICTIM, rule)
-    life.open(f"before {steps[-1]}").waiting("end")
+    settings = {"when_busy": "skip", "persistent_every_steps": EARLIEST}
+    life = start(job, rule, EARLIEST, **settings)
+    for step in range(EARLIEST + 1, STEPS - 1):
+        life.open(f"before {step}")
+    life.waiting(f"before {STEPS - 1}")
     assert flushed(job) == []
     (agent,) = job.agents(VICTIM)
     agent.wake()
-    assert life.open("end").until_over().survived
+    go_on(life)
     for rank in range(RANKS):
-        assert said(job, rank, "committed", "persistent")[0][0] == 4
+        assert said(job, rank, "committed", "persistent")[0][0] == EARLIEST
         assert said(job, rank, "failed", "persistent") == []
     assert flushed(job)[-1] == STEPS
     check_that_nothing_is_left(job)
