@@ -5,19 +5,22 @@ The options of `DistributedOptimizer` and the Groups have their own tests over M
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests import exact
 from tests.dist import test_horovod_barrier as barrier
 from tests.dist import test_horovod_callbacks as callbacks
 from tests.dist import test_horovod_crossing as crossing
 from tests.dist import test_horovod_training as training
 from tests.dist import test_horovod_ways_in as ways_in
 from tests.dist.rankpool import GLOO, MPIRUN, RankPool
-from tests.dist.training import Place
+from tests.dist.training import Attached, Job, Net, Place, attach, crash_after, rank, train
 
 
 @pytest.fixture
@@ -102,6 +105,53 @@ def test_crossing(
     made = jobs[0].run(crossing.leave_behind, Place(place.path, str(memory)))
     shutil.rmtree(memory)
     crossing.check_taken_up(jobs[1].run(crossing.take_up, place), made)
+
+
+class MPIJob(Job):
+    """A loop that reduces gradients itself, by mpi4py."""
+
+    def iterate(self, iteration: int) -> str:
+        mpi = importlib.import_module("mpi4py.MPI")
+        self.optimizer.zero_grad()
+        self.loss(iteration).backward()
+        for param in self.model.parameters():
+            assert param.grad is not None
+            mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, param.grad.numpy())
+            param.grad /= mpi.COMM_WORLD.size
+        self.optimizer.step()
+        return exact.digest(exact.gradients(self.bare))
+
+
+def over_mpi_alone(place: Place) -> dict[str, Any]:
+    """Through a crash, each rank on a node of its own."""
+
+    def new(seed: int) -> Job:
+        torch.manual_seed(seed)
+        model = Net()
+        torch.manual_seed(1000 * seed + rank())
+        return MPIJob(model, [torch.optim.Adam(model.parameters())], adapter="tierckpt")
+
+    def attached(job: Job) -> Attached:
+        group = importlib.import_module("tierckpt.mpi").MPIGroup()
+        return attach(job, place, group=group, node=f"node{rank()}")
+
+    job, plain = new(1), {}
+    for iteration in range(7):
+        job.iterate(iteration)
+        plain[iteration + 1] = job.digest()
+    job = new(1)
+    course = crash_after(job, attached(job), 4)
+    job = new(2)
+    ckpt = attached(job).ckpt
+    restored = ckpt.restore()
+    course.update(train(job, ckpt, range(restored, 7)))
+    ckpt.close()
+    return {"restored": (int(restored), restored.levels), "same": course == plain}
+
+
+def test_ranks_that_speak_mpi_only(pool: RankPool, place: Place) -> None:
+    told = pool.run(over_mpi_alone, place)
+    assert told == [{"restored": (4, {"memory": 3}), "same": True}] * 3
 
 
 @pytest.mark.parametrize("name", ["default", "two backward passes"])
