@@ -198,7 +198,10 @@ def _takeover(args: argparse.Namespace, console: Console) -> None:
     from .persistent import PersistentStore
     from .persistent.backend import is_url
 
-    options = load_config().persistent.options() if is_url(args.path) else {}
+    url = is_url(args.path)
+    if not url and not Path(args.path).is_dir():
+        raise ConfigError(f"{args.path} is no directory; PATH is a job's persistent_path")
+    options = load_config().persistent.options() if url else {}
     try:
         with closing(PersistentStore(args.path, **options)) as store:
             owner = store.take_over()

@@ -584,6 +584,8 @@ def test_the_command_that_takes_a_place_over(
     assert "it was job on node1's; the next job" in capsys.readouterr().out
     assert cli.main(["takeover", str(tmp_path)]) == 0
     assert "no job holds it" in capsys.readouterr().out
+    assert cli.main(["takeover", str(tmp_path / "jbo")]) == 1
+    assert "is no directory" in capsys.readouterr().err
     made(tmp_path, {}).lease("2222", "job on node2").ensure()
 
 
