@@ -193,10 +193,10 @@ def test_files_of_shards_that_do_not_divide_and_are_on_several_nodes(
             assert told["digest"] == before[number]["course"][STEPS]
 
 
-def given_up(version: int, attached: Attached) -> None:
-    """Wait until the version's flush is."""
+def until(name: str, version: int, attached: Attached) -> None:
+    """Wait for this event of the version's flush."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while version not in attached.versions("skipped", "persistent"):
+    while version not in attached.versions(name, "persistent"):
         assert time.monotonic() < deadline, [e.text() for e in attached.events]
         time.sleep(0.01)
         attached.ckpt._collect()
@@ -216,7 +216,9 @@ def with_one_node_that_waits_for_its_turn(place: Place, shared: str) -> dict[str
             train(job, ckpt, range(version - 1, version))
             ckpt.save(now=True)
             if waiting and 2 <= version <= 1 + MOST_SUPERSEDED:
-                given_up(version - 1, attached)
+                until("skipped", version - 1, attached)
+            if not waiting and version <= 1 + MOST_SUPERSEDED:
+                until("committed", version, attached)
             dist.barrier()
         assert attached.versions("committed", "persistent") == ([] if waiting else [1, 2, 3])
     ckpt.close()
