@@ -221,6 +221,7 @@ def with_one_node_that_waits_for_its_turn(place: Place, shared: str) -> dict[str
                 until("committed", version, attached)
             dist.barrier()
         assert attached.versions("committed", "persistent") == ([] if waiting else [1, 2, 3])
+    until("committed", 3, attached)  # the end orders what waits, whatever is under way
     ckpt.close()
     return {
         "flushed": attached.versions("committed", "persistent"),
