@@ -59,7 +59,10 @@ class AgentClient:
         """Process id of the agent, once it said welcome."""
         self._inline = Agent(0.0) if inline else None
         self._lock = threading.Lock()
-        self._pending: dict[VersionId, Slot] = {}
+        self._pending: dict[VersionId, tuple[ShardKey, Slot]] = {}
+        self._tried_again: set[VersionId] = set()
+        """Commits that one agent did not survive. Should the next one not either, it is their
+        fault."""
         self._flushing: dict[VersionId, FlushOrder] = {}
         self._protecting: set[VersionId] = set()
         self._introduction: list[dict[str, Any]] = []
@@ -94,11 +97,6 @@ class AgentClient:
 
     def commit(self, key: ShardKey, slot: Slot) -> str:
         """Hand over a sealed slot; returns "" or why that was not possible. Never blocks."""
-        message = {
-            "op": "commit",
-            "stem": key.stem,
-            "segment": str(slot.path) if slot.path else None,
-        }
         with self._lock:
             try:
                 self._receive()
@@ -106,9 +104,15 @@ class AgentClient:
             except OSError as error:
                 self._give_up(f"the agent cannot be started ({error})")
                 return f"{type(error).__name__}: {error}"
-            self._pending[key.id] = slot
-            self._send(message, [] if slot.path else [slot.fd])
+            self._tried_again.discard(key.id)
+            self._hand_over(key, slot)
             return ""
+
+    def _hand_over(self, key: ShardKey, slot: Slot) -> None:
+        self._pending[key.id] = key, slot
+        segment = str(slot.path) if slot.path else None
+        message = {"op": "commit", "stem": key.stem, "segment": segment}
+        self._send(message, [] if slot.path else [slot.fd])
 
     def retire(
         self,
@@ -202,7 +206,7 @@ class AgentClient:
     def pinned(self) -> set[str]:
         """Names of the slots that the agent reads."""
         with self._lock:
-            return {slot.name for slot in self._pending.values()}
+            return {slot.name for _, slot in self._pending.values()}
 
     def poll(self) -> list[dict[str, Any]]:
         """What the agent said since the last call. Never blocks."""
@@ -432,7 +436,9 @@ class AgentClient:
             self._flush()
             return
         if message["op"] in ("committed", "failed"):
-            self._pending.pop(VersionId(message["generation"], message["version"]), None)
+            id_ = VersionId(message["generation"], message["version"])
+            self._pending.pop(id_, None)
+            self._tried_again.discard(id_)
         if message["op"] in ("protected", "protect_failed"):
             self._protecting.discard(VersionId(message["generation"], message["version"]))
         if message["op"] in ("flushed", "flush_failed"):
@@ -445,15 +451,22 @@ class AgentClient:
         self._channel, self._welcome, self.pid = None, False, None
 
     def _lose(self, reason: str) -> None:
-        """The agent is no more; its end is news even when it had nothing to do."""
-        if not self._pending:
-            self._heard.append({"op": "problem", "error": f"{reason}; the next commit starts one"})
+        """The agent is no more. A successor commits what it had, and does its flushes."""
+        again = {i: what for i, what in self._pending.items() if i not in self._tried_again}
+        for id_ in again:
+            del self._pending[id_]
+        then = "another one commits what it had" if again else "the next commit starts one"
+        self._heard.append({"op": "problem", "error": f"{reason}; {then}"})
         self._bury(reason)
+        for key, slot in again.values():
+            self._tried_again.add(key.id)
+            self._hand_over(key, slot)
 
     def _bury(self, reason: str) -> None:
         """What was handed over, or was to be, is not committed; a successor does the flushes."""
         self._report_lost("failed", self._pending, reason)
         self._report_lost("protect_failed", self._protecting, reason)
+        self._tried_again.difference_update(self._pending)
         self._pending.clear()
         self._protecting.clear()
         self._unsent.clear()
