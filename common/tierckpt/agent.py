@@ -3,9 +3,9 @@
 It takes sealed slots through the levels behind memory (today: `local`), so that the trainers'
 Python is never disturbed, and goes on when a trainer is killed: it finishes what was handed to it.
 A restarted trainer finds it where it was; it ends when all its trainers have said goodbye, or when
-those that were killed did not come back for `linger_seconds`. It runs in a session of its own
-(launchers kill their workers' process groups) at low CPU and I/O priority, and imports neither
-torch nor numpy.
+those that were killed did not come back for `linger_seconds`. A flush under way is finished first,
+unless its store hangs. It runs in a session of its own (launchers kill their workers' process
+groups) at low CPU and I/O priority, and imports neither torch nor numpy.
 
 Trainers reach it over a Unix socket in the job's private folder, one JSON object a message (see
 `packets`):
@@ -59,6 +59,9 @@ ACCEPT_AGAIN_SECONDS = 0.1
 FIRST_CLIENT_SECONDS = 30.0
 """An agent that nobody speaks to ends after this; where its starter died before it could speak,
 after the time to linger if that is less."""
+STUCK_SECONDS = 1800.0
+"""A flush that does not get on for so long is given up when no trainer is left: its store hangs.
+Not less, as a large file's fsync may take its time."""
 TAKEN = 3
 """Exit status of an agent that found another one at its place."""
 
@@ -174,7 +177,9 @@ class Agent:
                 left = self._patience(nobody_before)
                 if left is not None and left <= 0:
                     return
-                if left is not None and not nobody_before:
+                with self._lock:
+                    idle = not (nobody_before or self._flushing())
+                if left is not None and idle:
                     on_lingering()
                 for key, _ in selector.select(left):
                     if key.fileobj is listener:
@@ -192,9 +197,10 @@ class Agent:
     def _patience(self, nobody_before: float) -> float | None:
         """How long to wait for a trainer; None: until those that are here have gone."""
         with self._lock:
-            if self._serving or self._at_work():
+            if self._serving or self._protecting():
                 return None
-            return max([nobody_before, *self._awaited()]) - time.monotonic()
+            stuck = [at + max(STUCK_SECONDS, self.linger_seconds) for at in self._flushing()]
+            return max([nobody_before, *self._awaited(), *stuck]) - time.monotonic()
 
     def _awaited(self) -> list[float]:
         """With the lock held: until when to wait for each trainer that may come back."""
@@ -206,8 +212,14 @@ class Agent:
 
     def _at_work(self) -> bool:
         """With the lock held: something goes on that no trainer waits for."""
-        protecting = self._protector is not None and self._protector.busy()
-        return protecting or any(f.busy() for f in self._flushers.values())
+        return self._protecting() or bool(self._flushing())
+
+    def _protecting(self) -> bool:
+        return self._protector is not None and self._protector.busy()
+
+    def _flushing(self) -> list[float]:
+        """When each flush that is under way last got on (monotonic)."""
+        return [f.went_on_at for f in self._flushers.values() if f.busy()]
 
     def close(self) -> None:
         """Give up what the agent itself holds."""

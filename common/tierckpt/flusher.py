@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -138,6 +139,8 @@ class Flusher:
         self.held = held
         self._on_idle = on_idle
         self._clock: Clock = clock or SystemClock()
+        self.went_on_at = time.monotonic()
+        """When a flush last got on, or waited as it should: before a window, say."""
         self._changed = threading.Condition()
         self._orders: deque[tuple[FlushOrder, Answer]] = deque()
         self._thread: threading.Thread | None = None
@@ -247,6 +250,7 @@ class Flusher:
 
     def _flush(self, order: FlushOrder) -> dict[str, Any]:
         begin = self._clock.monotonic()
+        self._go_on()
         store = self._open(order)
         lease = self._wait_for_lease(store, order)
         with contextlib.suppress(PersistentError):  # it concerns older versions only
@@ -281,7 +285,12 @@ class Flusher:
             now = self._clock.monotonic()
             throttle = Throttle(settings.bytes_per_second, WINDOW_BYTES, now)
         turns = Turns(settings.node, settings.nodes, settings.nodes_at_once)
-        return Pace(throttle, turns, self._superseded, lease.keep, self._clock)
+
+        def keep() -> None:
+            lease.keep()
+            self._go_on()
+
+        return Pace(throttle, turns, self._superseded, keep, self._clock)
 
     def _make_store(self, retry: RetryPolicy | None = None) -> PersistentStore:
         settings = self.settings
@@ -363,13 +372,17 @@ class Flusher:
 
     def _sleep(self, seconds: float) -> None:
         """Between two tries of a call to the store. The lease is not seen to: that is a call."""
-        Pace(superseded=self._superseded, clock=self._clock).sleep(seconds)
+        Pace(superseded=self._superseded, keep=self._go_on, clock=self._clock).sleep(seconds)
 
     def _pause(self, seconds: float) -> None:
         """Wait, but not when something newer does."""
         end = self._clock.monotonic() + seconds
         while not self._orders and (left := end - self._clock.monotonic()) > 0:
             self._clock.sleep(min(left, NAP_SECONDS))
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self.went_on_at = time.monotonic()
 
     def _retried(self, text: str) -> None:
         if self._now is not None:

@@ -156,6 +156,45 @@ def test_it_does_not_wait_longer_than_it_was_told(node: Any) -> None:
     until(lambda: not alive(pid))
 
 
+class Flush:
+    """Under way."""
+
+    def __init__(self, went_on_at: float) -> None:
+        self.went_on_at = went_on_at
+
+    def busy(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_it_waits_for_a_flush_as_long_as_that_gets_on(
+    hangs: bool, node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than it lingers; but not for ever, when a store hangs and nobody is left to see."""
+    settings, _ = node(0)
+    now = time.monotonic()
+    flush: Any = Flush(now - agent.STUCK_SECONDS if hangs else now)
+    server = agent.Agent(linger_seconds=0.0)
+    server._flushers[flush] = flush
+    let_go = threading.Event()
+    listener = settings.place().listen()
+    thread = threading.Thread(target=server.serve, args=(listener, let_go.set), daemon=True)
+    thread.start()
+    if not hangs:
+        thread.join(0.5)
+        assert thread.is_alive()
+        flush.went_on_at -= agent.STUCK_SECONDS
+        server._wake.send(b"\0")
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert not let_go.is_set(), "it has something to say yet"
+    server.close()
+    listener.close()
+
+
 def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
     """A job went on with fewer nodes, where this one's rank has another number."""
     settings, desk = node(1, linger=10 * PATIENCE_SECONDS)

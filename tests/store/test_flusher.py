@@ -230,6 +230,39 @@ def test_of_a_version_that_another_node_completed_nothing_is_removed(
     assert versions(place) == [1]
 
 
+# --- what gets on, and what hangs ----------------------------------------------------------------
+
+
+def test_a_flush_that_waits_as_it_should_gets_on_and_one_whose_store_hangs_does_not(
+    node: MakeNode, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, go_on = threading.Event(), threading.Event()
+    looks: list[float] = []
+    write_at = PosixBackend.write_at
+
+    def write(backend: PosixBackend, *rest: Any) -> None:
+        if looks:  # it has waited: this is a window
+            looks.append(zero.flusher.went_on_at)
+            hangs.set()
+            assert go_on.wait(PATIENCE_SECONDS)
+        write_at(backend, *rest)
+
+    zero = node(nodes=2, nodes_at_once=1)
+    made = zero.flusher.went_on_at
+    clock.seconds += 10.0 - clock.seconds % 10.0 + 6.0  # the other node's turn
+    clock.meanwhile = lambda: looks.append(zero.flusher.went_on_at)
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "write_at", write)
+        zero.start(order(1))
+        assert hangs.wait(PATIENCE_SECONDS)
+        assert len(looks) > 3
+        assert made < looks[0] < looks[-1], "while it waits for its turn"
+        assert zero.flusher.went_on_at == looks[-1], "and no more"
+        go_on.set()
+        zero.wait()
+    assert zero.answers[-1]["complete"]
+
+
 # --- what passes, and what does not --------------------------------------------------------------
 
 
