@@ -87,6 +87,12 @@ def test_this_machine_has_memory() -> None:
     assert horovod_target.available_bytes() > 0
 
 
+@pytest.fixture(autouse=True)
+def not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one who tests may have asked for a Horovod without MPI."""
+    monkeypatch.delenv("HOROVOD_WITHOUT_MPI", raising=False)
+
+
 @pytest.fixture
 def bare_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A PATH with nothing on it; its only folder."""
