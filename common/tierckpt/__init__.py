@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         PinError,
         RestoreError,
         StateMismatchError,
+        StateTornError,
         TierckptError,
         UnsupportedStateError,
     )
@@ -42,6 +43,7 @@ _HOME = {
     "PinError": "errors",
     "RestoreError": "errors",
     "StateMismatchError": "errors",
+    "StateTornError": "errors",
     "TierckptError": "errors",
     "UnsupportedStateError": "errors",
     "Event": "events",
@@ -67,6 +69,7 @@ __all__ = [
     "ResumableSampler",
     "SingleGroup",
     "StateMismatchError",
+    "StateTornError",
     "TierckptError",
     "UnsupportedStateError",
     "__version__",

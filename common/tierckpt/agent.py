@@ -62,6 +62,7 @@ after the time to linger if that is less."""
 STUCK_SECONDS = 1800.0
 """A flush that does not get on for so long is given up when no trainer is left: its store hangs.
 Not less, as a large file's fsync may take its time."""
+LOOK_AGAIN_SECONDS = 5.0
 TAKEN = 3
 """Exit status of an agent that found another one at its place."""
 
@@ -165,7 +166,7 @@ class Agent:
         `on_lingering` is called when all are gone, and one that was killed may come back. `starter`
         is a descriptor of the process that started this one; None: it is gone already.
         """
-        nobody_before = time.monotonic() + FIRST_CLIENT_SECONDS
+        nobody_before, looked_again = time.monotonic() + FIRST_CLIENT_SECONDS, False
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -176,7 +177,11 @@ class Agent:
             while True:
                 left = self._patience(nobody_before)
                 if left is not None and left <= 0:
-                    return
+                    if looked_again or not self._flushing():
+                        return
+                    # All of us may have been stopped, and the flusher goes on in a moment.
+                    left = LOOK_AGAIN_SECONDS
+                looked_again = left == LOOK_AGAIN_SECONDS
                 with self._lock:
                     idle = not (nobody_before or self._flushing())
                 if left is not None and idle:

@@ -449,6 +449,8 @@ class AgentClient:
         assert self._channel is not None
         self._channel.close()
         self._channel, self._welcome, self.pid = None, False, None
+        # Its process may be seen to live for a moment yet: that is no start that takes long.
+        self._since = time.monotonic()
 
     def _lose(self, reason: str) -> None:
         """The agent is no more. A successor commits what it had, and does its flushes."""

@@ -60,9 +60,10 @@ from .tuning import UNKNOWN, Meter
 WAIT_SECONDS = 60.0
 CLOSE_NOTICE_SECONDS = 5.0
 """When a wait for the disk, for other nodes or for the persistent level is longer, it is said."""
-DISK_SECONDS, DISK_BYTES_PER_SECOND = 600.0, 10e6
+DISK_SECONDS, DISK_BYTES_PER_SECOND, MOST_DISK_SECONDS = 600.0, 10e6, 1500.0
 """The end waits so long for the local level, and what a node's shards take at that rate: a disk
-that has not taken them by then is as good as dead."""
+that has not taken them by then is as good as dead. No longer than that, as other ranks wait in a
+collective, which gloo ends after half an hour."""
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
@@ -402,9 +403,11 @@ class Checkpointer:
         self._shut_down(remove=safe)
 
     def _disk_seconds(self) -> float:
-        """How long the end waits for the node's disk."""
-        own_bytes = max((slot.image_bytes for slot in self._pool.slots if slot), default=0)
-        return DISK_SECONDS + own_bytes * len(self._node.ranks) / DISK_BYTES_PER_SECOND
+        """How long the end waits for the node's disk: less where the allocation ends."""
+        node_bytes = attach.shard_bytes(self.state, self.group.size) * len(self._node.ranks)
+        seconds = min(DISK_SECONDS + node_bytes / DISK_BYTES_PER_SECOND, MOST_DISK_SECONDS)
+        granted = self._halting.seconds_to_wait()
+        return seconds if granted is None else min(seconds, granted)
 
     def _wait_for_disk(self, end: float) -> bool:
         """Until all is committed, at most until `end` (monotonic). False when it is not, which an

@@ -58,6 +58,11 @@ class RestoreError(TierckptError):
         super().__init__(f"{reason}{end}{way_out}" if way_out else reason)
 
 
+class StateTornError(TierckptError):
+    """A restore had begun to change the live state and could not end it: some of that is new, some
+    is old. Raised on all ranks. Do not train on it; restore again, or end."""
+
+
 class PinError(TierckptError):
     """A version cannot be pinned, or unpinned: it is nowhere, or a level cannot be asked."""
 

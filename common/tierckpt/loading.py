@@ -10,6 +10,7 @@ import torch
 
 from . import state as state_module
 from . import tree
+from .errors import StateTornError
 from .layout import Piece, TensorSpec
 from .newtensors import NewTensors
 from .outline import Contents
@@ -168,12 +169,10 @@ class Loader:
             if label in self.structure:
                 self._finish_optimizer(label, optimizer, saved)
         per_rank = saved["extra_per_rank"] if self.shards == self.size else {}
-        for name, obj in self.state.extra.items():
-            if name in saved["extra"]:
-                state_module.load_extra(obj, saved["extra"][name])
-        for name, obj in self.state.extra_per_rank.items():
-            if name in per_rank:
-                state_module.load_extra(obj, per_rank[name])
+        for which, told in (("extra", saved["extra"]), ("extra_per_rank", per_rank)):
+            for name, obj in getattr(self.state, which).items():
+                if name in told:
+                    _give(obj, told[name], f"{which}[{name!r}]")
         if self.shards != self.size and saved["extra_per_rank"]:
             names = ", ".join(sorted(saved["extra_per_rank"]))
             self.notices.append(
@@ -206,6 +205,14 @@ class Loader:
                     live.copy_(value)
                 else:
                     group[key] = value
+
+
+def _give(obj: Any, value: Any, name: str) -> None:
+    try:
+        state_module.load_extra(obj, value)
+    except Exception as error:
+        kind, why = type(obj).__name__, f"{type(error).__name__}: {error}"
+        raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error
 
 
 def _replace_state(

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from . import streams, tree
-from .errors import RestoreError, StateMismatchError
+from .errors import RestoreError, StateMismatchError, StateTornError
 from .group import Group
 from .images import LOST, Image, OpenStore, open_image
 from .inventory import Found, FoundParity, Place, RestorePlan, Source, plan_restore
 from .loading import Loader
 from .manifest import Manifest
-from .naming import ShardKey, VersionId
+from .naming import ParityKey, ShardKey, VersionId
 from .newtensors import NewTensors
 from .outline import Contents, Outline, OwnState, counts, lacking
 from .persistent import PersistentStore
@@ -195,7 +195,8 @@ class Restorer:
         failed = failed or [f for _, theirs, *_ in everyone for f in theirs]
         self._reject(plan, failed)
         if failed:
-            self._keep(attempt, mine, reads.headers, {f.key.shard for f in failures})
+            damaged = {f.key.shard for f in failures if not isinstance(f.key, ParityKey)}
+            self._keep(attempt, mine, reads.headers, damaged)
         else:
             outlines = {shard: o for *_, each, _ in everyone for shard, o in each.items()}
             small = {shard: o for *_, each in everyone for shard, o in each.items()}
@@ -327,6 +328,24 @@ def _own_state(attempt: Attempt, read: Mapping[int, ShardHeader]) -> OwnState:
     return _own_of(image, read[shard] if shard in read else decode_header(image.view))
 
 
+def _finish(loader: Loader, saved: dict[str, Any], group: Group, version: str) -> None:
+    """What comes after the tensors, or StateTornError on all ranks: a rank that raised alone would
+    leave the others to train without it."""
+    trouble = ""
+    try:
+        loader.finish(saved)
+    except Exception as error:
+        known = isinstance(error, StateTornError)
+        trouble = f"rank {group.rank}: {error if known else f'{type(error).__name__}: {error}'}"
+    failed = list(filter(None, group.all_gather_object(trouble)))
+    if failed:
+        raise StateTornError(
+            f"{version} could not be loaded to its end: {failed[0]}. Model and optimizer are of "
+            "that version already. Give the objects that it was made with, or leave out the one "
+            "that is named (and restore with strict=False), and start again"
+        )
+
+
 def _own_of(image: Image, header: ShardHeader) -> OwnState:
     low = header.tree_offset
     tree_bytes = bytes(image.view[low : low + image.manifest.rank_state_bytes])
@@ -366,7 +385,7 @@ def load(
     state.torn = True
     with torch.no_grad():
         attempt.visit(loader.load_window)
-        loader.finish(saved)
+        _finish(loader, saved, group, f"{attempt.plan.id}")
     # Last: loading may have drawn.
     loader.notices += streams.take_up(
         saved["rng"], manifest.version, loader.shards, group, state.cuda_device()

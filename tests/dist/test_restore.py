@@ -309,6 +309,36 @@ def restore_into_another(what: str, place: Place) -> tuple[str, bool, bool]:
     return str(caught.value), untouched, dist.get_rank() == rank()
 
 
+class Choosy(Position):
+    """Does not take what it gave."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("nope")
+
+
+def restore_what_an_object_refuses(place: Place) -> tuple[str, bool]:
+    job = make_job()
+    crash_after(job, attach(job, place, extra_per_rank={"position": Position()}), 3)
+    again = make_job(seed=2)
+    taker = Choosy() if rank() == 1 else Position()
+    attached = attach(again, place, extra_per_rank={"position": taker})
+    with pytest.raises(tierckpt.StateTornError) as caught:
+        attached.ckpt.restore()
+    attached.ckpt.abandon()
+    return str(caught.value), attached.ckpt.state.torn
+
+
+def test_an_object_that_does_not_take_its_state_is_an_error_on_all_ranks(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Rank 0 would train on alone."""
+    place = Place.under(tmp_path, shm_dir)
+    for text, torn in ranks(2).run(restore_what_an_object_refuses, place):
+        assert "rank 1: extra_per_rank['position'], a Choosy, did not take its state" in text
+        assert "KeyError: 'nope'" in text
+        assert torn
+
+
 @pytest.mark.parametrize(
     ("what", "named"),
     [

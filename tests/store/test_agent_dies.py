@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tierckpt import faults
+from tierckpt import agentclient, faults
 from tierckpt.testing import TinyJob
 
 PHASES = ["op=fsync", "op=rename", "op=fsync_directory", "op=write_manifest", "op=fsync_manifest"]
@@ -66,6 +69,31 @@ def test_a_commit_that_two_agents_did_not_survive_is_given_up(
     assert len(list(marks.iterdir())) == 3, "a newer version may kill one, too"
     assert [e.version for e in job.events if (e.name, e.level) == ("committed", "local")] == [4]
     check_resumes(tmp_path, shm_dir, 4)
+
+
+def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
+    tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket is closed a moment before its process can be seen to have ended; that it was begun
+    long ago does not make it a new one that does not come."""
+    monkeypatch.setattr(agentclient, "START_SECONDS", 30.0)
+    with start("", tmp_path, shm_dir, marks, monkeypatch) as job:
+        job.run(1)
+        client = job.checkpointer._agent
+        client.wait(PATIENCE_SECONDS)
+        while client.pid is None:
+            client.poll()
+        agent = client._process
+        assert agent is not None
+        os.kill(agent.pid, signal.SIGKILL)
+        agent.wait()
+        alive = subprocess.Popen(["sleep", "1"])  # as it looks in that moment
+        client._process, client._since = alive, time.monotonic() - 100.0
+        job.checkpointer.save()
+        job.run(3)
+    alive.wait()
+    assert not [e for e in job.events if e.name == "failed"]
+    check_resumes(tmp_path, shm_dir, 3)
 
 
 def test_nobody_has_to_wait_for_another_boundary(
