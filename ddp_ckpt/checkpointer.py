@@ -267,7 +267,8 @@ def wrap(
     close_at_exit: bool = True,
     **settings: Any,
 ) -> torch.optim.Optimizer:
-    """Checkpoints for a script whose loop cannot be touched: one line behind the optimizer's.
+    """Checkpoints for a script whose loop cannot be touched: one line behind the optimizer's, or
+    behind the scheduler's where there is one, which goes into `extra`: it would begin anew else.
 
     Returns the same optimizer, with hooks, so it stays what schedulers and scalers expect; its
     `checkpointer` attribute is the Checkpointer, `checkpointer.restored` what was restored. The

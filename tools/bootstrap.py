@@ -37,7 +37,8 @@ pip would bring {count} CUDA packages, several GB, and there is no GPU here.
 Choose one and run make again:
   - take a CPU build: PyTorch's page "Get started" shows the index to name for compute platform CPU;
     export TORCH_INSTALL_ARGS='--index-url <that index>'
-  - use a Python that has torch already: make PYTHON=/path/to/python
+  - use a Python that has torch already: make PYTHON=/path/to/python, or, where that is a virtual
+    environment's, which is completed then: make VENV="$VIRTUAL_ENV"
   - take the CUDA build all the same: export TORCH_INSTALL_ARGS='{torch}'"""
 
 NO_TOOLS = """\

@@ -8,6 +8,7 @@ import os
 import socket
 from pathlib import Path
 
+import torch
 from torch.utils.data import DataLoader
 
 from . import health, inplace, tree
@@ -96,9 +97,18 @@ def shard_bytes(state: TrainingState, ranks: int) -> int:
     """About how large one rank's shard is."""
     walk = state.walk()
     striped, own = walk.nbytes()
-    if not walk.state:  # most optimizers will make two values for every parameter
-        striped, own = 3 * striped, 3 * own
+    if not walk.state:
+        values = 1 + max(map(_values_to_come, state.optimizers.values()), default=0)
+        striped, own = values * striped, values * own
     return striped // ranks + own + sum(b.nbytes for b in walk.buffers)
+
+
+def _values_to_come(optimizer: torch.optim.Optimizer) -> int:
+    """How many values it will keep for every value of a parameter: most keep two."""
+    options = optimizer.defaults
+    if isinstance(optimizer, torch.optim.SGD):
+        return int(bool(options.get("momentum")))
+    return 2 + int(bool(options.get("amsgrad")))
 
 
 def check_health(config: Config, state: TrainingState, group: Group, node: Node, count: int) -> str:

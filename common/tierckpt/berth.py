@@ -10,6 +10,7 @@ import logging
 
 from . import attach, inplace
 from .config import Config
+from .errors import ConfigError
 from .group import Group, Node
 from .pool import SlotPool
 from .reports import Reports
@@ -22,11 +23,17 @@ class Berth:
     def __init__(self, config: Config, rank: int, slots: int, reports: Reports) -> None:
         """Take it: `slots` of them, those adopted that are there. What dead jobs left is removed.
 
-        Raises JobBusyError while another process has the place, OSError when there is none.
+        Raises JobBusyError while another process has the place, ConfigError when there is none.
         """
         self.job = attach.job_directory(config)
         self._config, self._rank, self._reports = config, rank, reports
-        self.job.create()
+        try:
+            self.job.create()
+        except OSError as error:
+            raise ConfigError(
+                f"there is no place for slots in {self.job.root}: {error}. shm_dir must be a "
+                "directory that is there, in memory (/dev/shm), and writable"
+            ) from error
         for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
             reports.notice(f"removed shared memory of the dead job {job}", logging.INFO)
         self._lock_fd = self.job.lock_rank(rank)

@@ -311,7 +311,7 @@ def load_config(
             flat[key] = _convert(key, text, f"the environment variable {name}")
     for key, value in (arguments or {}).items():
         if value is not None:
-            flat[key] = _convert(key, value, "the arguments")
+            flat[key] = _convert(key, value, GIVEN)
     return _build(flat)
 
 
@@ -330,10 +330,24 @@ def _from_file(path: Path) -> dict[str, Any]:
     return flat
 
 
+GIVEN = "the arguments"
+ARGUMENTS = (
+    "extra",
+    "extra_per_rank",
+    "on_event",
+    "callbacks",
+    "config_file",
+    "comm_hook",
+    "group",
+)
+"""What a Checkpointer takes beside settings: meant, too, by whoever mistypes one."""
+
+
 def _convert(key: str, value: Any, source: str) -> Any:
     kind = known_settings().get(key)
     if kind is None:
-        near = difflib.get_close_matches(key, known_settings(), n=1, cutoff=0.4)
+        candidates = [*known_settings(), *(ARGUMENTS if source == GIVEN else ())]
+        near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"unknown setting {key!r} in {source}; {hint}Valid ones: {', '.join(known_settings())}"

@@ -75,10 +75,14 @@ class EventLog:
         self._callbacks = [callback] if callback else []
         self._file: BinaryIO | None = None
         if folder is not None:
-            path = Path(folder)
-            path.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: what a full disk does not take must not be tried again by `close`.
-            self._file = (path / f"events-r{rank:05d}.jsonl").open("ab", buffering=0)
+            path = Path(folder) / f"events-r{rank:05d}.jsonl"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # Unbuffered: what a full disk does not take must not be tried again by `close`.
+                self._file = path.open("ab", buffering=0)
+            except OSError as error:
+                why = f"{path} is not written: {error}; see the setting events_dir"
+                self.emit("notice", message=why, severity=logging.ERROR)
 
     def add_callback(self, callback: Callback) -> None:
         """Call `callback` with every event from now on, on the training thread."""

@@ -37,6 +37,8 @@ class Reports:
         self._agreement = agreement
         self._version = version
         self._later: deque[tuple[str, dict[str, Any]]] = deque()
+        self._persistent: VersionId | None = None
+        """The newest version that is complete there, as far as this node's agent saw it."""
         self._said_by_agent = {
             "committed": self._committed,
             "failed": self._not_committed,
@@ -96,7 +98,8 @@ class Reports:
 
     def passed_over(self, version: int, why: str) -> None:
         """A version does not go to the persistent level, as a newer one waits for that."""
-        where = {"version": version, "level": "persistent"}
+        has = self._persistent.version if self._persistent else None
+        where = {"version": version, "level": "persistent", "behind_since": has}
         self.emit("skipped", message=why, severity=logging.INFO, **where)
 
     def lost(self, version: int, why: str) -> None:
@@ -173,6 +176,8 @@ class Reports:
         """This node's part is there; the version, when the last node's is."""
         self._agreement.tell("persistent", _id_of(message), DONE)
         whole, severity = "complete", logging.INFO
+        if message["complete"]:
+            self._persistent = max(_id_of(message), self._persistent or _id_of(message))
         if not message["complete"]:
             whole, severity = "this node's part of it", logging.DEBUG
         self._emit_committed("persistent", message, {"write": message["seconds"]}, whole, severity)
@@ -183,7 +188,8 @@ class Reports:
             self.passed_over(message["version"], message["error"])
             return
         behind = f"training goes on, {self._config.persistent.path} is behind"
-        self._fail("persistent", message["version"], f"{message['error']}; {behind}")
+        why = f"{message['error']}; {behind}"
+        self._fail("persistent", message["version"], why, self._persistent)
 
     def _listening(self, message: dict[str, Any]) -> None:
         """An agent that took the place of a dead one is, or is not, ready for the other nodes'."""

@@ -153,7 +153,9 @@ class Slot:
             return False
         if self.file is None or store is None:
             room = self.image_bytes
-            return self.file is None and store is None and image_bytes <= room <= image_bytes * 2
+            return (
+                self.file is None and store is None and image_bytes <= room <= image_bytes * 5 // 4
+            )
         return self.file.can_be(store, image_bytes) and self.file.is_ours_alone()
 
     def seal(self, manifest: bytes) -> None:

@@ -27,6 +27,9 @@ import torch
 from . import tree
 from .errors import ConfigError, UnsupportedStateError
 
+EXTRA_STATES = "modules' extra state"
+"""What `ExtraStates` is called among the `extra` objects."""
+
 FIXED = ("model/", "buffer/")
 """Names of tensors that are there before any restore; optimizer state is created and dropped."""
 
@@ -71,6 +74,8 @@ class TrainingState:
         self.model = unwrap(model)
         self.optimizers = dict(optimizers)
         self.extra = dict(extra or {})
+        if of_modules := ExtraStates(self.model):
+            self.extra.setdefault(EXTRA_STATES, of_modules)
         self.extra_per_rank = dict(extra_per_rank or {})
         self.torn = False
         """A restore began to change it and did not get to its end."""
@@ -184,7 +189,7 @@ class TrainingState:
         named = [(f"model/{self.name_of(p)}", p, p) for p in walk.params]
         named += [(f"{labels[i]}/{self.name_of(p)}/{k}", t, p) for t, p, i, k in walk.state]
         for name, tensor, _ in named:
-            tree.refuse_tensor(tensor, name)
+            tree.refuse_in_place(tensor, name)
         devices = [(name, tensor.device) for name, tensor, _ in named]
         devices += [(f"buffer/{n}", b.device) for n, b in named_buffers(self.model)]
         refuse_several_gpus(devices)
@@ -195,7 +200,7 @@ class TrainingState:
         names = {id(b): n for n, b in named_buffers(self.model)}
         named = [(f"buffer/{names[id(b)]}", b) for b in walk.buffers]
         for name, tensor in named:
-            tree.refuse_tensor(tensor, name)
+            tree.refuse_in_place(tensor, name)
         return named
 
     def structure(self) -> dict[str, Any]:
@@ -244,6 +249,32 @@ class TrainingState:
 
 
 _NOTHING: dict[str, Any] = {}
+
+
+class ExtraStates:
+    """What modules have in their `state_dict()` beside parameters and buffers: see
+    `torch.nn.Module.get_extra_state`. One of the `extra` objects; false where no module has any."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        plain = torch.nn.Module.get_extra_state
+        self._modules = {
+            clean_name(name): module
+            for name, module in model.named_modules()
+            if type(module).get_extra_state is not plain
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By the module's name."""
+        return {name: module.get_extra_state() for name, module in self._modules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Into the modules that are still there."""
+        for name, module in self._modules.items():
+            if name in state:
+                module.set_extra_state(state[name])
 
 
 def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:

@@ -269,6 +269,17 @@ def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
         raise UnsupportedStateError(f"{path} is {reason}.")
 
 
+def refuse_in_place(tensor: torch.Tensor, path: str) -> None:
+    """As `refuse_tensor`, of those whose own memory is copied and loaded into."""
+    refuse_tensor(tensor, path)
+    for lazy, way_out in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
+        if lazy:
+            raise UnsupportedStateError(
+                f"{path} is a view whose memory holds other values than its own (a conjugate or a "
+                f"negation that torch leaves for later); make it a real tensor with .{way_out}()."
+            )
+
+
 # --- the kinds JSON has no word for --------------------------------------------------------------
 
 

@@ -175,6 +175,8 @@ def test_a_full_persistent_device_is_behind_and_catches_up(
         (message,) = job.flush_failures()
         assert "No space left on device" in message
         assert f"training goes on, {shared} is behind" in message
+        (failed,) = job.heard("failed", "persistent")
+        assert failed.behind_since == FLUSHED
         assert behind in job.versions("local"), "the levels before it do not suffer"
         for file in (filler, small_tmpfs / "one more"):
             file.unlink()

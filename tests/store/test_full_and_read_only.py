@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.store.tmpfs import make_read_only
+from tierckpt.errors import ConfigError
 from tierckpt.testing import TinyJob, injected
 
 STEPS = 6
@@ -179,6 +180,22 @@ def test_an_agent_that_cannot_be_started_is_a_notice(
         assert job.fingerprint() == course[STEPS]
         assert any("no more processes" in e.message for e in job.heard("notice"))
         assert job.heard("committed", "local")[-1].version == STEPS
+
+
+def test_no_place_for_events_costs_their_file_and_not_the_job(
+    tmp_path: Path, settings: dict[str, Any], course: dict[int, str]
+) -> None:
+    (tmp_path / "a file").write_text("")
+    with TinyJob(tmp_path / "c", events_dir=str(tmp_path / "a file"), **settings) as job:
+        assert job.run(STEPS).fingerprint() == course[STEPS]
+    (said,) = [e for e in job.heard("notice") if "events_dir" in e.message]
+    assert said.severity == logging.ERROR
+    assert "File exists" in said.message
+
+
+def test_a_memory_folder_that_is_not_there_is_named_with_a_way_out(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no/such/tierckpt-\d+: .*No such file.*shm_dir must be"):
+        TinyJob(tmp_path / "c", shm_dir=str(tmp_path / "no" / "such"))
 
 
 def test_a_full_disk_under_the_events_costs_their_file_and_not_the_end_of_the_job(

@@ -444,7 +444,8 @@ def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
 ) -> None:
     """At the boundary it would take the interpreter from the forward pass, for nothing yet."""
     monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
-    with TinyJob(path, local_every_steps=0, **settings) as job:
+    # Not "auto": on a busy machine that would begin to copy early.
+    with TinyJob(path, local_every_steps=0, release="backward", **settings) as job:
         checkpointer, woken = job.checkpointer, list[int]()
         checkpointer._release_early = False  # as with an adapter that releases layer by layer
         submit = checkpointer._copier.submit

@@ -301,6 +301,26 @@ class Recurrent(nn.Module):
         return self.cell(x[None])[0]
 
 
+class Scaled(nn.Module):
+    """Remembers the largest values that it saw, as layers of 8 bits do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: list[float] = []
+        self.newest = torch.ones(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.newest = x.detach().abs().max()
+        self.largest = [*self.largest[-3:], float(self.newest)]
+        return x / max(self.largest)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"largest": self.largest, "newest": self.newest}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.largest, self.newest = list(state["largest"]), state["newest"]
+
+
 def partly_compiled() -> nn.Module:
     net = mlp()
     net[0] = torch.compile(net[0], backend="eager")
@@ -684,6 +704,7 @@ def add_extras() -> None:
     case("metrics with tensors", measured)
     case("a gradient scaler", lambda: scaled(sgd))
     case("a gradient scaler, fused", lambda: scaled(partial(adamw, fused=True)))
+    case("extra state of modules", lambda: trained(nn.Sequential(Scaled(), mlp()), adam))
 
 
 def scaled_update(job: Job, loss_now: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -145,6 +145,26 @@ def test_an_unknown_setting_is_answered_with_the_nearest(
         load_config({}, {}, toml(tmp_path, f"{wrong} = 1\n"))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("extras", "extra"),
+        ("extra_per_ranks", "extra_per_rank"),
+        ("on_events", "on_event"),
+        ("confg_file", "config_file"),
+        ("comm_hok", "comm_hook"),
+    ],
+)
+def test_a_mistyped_argument_that_is_no_setting_has_a_nearest_one_too(
+    wrong: str, meant: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        load_config({wrong: 1}, {})
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, {f"TIERCKPT_{wrong.upper()}": "1"})
+    assert f"'{meant}'" not in str(caught.value), "it cannot be set there"
+
+
 def test_an_unknown_setting_without_a_near_one_lists_all() -> None:
     with pytest.raises(ConfigError, match=r"'zzz'.*Valid ones: path, job_id.*local_keep_every"):
         load_config({"zzz": 1}, {})

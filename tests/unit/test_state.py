@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,27 @@ def test_frozen_parameters_and_buffers_belong_to_the_state_and_volatile_buffers_
     ]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.SGD,
+        partial(torch.optim.SGD, momentum=0.9),
+        torch.optim.AdamW,
+        partial(torch.optim.Adam, amsgrad=True),
+    ],
+)
+def test_room_is_asked_for_before_an_optimizer_has_its_state(make: Any) -> None:
+    def new() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(512, 512)
+        return model, make(model.parameters(), lr=0.1)
+
+    model, optimizer = new()
+    estimated = attach.shard_bytes(TrainingState(model, {"o": optimizer}), 1)
+    found = trained(*new())
+    taken = Plan(found, found.walk(), 0, 1).layout.nbytes
+    assert estimated == pytest.approx(taken, abs=2 * UNIT_BYTES)
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_weights_that_the_forward_pass_scales_are_every_ranks_own(kind: Any) -> None:
     """With what an optimizer keeps for them; and room is asked for as much as shards take."""
@@ -243,10 +265,12 @@ def with_weight(weight: torch.Tensor) -> TrainingState:
         (lambda: nn.Parameter(torch.eye(2).to_sparse()), "Keep it dense"),
         (lambda: nn.Parameter(torch.empty(2, 2, device="meta")), "Materialise"),
         (lambda: torch.ones(1).expand(2, 2), "clone"),
+        (lambda: torch.ones(2, 2, dtype=torch.complex64).conj(), "resolve_conj()"),
+        (lambda: torch._neg_view(torch.ones(2, 2)), "resolve_neg()"),
         (nn.parameter.UninitializedParameter, "Run one forward pass"),
         (lambda: torch.ones(2).as_subclass(type("Odd", (torch.Tensor,), {})), "extra="),
     ],
-    ids=["sparse", "meta", "expanded", "lazy", "subclass"],
+    ids=["sparse", "meta", "expanded", "conjugate", "negative", "lazy", "subclass"],
 )
 def test_a_parameter_that_cannot_be_taken_is_named_with_a_way_out(
     make: Callable[[], torch.Tensor], way_out: str
@@ -269,6 +293,9 @@ def test_a_buffer_that_cannot_be_taken_is_named() -> None:
     model.register_buffer("mask", torch.ones(1).expand(3))
     found = TrainingState(model, {})
     assert refused(lambda: found.buffer_entries(found.walk())).startswith("buffer/mask is expanded")
+    model.mask = torch.ones(2, 3, dtype=torch.complex64).mH
+    said = refused(lambda: found.buffer_entries(found.walk()))
+    assert said.startswith("buffer/mask is a view whose memory holds other values")
 
 
 def test_optimizer_state_that_cannot_be_taken_is_named() -> None:
