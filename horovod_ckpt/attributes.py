@@ -75,13 +75,12 @@ class Attributes:
         for optimizer in self.optimizers.values():
             hvd.broadcast_optimizer_state(optimizer, root_rank=root)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=root)
-        for name, value in self.objects.items():
-            value.load_state_dict(hvd.broadcast_object(value.state_dict(), root, name))
-        self.values.load_state_dict(hvd.broadcast_object(self.values.state_dict(), root))
+        self._broadcast_objects(root)
 
     def broadcast_settings(self, root: int) -> None:
-        """`root` sends what reset callbacks set: options of parameter groups, and plain values.
-        Collective. What each rank has of its own (buffers, random streams) stays."""
+        """`root` sends what reset callbacks set: options of parameter groups, objects (a schedule
+        computes the next rates from what it holds), and plain values. Collective. What each rank
+        has of its own (buffers, random streams) stays."""
         for name, optimizer in self.optimizers.items():
             groups = [_options(group) for group in optimizer.param_groups]
             for group, options in zip(
@@ -92,6 +91,12 @@ class Attributes:
                         group[key].copy_(value)
                     else:
                         group[key] = value
+        self._broadcast_objects(root)
+
+    def _broadcast_objects(self, root: int) -> None:
+        """`root` sends objects and plain values. Collective."""
+        for name, value in self.objects.items():
+            value.load_state_dict(hvd.broadcast_object(value.state_dict(), root, name))
         self.values.load_state_dict(hvd.broadcast_object(self.values.state_dict(), root))
 
     def _named(self, names: Iterable[str]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from tierckpt import restore
 from tierckpt.progress import Progress
 
 BATCHES = 5
+SAMPLES = 80
+RATE = 1e-2
 SCRIBBLED = 12345.0
 PATIENCE_SECONDS = 60.0
 
@@ -60,10 +62,13 @@ class Script:
         """The state, with all that is in it."""
         model = Net(norm=nn.BatchNorm1d)
         optimizer = distributed(model, "")
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=1000)
-        objects = {"schedule": schedule, "sampler": elastic().ElasticSampler(range(80))}
+        sampler = elastic().ElasticSampler(range(SAMPLES))
+        objects = {"schedule": self.schedule(optimizer), "sampler": sampler}
         values = {"batch": 0, "seen": []}
         return elastic().TorchState(model, optimizer, **objects, **values, tierckpt=self.settings)
+
+    def schedule(self, optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=1000)
 
     def start(self, seed: int = 100) -> Script:
         """Random streams are each rank's own, unless something is restored."""
@@ -126,7 +131,7 @@ class Script:
 def distributed(model: nn.Module, prefix: str) -> Any:
     named = [(prefix + name, param) for name, param in model.named_parameters()]
     return horovod().DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-2), named_parameters=named
+        torch.optim.AdamW(model.parameters(), lr=RATE), named_parameters=named
     )
 
 
@@ -504,39 +509,61 @@ def test_a_live_state_wins_over_what_cannot_be_seen(
 # --- reset callbacks -----------------------------------------------------------------------------
 
 
-def scaled_after(place: Place, newcomer: bool) -> tuple[list[float], int, bool]:
-    """Rates of this rank before and after a failure, at which batch, and what is in the model."""
-    script = Script(place, seed=1).start()
+def warm_up(step: int) -> float:
+    return min(1.0, (step + 1) / 8)
+
+
+class WarmingUp(Script):
+    """Its rates are shares of what the schedule itself holds."""
+
+    def schedule(self, optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+
+    def rate(self) -> float:
+        return float(self.state.optimizer.param_groups[0]["lr"])
+
+
+def scaled_after(place: Place, newcomer: bool) -> dict[str, Any]:
+    """Rates of this rank before and after a failure, and one batch later; at which batch it came
+    back, what is in the model, and which samples are dealt to it."""
+    script = WarmingUp(place, seed=1).start()
     course = script.train_to(3)
-    rates = [script.state.optimizer.param_groups[0]["lr"]]
+    rates = [script.rate()]
     script.fail()
     if newcomer and rank() == 1:
-        script = Script(place, seed=9)  # a process in the lost one's place: it was never reset
+        script = WarmingUp(place, seed=9)  # a process in the lost one's place: it was never reset
 
     def scale() -> None:
-        script.state.optimizer.param_groups[0]["lr"] *= 0.5
+        state = script.state
+        state.optimizer.param_groups[0]["lr"] *= 0.5
+        state.schedule.base_lrs = [0.5 * rate for rate in state.schedule.base_lrs]
+        state.sampler.set_epoch(1)
 
     script.state.register_reset_callbacks([scale])
     if not (newcomer and rank() == 1):
         script.state.on_reset()
     script.state.sync()
-    rates.append(script.state.optimizer.param_groups[0]["lr"])
+    rates.append(script.rate())
     found = script.digests()
     params = [name for name in found if name.startswith("param ")]
     same = [found[n] for n in params] == [course[3][n] for n in params] != []
+    dealt = list(script.state.sampler)
+    script.update(script.forward())
+    rates.append(script.rate())
     script.state.checkpointer.abandon()
-    return rates, script.state.batch, same
+    return {"rates": rates, "at": script.state.batch, "same": same, "dealt": dealt}
 
 
 @pytest.mark.parametrize("newcomer", [False, True])
 def test_what_reset_callbacks_set_is_not_undone(
     newcomer: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    for (before, after), at, same in ranks(2, HOROVODRUN).run(scaled_after, place, newcomer):
-        assert after == 0.5 * before
-        assert at == 3
-        assert same
+    told = ranks(2, HOROVODRUN).run(scaled_after, Place.under(tmp_path, shm_dir), newcomer)
+    for each in told:
+        assert each["rates"] == [RATE * warm_up(3), *(0.5 * RATE * warm_up(n) for n in (3, 4))]
+        assert each["at"] == 3
+        assert each["same"]
+    assert sorted(told[0]["dealt"] + told[1]["dealt"]) == list(range(SAMPLES))
 
 
 def going_back_past_a_skip(place: Place) -> tuple[int, bool]:
