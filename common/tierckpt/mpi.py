@@ -48,7 +48,8 @@ def _finish(request: Any, deadline_seconds: float | None = None) -> bool:
 class MPIGroup:
     """The ranks of a communicator (default: COMM_WORLD), on a duplicate of it.
 
-    Creating one is collective. Raises ConfigError when MPI was started without support for threads.
+    Creating one is collective. Raises ConfigError when MPI was started without support for threads,
+    and on a rank that is in no communicator (COMM_NULL).
     """
 
     def __init__(self, communicator: Any = None) -> None:
@@ -57,7 +58,14 @@ class MPIGroup:
                 "MPI was initialised without MPI_THREAD_MULTIPLE, which the copying thread needs; "
                 "let mpi4py initialise it (import mpi4py.MPI first)"
             )
-        self._comm = (communicator or MPI.COMM_WORLD).Dup()
+        if communicator is None:
+            communicator = MPI.COMM_WORLD
+        if communicator == MPI.COMM_NULL:
+            raise ConfigError(
+                "the communicator is MPI.COMM_NULL: this rank was left out when it was made "
+                "(Split with MPI.UNDEFINED, say). Make the MPIGroup on the ranks that are in it"
+            )
+        self._comm = communicator.Dup()
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import tierckpt
 from tests.dist.rankpool import HOROVODRUN, MPIRUN
 from tests.dist.training import horovod, rank_0_first
 from tierckpt.testing.groupsuite import GroupConformance, Program
@@ -182,6 +183,27 @@ def refused_without_threads() -> str:
 
 def test_an_mpi_that_knows_no_threads_is_refused(ranks: Any) -> None:
     assert ranks(3, MPIRUN).run(refused_without_threads) == ["ConfigError"] * 3
+
+
+def of_two_ranks_of_three() -> str | int:
+    """Rank 1 is in no communicator, and that is false."""
+    mpi = importlib.import_module("tierckpt.mpi")
+    world = mpi.MPI.COMM_WORLD
+    part = world.Split(mpi.MPI.UNDEFINED if world.rank == 1 else 0)
+    if world.rank == 1:
+        with pytest.raises(tierckpt.ConfigError) as caught:
+            mpi.MPIGroup(part)
+        return str(caught.value)
+    group = mpi.MPIGroup(part)
+    group.close()
+    return int(group.size)
+
+
+def test_a_rank_that_is_in_no_communicator_is_refused(ranks: Any) -> None:
+    """It was taken for one of all ranks, and waited for the others."""
+    one, refused, other = ranks(3, MPIRUN).run(of_two_ranks_of_three)
+    assert (one, other) == (2, 2)
+    assert "MPI.COMM_NULL" in refused
 
 
 class TestHorovodGroupOverMPI(OnThreeByHorovod):
