@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bootstrap import pip_install
-from horovod_build import build, fetch, say
+from horovod_build import build, explain, fetch, say
 from horovod_probe import Horovod, probe
 from horovod_target import (
     NotPossible,
@@ -44,9 +45,20 @@ KEPT = """\
 *** {found}. It stays as it is, because
 *** {reason}"""
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
 
 def starred(reason: NotPossible) -> str:
     return str(reason).replace("\n", "\n*** ")
+
+
+@contextlib.contextmanager
+def in_words() -> Iterator[None]:
+    """What the system refuses (a full disk, a folder that can't be written) is a NotPossible."""
+    try:
+        yield
+    except OSError as error:
+        raise NotPossible(explain("this machine can't do it", str(error))) from error
 
 
 def main() -> None:
@@ -57,10 +69,11 @@ def main() -> None:
     # Like Ctrl-C: compilers are stopped and half-made files removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        if arguments.check:
-            check()
-        else:
-            make(again=not arguments.for_tests)
+        with in_words():
+            if arguments.check:
+                check()
+            else:
+                make(again=not arguments.for_tests)
     except NotPossible as reason:
         if not arguments.for_tests:
             sys.exit(f"[horovod] no Horovod here:\n{reason}")
@@ -88,7 +101,8 @@ def make(again: bool) -> None:
         return
     say(f"Horovod for the torch of {sys.executable}: {reason}")
     try:
-        say(f"ready: {describe(mend(again))}")
+        with in_words():
+            say(f"ready: {describe(mend(again))}")
     except NotPossible as failure:
         found = probe()
         if found.missing:
@@ -149,8 +163,7 @@ def install_needs(target: Target) -> None:
 
 def cache_folder(target: Target) -> Path:
     """This target's folder in the user's cache. Raises NotPossible if it can't be made."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
-    folder = home / "tierckpt" / "wheels" / target.key
+    folder = caches() / "tierckpt" / "wheels" / target.key
     # Horovod's CMake files take the build's path for a regular expression: with a + in it the wheel
     # comes out without its library.
     if unfit := set(str(folder)) & set("+*?()[]{}|^$\\;#\"' \t\n"):
@@ -167,6 +180,17 @@ def cache_folder(target: Target) -> Path:
             "XDG_CACHE_HOME names another folder for caches."
         ) from error
     return folder
+
+
+def caches() -> Path:
+    """The user's folder for caches. Raises NotPossible where the user has none."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+    except RuntimeError as error:
+        raise NotPossible(
+            f"there is no place for its wheel: {str(error).rstrip('.')} (set HOME).\n"
+            "XDG_CACHE_HOME names another folder for caches."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -223,12 +247,17 @@ def new_wheel(folder: Path, target: Target, again: bool) -> Path:
 
 
 def fault(wheel: Path, target: Target) -> str:
-    """What is wrong with the wheel, tried without installing it; empty: it works."""
+    """What is wrong with the wheel, tried without installing it; empty: it works.
+
+    Raises OSError where there is no room to try it.
+    """
     with tempfile.TemporaryDirectory(prefix="scratch-", dir=wheel.parent) as unpacked:
         try:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(unpacked)
         except Exception as error:  # a damaged archive raises nearly anything
+            if getattr(error, "errno", None) in NO_ROOM:
+                raise
             return f"it can't be unpacked: {error}"
         found = probe(Path(unpacked))
     lacking = set(target.transports) - set(found.transports)

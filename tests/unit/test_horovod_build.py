@@ -6,12 +6,15 @@ The build itself takes minutes and is exercised by make; here its parts are, and
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
+import os
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import horovod_build
 import horovod_probe
@@ -331,6 +334,16 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
         make_horovod.cache_folder(TARGET)
 
 
+def test_a_user_without_a_home_is_told_of_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> NoReturn:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(make_horovod.Path, "home", homeless)
+    with pytest.raises(NotPossible, match=r"home directory \(set HOME\)\.\nXDG_CACHE_HOME"):
+        make_horovod.cache_folder(TARGET)
+
+
 def test_a_cache_that_cmake_cannot_build_in_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +391,21 @@ def test_a_damaged_wheel_is_found_without_starting_it(
     wheel.write_bytes(cut)
     monkeypatch.delattr(make_horovod, "probe")
     assert "unpacked" in make_horovod.fault(wheel, TARGET)
+
+
+def full(*_: Any, **__: Any) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_not_held_against_a_wheel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was removed, and building another one takes minutes and more room."""
+    wheel = wheel_file(folder)
+    monkeypatch.setattr(zipfile.ZipFile, "extractall", full)
+    with pytest.raises(NotPossible, match=r"disk is full.*XDG_CACHE_HOME"), make_horovod.in_words():
+        make_horovod.cached_wheel(folder, TARGET)
+    assert contents(folder) == [wheel.name]
 
 
 def test_one_at_a_time_and_remains_are_removed(folder: Path) -> None:
@@ -453,24 +481,58 @@ def test_a_failed_build_is_repeated_only_when_asked(
 # --- the command ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("option", "status"), [("--check", 1), ("--for-tests", 0)])
-def test_what_is_missing_is_said_and_counts_as_asked(
-    option: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["make_horovod.py", "--check", option])
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`command(options)`: the status it ends with, and what it says; there is no Horovod."""
     monkeypatch.setattr(make_horovod, "probe", lambda: Horovod(missing="it is not installed"))
     monkeypatch.setattr(make_horovod.signal, "signal", lambda *_: None)
-    said = ""
-    try:
-        make_horovod.main()
-    except SystemExit as end:
-        assert status == 1
-        said = str(end.code)
-    else:
-        assert status == 0
-    said += capsys.readouterr().out
+
+    def run(*options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["make_horovod.py", *options])
+        try:
+            make_horovod.main()
+        except SystemExit as end:
+            return 1, f"{end.code}{capsys.readouterr().out}"
+        return 0, capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize(("option", "expected"), [("--check", 1), ("--for-tests", 0)])
+def test_what_is_missing_is_said_and_counts_as_asked(
+    option: str, expected: int, command: Command
+) -> None:
+    status, said = command("--check", option)
+    assert status == expected
     assert "it is not installed" in said
     assert ("will NOT run" in said) == (option == "--for-tests")
+
+
+@pytest.mark.parametrize("place", ["TemporaryDirectory", "build"])
+@pytest.mark.parametrize(("options", "expected"), [([], 1), (["--for-tests"], 0)])
+def test_a_full_disk_is_a_reason_like_any_other(
+    place: str,
+    options: list[str],
+    expected: int,
+    folder: Path,
+    builds: Callable[[BaseException | None], list[Path]],
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    builds(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    if place == "TemporaryDirectory":
+        monkeypatch.setattr(make_horovod.tempfile, place, full)
+    monkeypatch.setattr(make_horovod, "this_target", lambda: TARGET)
+    monkeypatch.setattr(make_horovod, "install_needs", lambda target: None)
+    status, said = command(*options)
+    assert status == expected
+    assert "No space left on device" in said
+    assert "the disk is full: XDG_CACHE_HOME names another place" in said
+    assert ("will NOT run" in said) == (options == ["--for-tests"])
+    assert not [name for name in contents(folder) if name.startswith(("scratch-", "failed"))]
 
 
 def test_a_horovod_that_works_is_left_alone(
