@@ -31,11 +31,18 @@ class Checkpointer(tierckpt.Checkpointer):
     Its ranks are those of the optimizer's process set, numbered within it. Several process sets are
     several jobs: each needs a `path` of its own. Where `events_dir` or `trace_dir` is set, each has
     a folder in there, `process-set-<id>`.
+
+    Raises ConfigError in an elastic job, which is for `horovod_ckpt.elastic.TorchState`.
     """
+
+    _is_elastic = False
+    """True where somebody makes another one whenever ranks come or go."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, **settings: Any) -> None:
         if not hvd.is_initialized():
             raise tierckpt.ConfigError("call hvd.init() before making a Checkpointer")
+        if not self._is_elastic:
+            _refuse_elastic_job()
         optimizers = label_optimizers(optimizer)
         for label, each in optimizers.items():
             _check_optimizer(label, each)
@@ -83,6 +90,17 @@ class Checkpointer(tierckpt.Checkpointer):
 def is_horovod(optimizer: Any) -> bool:
     """True for what `hvd.DistributedOptimizer` returns: an instance of a class made on the spot."""
     return type(optimizer).__module__ == "horovod.torch.optimizer"
+
+
+def _refuse_elastic_job() -> None:
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise tierckpt.ConfigError(
+            "this is an elastic job (HOROVOD_ELASTIC=1), whose ranks come and go, and a "
+            "Checkpointer is for those that there are when it is made: after the first loss it "
+            "would wait for ever. Give the model and hvd.DistributedOptimizer's optimizer to "
+            "horovod_ckpt.elastic.TorchState, which makes a new one each time; or start the job "
+            "without --min-np, --max-np and --host-discovery-script"
+        )
 
 
 def _check_optimizer(label: str, optimizer: Any) -> None:

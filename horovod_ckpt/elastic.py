@@ -300,6 +300,7 @@ class TorchState(State):  # type: ignore[misc]
 class _Checkpointer(Checkpointer):
     """Takes a version at every commit: values may have changed without a step."""
 
+    _is_elastic = True
     quiet: Callable[[], bool]
     """True while this rank has heard of no host that comes or goes."""
     _voted_seconds = float("-inf")

@@ -108,6 +108,8 @@ def _refuse_a_part(module: torch.nn.Module) -> None:
 def _wholes(module: torch.nn.Module) -> list[torch.nn.Module]:
     """All modules that `module` is a part of, and that have something which it does not."""
     modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
+    # Others never came to torch.nn.Module's own __init__, and cannot even be asked for parts.
+    modules = [m for m in modules if "_modules" in vars(m)]
     holding = [m for m in modules if any(part is module for part in m.modules())]
     return [m for m in holding if _left_out(m, module)]
 

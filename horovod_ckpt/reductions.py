@@ -58,31 +58,29 @@ class Reductions:
         self._entered = 0
         """Pre-hooks seen since the last whole step."""
         self._launched: Counter[Launch] = Counter()
+        self._launchers: list[_Launcher] = []
         self.known_before_step = bool(optimizer._grad_accs)
         """Horovod registers no hooks in a job of one."""
 
     def watch(self, release: Callable[[Iterable[torch.Tensor]], None]) -> None:
         """Call `release(parameters)` whenever a reduction was launched."""
         self._release = release
-        for name in LAUNCHERS:
-            setattr(self._optimizer, name, self._launcher(getattr(self._optimizer, name)))
+        self._launchers = [_Launcher.of(self._optimizer, name) for name in LAUNCHERS]
+        for launcher in self._launchers:
+            launcher.watching.append(self._saw)
 
     def unwatch(self) -> None:
-        """The inverse of `watch`."""
+        """The inverse of `watch`. Others that watch the optimizer go on."""
+        for launcher in self._launchers:
+            launcher.watching.remove(self._saw)
+            launcher.end_if_idle()
+        self._launchers = []
+        self._release = None
+
+    def _saw(self, what: Any) -> None:
+        self._launched[self._told(what)] += 1
         if self._release is not None:
-            self._release = None
-            for name in LAUNCHERS:
-                self._optimizer.__dict__.pop(name, None)
-
-    def _launcher(self, launch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def launch_and_release(what: Any) -> Any:
-            handle = launch(what)
-            self._launched[self._told(what)] += 1
-            if self._release is not None:
-                self._release(what if isinstance(what, tuple) else (what,))
-            return handle
-
-        return launch_and_release
+            self._release(what if isinstance(what, tuple) else (what,))
 
     def _told(self, what: Any) -> Launch:
         """A launch of just now: of a group, which is a tuple, or of one parameter."""
@@ -181,6 +179,39 @@ class Reductions:
         for group in optimizer._group_counts:
             optimizer._group_counts[group] = 0
         self._entered = 0
+
+
+class _Launcher:
+    """In the place of a method of one optimizer: launches, and tells everyone who watches."""
+
+    def __init__(self, optimizer: Any, name: str) -> None:
+        self._optimizer, self._name = optimizer, name
+        self._before = vars(optimizer).get(name)
+        """What a script had put there."""
+        self._launch: Callable[[Any], Any] = getattr(optimizer, name)
+        self.watching: list[Callable[[Any], None]] = []
+        setattr(optimizer, name, self)
+
+    @classmethod
+    def of(cls, optimizer: Any, name: str) -> _Launcher:
+        """The one that is there, else a new one."""
+        found = getattr(optimizer, name)
+        return found if isinstance(found, cls) else cls(optimizer, name)
+
+    def __call__(self, what: Any) -> Any:
+        handle = self._launch(what)
+        for tell in tuple(self.watching):
+            tell(what)
+        return handle
+
+    def end_if_idle(self) -> None:
+        """Put back what was there before, unless somebody watches, or put a launcher on top."""
+        if self.watching or vars(self._optimizer).get(self._name) is not self:
+            return
+        if self._before is None:
+            delattr(self._optimizer, self._name)
+        else:
+            setattr(self._optimizer, self._name, self._before)
 
 
 def _drain(handle: Any) -> None:

@@ -284,8 +284,8 @@ def by_an_elastic_script(place: Place) -> dict[str, Any]:
             shm_dir=place.shm,
             **{**SETTINGS, "slots": 3},
         )
-    state = drop_in.elastic.TorchState(job.bare, optimizer, {"slots": 4}, batch=0)
-    state.sync()
+        state = drop_in.elastic.TorchState(job.bare, optimizer, {"slots": 4}, batch=0)
+        state.sync()
     state.batch = 7
     state.commit()
     config, version = state.checkpointer.config, state.checkpointer.version
@@ -312,6 +312,9 @@ def test_an_elastic_script_gives_its_settings_to_the_optimizer_too(
 
 
 # --- what is refused -----------------------------------------------------------------------------
+
+Way = Callable[[torch.nn.Module, dict[str, str]], None]
+ELASTIC = ["HOROVOD_ELASTIC=1", "horovod_ckpt.elastic.TorchState"]
 
 
 def plain_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -342,6 +345,22 @@ def without_init(model: torch.nn.Module, where: dict[str, str]) -> None:
         import_adapter().Checkpointer(model, plain_sgd(model), **where)
 
 
+def with_all(model: torch.nn.Module, where: dict[str, str]) -> None:
+    import_adapter().DistributedOptimizer(plain_sgd(model), model.named_parameters(), **where)
+
+
+def with_horovods(function: str, model: torch.nn.Module, where: dict[str, str]) -> None:
+    optimizer = horovod().DistributedOptimizer(plain_sgd(model), model.named_parameters())
+    given = [model, optimizer] if function == "Checkpointer" else [optimizer, model]
+    getattr(import_adapter(), function)(*given, **where)
+
+
+def in_an_elastic_job(way: Way, model: torch.nn.Module, where: dict[str, str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_ELASTIC", "1")  # as its launcher does
+        way(model, where)
+
+
 def with_adasum(model: torch.nn.Module, where: dict[str, str]) -> None:
     named = model.named_parameters()
     op = horovod().Adasum
@@ -355,15 +374,21 @@ def refusal(case: str, place: Place) -> str:
     return str(caught.value)
 
 
-Refused = tuple[Callable[[torch.nn.Module, dict[str, str]], None], list[str]]
-
-REFUSED: dict[str, Refused] = {
+REFUSED: dict[str, tuple[Way, list[str]]] = {
     "no model": (without_a_model, ["pass model=", "model.named_parameters()"]),
     "a list of parameters": (with_a_list, ["pass model=", "model.named_parameters()"]),
     "a part of the model": (with_a_part, ["(Linear)", "(Net)", "body.0.weight", "model=..."]),
     "a plain optimizer": (with_a_plain_optimizer, ["'left'", "SGD", "hvd.DistributedOptimizer"]),
     "no hvd.init()": (without_init, ["hvd.init()"]),
     "Adasum": (with_adasum, ["Adasum", "hvd.Average"]),
+    "an elastic job": (partial(in_an_elastic_job, with_all), ELASTIC),
+    **{
+        f"{name} in an elastic job": (
+            partial(in_an_elastic_job, partial(with_horovods, name)),
+            ELASTIC,
+        )
+        for name in ("Checkpointer", "install")
+    },
 }
 
 
@@ -376,8 +401,15 @@ def test_it_is_said_what_is_wrong_and_what_to_do(
             assert part in text
 
 
+class HalfMade(torch.nn.Module):
+    """One that never came to be a module, and is alive all the same."""
+
+    def __init__(self) -> None:
+        pass
+
+
 def known_models() -> dict[str, bool]:
-    """Whether the whole is found by its parameters, though a wrapper or something dead has it."""
+    """Whether the whole is found by its parameters, whatever else is alive."""
     model_of = importlib.import_module("horovod_ckpt.optimizer")._model_of
     model = Net()
     wrapper = torch.nn.Sequential(model)
@@ -385,12 +417,15 @@ def known_models() -> dict[str, bool]:
     given_up = torch.nn.ModuleList([wrapper, torch.nn.Linear(1, 1)])
     given_up.cycle = [given_up]
     del given_up
-    return {**found, "part of a dead one": model_of(model.named_parameters()) is model}
+    found["part of a dead one"] = model_of(model.named_parameters()) is model
+    half_made = HalfMade()
+    found["beside a half-made one"] = model_of(model.named_parameters()) is model
+    return {**found, "which cannot be asked": not vars(half_made)}
 
 
 def test_the_whole_model_is_known_by_its_parameters(ranks: Any) -> None:
-    told = ranks(2, HOROVODRUN).run(known_models)
-    assert told == [{"wrapped": True, "part of a dead one": True}] * 2
+    for told in ranks(2, HOROVODRUN).run(known_models):
+        assert all(told.values()), told
 
 
 def momentum_under_adasum() -> tuple[str, str]:
@@ -588,6 +623,86 @@ def test_two_checkpointers_on_the_ranks_of_several_nodes(
     """Their votes are Horovod's operations there, and it refuses two of one name at a time."""
     places = [Place(str(tmp_path / name), str(shm_dir)) for name in ("one", "other")]
     assert ranks(2, kind).run(two_at_once, places) == [[(3, True)] * 2] * 2
+
+
+class Heard(tierckpt.Callbacks):
+    """Of how many parameters' reductions."""
+
+    launched = 0
+
+    def on_allreduce_launched(self, params: Any) -> None:
+        self.launched += len(list(params))
+
+
+def two_on_one_optimizer(places: list[Place], first: int) -> dict[str, Any]:
+    """After an iteration with both the one numbered `first` ends; after two more the other."""
+    job = make_horovod_job()
+    heard = [Heard(), Heard()]
+    ckpts = [attach(job, p, callbacks=[h]).ckpt for p, h in zip(places, heard, strict=True)]
+    other = ckpts[1 - first]
+    job.iterate(0)
+    for ckpt in ckpts:
+        ckpt.step()
+    ckpts[first].abandon()
+    job.iterate(1)
+    other.step()
+    taken = job.digest()
+    job.iterate(2)
+    other.abandon()
+    again = make_horovod_job(seed=2)
+    ckpt = attach(again, places[1 - first]).ckpt
+    restored = int(ckpt.restore()), again.digest() == taken
+    ckpt.abandon()
+    layers = len(list(job.bare.parameters()))
+    return {
+        "iterations heard": [h.launched / layers for h in heard],
+        "restored": restored,
+        "left": sorted(name for name in vars(job.optimizer) if name.endswith("_async")),
+    }
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_checkpointers_of_one_optimizer(
+    first: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """The end of either leaves the other at work, and that of both nothing."""
+    places = [Place(str(tmp_path / name), str(shm_dir)) for name in ("one", "other")]
+    expected = {
+        "iterations heard": [1, 3] if first == 0 else [3, 1],
+        "restored": (2, True),
+        "left": [],
+    }
+    assert ranks(2, HOROVODRUN).run(two_on_one_optimizer, places, first) == [expected] * 2
+
+
+def beside_a_launcher_of_the_scripts(place: Place, on_top: bool) -> tuple[int, bool]:
+    """How often it was called, and whether it is still there when the checkpointer is gone."""
+    job, name = make_horovod_job(), "_allreduce_grad_async"
+    calls = []
+
+    def replace() -> Callable[[Any], Any]:
+        launch = getattr(job.optimizer, name)
+        setattr(job.optimizer, name, lambda param: (calls.append(param), launch(param))[1])
+        return vars(job.optimizer)[name]
+
+    if not on_top:
+        own = replace()
+    ckpt = attach(job, place).ckpt
+    if on_top:
+        own = replace()
+    train(job, ckpt, range(2))
+    ckpt.abandon()
+    job.iterate(2)
+    return len(calls) // len(list(job.bare.parameters())), vars(job.optimizer)[name] is own
+
+
+@pytest.mark.parametrize("on_top", [False, True])
+def test_what_a_script_made_of_the_optimizer_stays(
+    on_top: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(beside_a_launcher_of_the_scripts, place, on_top)
+    assert told == [(3, True)] * 2
 
 
 @pytest.mark.parametrize("name", ["default", "two backward passes", "clipping", "broadcast after"])
