@@ -49,7 +49,7 @@ from .pool import NoSlotError
 from .progress import Progress
 from .redundancy.groups import RedundancyGroup
 from .reports import Reports
-from .restore import Attempt, Restored
+from .restore import Attempt, Restored, all_finished
 from .slots import Slot, seal_area_bytes
 from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError
 from .state import TrainingState, label_optimizers, refuse_model
@@ -708,6 +708,7 @@ class Checkpointer:
         with contextlib.closing(attempt):
             lineage, result = comeback.load(attempt, strict, self.load_adapter)
             self._go_on_from(lineage, result)
+            all_finished(attempt, self.group)
             self._mend(attempt)
         return comeback.report(result)
 

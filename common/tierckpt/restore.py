@@ -40,7 +40,7 @@ from .shardfile import ShardHeader, decode_header
 from .sharing import Courier, Visit
 from .state import TrainingState
 
-__all__ = ["Attempt", "Restored", "Restorer", "load"]
+__all__ = ["Attempt", "Restored", "Restorer", "all_finished", "load"]
 
 
 @dataclass
@@ -54,6 +54,8 @@ class Attempt:
     """What this rank maps, fetched, or made."""
     contents: Contents | None = None
     """When all of it is verified."""
+    trouble: str = ""
+    """What went wrong here behind the last byte, in words."""
 
     @property
     def nbytes(self) -> int:
@@ -328,22 +330,30 @@ def _own_state(attempt: Attempt, read: Mapping[int, ShardHeader]) -> OwnState:
     return _own_of(image, read[shard] if shard in read else decode_header(image.view))
 
 
-def _finish(loader: Loader, saved: dict[str, Any], group: Group, version: str) -> None:
-    """What comes after the tensors, or StateTornError on all ranks: a rank that raised alone would
-    leave the others to train without it."""
-    trouble = ""
+def _finish(loader: Loader, saved: dict[str, Any]) -> str:
+    """What comes after the tensors; returns what went wrong, in words."""
     try:
         loader.finish(saved)
+    except StateTornError as error:
+        return str(error)
     except Exception as error:
-        known = isinstance(error, StateTornError)
-        trouble = f"rank {group.rank}: {error if known else f'{type(error).__name__}: {error}'}"
-    failed = list(filter(None, group.all_gather_object(trouble)))
-    if failed:
-        raise StateTornError(
-            f"{version} could not be loaded to its end: {failed[0]}. Model and optimizer are of "
-            "that version already. Give the objects that it was made with, or leave out the one "
-            "that is named (and restore with strict=False), and start again"
-        )
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def all_finished(attempt: Attempt, group: Group) -> None:
+    """StateTornError on all ranks if any had trouble at the end of `load`: one that raised alone
+    would leave the others to train without it. When all books agree with what was loaded: a rank
+    that is lost meanwhile leaves the others with a state that is whole."""
+    version = attempt.plan.id
+    for rank, why in enumerate(group.all_gather_object(attempt.trouble)):
+        if why:
+            raise StateTornError(
+                f"{version} could not be loaded to its end: rank {rank}: {why}. Model and "
+                "optimizer are of that version already. Give the objects that it was made with, "
+                "or leave out the one that is named (and restore with strict=False), and start "
+                "again"
+            )
 
 
 def _own_of(image: Image, header: ShardHeader) -> OwnState:
@@ -385,11 +395,11 @@ def load(
     state.torn = True
     with torch.no_grad():
         attempt.visit(loader.load_window)
-        _finish(loader, saved, group, f"{attempt.plan.id}")
+        trouble = _finish(loader, saved)
     # Last: loading may have drawn.
     loader.notices += streams.take_up(
         saved["rng"], manifest.version, loader.shards, group, state.cuda_device()
     )
-    state.torn = False
+    attempt.trouble, state.torn = trouble, bool(trouble)
     notices = loader.notices + [f"accepted (strict=False): {d}" for d in differences]
     return manifest, notices, saved.get("adapter")

@@ -23,7 +23,7 @@ import tierckpt
 from tests import exact
 from tests.dist.rankpool import HOROVODRUN
 from tests.dist.training import Net, Place, batch, horovod, rank
-from tierckpt import restore
+from tierckpt import checkpointer, restore
 from tierckpt.progress import Progress
 
 BATCHES = 5
@@ -321,13 +321,13 @@ def about_to_load(progress: Any, phase: str, total_bytes: int = 0) -> None:
         raise failure()
 
 
-def all_loaded(ckpt: Any, attempt: Any) -> None:
+def all_loaded(*_: object) -> None:
     raise failure()
 
 
 TORN: Instead = (restore.Loader, "load_window", half_loaded)
 BEFORE: Instead = (Progress, "begin", about_to_load)
-BEHIND: Instead = (tierckpt.Checkpointer, "_mend", all_loaded)
+BEHIND: Instead = (checkpointer, "all_finished", all_loaded)
 SOUND = {"as it was": BEFORE, "loaded": BEHIND}
 
 

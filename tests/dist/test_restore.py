@@ -333,11 +333,11 @@ def test_an_object_that_does_not_take_its_state_is_an_error_on_all_ranks(
 ) -> None:
     """Rank 0 would train on alone."""
     place = Place.under(tmp_path, shm_dir)
-    for text, torn in ranks(2).run(restore_what_an_object_refuses, place):
+    zero, one = ranks(2).run(restore_what_an_object_refuses, place)
+    assert (zero[1], one[1]) == (False, True), "what is whole, and what is not"
+    for text in (zero[0], one[0]):
         assert "rank 1: extra_per_rank['position'], a Choosy, did not take its state" in text
         assert "KeyError: 'nope'" in text
-        assert torn
-
 
 @pytest.mark.parametrize(
     ("what", "named"),
