@@ -765,8 +765,18 @@ def seed_everything(seed: int) -> None:
 ON_DISK = {name: index % 2 == 1 for index, name in enumerate(CASES)}
 
 
+TORCH_2_4_CANNOT = {
+    "optimizer adamw fused": "refuses parameters without elements",
+    "scheduler SequentialLR": "warns of its own argument",
+    "scheduler SWALR": "has a function in its state_dict",
+}
+"""What torch itself learned in 2.5."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_restores_and_trains_on_bit_for_bit(name: str, tmp_path: Path, shm_dir: Path) -> None:
+    if name in TORCH_2_4_CANNOT and torch.__version__.startswith("2.4."):
+        pytest.skip(f"torch 2.4's {name.split()[1]} {TORCH_2_4_CANNOT[name]}")
     bench = Bench(tmp_path, shm_dir, ON_DISK[name])
     seed_everything(1)
     job = CASES[name]()
