@@ -92,8 +92,13 @@ def is_horovod(optimizer: Any) -> bool:
     return type(optimizer).__module__ == "horovod.torch.optimizer"
 
 
+def in_elastic_job() -> bool:
+    """Whether Horovod's launcher lets ranks come and go."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
 def _refuse_elastic_job() -> None:
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
+    if in_elastic_job():
         raise tierckpt.ConfigError(
             "this is an elastic job (HOROVOD_ELASTIC=1), whose ranks come and go, and a "
             "Checkpointer is for those that there are when it is made: after the first loss it "

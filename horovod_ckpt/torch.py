@@ -12,7 +12,6 @@ of the others yet, so the second is refused. Give all of them to `horovod_ckpt.i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from horovod.torch import *  # noqa: F403
 
 from . import elastic as _elastic
 from . import optimizer as _ours
+from .checkpointer import in_elastic_job
 
 __all__ = ["DistributedOptimizer", "elastic"]
 __all__ += [name for name in dir(horovod.torch) if not name.startswith("_")]
@@ -44,7 +44,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
     checkpoints, with the settings given here: then this is Horovod's own function, and our
     settings are the attribute `checkpoint_settings` of what it returns.
     """
-    if os.environ.get("HOROVOD_ELASTIC") != "1":
+    if not in_elastic_job():
         return _ours.DistributedOptimizer(optimizer, *args, **{**DEFAULTS, **settings})
     horovods = {name: settings.pop(name) for name in _ours.HOROVODS if name in settings}
     distributed = horovod.torch.DistributedOptimizer(optimizer, *args, **horovods)

@@ -176,15 +176,15 @@ class Agent:
                 nobody_before = self._orphaned(nobody_before)
             while True:
                 left = self._patience(nobody_before)
-                if left is not None and left <= 0:
-                    if looked_again or not self._flushing():
-                        return
-                    # All of us may have been stopped, and the flusher goes on in a moment.
-                    left = LOOK_AGAIN_SECONDS
-                looked_again = left == LOOK_AGAIN_SECONDS
                 with self._lock:
-                    idle = not (nobody_before or self._flushing())
-                if left is not None and idle:
+                    flushing = bool(self._flushing())
+                over = left is not None and left <= 0
+                if over and (looked_again or not flushing):
+                    return
+                if over:  # all of us may have been stopped, and the flusher goes on in a moment
+                    left = LOOK_AGAIN_SECONDS
+                looked_again = over
+                if left is not None and not (nobody_before or flushing):
                     on_lingering()
                 for key, _ in selector.select(left):
                     if key.fileobj is listener:

@@ -92,15 +92,20 @@ class Reports:
             "skipped",
             level=level,
             message=why,
-            behind_since=ledger.safe.version if ledger is not None and ledger.safe else None,
+            behind_since=_number(ledger.safe if ledger is not None else None),
             severity=logging.DEBUG if again else first,
         )
 
     def passed_over(self, version: int, why: str) -> None:
         """A version does not go to the persistent level, as a newer one waits for that."""
-        has = self._persistent.version if self._persistent else None
-        where = {"version": version, "level": "persistent", "behind_since": has}
-        self.emit("skipped", message=why, severity=logging.INFO, **where)
+        self.emit(
+            "skipped",
+            version=version,
+            level="persistent",
+            message=why,
+            behind_since=_number(self._persistent),
+            severity=logging.INFO,
+        )
 
     def lost(self, version: int, why: str) -> None:
         """A version is lost in memory, and therefore everywhere."""
@@ -209,13 +214,17 @@ def _id_of(message: dict[str, Any]) -> VersionId:
     return VersionId(message["generation"], message["version"])
 
 
+def _number(safe: VersionId | None) -> int | None:
+    return safe.version if safe else None
+
+
 def _failure(level: str, version: int, why: str, safe: VersionId | None) -> dict[str, Any]:
     """An event's values: a level does not have the version, and `safe` is what it does have."""
     return {
         "version": version,
         "level": level,
         "message": why,
-        "behind_since": safe.version if safe else None,
+        "behind_since": _number(safe),
         "severity": logging.ERROR,
     }
 

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STATE_BYTES = 1_500_000_000
 
 
 @pytest.fixture
-def targets(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark's module, which is a script's own and in no package."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    import targets as found
-
-    for name in set(sys.modules) - before:
-        path = getattr(sys.modules[name], "__file__", None)
-        if path and Path(path).parent == BENCHMARKS:
-            monkeypatch.delitem(sys.modules, name)
-    return found
+def targets(benchmark_module: Callable[[str], Any]) -> Any:
+    """The benchmark's module."""
+    return benchmark_module("targets")
 
 
 def judged(targets: Any, which: str, **changed: Any) -> tuple[str, str]:

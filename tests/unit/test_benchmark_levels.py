@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """The benchmark's modules, which are scripts' own and no package."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    import figures
-    import levelfigures
-    import levelreport
-
-    found = argparse.Namespace(f=levelfigures, report=levelreport, spread=figures.Spread)
-    for name in set(sys.modules) - before:
-        path = getattr(sys.modules[name], "__file__", None)
-        if path and Path(path).parent == BENCHMARKS:
-            monkeypatch.delitem(sys.modules, name)  # "figures" is no name to leave to others
-    return found
+def modules(benchmark_module: Callable[[str], Any]) -> argparse.Namespace:
+    """The benchmark's modules."""
+    return argparse.Namespace(
+        f=benchmark_module("levelfigures"),
+        report=benchmark_module("levelreport"),
+        spread=benchmark_module("figures").Spread,
+    )
 
 
 def sample(modules: argparse.Namespace, alone: float, overall: float, **changed: Any) -> Any:

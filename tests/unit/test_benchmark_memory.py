@@ -7,23 +7,21 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from tests.unit.conftest import BENCHMARKS
 
 MIB = 1 << 20
 PAGES = 64 * MIB
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    import processes as found
-
-    yield found
-    sys.modules.pop("processes")
+def processes(benchmark_module: Callable[[str], Any]) -> Any:
+    """The benchmark's module."""
+    return benchmark_module("processes")
 
 
 def test_shared_memory_counts_once_and_a_dead_process_not_at_all(processes: Any) -> None:
@@ -91,8 +89,7 @@ last = torch.ones(4096, dtype=torch.uint8)
 del tensors
 print(memory_bytes(os.getpid())["Pss"] - before)
 """
-    benchmarks = str(Path(__file__).resolve().parents[2] / "benchmarks")
     run = subprocess.run(
-        [sys.executable, "-c", code, benchmarks], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, str(BENCHMARKS)], capture_output=True, text=True, check=True
     )
     assert int(run.stdout) < 8 * MIB

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """The benchmark's modules, which are scripts' own and no package."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    import bench
-    import files
-    import options
-    import pace
-    import record
-
-    found = argparse.Namespace(bench=bench, files=files, options=options, pace=pace, record=record)
-    for name in set(sys.modules) - before:
-        path = getattr(sys.modules[name], "__file__", None)
-        if path and Path(path).parent == BENCHMARKS:
-            monkeypatch.delitem(sys.modules, name)  # "options" is no name to leave to others
-    return found
+def modules(benchmark_module: Callable[[str], Any]) -> argparse.Namespace:
+    """The benchmark's modules."""
+    names = ("bench", "files", "options", "pace", "record")
+    return argparse.Namespace(**{name: benchmark_module(name) for name in names})
 
 
 def about(**changed: Any) -> dict[str, Any]:

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """The benchmark's modules, which are scripts' own and no package."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    import goodreport
-    import goodruns
-    import mortal
-
-    found = argparse.Namespace(goodreport=goodreport, goodruns=goodruns, mortal=mortal)
-    for name in set(sys.modules) - before:
-        path = getattr(sys.modules[name], "__file__", None)
-        if path and Path(path).parent == BENCHMARKS:
-            monkeypatch.delitem(sys.modules, name)
-    return found
+def modules(benchmark_module: Callable[[str], Any]) -> argparse.Namespace:
+    """The benchmark's modules."""
+    names = ("goodreport", "goodruns", "mortal")
+    return argparse.Namespace(**{name: benchmark_module(name) for name in names})
 
 
 def course(modules: argparse.Namespace, *lines: tuple[int, int, float, bool], **more: Any) -> Any:

@@ -323,14 +323,17 @@ class Transport:
         member = int(head["to"])
         if host := self._hosts.get((str(head["tag"]), member)):
             return {"waits_for": host.waits_for()}
-        over, why = self._given_up.get((str(head["series"]), member), (None, ""))
-        asked = VersionId(int(head["generation"]), int(head["version"]))
-        return {"gave_up": why if over == asked else ""}
+        return {"gave_up": self._why_given_up(head) or ""}
+
+    def _why_given_up(self, head: dict[str, Any]) -> str | None:
+        """Of the exchange that is meant; None: it was not."""
+        over, why = self._given_up.get((str(head["series"]), int(head["to"])), (None, ""))
+        return why if over == _version_of(head) else None
 
     def _await_host(self, link: Link, head: dict[str, Any]) -> Host | None:
         """The exchange that is to be joined, when it begins here; None when it will not."""
         tag, member = str(head["tag"]), int(head["to"])
-        asked = VersionId(int(head["generation"]), int(head["version"]))
+        asked = _version_of(head)
         deadline = time.monotonic() + self.limits.join_seconds
         with self._changed:
             while (tag, member) not in self._hosts:
@@ -338,8 +341,7 @@ class Transport:
                 if latest is not None and latest > asked:
                     link.send({"op": "refused", "why": f"{asked} was left out: {latest} is next"})
                     return None
-                over, why = self._given_up.get((str(head["series"]), member), (None, ""))
-                if over == asked:
+                if (why := self._why_given_up(head)) is not None:
                     link.send({"op": "refused", "why": why})
                     return None
                 if self._closing or time.monotonic() > deadline or not link.idle():
@@ -392,6 +394,10 @@ class Transport:
     def _any_thread(self) -> threading.Thread | None:
         with self._changed:
             return next(iter(self._threads), None)
+
+
+def _version_of(head: dict[str, Any]) -> VersionId:
+    return VersionId(int(head["generation"]), int(head["version"]))
 
 
 def _answer(link: Link, request: dict[str, Any]) -> dict[str, Any]:
