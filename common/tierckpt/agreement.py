@@ -269,6 +269,11 @@ class Agreement:
             return superseded_by(ballot.memory, protected)
         return protected - {ballot.memory} if state == BROKEN else protected
 
+    def superseded_earlier(self, generation: int) -> bool:
+        """True when no slot of a life before that generation's is needed any more."""
+        safe = self.memory.safe
+        return safe is not None and safe.generation == generation
+
     def needed(self) -> list[VersionId]:
         """Versions whose slots are out of reach at the next boundary.
 

@@ -40,6 +40,7 @@ class Berth:
         place = inplace.place_for_slots(config)
         self.pool = SlotPool(self.job, rank, slots, reports.notice_later, place)
         self.pool.adopt()
+        self._is_clear = False
 
     def tell_of_room(self, state: TrainingState, group: Group, node: Node) -> None:
         """Say where the slots are, if not here, and what they lack for `state`: once a node."""
@@ -52,6 +53,13 @@ class Berth:
         lacking = attach.lacking_room(self._config, self.job, node, each_bytes, count, in_place)
         if lacking:
             self._reports.notice(lacking, logging.ERROR)
+
+    def clear(self, node: Node) -> None:
+        """Remove what earlier lives left here and none of this one's slots took over (they had more
+        slots, or more ranks on this node): all ranks have something newer. Once a life and node."""
+        if not self._is_clear:
+            first = node.first == self._rank
+            self._is_clear = not first or self.job.remove_surplus(len(self.pool.slots))
 
     def leave(self, remove: bool) -> None:
         """Give it up, when nobody is at work on a slot any more; with `remove` nothing stays."""

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from . import state as state_module
 from . import tree
+from .copyplan import Plan
 from .group import Group
 from .pool import SlotPool
 from .slots import Slot
-from .snapshot import Head, Plan, Snapshot
+from .snapshot import Head, Snapshot
 from .state import TrainingState
 
 if TYPE_CHECKING:

@@ -13,13 +13,12 @@ import logging
 import math
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from . import attach
+from . import attach, ending
 from . import state as state_module
 from .agreement import Agreement
 from .alike import Roll, agree_on_settings
@@ -35,12 +34,12 @@ from .events import Callback, EventLog
 from .group import Group, SingleGroup
 from .halting import Halting
 from .haltrequest import Reason
+from .handover import Handover
 from .iterations import STEPLESS_CALLS, Iterations, Unattached
 from .lives import Lives
 from .localstore import LocalStore
-from .manifest import Manifest
 from .mending import keep, parities_to_mend, shards_to_mend
-from .naming import Lineage, ShardKey, VersionId
+from .naming import Lineage, VersionId
 from .onward import Onward, flush_order
 from .peers import Peers, redundancy_groups
 from .pinning import mark_everywhere
@@ -50,7 +49,6 @@ from .progress import Progress
 from .redundancy.groups import RedundancyGroup
 from .reports import Reports
 from .restore import Attempt, Restored, all_finished
-from .slots import Slot, seal_area_bytes
 from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError
 from .state import TrainingState, label_optimizers, refuse_model
 from .strangers import Strangers
@@ -58,12 +56,6 @@ from .trace import open_trace
 from .tuning import UNKNOWN, Meter
 
 WAIT_SECONDS = 60.0
-CLOSE_NOTICE_SECONDS = 5.0
-"""When a wait for the disk, for other nodes or for the persistent level is longer, it is said."""
-DISK_SECONDS, DISK_BYTES_PER_SECOND, MOST_DISK_SECONDS = 600.0, 10e6, 1500.0
-"""The end waits so long for the local level, and what a node's shards take at that rate: a disk
-that has not taken them by then is as good as dead. No longer than that, as other ranks wait in a
-collective, which gloo ends after half an hour."""
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
@@ -176,6 +168,7 @@ class Checkpointer:
             flush_order(config, group, self._node, job, host),
             Backlog(config, self._agent, self._agreement, self._reports.passed_over),
         )
+        self._handover = Handover(group, self._pool, self._agent, self._agreement, self._reports)
         self._start_agent()
 
     def _watch(self, model: torch.nn.Module) -> None:
@@ -185,7 +178,6 @@ class Checkpointer:
         self._schedule = Schedule(self.config)
         self._meter = Meter() if self._schedule.tuner.every_steps else None
         self._snapshot: Snapshot | None = None
-        self._finished: deque[Snapshot] = deque()
         self._ahead = 0
         self._closed = False
         self._slow_barriers = 0
@@ -316,7 +308,7 @@ class Checkpointer:
         Not collective. False when that took longer than `timeout_seconds`.
         """
         self.complete()
-        some = CLOSE_NOTICE_SECONDS
+        some = ending.NOTICE_SECONDS
         if timeout_seconds is not None and timeout_seconds <= some:
             done = self._agent.wait(timeout_seconds)
         elif not (done := self._agent.wait(some)):
@@ -369,18 +361,20 @@ class Checkpointer:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
 
         All ranks call it. When the local level cannot be written, or does not answer (see
-        `DISK_SECONDS`), the memory level is left in place, and an event says so.
+        `ending`), the memory level is left in place, and an event says so.
         """
         if self._closed:
             return
         self._halting.be_calm()
         safe = False
-        end = time.monotonic() + self._disk_seconds()
         try:
+            end = self._begin_ending()
             if self._local_enabled() and not self._nothing_new():
-                self._save_now(end)
-            if self._wait_for_disk(end):
-                self._await_other_nodes()
+                self._save_now(end.last_call)
+            if end.disk_has_all(self.wait):
+                self._onward.backlog.flush_last()
+                end.await_others()
+                self._collect()
             durable = self._nothing_new() or self._agreement.local.safe == self._id()
             # A job that ends early comes back; without a disk, what is in memory is all it has.
             safe = durable or not (self._local_enabled() or self._halting.reason < Reason.NONE)
@@ -402,37 +396,9 @@ class Checkpointer:
         self._reports.emit("closed", message=self.exit_reason or "the training's end")
         self._shut_down(remove=safe)
 
-    def _disk_seconds(self) -> float:
-        """How long the end waits for the node's disk: less where the allocation ends."""
-        node_bytes = attach.shard_bytes(self.state, self.group.size) * len(self._node.ranks)
-        seconds = min(DISK_SECONDS + node_bytes / DISK_BYTES_PER_SECOND, MOST_DISK_SECONDS)
-        granted = self._halting.seconds_to_wait()
-        return seconds if granted is None else min(seconds, granted)
-
-    def _wait_for_disk(self, end: float) -> bool:
-        """Until all is committed, at most until `end` (monotonic). False when it is not, which an
-        event then says of each version."""
-        done = self.wait(max(end - time.monotonic(), 0.0))
-        for id_ in () if done else self._agent.committing():
-            why = f"{self.config.directory} does not answer, and the job ends"
-            self._reports.not_committed_later(id_, why)
-        self._reports.say()
-        return done
-
-    def _await_other_nodes(self) -> None:
-        """At the end: the scheduler may take the node when we are gone. Says that it waits."""
-        self._onward.backlog.flush_last()
-        if not self._agent.wait(CLOSE_NOTICE_SECONDS, everything=True):
-            names = {"peer": "other nodes", "persistent": self.config.persistent.path}
-            where = " and ".join(names[level] for level in self._agent.behind())
-            self._reports.notice(f"waiting until everything is with {where}", logging.INFO)
-            if not self._agent.wait(self._halting.seconds_to_wait(), everything=True):
-                self._reports.notice(
-                    f"not everything is with {where}, and the allocation ends: what is on local "
-                    "disks is left to the next life",
-                    logging.WARNING,
-                )
-        self._collect()
+    def _begin_ending(self) -> ending.Ending:
+        nbytes = attach.shard_bytes(self.state, self.group.size) * len(self._node.ranks)
+        return ending.Ending(self.config, self._agent, self._reports, self._halting, nbytes)
 
     def abandon(self, commit_newest: bool = False) -> None:
         """End without a final checkpoint, leaving everything for a successor; not collective.
@@ -450,7 +416,7 @@ class Checkpointer:
             if sealed and self._local_enabled() and max(sealed) not in known:
                 slot = self._pool.find(max(sealed))
                 assert slot is not None
-                self._commit_sealed(max(sealed), slot)
+                self._handover.commit_sealed(max(sealed), slot)
                 self.wait(WAIT_SECONDS)
         self._shut_down(remove=False)
 
@@ -504,6 +470,8 @@ class Checkpointer:
             self._reports.lost(
                 broken.version, "the snapshot failed on some rank; it is void on all"
             )
+        if self._agreement.superseded_earlier(self._lives.generation):
+            self._berth.clear(self._node)
         self.agreed_vote = agreed.adapter
         self._collect()
         unattended = self._halting.hear(agreed)
@@ -555,8 +523,8 @@ class Checkpointer:
         if self._snapshot is not None:
             self._snapshot.barrier()
             self._snapshot = None
-        while self._finished:
-            self._report(self._finished.popleft())
+        while self._handover.finished:
+            self._report(self._handover.finished.popleft())
         self._reports.say()
 
     def _open_snapshot(self, levels: tuple[str, ...]) -> Snapshot | None:
@@ -568,7 +536,11 @@ class Checkpointer:
             self._onward.flush_when_safe(id_, self._at())
         try:
             return self._capture.take(
-                self._head(), levels, self.pack_adapter(), self._chooser(), self._on_done
+                self._head(),
+                levels,
+                self.pack_adapter(),
+                self._handover.chooser(id_, len(self._lives.lineage)),
+                self._handover.done,
             )
         except Exception as error:
             self._agreement.tell("memory", id_, BROKEN)
@@ -592,54 +564,6 @@ class Checkpointer:
         """Rank 0's metric, if it is a number."""
         metric = None if self.metric is None or self.group.rank else float(self.metric)
         return metric if metric is not None and math.isfinite(metric) else None
-
-    def _chooser(self) -> Callable[[int, int], Slot]:
-        """Who finds a slot for the version of this boundary, on the copier's thread: as long as it
-        takes, it waits for the proof that an older version is superseded."""
-        protected = self._agreement.protected(self._id())
-        lives = len(self._lives.lineage)
-
-        def choose(blocks: int, image_bytes: int) -> Slot:
-            seal_bytes, pool = seal_area_bytes(blocks, lives), self._pool
-            try:
-                return pool.choose(protected, self._agent.pinned(), seal_bytes, image_bytes)
-            except NoSlotError:
-                proven = self._agreement.last_word(protected)
-            return pool.choose(proven, self._agent.pinned(), seal_bytes, image_bytes)
-
-        return choose
-
-    def _on_done(self, snapshot: Snapshot) -> None:
-        """Sealed or failed; on the thread that did it."""
-        id_ = VersionId(snapshot.head.generation, snapshot.head.version)
-        sealed = snapshot.phase is Phase.SEALED
-        self._pool.filled(snapshot.slot, id_ if sealed else None)
-        if "local" in snapshot.levels:
-            if sealed:
-                assert snapshot.slot is not None
-                assert snapshot.manifest is not None
-                self._commit(id_, snapshot.slot, snapshot.manifest)
-            else:
-                self._agreement.tell("local", id_, BROKEN)
-        self._agreement.tell("memory", id_, DONE if sealed else BROKEN)
-        self._finished.append(snapshot)
-
-    def _commit_sealed(self, id_: VersionId, slot: Slot) -> None:
-        """Commit what was sealed at an earlier boundary."""
-        manifest = slot.manifest()
-        assert manifest is not None
-        self._commit(id_, slot, manifest)
-
-    def _commit(self, id_: VersionId, slot: Slot, manifest: Manifest) -> None:
-        self._agreement.tell_shard(id_, manifest.image_bytes, manifest.metric)
-        key = ShardKey(id_, self.group.rank, self.group.size)
-        try:
-            error = self._agent.commit(key, slot)
-        except Exception as problem:  # on the thread that sealed: a version is lost, no more
-            error = f"{type(problem).__name__}: {problem}"
-        if error:
-            self._agreement.tell("local", id_, BROKEN)
-            self._reports.not_committed_later(id_, error)
 
     # --- reports -------------------------------------------------------------------------------
 
@@ -735,7 +659,7 @@ class Checkpointer:
             self._agreement.tell("local", id_, BROKEN)
             self._reports.not_committed_later(id_, f"what was rebuilt cannot be kept: {error}")
         else:
-            self._commit_sealed(id_, slot)
+            self._handover.commit_sealed(id_, slot)
 
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
@@ -778,7 +702,7 @@ class Checkpointer:
                 self._onward.flush_when_safe(id_, self._at())
             if self._local_enabled() and id_ != local.safe and id_ not in local.open:
                 local.open.append(id_)
-                self._commit_sealed(id_, slot)
+                self._handover.commit_sealed(id_, slot)
         else:
             # Where it was sealed all the same, it is void: all ranks' shards are of one moment.
             self._pool.void(id_)

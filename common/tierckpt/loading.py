@@ -10,12 +10,12 @@ import torch
 
 from . import state as state_module
 from . import tree
+from .copyplan import as_bytes
 from .errors import StateTornError
 from .layout import Piece, TensorSpec
 from .newtensors import NewTensors
 from .outline import Contents
 from .shardfile import ShardHeader, decode_header
-from .snapshot import as_bytes
 from .state import FIXED, TrainingState, path_of
 
 

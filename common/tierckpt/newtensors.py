@@ -15,9 +15,9 @@ from collections.abc import Iterable
 import torch
 
 from . import tree
+from .copyplan import as_bytes
 from .layout import TensorSpec
 from .shardfile import ShardHeader
-from .snapshot import as_bytes
 from .state import FIXED, TrainingState, path_of
 
 LARGE_BYTES = 256 * 1024

@@ -41,6 +41,8 @@ class Parities:
         """`on_read` hears of bytes read, from any thread."""
         self._plan, self._courier, self._pool, self._on_read = plan, courier, pool, on_read
         self._mine: dict[ParityKey, tuple[ParityManifest, MappedFile]] = {}
+        self._room: dict[int, Image] = {}
+        """For the shards that are made here."""
         self._failures: list[Failure] = []
         self._checks: list[tuple[ParitySource, Future[None]]] = []
         self._close: list[Callable[[], None]] = []
@@ -89,10 +91,25 @@ class Parities:
         """The manifests of this rank's, for the others."""
         return [(key, record.encode()) for key, (record, _) in self._mine.items()]
 
+    def make_room(self, records: Mapping[ParityKey, bytes]) -> str:
+        """Take the memory for what this rank makes, before any rank waits for another; returns why
+        there is none, in words."""
+        for each in self._plan.rebuilds:
+            record = ParityManifest.decode(records[each.parities[0].key])
+            for shard in each.lost:
+                if self._plan.sources[shard].reader != self._courier.rank:
+                    continue
+                manifest = record.manifests[each.group.index(shard)]
+                try:
+                    self._room[shard] = in_memory(manifest)
+                except OSError as error:
+                    return f"no memory for shard {shard} ({manifest.image_bytes} bytes): {error}"
+        return ""
+
     def rebuild(
         self, records: Mapping[ParityKey, bytes], images: dict[int, Image]
     ) -> list[Failure]:
-        """Make this rank's part of what is lost, into `images`. Collective.
+        """Make this rank's part of what is lost, into `images`. Collective; after `make_room`.
 
         Returns the parities of groups of which something came out wrong here: one of them is
         damaged, or a shard that it was made with.
@@ -100,21 +117,17 @@ class Parities:
         suspected = []
         for each in self._plan.rebuilds:
             record = ParityManifest.decode(records[each.parities[0].key])
-            made = self._room(each, record)
-            views = {member: image.view for member, image in made.items()}
+            made = {shard: self._room[shard] for shard in each.lost if shard in self._room}
+            views = {each.group.index(shard): image.view for shard, image in made.items()}
             try:
                 rebuild(record, self._shards(each, images), self._parities(each), views)
             except (CorruptShardError, RestoreError) as error:
                 suspected += [Failure.of(s.key, s.place, error) for s in each.parities]
             else:
-                images.update({each.group[member]: image for member, image in made.items()})
+                images.update(made)
+                for shard in made:
+                    self._room.pop(shard)
         return suspected
-
-    def _room(self, each: Rebuild, record: ParityManifest) -> dict[int, Image]:
-        """Memory for what this rank makes of a group, by member."""
-        rank, sources = self._courier.rank, self._plan.sources
-        mine = [each.group.index(shard) for shard in each.lost if sources[shard].reader == rank]
-        return {member: in_memory(record.manifests[member]) for member in mine}
 
     def _shards(self, each: Rebuild, images: Mapping[int, Image]) -> dict[int, Read]:
         readers = {s.shard: s.reader for s in self._plan.sources}
@@ -152,9 +165,11 @@ class Parities:
         return read_together
 
     def close(self) -> None:
-        """Unmap, when nobody checks any more."""
+        """Unmap, when nobody checks any more; what was made is `images`'."""
         wait([check for _, check in self._checks])
         self._mine.clear()
+        for image in self._room.values():
+            image.close()
         for close in self._close:
             close()
 

@@ -247,9 +247,16 @@ class Restorer:
             suspected = []
             if all(theirs for theirs, _ in everyone):
                 records = dict(r for _, each in everyone for r in each)
+                self._see_that_there_is_room(attempt.plan, parities.make_room(records))
                 suspected = parities.rebuild(records, attempt.images)
             self.rebuild_seconds += time.perf_counter() - begin
             return suspected, parities.finish()
+
+    def _see_that_there_is_room(self, plan: RestorePlan, trouble: str) -> None:
+        """RestoreError on all ranks when one has no memory: alone, it would leave them waiting."""
+        for rank, theirs in enumerate(self.group.all_gather_object(trouble)):
+            if theirs:
+                raise RestoreError(f"{plan.id} cannot be rebuilt: rank {rank} has {theirs}")
 
     def _on_read(self, nbytes: int) -> None:
         self.volume.read(nbytes)

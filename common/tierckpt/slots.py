@@ -406,6 +406,22 @@ class JobDirectory:
                 path.unlink(missing_ok=True)
         self.remove_if_unused()
 
+    def remove_surplus(self, slots: int) -> bool:
+        """Delete segments that no trainer of a life with `slots` of them a rank will use again: of
+        ranks that are not on this machine, and those beyond. False when an agent still reads one.
+        """
+        done = True
+        with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
+            for path in self.segments():
+                rank, _, index = path.name[1:].partition(".")
+                if int(index) < slots and self.lives(int(rank)):
+                    continue
+                if _path_lockable(path):
+                    remove_segment(path)
+                else:
+                    done = False
+        return done
+
     def remove_orphans(self) -> None:
         """Delete segments and locks of ranks that no living trainer on this machine is (the life
         before had more ranks, or had them elsewhere), and what agents left that were killed."""

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     import torch
 
     from .config import Config
+    from .copyplan import Plan
     from .events import Event, EventLog
-    from .snapshot import Plan
 
 ROW_NAMES = ("training", "copier", "launches", "allreduce", "agent")
 TRAINING, COPIER, LAUNCHES, ALLREDUCE, AGENT = range(len(ROW_NAMES))

@@ -16,6 +16,7 @@ import tierckpt
 import tierckpt.agreement
 from tests.dist.training import Attached, Job, Place, attach, make_job, rank, train
 from tierckpt.ballots import SharedBallots
+from tierckpt.handover import Handover
 from tierckpt.snapshot import Snapshot
 
 
@@ -183,16 +184,16 @@ def test_save_now_returns_when_the_version_is_durable(
 def saved_now_with_a_late_hand_over(place: Place) -> tuple[int, list[str]]:
     """The copier thread seals, and is slow to hand the slot to the agent."""
     with pytest.MonkeyPatch.context() as patch:
-        done, work = tierckpt.Checkpointer._on_done, Snapshot.work
+        done, work = Handover.done, Snapshot.work
 
-        def late(self: tierckpt.Checkpointer, snapshot: Snapshot) -> None:
+        def late(self: Handover, snapshot: Snapshot) -> None:
             time.sleep(0.2)
             done(self, snapshot)
 
         def copier_only(self: Snapshot) -> bool:
             return threading.current_thread() is not threading.main_thread() and work(self)
 
-        patch.setattr(tierckpt.Checkpointer, "_on_done", late)
+        patch.setattr(Handover, "done", late)
         patch.setattr(Snapshot, "work", copier_only)
         job = make_job()
         attached = attach(job, place, memory_every_steps=0, local_every_steps=1000)

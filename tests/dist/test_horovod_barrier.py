@@ -28,7 +28,8 @@ from tests.dist.training import (
     sgd,
     train,
 )
-from tierckpt.snapshot import Binding, Phase, Snapshot
+from tierckpt.copyplan import Binding
+from tierckpt.snapshot import Phase, Snapshot
 
 PATIENCE_SECONDS = 30.0
 silent = partial(sgd, fused=True)  # which moves no version counter: only the barrier can help

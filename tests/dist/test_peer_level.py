@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -13,8 +14,11 @@ import pytest
 
 from tests import exact
 from tests.dist.training import Attached, Place, attach, make_job, rank, restored_into, train
-from tierckpt.errors import ConfigError
+from tierckpt import rebuilding
+from tierckpt.errors import ConfigError, RestoreError
+from tierckpt.images import Image
 from tierckpt.localstore import LocalStore
+from tierckpt.manifest import Manifest
 
 EARLIER, STEPS = 3, 7
 PATIENCE_SECONDS = 60.0
@@ -98,6 +102,39 @@ def test_what_the_scheme_promises_comes_back_bit_for_bit(
         assert told["rejected"] == ()
         assert told["digest"] == before[number]["course"][STEPS]
         assert told["replicated"] == before[0]["replicated"]
+
+
+def come_back_without_room(place: Place, poor: int) -> tuple[str, bool, dict[str, Any]]:
+    """One rank has no memory for what it is to make; then it has."""
+
+    def no_room(manifest: Manifest) -> Image:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    job = make_job(seed=2)
+    attached = attach(job, place, memory_every_steps=0, **settings("xor"))
+    before = job.digest()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == poor:
+            patch.setattr(rebuilding, "in_memory", no_room)
+        with pytest.raises(RestoreError) as refusal:
+            attached.ckpt.restore()
+    untouched = job.digest() == before
+    told = restored_into(job, attached)
+    attached.ckpt.close()
+    return str(refusal.value), untouched, told
+
+
+def test_a_rank_without_memory_for_what_it_is_to_make_leaves_nobody_waiting(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, "xor")
+    lose(place, tmp_path, 1)
+    for number, (why, untouched, told) in enumerate(ranks(3).run(come_back_without_room, place, 1)):
+        assert f"v{STEPS} " in why
+        assert "cannot be rebuilt: rank 1 has no memory for shard 1" in why
+        assert untouched
+        assert told["digest"] == before[number]["course"][STEPS]
 
 
 def save_every_step(place: Place) -> tuple[int, int | None]:

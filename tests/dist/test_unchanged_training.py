@@ -33,7 +33,7 @@ from tests.dist.training import (
     sgd,
     train,
 )
-from tierckpt.snapshot import Binding
+from tierckpt.copyplan import Binding
 
 CRASH = 4
 END = 7

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt import cuda, snapshot
+from tierckpt import copyplan, cuda, snapshot
 
 
 class NoEvent:
@@ -65,13 +65,13 @@ class CpuLane:
 
 @pytest.fixture
 def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuLane]:
-    make = snapshot.Plan.__init__
+    make = copyplan.Plan.__init__
 
-    def as_on_cuda(self: snapshot.Plan, *args: Any) -> None:
+    def as_on_cuda(self: copyplan.Plan, *args: Any) -> None:
         make(self, *args)
         self.device = torch.device("cuda")
 
-    monkeypatch.setattr(snapshot.Plan, "__init__", as_on_cuda)
+    monkeypatch.setattr(copyplan.Plan, "__init__", as_on_cuda)
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: NoStream())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

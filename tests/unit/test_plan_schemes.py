@@ -27,39 +27,41 @@ VERSIONS = (1, 2)
 class World:
     """Ranks of now on nodes of then, and what is left there of two versions.
 
-    Shard s was written by rank s, on node s // per_node; redundancy groups have a shard of each
-    node.
+    Shard s was written by rank s, on node `node_of[s]`. Every version has groups of its own, each
+    with a code of its own: a restart may change both. What is in no group is not protected.
     """
 
-    nodes: int
-    per_node: int
+    node_of: list[int]
     ranks: list[int]
     """The node of each rank of now."""
-    code: Code
+    codes: dict[int, dict[tuple[int, ...], Code]]
+    """By version: its groups, each in the order of its ring."""
     disks: dict[int, set[tuple[int, bool, int]]]
     """By node: (version, is parity, shard)."""
     persistent: set[int]
 
     @property
     def shards(self) -> int:
-        return self.nodes * self.per_node
+        return len(self.node_of)
 
-    def groups(self) -> list[tuple[int, ...]]:
-        return [
-            tuple(node * self.per_node + part for node in range(self.nodes))
-            for part in range(self.per_node)
-        ]
+    def group_of(self, version: int, shard: int) -> tuple[int, ...]:
+        return next(group for group in self.codes[version] if shard in group)
 
     def place(self, node: int) -> Place:
         return Place("local", f"node{node}", "/disk")
+
+    def left(self) -> set[tuple[int, bool, int]]:
+        """On the nodes that a rank of now is on."""
+        return set().union(*(self.disks[node] for node in set(self.ranks)))
 
     def seen_by(self, node: int) -> tuple[list[Found], list[FoundParity]]:
         found, parities = [], []
         for version, is_parity, shard in sorted(self.disks[node]):
             name = (VersionId(1, version), shard, self.shards)
             if is_parity:
-                group = self.groups()[shard % self.per_node]
-                made = (LINEAGE, "life", group, self.code.k, self.code.m)
+                group = self.group_of(version, shard)
+                code = self.codes[version][group]
+                made = (LINEAGE, "life", group, code.k, code.m)
                 parities.append(FoundParity(ParityKey(*name), self.place(node), *made))
             else:
                 found.append(Found(ShardKey(*name), self.place(node), LINEAGE, "life"))
@@ -67,31 +69,53 @@ class World:
 
     def can_be_made(self, version: int) -> bool:
         """By counting what is known of every row of every group."""
-        there = set().union(*(self.disks[node] for node in set(self.ranks)))
-        for group in self.groups():
-            for row in range(self.code.n):
-                word = [(s.parity, group[s.member]) for s in self.code.row(row)]
+        there = self.left()
+        grouped = {shard for group in self.codes[version] for shard in group}
+        if any((version, False, s) not in there for s in set(range(self.shards)) - grouped):
+            return False
+        for group, code in self.codes[version].items():
+            for row in range(code.n):
+                word = [(s.parity, group[s.member]) for s in code.row(row)]
                 known = [w for w in word if (version, *w) in there]
-                if any(not p and (p, s) not in known for p, s in word) and len(known) < self.code.k:
+                if any(not p and (p, s) not in known for p, s in word) and len(known) < code.k:
                     return False
         return True
 
 
+CODES = [(k, m) for k in range(1, 5) for m in range(1, 4)]
+
+
+@st.composite
+def schemes(draw: st.DrawFn, shards: int) -> dict[tuple[int, ...], Code]:
+    """Shards dealt out to groups of any sizes; one that is left over is in none."""
+    rest = draw(st.permutations(range(shards)))
+    codes = {}
+    while len(rest) > 1:
+        size = draw(st.integers(2, min(len(rest), 6)))
+        k, m = draw(st.sampled_from([(k, m) for k, m in CODES if k + m <= size]))
+        codes[tuple(rest[:size])] = Code(size, k, m)
+        rest = rest[size:]
+    return codes
+
+
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    nodes, per_node = draw(st.integers(2, 5)), draw(st.integers(1, 3))
-    k, m = draw(st.sampled_from([(k, m) for k in range(1, 4) for m in (1, 2) if k + m <= nodes]))
+    nodes = draw(st.integers(2, 5))
+    per_node = [draw(st.integers(1, 3)) for _ in range(nodes)]
+    node_of = [node for node, count in enumerate(per_node) for _ in range(count)]
+    codes = {version: draw(schemes(len(node_of))) for version in VERSIONS}
     disks: dict[int, set[tuple[int, bool, int]]] = {node: set() for node in range(nodes)}
     for node in range(nodes):
         if draw(st.integers(0, 4)) == 0:
             continue  # lost
-        own = range(node * per_node, (node + 1) * per_node)
-        disks[node] = {(v, parity, s) for v in VERSIONS for parity in (False, True) for s in own}
+        own = [shard for shard, there in enumerate(node_of) if there == node]
+        disks[node] = {(v, False, s) for v in VERSIONS for s in own}
+        disks[node] |= {(v, True, s) for v in VERSIONS for g in codes[v] for s in g if s in own}
         damaged = draw(st.lists(st.sampled_from(sorted(disks[node])), max_size=2))
         disks[node] -= set(damaged)
-    ranks = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=nodes * per_node))
+    ranks = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=len(node_of)))
     persistent = draw(st.sets(st.sampled_from(VERSIONS)))
-    return World(nodes, per_node, sorted(ranks), Code(nodes, k, m), disks, persistent)
+    return World(node_of, sorted(ranks), codes, disks, persistent)
 
 
 def inventories_of(world: World) -> tuple[list[list[Found]], list[list[FoundParity]]]:
@@ -123,7 +147,7 @@ def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
     assert plan is not None
     version = max(possible)
     assert plan.id == VersionId(1, version)
-    there = set().union(*(world.disks[node] for node in set(world.ranks)))
+    there = world.left()
     rebuilt = {shard for rebuild in plan.rebuilds for shard in rebuild.lost}
     for source in plan.sources:
         here = (version, False, source.shard) in there
@@ -132,7 +156,7 @@ def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
             assert source.rebuilt
             assert not source.direct
         elif here:
-            node = source.shard // world.per_node
+            node = world.node_of[source.shard]
             assert source.place == world.place(node)
             assert world.ranks[source.reader] == node
         else:
@@ -141,7 +165,7 @@ def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
     for rebuild in plan.rebuilds:
         for parity in rebuild.parities:
             assert rebuild.group[parity.member] == parity.key.shard
-            assert world.ranks[parity.reader] == parity.key.shard // world.per_node
+            assert world.ranks[parity.reader] == world.node_of[parity.key.shard]
 
 
 @given(worlds())
@@ -153,8 +177,10 @@ def test_no_parity_is_read_that_nothing_is_made_of(world: World) -> None:
     for rebuild in plan.rebuilds if plan else ():
         left = {key.shard for key in rebuild.left}
         taken = set()
-        for row in range(world.code.n):
-            word = [(s.parity, rebuild.group[s.member]) for s in world.code.row(row)]
+        assert plan is not None
+        code = world.codes[plan.id.version][rebuild.group]
+        for row in range(code.n):
+            word = [(s.parity, rebuild.group[s.member]) for s in code.row(row)]
             lacking = sum(not is_parity and shard in rebuild.lost for is_parity, shard in word)
             parity = enumerate(shard for is_parity, shard in word if is_parity)
             taken |= set([(shard, p) for p, shard in parity if shard in left][:lacking])

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from tierckpt import attach, state
+from tierckpt.copyplan import Plan
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.layout import UNIT_BYTES
-from tierckpt.snapshot import Plan
 from tierckpt.state import TrainingState, label_optimizers, refuse_model, unwrap
 
 

@@ -117,7 +117,7 @@ class TinyJob:
         """Wait until the version of the last boundary is in memory, and the agent has no work."""
         snapshot = self.checkpointer._snapshot
         deadline = time.monotonic() + timeout_seconds
-        while snapshot and not any(s is snapshot for s in self.checkpointer._finished):
+        while snapshot and not any(s is snapshot for s in self.checkpointer._handover.finished):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"v{snapshot.head.version} is still being copied")
             time.sleep(0.001)

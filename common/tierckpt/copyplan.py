@@ -1,0 +1,230 @@
+"""What a snapshot copies: from which live tensors, block by block, and where to.
+
+A `Plan` outlives the snapshots that follow it. What goes round at every boundary is a few C loops
+over lists that were made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+
+from . import tree
+from .layout import Layout, TensorSpec, plan_layout
+from .shardfile import encode_header
+from .slots import Slot
+from .state import TrainingState, Walk
+
+Part = Callable[[int, int], torch.Tensor]
+"""Bytes of elements `[low, high)` of a piece."""
+
+
+class Plan:
+    """A layout together with the live tensors behind it: what to copy, from where.
+
+    Good until the state's structure changes or a tensor moves: see `fits`. Everything that a
+    boundary does with it runs in C loops over lists made here, so that thousands of small tensors
+    do not become a stall.
+    """
+
+    def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
+        entries = state.entries(walk)
+        own = [(n, t) for n, t, p in entries if id(p) in walk.own_params]
+        entries = [entry for entry in entries if id(entry[2]) not in walk.own_params]
+        specs = [tree.spec_of(t, n) for n, t, _ in entries]
+        self.buffers = _Buffers([*state.buffer_entries(walk), *own])
+        self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
+        self.structure = state.structure()
+        self.has_odd = bool(walk.odd)
+        self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
+        self._containers = state.containers()
+        self._values = _values(self._containers)
+        self._own = [t for _, t in own]
+        self._counted = [(n, t) for n, t, _ in entries if not t.is_inference()]
+        self._counted_tensors = [t for _, t in self._counted]
+        self._tensors = walk.tensors
+        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._groups = state.group_sizes()
+        self._headers: dict[int, tuple[bytes, int]] = {}
+        self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.own]
+        self.striped_blocks = {i for i, b in enumerate(self.layout.blocks) if not b.own}
+        self.blocks_of: dict[int, list[int]] = {}
+        """Striped blocks by `id()` of the parameter whose layer they belong to."""
+        self._sources = self._find_sources(specs, entries)
+        self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+
+    def _find_sources(
+        self,
+        specs: list[TensorSpec],
+        entries: list[tuple[str, torch.Tensor, torch.Tensor]],
+    ) -> list[torch.Tensor | Part]:
+        """Every piece's bytes: a view, or a function that copies where no view is possible."""
+        live = {s.name: (t, p) for s, (_, t, p) in zip(specs, entries, strict=True)}
+        sources: list[torch.Tensor | Part] = []
+        owners: list[int | None] = []
+        for piece in self.layout.pieces:
+            name, low, high = piece.spec.name, piece.start, piece.stop
+            if piece.own:
+                sources.append(as_bytes(self.buffers.staged[name]))
+                owners.append(None)
+                continue
+            tensor, param = live[name]
+            owners.append(id(param))
+            if tree.is_dense(tensor):
+                sources.append(as_bytes(tree.flat(tensor)[low:high]))
+            else:  # e.g. strided with gaps: made row-major when it is copied
+                sources.append(_row_major(tensor, low))
+        for index, block in enumerate(self.layout.blocks):
+            for part in block.parts:
+                owner = owners[part[0]]
+                blocks = self.blocks_of.setdefault(owner, []) if owner is not None else []
+                if not blocks or blocks[-1] != index:
+                    blocks.append(index)
+        return sources
+
+    def fits(self, state: TrainingState) -> bool:
+        """True while the very same tensors are where they were when the plan was made."""
+        now = state.containers()
+        if len(now) != len(self._containers) or not all(map(is_, now, self._containers)):
+            return False
+        if self.has_odd:
+            tensors = state.walk().tensors
+            if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+                return False
+        else:
+            values = _values(now)
+            if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+                return False
+        return (
+            list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
+            and state.group_sizes() == self._groups
+            and self.buffers.fit([*state.live_buffers(), *self._own])
+        )
+
+    def counters(self) -> list[int]:
+        """Autograd's version counters of all striped tensors: a cheap check for torn copies."""
+        return list(map(_version_counter, self._counted_tensors))
+
+    def changed_since(self, counters: list[int]) -> list[str]:
+        """Names of the tensors whose counters have moved."""
+        both = zip(self._counted, counters, self.counters(), strict=True)
+        return [name for (name, _), then, now in both if then != now]
+
+    def header(self, rank_state_bytes: int) -> tuple[bytes, int]:
+        """The shard's header and the length of its data, with some room for the tree to grow."""
+        for room in self._headers:
+            if rank_state_bytes <= room <= 4 * rank_state_bytes:
+                return self._headers[room]
+        room = rank_state_bytes + rank_state_bytes // 4
+        self._headers[room] = encode_header(self.layout, room, self.structure)
+        return self._headers[room]
+
+    def source(self, block: int) -> tuple[list[torch.Tensor], list[int]]:
+        """The bytes of a block, in order, and their lengths."""
+        known = self._block_sources.get(block)
+        if known is not None:
+            return known
+        parts, views = [], True
+        for index, low, high in self.layout.blocks[block].parts:
+            piece, source = self.layout.pieces[index], self._sources[index]
+            if not isinstance(source, torch.Tensor):
+                views = False
+                parts.append(source(low, high))
+                continue
+            size = piece.spec.itemsize_bytes
+            whole = high - low == piece.stop - piece.start
+            parts.append(source if whole else source[low * size : high * size])
+        found = (parts, [p.numel() for p in parts])
+        if views:
+            self._block_sources[block] = found
+        return found
+
+
+_version_counter = attrgetter("_version")
+
+
+def _values(containers: list[dict[Any, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, containers)))
+
+
+class _Buffers:
+    """The staging memory of buffers, and of all else that is every rank's own: one tensor per dtype
+    and device, filled by one call each."""
+
+    def __init__(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.specs = [tree.spec_of(t, n) for n, t in named]
+        self._live = [t for _, t in named]
+        self.staged: dict[str, torch.Tensor] = {}
+        """By name, flat in memory order."""
+        self._batches: list[tuple[torch.Tensor, list[int]]] = []
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, tensor in enumerate(self._live):
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
+        for (dtype, device), members in kinds.items():
+            sizes = [self._live[i].numel() for i in members]
+            staging = torch.empty(sum(sizes), dtype=dtype, device=device)
+            self._batches.append((staging, members))
+            for i, part in zip(members, staging.split(sizes), strict=True):
+                self.staged[named[i][0]] = part
+        self._look()
+
+    def _look(self) -> None:
+        self._pointers = [t.data_ptr() for t in self._live]
+        self._flat = [tree.flat(t) for t in self._live]
+        self._views = all(
+            f.data_ptr() == p for f, p in zip(self._flat, self._pointers, strict=True)
+        )
+
+    def fit(self, live: list[torch.Tensor]) -> bool:
+        """Follow buffers that were replaced by others like them; False when the layout changed."""
+        if len(live) != len(self._live):
+            return False
+        if all(map(is_, live, self._live)) and self._pointers == [t.data_ptr() for t in live]:
+            return True
+        if any(tree.spec_of(t, s.name) != s for t, s in zip(live, self.specs, strict=True)):
+            return False
+        self._live = live
+        self._look()
+        return True
+
+    def stage(self) -> None:
+        """Copy the buffers aside, on their own devices."""
+        if not self._views:  # some are not dense: their flat form is a copy
+            self._flat = [tree.flat(t) for t in self._live]
+        for staging, members in self._batches:
+            torch.cat([self._flat[i] for i in members], out=staging)
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """A 1-d tensor's memory as uint8, shared."""
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def _row_major(tensor: torch.Tensor, start: int) -> Part:
+    """Of the piece that begins at element `start`."""
+    return lambda low, high: as_bytes(tree.row_major(tensor, start + low, start + high))
+
+
+class Binding:
+    """A slot as the copier sees it: one byte tensor over its image."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.view = slot.image()
+        self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
+
+    def copy_block(self, plan: Plan, block: int, start: int) -> memoryview:
+        """Copy one block to `start` bytes past its offset (the header's length); returns it."""
+        layout_block = plan.layout.blocks[block]
+        low = start + layout_block.offset
+        target = self.tensor.narrow(0, low, layout_block.nbytes)
+        parts, sizes = plan.source(block)
+        if len(parts) == 1:
+            target.copy_(parts[0])
+        else:
+            torch._foreach_copy_(list(target.split(sizes)), parts)
+        return self.view[low : low + layout_block.nbytes]

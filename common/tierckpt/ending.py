@@ -1,0 +1,66 @@
+"""Ending: what the end of a job waits for, how long, and what it says meanwhile.
+
+Other ranks wait in a collective while one waits for its disk, and a scheduler waits for nobody. So
+every wait here has an end, and what is behind then is named.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from .agentclient import AgentClient
+from .config import Config
+from .halting import Halting
+from .reports import Reports
+
+NOTICE_SECONDS = 5.0
+"""When a wait for the disk, for other nodes or for the persistent level is longer, it is said."""
+DISK_SECONDS, DISK_BYTES_PER_SECOND, MOST_DISK_SECONDS = 600.0, 10e6, 1500.0
+"""The end waits so long for the local level, and what a node's shards take at that rate: a disk
+that has not taken them by then is as good as dead. No longer than that, as other ranks wait in a
+collective, which gloo ends after half an hour."""
+
+
+class Ending:
+    """One `close()`. Training thread; not collective."""
+
+    def __init__(
+        self, config: Config, agent: AgentClient, reports: Reports, halting: Halting, nbytes: int
+    ) -> None:
+        """It begins now. `nbytes`: of a version, all shards of this node together."""
+        self._config, self._agent, self._reports, self._halting = config, agent, reports, halting
+        seconds = min(DISK_SECONDS + nbytes / DISK_BYTES_PER_SECOND, MOST_DISK_SECONDS)
+        granted = halting.seconds_to_wait()
+        self.last_call = time.monotonic() + min(seconds, seconds if granted is None else granted)
+        """Until when the node's disk is waited for, by `time.monotonic()`: less where the
+        allocation ends."""
+
+    def disk_has_all(self, wait: Callable[[float], bool]) -> bool:
+        """Until all is committed, at most until `last_call`. False when it is not, which an event
+        then says of each version. `wait` is `Checkpointer.wait`."""
+        done = wait(max(self.last_call - time.monotonic(), 0.0))
+        for id_ in () if done else self._agent.committing():
+            why = f"{self._config.directory} does not answer, and the job ends"
+            self._reports.not_committed_later(id_, why)
+        self._reports.say()
+        return done
+
+    def await_others(self) -> None:
+        """Other nodes and the persistent level: the scheduler may take the node when we are gone.
+        Says that it waits."""
+        if self._agent.wait(NOTICE_SECONDS, everything=True):
+            return
+        names = {"peer": "other nodes", "persistent": self._config.persistent.path}
+        where = " and ".join(names[level] for level in self._agent.behind())
+        self._reports.notice(f"waiting until everything is with {where}", logging.INFO)
+        if not self._agent.wait(self._halting.seconds_to_wait(), everything=True):
+            self._reports.notice(
+                f"not everything is with {where}, and the allocation ends: what is on local disks "
+                "is left to the next life",
+                logging.WARNING,
+            )
+
+
+__all__ = ["Ending"]

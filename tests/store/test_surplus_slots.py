@@ -1,0 +1,108 @@
+"""Slots of earlier lives that this one has no use for: gone once all ranks have something newer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.slots import JobDirectory, Slot, pin, take_lock
+from tierckpt.testing import TinyJob
+
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture
+def settings(tmp_path: Path, shm_dir: Path) -> dict[str, Any]:
+    return {"path": tmp_path / "ckpts", "shm_dir": str(shm_dir), "local_every_steps": 1000}
+
+
+def segments(job: TinyJob) -> list[str]:
+    return [p.name for p in folder(job).segments()]
+
+
+def folder(job: TinyJob) -> JobDirectory:
+    return job.checkpointer._berth.job
+
+
+def with_three_slots(settings: dict[str, Any]) -> int:
+    """A life that ends with its newest version in the third slot; returns that version."""
+    job = TinyJob(**settings, slots=3)
+    job.checkpointer.restore()
+    while True:
+        job.run(job.iteration + 1)
+        job.checkpointer.wait()
+        third = job.checkpointer._pool.slots[2]
+        manifest = third.manifest() if third is not None else None
+        if manifest is not None and manifest.version == job.checkpointer.version:
+            break
+    job.checkpointer.abandon()
+    return manifest.version
+
+
+def test_a_successor_with_fewer_slots_comes_back_from_and_then_removes_them(
+    settings: dict[str, Any],
+) -> None:
+    newest = with_three_slots(settings)
+    with TinyJob(**settings, slots=2) as job:
+        restored = job.restore()
+        assert (restored.version, restored.levels) == (newest, {"memory": 1})
+        assert segments(job) == ["r00000.0", "r00000.1", "r00000.2"]
+        job.run(newest + 1)
+        job.checkpointer.wait()
+        assert "r00000.2" in segments(job)  # the only one that all ranks are known to have
+        job.run(newest + 2)
+        assert segments(job) == ["r00000.0", "r00000.1"]
+
+
+def test_slots_of_ranks_that_are_not_here_any_more(settings: dict[str, Any]) -> None:
+    with TinyJob(**settings) as job:
+        place = folder(job)
+        Slot.create(place.slot_path(1, 0), "r00001.0", 4096, 4096).close()
+        Slot.create(place.slot_path(2, 0), "r00002.0", 4096, 4096).close()
+        other = take_lock(place.lock_path(2))  # POSIX: for this process it is not locked
+        assert other is not None
+        os.close(other)
+        job.run(3)
+        assert segments(job) == ["r00000.0", "r00000.1"]
+
+
+def held(path: Path, is_lock: bool, told: Connection) -> None:
+    """Another process: a living trainer, or an agent at work on a slot."""
+    if is_lock:
+        assert take_lock(path) is not None
+    else:
+        pin(os.open(path, os.O_RDWR))
+    told.send("held")
+    signal.pause()
+
+
+@pytest.mark.parametrize("by", ["its trainer", "an agent"])
+def test_what_somebody_holds_stays_as_long(settings: dict[str, Any], by: str) -> None:
+    with TinyJob(**settings) as job:
+        place = folder(job)
+        path = place.slot_path(1, 0)
+        Slot.create(path, path.name, 4096, 4096).close()
+        ours, theirs = get_context("fork").Pipe()
+        lock = by == "its trainer"
+        what = place.lock_path(1) if lock else path
+        process = get_context("fork").Process(target=held, args=(what, lock, theirs))
+        process.start()
+        try:
+            assert ours.poll(PATIENCE_SECONDS)
+            job.run(4)
+            assert path.name in segments(job)
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+            ours.close()
+            theirs.close()
+        job.run(5)
+        assert (path.name in segments(job)) == lock  # looked at once; the end looks again
+    assert not path.exists()
