@@ -29,7 +29,8 @@ class Work:
 class Sample:
     """One visit to a level. Wall seconds of whole blocks are measured from outside.
 
-    alone: while the training is idle; bare_seconds: the same bytes with nothing around them.
+    alone: while the training is idle; bare_seconds, bare_cpu_s: the same bytes with nothing around
+    them, each time, and all nodes' CPU seconds of all times.
     compute_s: a block of the training alone; overall_s: a block and the work, begun at once, until
     both are over. plain_s, beside_s: the timed steps of such blocks.
     """
@@ -40,6 +41,7 @@ class Sample:
     overall_s: float
     plain_s: float
     beside_s: float
+    bare_cpu_s: float = 0.0
 
     @property
     def overlap(self) -> float:
@@ -72,6 +74,7 @@ class Row:
     bare_seconds: Spread | None = None
     of_bare: Spread | None = None
     cpu_s: Spread | None = None
+    bare_cpu_s: Spread | None = None
     overlap: Spread | None = None
     slowdown: Spread | None = None
     samples: list[Sample] = field(default_factory=list, repr=False)
@@ -83,6 +86,7 @@ class Row:
         self.bare_seconds = spread(s for sample in each for s in sample.bare_seconds)
         self.of_bare = spread(mean(s.bare_seconds) / mean(s.alone.seconds) for s in each)
         self.cpu_s = spread(s.alone.cpu_s / len(s.alone.seconds) for s in each)
+        self.bare_cpu_s = spread(s.bare_cpu_s / len(s.bare_seconds) for s in each)
         self.overlap = spread(s.overlap for s in each)
         self.slowdown = spread(s.slowdown for s in each)
 

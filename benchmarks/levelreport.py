@@ -18,7 +18,7 @@ HEADERS = (
     "bare",
     "bare GB/s",
     "of the bare (min..max)",
-    "CPU-s/GB",
+    "CPU-s/GB, ours / bare",
     "slowdown % (min..max)",
     "overlap % (min..max)",
 )
@@ -30,7 +30,7 @@ def table(rows: list[Row]) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    if not (row.seconds and row.bare_seconds and row.of_bare and row.cpu_s):
+    if not (row.seconds and row.bare_seconds and row.of_bare and row.cpu_s and row.bare_cpu_s):
         return (row.name, "not measured")
     middle, low, high = (
         row.data_bytes / s / 1e9 for s in (row.seconds.median, row.seconds.high, row.seconds.low)
@@ -41,7 +41,9 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.bare,
         f"{row.data_bytes / row.bare_seconds.median / 1e9:.3f}",
         f"{row.of_bare.median:.2f} ({row.of_bare.low:.2f}..{row.of_bare.high:.2f})",
-        f"{row.cpu_s.median / row.data_bytes * 1e9:.2f}",
+        " / ".join(
+            f"{cpu_s.median / row.data_bytes * 1e9:.2f}" for cpu_s in (row.cpu_s, row.bare_cpu_s)
+        ),
         _percent(row.slowdown),
         _percent(row.overlap),
     )

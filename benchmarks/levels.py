@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ from ours import OursLevels
 
 LEAST_STEPS = 4
 """Timed beside a level's work; what is shorter is repeated until it takes as long."""
+TOGETHER = "all"
+"""How all levels at once are asked for."""
+NAMES = (*dict.fromkeys(level.name.split(",")[0].split()[0] for level in LEVELS), TOGETHER)
 UNTIMED_STEPS = 2
 """Of a block: one to warm up, one to settle."""
 
@@ -38,6 +42,11 @@ UNTIMED_STEPS = 2
 def say(text: str) -> None:
     """Progress, for whoever waits."""
     print(text, file=sys.stderr, flush=True)
+
+
+def chosen(names: Sequence[str]) -> list[Level]:
+    """Levels whose names begin with one of these."""
+    return [level for level in LEVELS if level.name.startswith(tuple(names))]
 
 
 @dataclass(frozen=True)
@@ -55,13 +64,14 @@ class Bench:
         """What is started ends with `stack`."""
         self.options, self.place = options, place
         self.nbytes = options.shard_mb << 20
-        count = max(level.nodes for level in LEVELS)
+        levels = chosen(options.levels)
+        count = max((level.nodes for level in levels), default=1)
         rate = options.link_mbit * 1e6 / 8
         self.nodes = stack.enter_context(closing(Nodes(count, self.nbytes, place, rate)))
         self.team = self._team(Method.name, stack)
         self.ours = self._team(OursLevels.name, stack)
         self.ours.command("attach")
-        self.rows = {level: self._row(level) for level in LEVELS}
+        self.rows = {level: self._row(level) for level in levels}
         self.all_levels = AllLevels(options.every)
         self._cadence: dict[Level, Cadence] = {}
 
@@ -96,7 +106,7 @@ class Bench:
         self.team.block(LEAST_STEPS, checkpoints=False)
         steps = 2 * LEAST_STEPS
         step_s = block_seconds(self.team.block(steps, checkpoints=False)) / steps
-        for level in LEVELS:
+        for level in self.rows:
             self.nodes.do(level.orders(self.nodes, 1))
             alone_s = self.nodes.do(level.orders(self.nodes, 1)).span_s
             repeat = max(1, round((LEAST_STEPS + UNTIMED_STEPS) * step_s / alone_s))
@@ -108,7 +118,8 @@ class Bench:
         """Each level once, and all of them together."""
         for level, row in self.rows.items():
             row.samples.append(self._sample(level))
-        self.all_levels.visits.append(measure_visit(self.ours, self.ours, self.options.steps))
+        if TOGETHER in self.options.levels:
+            self.all_levels.visits.append(measure_visit(self.ours, self.ours, self.options.steps))
 
     def _sample(self, level: Level) -> Sample:
         """Alone, bare, and beside the training, which is timed without it before and after."""
@@ -130,6 +141,7 @@ class Bench:
             overall_s=overall_s,
             plain_s=mean(map(block_seconds, (before, after))),
             beside_s=block_seconds(beside),
+            bare_cpu_s=bare.cpu_s,
         )
 
     def _train(self, steps: int) -> tuple[Block, float]:
@@ -200,6 +212,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--toy", action="store_true", help="4 MiB shards, some 20 seconds")
     parser.add_argument("--shard-mb", type=int, help="size of a node's shard; default 64, toy 4")
     parser.add_argument(
+        "--levels", default=",".join(NAMES), help=f"some of {','.join(NAMES)}; default: all of them"
+    )
+    parser.add_argument(
         "--link-mbit", type=int, default=100, help="of each node's cable, each way; 0: no limit"
     )
     parser.add_argument("--model", choices=models.NAMES, help="default: linear, with --toy toy")
@@ -212,6 +227,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--plot", type=Path, help="draw the picture here (needs matplotlib)")
     options = parser.parse_args()
+    options.levels = options.levels.split(",")
+    if strange := sorted(set(options.levels) - set(NAMES)):
+        parser.error(f"--levels: {strange[0]!r} is none of {', '.join(NAMES)}")
     options.shard_mb = options.shard_mb or (4 if options.toy else 64)
     options.model = options.model or ("toy" if options.toy else "linear")
     options.every = options.every or 32

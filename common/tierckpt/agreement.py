@@ -164,6 +164,8 @@ class Agreement:
             less_memory_us=-figures.memory_us,
             less_local_us=-figures.local_us,
             less_local_steps=-figures.local_steps,
+            less_persistent_us=-figures.persistent_us,
+            less_persistent_steps=-figures.persistent_steps,
             adapter=adapter,
         )
         self._asked = False

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .config import PersistentConfig
@@ -292,6 +293,8 @@ class RestorePlan:
 
 
 Bad = frozenset[tuple[ShardKey, Place]]
+Readers = Mapping[tuple[ShardKey, Place], int]
+"""Who read a copy at an earlier try, and has it."""
 
 
 def plan_restore(
@@ -299,12 +302,14 @@ def plan_restore(
     bad: Bad = frozenset(),
     version: int | None = None,
     parities: Sequence[Sequence[FoundParity]] = (),
+    readers: Readers = MappingProxyType({}),
 ) -> RestorePlan | None:
     """The newest version whose every shard is somewhere, or can be rebuilt, each shard from its
     cheapest place.
 
     All shards of a version are of one life. `bad` are copies found damaged; `version` asks for that
-    one only. None when there is no such version. Same inputs, same plan: every rank calls this.
+    one only; `readers` read the same copies again. None when there is no such version. Same inputs,
+    same plan: every rank calls this.
     """
     seen: dict[tuple[str, ShardKey], dict[Place, list[int]]] = {}
     lineages: dict[VersionId, Lineage] = {}
@@ -328,7 +333,7 @@ def plan_restore(
             for there in (near, places_of):
                 rebuilds = plan_rebuilds(keys, there, parities, life, bad)
                 if rebuilds is not None:
-                    sources = tuple(_assign(keys, there, len(inventories)))
+                    sources = tuple(_assign(keys, there, len(inventories), readers))
                     return RestorePlan(id_, sources, life, rebuilds)
     return None
 
@@ -401,7 +406,10 @@ def _parity_source(
 
 
 def _assign(
-    keys: Sequence[ShardKey], places_of: dict[ShardKey, dict[Place, list[int]]], ranks: int
+    keys: Sequence[ShardKey],
+    places_of: dict[ShardKey, dict[Place, list[int]]],
+    ranks: int,
+    had: Readers,
 ) -> Iterator[Source]:
     """Pick a place and a reader for every shard; readers as evenly loaded as places allow.
 
@@ -410,6 +418,13 @@ def _assign(
     that a rank of then is now (see `mending`).
     """
     load, making = [0] * ranks, [0] * ranks
+    nearest = {
+        key: min(places, key=lambda p: (LEVELS.index(p.level), p))
+        for key, places in places_of.items()
+    }
+    known = {key: had[key, place] for key, place in nearest.items() if (key, place) in had}
+    for reader in known.values():
+        load[reader] += 1
     for key in keys:
         places = places_of.get(key)
         if places is None:
@@ -417,12 +432,15 @@ def _assign(
             making[maker] += 1
             yield Source(key.shard, REBUILT, maker, direct=False)
             continue
-        place = min(places, key=lambda p: (LEVELS.index(p.level), p))
+        place = nearest[key]
         everywhere = place.host == EVERYWHERE
         readers = list(range(ranks)) if everywhere else places[place]
         home = key.shard * ranks // len(keys) if everywhere else key.shard
-        reader = _least(home, readers, load)
-        load[reader] += 1
+        if key in known:
+            reader = known[key]
+        else:
+            reader = _least(home, readers, load)
+            load[reader] += 1
         # What has to be decoded is decoded once, and not by every rank.
         direct = len(readers) == ranks and not everywhere and not place.encoded
         yield Source(key.shard, place, reader, direct=direct)

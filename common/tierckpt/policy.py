@@ -59,10 +59,12 @@ class Vote:
     unattended: int = 0
     """1 when this rank's script has evidently never asked whether the job is to end."""
     less_step_us: int = 0
-    """This and the next three: `tuning.Figures` of this rank, negative as `less_bytes` is."""
+    """This and the next five: `tuning.Figures` of this rank, negative as `less_bytes` is."""
     less_memory_us: int = 0
     less_local_us: int = 0
     less_local_steps: int = 0
+    less_persistent_us: int = 0
+    less_persistent_steps: int = 0
     adapter: int = 0
     """An adapter's own, see `Checkpointer.own_vote`."""
 
@@ -88,6 +90,8 @@ class Vote:
             self.less_memory_us,
             self.less_local_us,
             self.less_local_steps,
+            self.less_persistent_us,
+            self.less_persistent_steps,
             self.adapter,
         ]
 
@@ -100,7 +104,12 @@ class Vote:
     def figures(self) -> Figures:
         """The largest of all ranks, each."""
         return Figures(
-            -self.less_step_us, -self.less_memory_us, -self.less_local_us, -self.less_local_steps
+            -self.less_step_us,
+            -self.less_memory_us,
+            -self.less_local_us,
+            -self.less_local_steps,
+            -self.less_persistent_us,
+            -self.less_persistent_steps,
         )
 
 
@@ -209,7 +218,7 @@ class Schedule:
         if self.config.uses("persistent") and (
             asked
             or agreed.persistent_time_left == 0
-            or _crossed(self.last_persistent, version, self.config.persistent.every_steps)
+            or self._steps_passed("persistent", self.last_persistent, version)
         ):
             due |= {"local", "persistent"}
         return due

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from .config import AUTO, Config, LocalConfig, MemoryConfig
+from .config import AUTO, Config, LocalConfig, MemoryConfig, PersistentConfig
 from .interval import SHARES, Level, optimum, rates, whole_steps, within_budget
 
 WINDOW_STEPS = 32
@@ -25,7 +25,7 @@ ENOUGH_STEPS = 4
 """Nothing is said of a kind of step before so many of it were seen."""
 LOOK_STEPS = 16
 """Intervals change at multiples of this only."""
-FIRST_STEPS = {"memory": 4, "local": 32}
+FIRST_STEPS = {"memory": 4, "local": 32, "persistent": 256}
 """Intervals until something is known."""
 PROBE_STEPS = 16
 """Where a version is due at every step, one in so many is left out, to see a step without."""
@@ -47,6 +47,10 @@ class Figures:
     """Microseconds that the agent's writing of one to local adds to the steps meanwhile."""
     local_steps: int = 0
     """How many steps that is."""
+    persistent_us: int = 0
+    """Microseconds that a flush to the persistent level adds to the steps meanwhile."""
+    persistent_steps: int = 0
+    """How many steps that is."""
 
 
 UNKNOWN = Figures()
@@ -55,7 +59,10 @@ UNKNOWN = Figures()
 class Meter:
     """How long this rank's steps take, by what is done meanwhile. Training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, tells_flushes: bool = False) -> None:
+        """`tells_flushes`: what a flush costs is to be known; without, it is a part of all steps,
+        as where the store is so slow that one is always under way."""
+        self._tells_flushes = tells_flushes
         self._plain: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._copying: deque[float] = deque(maxlen=WINDOW_STEPS)
         """Seconds of steps with a version to memory, but nothing written to local."""
@@ -64,28 +71,54 @@ class Meter:
         """Of each version to local: the seconds it added, and the steps meanwhile."""
         self._commit: list[tuple[float, int, bool]] = []
         """Steps of the one under way: seconds, steps, and whether a version was copied, too."""
-        self._last: tuple[float, int, bool, bool] | None = None
+        self._beside_flush: deque[float] = deque(maxlen=WINDOW_STEPS)
+        """Seconds that steps during a flush took longer than others of their kind."""
+        self._flushes: deque[int] = deque(maxlen=WINDOW_COMMITS)
+        """Steps that each flush lasted."""
+        self._flush_steps = 0
+        """Of the one under way."""
+        self._last: tuple[float, int, bool, bool, bool] | None = None
 
     def stalled(self, seconds: float) -> None:
         """A version to memory kept the training thread for so long: it cost at least that."""
         self._stalls.append(seconds)
 
-    def boundary(self, now_seconds: float, version: int, take: Collection[str], busy: bool) -> None:
+    def boundary(
+        self,
+        now_seconds: float,
+        version: int,
+        take: Collection[str],
+        busy: bool,
+        flushing: bool = False,
+    ) -> None:
         """A step is over, at any monotonic clock's `now_seconds`, and the next begins.
 
-        `take`: the levels that this version goes to; `busy`: the agent is writing an older one.
+        `take`: the levels that this version goes to; `busy`: the agent is writing an older one;
+        `flushing`: some node may be flushing one to the persistent level.
         """
         if self._last is not None:
-            begin, before, copied, written = self._last
+            begin, before, copied, written, flushed = self._last
             steps = max(1, version - before)
-            self._passed(now_seconds - begin, steps, copied, written)
+            self._flush_steps += steps * flushed
+            self._passed(now_seconds - begin, steps, copied, written, flushed)
         if self._commit and not busy:  # true also where the next is taken: it waits for this one
             self._end_commit()
-        self._last = now_seconds, version, bool(take), busy or "local" in take
+        if self._flush_steps and not flushing:
+            self._flushes.append(self._flush_steps)
+            self._flush_steps = 0
+        flushing = flushing and self._tells_flushes
+        self._last = now_seconds, version, bool(take), busy or "local" in take, flushing
 
-    def _passed(self, seconds: float, steps: int, copied: bool, written: bool) -> None:
+    def _passed(
+        self, seconds: float, steps: int, copied: bool, written: bool, flushed: bool
+    ) -> None:
         if written:
             self._commit.append((seconds, steps, copied))
+        elif flushed:
+            usual = steps * self._step_seconds()
+            usual += self._memory_seconds() if copied and self._plain else 0.0
+            if self._step_seconds():
+                self._beside_flush.append((seconds - usual) / steps)
         elif copied:
             # What it adds to one step, also where a loop makes several between two boundaries.
             self._copying.append(seconds - (steps - 1) * (_median(self._plain) or seconds / steps))
@@ -126,7 +159,14 @@ class Meter:
             memory_us=_us(memory) if memory else 0,
             local_us=_us(median(s for s, _ in commits)) if commits else 0,
             local_steps=max((n for _, n in commits), default=0),
+            persistent_us=self._flush_us(),
+            persistent_steps=max(self._flushes, default=0),
         )
+
+    def _flush_us(self) -> int:
+        if not self._flushes or not self._known(self._beside_flush):
+            return 0
+        return _us(max(0.0, median(self._beside_flush)) * median(self._flushes))
 
 
 def _median(values: Iterable[float]) -> float:
@@ -161,8 +201,8 @@ class Tuner:
     """The intervals; a function of agreed figures alone, so alike on every rank."""
 
     def __init__(self, config: Config) -> None:
-        tables: dict[str, MemoryConfig | LocalConfig]
-        tables = {"memory": config.memory, "local": config.local}
+        tables: dict[str, MemoryConfig | LocalConfig | PersistentConfig]
+        tables = {"memory": config.memory, "local": config.local, "persistent": config.persistent}
         self.every_steps = {n: FIRST_STEPS[n] for n, t in tables.items() if t.every_steps == AUTO}
         """By level: those that are automatic."""
         self._budget = config.overhead_budget
@@ -182,7 +222,13 @@ class Tuner:
 
         `before`: the version of the last boundary.
         """
-        costs_us = {"memory": agreed.memory_us, "local": agreed.local_us}
+        costs_us = {
+            "memory": agreed.memory_us,
+            "local": agreed.local_us,
+            "persistent": agreed.persistent_us,
+        }
+        # As long again as one lasts, so that steps without it are seen, too.
+        latency_steps = {"local": 2 * agreed.local_steps, "persistent": 2 * agreed.persistent_steps}
         known = [name for name in self.every_steps if costs_us[name]]
         if version // LOOK_STEPS == before // LOOK_STEPS or not agreed.step_us or not known:
             return ()
@@ -192,8 +238,7 @@ class Tuner:
                 name,
                 costs_us[name] / 1e6,
                 self._rates[name],
-                # As long again, so that steps without it are seen, too.
-                latency_seconds=2 * agreed.local_steps * step_seconds if name == "local" else 0.0,
+                latency_seconds=latency_steps.get(name, 0) * step_seconds,
             )
             for name in known
         ]

@@ -17,6 +17,7 @@ from tests.dist.restartjob import (
 )
 from tests.slurm_here import slurm_missing
 from tests.slurmcluster import SlurmCluster
+from tests.thorough import on_demand
 
 pytestmark = pytest.mark.skipif(bool(slurm_missing()), reason=slurm_missing())
 
@@ -111,5 +112,24 @@ def test_suspended_and_then_told_that_its_time_is_over(
     ended_well(cluster, job, number)
     assert cluster.job(number)["Restarts"] == "1"
     assert job.starts()[1]["start"] > HALF
+    assert [x["step"] for x in job.lines(0) if "step" in x] == list(range(STEPS)), "nothing twice"
+    assert [job.curve(rank) for rank in range(RANKS)] == undisturbed
+
+
+@on_demand("a limit of Slurm's is a minute at least; the same end is tested with times made up")
+def test_the_allocations_end_is_seen_before_slurm_sees_to_it(
+    cluster: SlurmCluster,
+    job: RestartJob,
+    undisturbed: list[Curve],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TIERCKPT_HALT_SECONDS_LEFT", "40")
+    job.options += ["--step-seconds", "0.35"]
+    limit = ["--time=1", "--signal=USR1@1"]  # which would be too late
+    number = submit(cluster, job, "slurm_requeue.sbatch", f"--nodes={RANKS}", *limit)
+    job.wait_for(lambda: len(job.starts()) == 2, "the second life")
+    assert 0 < job.starts()[1]["start"] < STEPS
+    ended_well(cluster, job, number)
+    assert int(cluster.job(number)["Restarts"]) >= 1
     assert [x["step"] for x in job.lines(0) if "step" in x] == list(range(STEPS)), "nothing twice"
     assert [job.curve(rank) for rank in range(RANKS)] == undisturbed

@@ -23,7 +23,7 @@ def sample(modules: argparse.Namespace, alone: float, overall: float, **changed:
     """Computing takes 10 s; bare, the work takes 1.8 s a time."""
     values = {"compute_s": 10.0, "overall_s": overall, "plain_s": 8.0, "beside_s": 8.4, **changed}
     work = modules.f.Work([alone / 2, alone / 2], alone, cpu_s=1.0)
-    return modules.f.Sample(work, [1.8], **values)
+    return modules.f.Sample(work, [1.8], **values, bare_cpu_s=0.25)
 
 
 def row(modules: argparse.Namespace, *samples: Any, **changed: Any) -> Any:
@@ -51,6 +51,7 @@ def test_a_rows_figures_are_medians_of_its_rounds(modules: argparse.Namespace) -
     assert (found.of_bare.low, found.of_bare.high) == pytest.approx((0.8, 1.0))
     assert found.cpu_s.median == 0.5
     assert found.slowdown.median == pytest.approx(0.05)
+    assert modules.report._cells(found)[5] == "0.50 / 0.25"
     cells = modules.report._cells(found)
     assert cells[:2] == ("xor", "0.500 (0.444..0.556)")
 

@@ -17,7 +17,7 @@ from tests.peershards import Members, wait_until
 from tests.unit.test_redundancy_codes import Cluster
 from tierckpt.errors import RestoreError
 from tierckpt.naming import VersionId
-from tierckpt.peer.course import window_bytes_of
+from tierckpt.peer.course import AHEAD, window_bytes_of
 from tierckpt.redundancy.codes import Code
 
 MIB = 1 << 20
@@ -182,4 +182,4 @@ def test_windows_get_smaller_before_buffers_get_many() -> None:
         nbytes = window_bytes_of(code)
         assert nbytes % 4096 == 0
         assert 4096 <= nbytes <= MIB
-        assert 2 * (code.k + code.m) * nbytes <= 64 * MIB
+        assert (AHEAD + 1) * (code.k + code.m) * nbytes <= 64 * MIB

@@ -496,6 +496,49 @@ def test_a_peer_that_does_not_read_slows_the_sender_and_is_named() -> None:
     assert sum(taken) < 64 << 20, "what the kernel buffers, and no more"
 
 
+def test_what_is_too_little_to_be_woken_for_is_progress_all_the_same() -> None:
+    """Half of a window comes, and the other half only when somebody has seen the first."""
+    seen = threading.Event()
+    half, whole = bytes(wire.WAKE_BYTES // 4), bytearray(wire.WAKE_BYTES // 2)
+    with links(wire.LOOK_SECONDS * 30) as (sender, receiver):
+
+        def dribble() -> None:
+            sender._socket.sendall(half)
+            seen.wait(wire.LOOK_SECONDS * 60)
+            sender._socket.sendall(half)
+
+        thread = threading.Thread(target=dribble)
+        thread.start()
+        receiver.receive_into(memoryview(whole), seen.set)
+        thread.join()
+        receiver.seconds = 0.1
+        with pytest.raises(PeerError, match=r"caller sent nothing for 0\.1 s"):
+            receiver.receive_into(memoryview(whole))
+
+
+def test_whole_windows_wake_the_receiver_not_every_packet() -> None:
+    woken: list[int] = []
+    window = bytearray(wire.WAKE_BYTES * 8)
+    with links(30) as (sender, receiver):
+
+        def send_in_bits() -> None:
+            for low in range(0, len(window), 1024):
+                sender._socket.sendall(window[low : low + 1024])
+
+        thread = threading.Thread(target=send_in_bits)
+        look = receiver._await_bytes
+
+        def counted(nbytes: int, *args: Any) -> float:
+            woken.append(nbytes)
+            return look(nbytes, *args)
+
+        receiver._await_bytes = counted  # type: ignore[method-assign]
+        thread.start()
+        receiver.receive_into(memoryview(window))
+        thread.join()
+    assert 0 < len(woken) <= 64, "8 times, and some more where the machine is so slow that it looks"
+
+
 def test_a_peer_that_takes_nothing_is_excused_as_often_as_somebody_answers_for_it() -> None:
     asked: list[float] = []
     with links(0.1) as (sender, _):

@@ -208,6 +208,24 @@ def test_reading_is_spread_evenly(world: World) -> None:
         assert is_even(loads, range(len(world.ranks)))
 
 
+@given(worlds(), st.integers(0, 99))
+@settings(max_examples=300)
+def test_what_was_fetched_is_not_fetched_again_when_a_copy_turns_out_bad(
+    world: World, number: int
+) -> None:
+    found, parities = inventories_of(world)
+    plan = plan_restore(found, parities=parities)
+    if plan is None or plan.rebuilds or number >= len(plan.sources):
+        return
+    keys = [ShardKey(plan.id, s.shard, world.shards) for s in plan.sources]
+    had = {(key, s.place): s.reader for key, s in zip(keys, plan.sources, strict=True)}
+    bad = frozenset([(keys[number], plan.sources[number].place)])
+    again = plan_restore(found, bad, None, parities, had)
+    for before, now in zip(plan.sources, again.sources if again else (), strict=False):
+        if again is not None and again.id == plan.id and now.place == before.place:
+            assert now.reader == before.reader
+
+
 @given(worlds())
 @settings(max_examples=300)
 def test_what_is_lost_is_made_by_its_own_rank_or_else_spread_evenly(world: World) -> None:

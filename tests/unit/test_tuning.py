@@ -38,6 +38,8 @@ def test_auto_from_every_source(tmp_path: Path) -> None:
     ):
         assert config.memory.every_steps == "auto"
         assert config.uses("memory")
+    far = {"persistent_path": str(tmp_path), "persistent_every_seconds": 0}
+    assert load_config({"persistent_every_steps": "auto", **far}, {}).uses("persistent")
     off = load_config({"local_every_steps": "auto", "local_every_seconds": 0}, {})
     assert off.uses("local")
 
@@ -45,14 +47,14 @@ def test_auto_from_every_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"persistent_every_steps": "auto"},
+        {"persistent_every_seconds": "auto"},
         {"local_every_seconds": "auto"},
         {"memory_every_steps": "automatic"},
         {"overhead_budget": 0.0},
         {"mean_failure_seconds": -1.0},
     ],
 )
-def test_auto_is_for_steps_of_memory_and_local_only(wrong: dict[str, Any]) -> None:
+def test_auto_is_for_steps_only(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         load_config(wrong, {})
 
@@ -63,13 +65,30 @@ def test_auto_is_for_steps_of_memory_and_local_only(wrong: dict[str, Any]) -> No
 class Training:
     """A rank's steps, as its clock sees them."""
 
-    def __init__(self, memory: float, local: float = 0.0, writing: int = 1) -> None:
-        """Seconds that a version to memory adds, and one to local over `writing` steps."""
-        self.meter, self.chance = Meter(), random.Random(1)
+    def __init__(
+        self,
+        memory: float,
+        local: float = 0.0,
+        writing: int = 1,
+        flush: float = 0.0,
+        flushing: int = 1,
+        tells_flushes: bool = True,
+    ) -> None:
+        """Seconds that a version to memory adds, one to local over `writing` steps, and a flush
+        over `flushing` steps."""
+        self.meter, self.chance = Meter(tells_flushes), random.Random(1)
         self.memory, self.local, self.writing = memory, local, writing
-        self.now, self.version, self.left = 100.0, 0, 0
+        self.flush, self.flushing = flush, flushing
+        self.now, self.version, self.left, self.flush_left = 100.0, 0, 0, 0
 
-    def run(self, steps: int, memory_every: int, local_every: int = 0, noise: float = 0.0) -> float:
+    def run(
+        self,
+        steps: int,
+        memory_every: int,
+        local_every: int = 0,
+        noise: float = 0.0,
+        flush_every: int = 0,
+    ) -> float:
         """Returns what the checkpoints took, as a share of the steps' own time."""
         spent = 0.0
         for _ in range(steps):
@@ -77,9 +96,12 @@ class Training:
             busy, take = self.left > 0, ["memory"] * (self.version % memory_every == 0)
             if local_every and self.version % local_every == 0 and not busy:
                 self.left, take = self.writing, ["memory", "local"]
-            self.meter.boundary(self.now, self.version, take, busy)
+            if flush_every and self.version % flush_every == 0 and not self.flush_left:
+                self.flush_left = self.flushing
+            self.meter.boundary(self.now, self.version, take, busy, self.flush_left > 0)
             extra = self.memory * bool(take) + (self.local / self.writing if self.left else 0.0)
-            self.left = max(0, self.left - 1)
+            extra += self.flush / self.flushing if self.flush_left else 0.0
+            self.left, self.flush_left = max(0, self.left - 1), max(0, self.flush_left - 1)
             self.now += STEP_SECONDS * (1 + noise * self.chance.random()) + extra
             spent += extra
         return spent / (steps * STEP_SECONDS)
@@ -120,6 +142,27 @@ def test_a_disk_that_is_always_busy_is_seen() -> None:
     found = training.meter.figures()
     assert found.local_us == pytest.approx(60_000, rel=0.2)
     assert found.local_steps == 10
+
+
+@pytest.mark.parametrize("memory_every", [1, 2, 1000])
+def test_what_a_flush_adds_is_told_apart(memory_every: int) -> None:
+    training = Training(memory=0.01, local=0.06, writing=3, flush=0.4, flushing=20)
+    training.run(600, memory_every, local_every=10, flush_every=50)
+    found = training.meter.figures()
+    assert found.persistent_us == pytest.approx(400_000, rel=1e-3)
+    assert found.persistent_steps == 20
+    with_memory = memory_every == 1  # then nobody knows what a step is like without
+    assert found.step_us == pytest.approx(110_000 if with_memory else 100_000, abs=10)
+
+
+def test_a_flush_of_which_nobody_asks_is_a_part_of_all_steps() -> None:
+    """Or nothing would be known where the store is so slow that one is always under way."""
+    training = Training(memory=0.01, flush=1.0, flushing=100, tells_flushes=False)
+    training.run(300, memory_every=2, flush_every=1)
+    found = training.meter.figures()
+    assert (found.persistent_us, found.persistent_steps) == (0, 0)
+    assert found.step_us == pytest.approx(110_000, abs=10)
+    assert found.memory_us == pytest.approx(10_000, abs=10)
 
 
 def test_slow_steps_now_and_then_are_no_cost() -> None:
@@ -196,6 +239,26 @@ def test_both_levels_share_the_budget() -> None:
     assert memory < local
 
 
+def test_all_levels_share_the_budget(tmp_path: Path) -> None:
+    made = tuner(persistent_every_steps="auto", persistent_path=str(tmp_path))
+    assert made.every_steps == {"memory": 4, "local": 32, "persistent": 256}
+    costs = {"memory_us": 2_000, "local_us": 80_000, "persistent_us": 900_000}
+    (*_, last) = heed(made, step_us=100_000, local_steps=2, persistent_steps=40, **costs)
+    assert last.level == "persistent"
+    memory, local, persistent = made.every_steps.values()
+    assert local % memory == 0
+    assert persistent % local == 0
+    spent = 0.02 / memory + 0.8 / local + 9 / persistent
+    assert 0.015 < spent <= 0.03
+
+
+def test_flushes_take_half_of_the_time_at_most(tmp_path: Path) -> None:
+    fixed = {"memory_every_steps": 1, "local_every_steps": 0}
+    made = tuner(persistent_every_steps="auto", persistent_path=str(tmp_path), **fixed)
+    heed(made, step_us=100_000, persistent_us=1, persistent_steps=300)
+    assert made.every_steps == {"persistent": 600}
+
+
 def test_a_level_of_unknown_cost_waits() -> None:
     made = tuner()
     heed(made, step_us=100_000, memory_us=60_000)
@@ -238,6 +301,8 @@ class Rank:
             less_memory_us=-mine.memory_us,
             less_local_us=-mine.local_us,
             less_local_steps=-mine.local_steps,
+            less_persistent_us=-mine.persistent_us,
+            less_persistent_steps=-mine.persistent_steps,
         )
 
 

@@ -1,9 +1,9 @@
 """One member's way through the windows of an exchange: gather, multiply, scatter, keep.
 
 No member can block another for good. In step i a member has offered memory for all messages of the
-windows i and i + 1 before it waits for anything, and sends nothing beyond those of its step. So the
-members that are the farthest behind find memory for all that they send, and what they wait for was
-sent, or is being sent, by members that are not behind them.
+windows i to i + AHEAD before it waits for anything, and sends nothing beyond those of its step. So
+the members that are the farthest behind find memory for all that they send, and what they wait for
+was sent, or is being sent, by members that are not behind them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from .inbox import Inbox, Message
 
 WINDOW_BYTES = 1 << 20
 """Small enough for the core's cache, large enough for the socket and the device."""
+AHEAD = 2
+"""So many windows are on their way while one is worked on."""
 BUFFERED_BYTES = 64 << 20
 """A member buffers no more, however many segments a row has: windows get smaller."""
 
@@ -28,7 +30,7 @@ Window = tuple[int, int]
 
 def window_bytes_of(code: Code) -> int:
     """Length of the windows: the same for all members, since it depends on the code alone."""
-    most = BUFFERED_BYTES // (2 * (code.k + code.m))
+    most = BUFFERED_BYTES // ((AHEAD + 1) * (code.k + code.m))
     return max(PAGE_BYTES, min(WINDOW_BYTES, most // PAGE_BYTES * PAGE_BYTES))
 
 
@@ -55,17 +57,18 @@ class Course:
         gathered = [s for part in plan.gather for s in part.receives]
         self._kept = [s for part in plan.scatter for s in part.receives]
         made = [s for task in plan.tasks for s in task.outputs]
-        # What is received is there twice: for the window at hand, and the one after.
-        self._buffers = self._allocate([*gathered, *self._kept], 2) | self._allocate(made, 1)
+        # What is received has room for the window at hand, and those on their way.
+        received = [*gathered, *self._kept]
+        self._buffers = self._allocate(received, AHEAD + 1) | self._allocate(made, 1)
 
     def run(self) -> None:
         """Go through all windows. Raises what the inbox and the two callables do."""
         windows = list(self._stripes.windows(self._window_bytes))
-        if windows:
-            self._open(windows[0], 0)
+        for step, window in enumerate(windows[:AHEAD]):
+            self._open(window, step)
         for step, window in enumerate(windows):
-            if step + 1 < len(windows):
-                self._open(windows[step + 1], step + 1)
+            if step + AHEAD < len(windows):
+                self._open(windows[step + AHEAD], step + AHEAD)
             self._inbox.wait([m for m, _ in self._messages(self._plan.gather, window)])
             self._multiply(window, step)
             self._send_all(self._plan.scatter, window, step)
@@ -95,7 +98,7 @@ class Course:
         low = window[0]
         length = min(self._window_bytes, self._stripes.segment_bytes - low)
         for segment in self._kept:
-            buffer = self._buffers[segment, step % 2]
+            buffer = self._buffers[segment, step % (AHEAD + 1)]
             first, last = self._stripes.range_of(segment, window)
             if last - first < length:
                 buffer[last - first : length] = bytes(length - (last - first))
@@ -116,8 +119,8 @@ class Course:
         low, high = self._stripes.range_of(segment, window)
         if segment.member == self._member and not segment.parity:
             return self._image[low:high]
-        twice = (segment, 1) in self._buffers
-        return self._buffers[segment, step % 2 if twice else 0][: high - low]
+        received = (segment, 1) in self._buffers
+        return self._buffers[segment, step % (AHEAD + 1) if received else 0][: high - low]
 
     def _allocate(
         self, segments: list[Segment], sets: int

@@ -39,6 +39,12 @@ MOST_TEXT = 800
 """Characters of an error that fit into one, whatever they are."""
 MOST_RECORD_BYTES = 64 << 20
 """No manifest that a peer sends is longer: that of a shard of 3 TB is about this."""
+WAKE_BYTES = 256 << 10
+"""Who waits for raw bytes is woken when so many are there, or all that are left. Else the kernel
+wakes it for every few packets, which on a slow link costs more than all else that an exchange does:
+it is the training's CPU."""
+LOOK_SECONDS = 1.0
+"""And looks how far it got so often: on a link so slow, progress is progress."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
 """An idle connection to a node that vanished ends after two minutes."""
 
@@ -63,6 +69,7 @@ class Link:
         """Asked whenever the peer took nothing for `seconds`, with how long it took nothing by now:
         True lets it have `seconds` more."""
         self._socket = sock
+        self._low_water = 1
         self._closing = threading.Lock()
         sock.setblocking(False)
         with contextlib.suppress(OSError):  # the other side is gone already
@@ -156,17 +163,40 @@ class Link:
         seconds: float | None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
+        silent_seconds = 0.0
         with self._named():
             while len(view):
                 try:
                     count = self._socket.recv_into(view)
                 except BlockingIOError:
-                    self._ready(select.POLLIN, seconds, "sent nothing")
+                    silent_seconds = self._await_bytes(len(view), seconds, silent_seconds)
                     continue
                 if not count:
                     raise ConnectionResetError("it was closed by the other side")
-                view = view[count:]
+                view, silent_seconds = view[count:], 0.0
                 progress()
+
+    def _await_bytes(self, nbytes: int, seconds: float | None, silent_seconds: float) -> float:
+        """Wait for some of `nbytes`, when nothing has come for `silent_seconds`; returns for how
+        long nothing has come then."""
+        if nbytes <= MOST_HEAD_BYTES:
+            self._wake_at(1)
+            self._ready(select.POLLIN, seconds, "sent nothing")
+            return 0.0
+        if seconds is not None and silent_seconds >= seconds:
+            raise PeerError(f"{self.peer} sent nothing for {silent_seconds:.3g} s")
+        self._wake_at(min(nbytes, WAKE_BYTES))
+        look = LOOK_SECONDS if seconds is None else min(LOOK_SECONDS, seconds - silent_seconds)
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return 0.0 if poll.poll(1000 * look) else silent_seconds + look
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Have `poll` find it readable with so many bytes, if the system can."""
+        if nbytes != self._low_water:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+                self._low_water = nbytes
 
     def _ready(
         self,
