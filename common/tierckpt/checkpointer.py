@@ -88,6 +88,10 @@ class Checkpointer:
 
     releases_by_layer = False
     """Set by adapters that call `release` during the backward pass."""
+    reduced: Sequence[torch.Tensor] | None = None
+    """Set by adapters that know: the parameters that ranks have alike, as all begin with the same
+    and their gradients are reduced (or they have none). All others are every rank's own. None: all
+    are alike."""
 
     version = 0
     """Completed optimizer steps."""
@@ -117,7 +121,8 @@ class Checkpointer:
     ) -> None:
         self.group: Group = group or SingleGroup()
         refuse_model(model)
-        self.state = TrainingState(model, label_optimizers(optimizer), extra, extra_per_rank)
+        optimizers = label_optimizers(optimizer)
+        self.state = TrainingState(model, optimizers, extra, extra_per_rank, self.reduced)
         attach.check_state(self.state)
         self.config: Config
         self.config, roll = agree_on_settings(settings, config_file, self.group)

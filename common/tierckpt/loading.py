@@ -16,7 +16,7 @@ from .layout import Piece, TensorSpec
 from .newtensors import NewTensors
 from .outline import Contents
 from .shardfile import ShardHeader, decode_header
-from .state import FIXED, TrainingState, path_of
+from .state import FIXED, TrainingState, parameter_of, path_of
 
 
 class Loader:
@@ -37,6 +37,10 @@ class Loader:
         """Of the shard that is being loaded."""
         self._offsets: list[int] = []
         """Of its pieces."""
+        self._shard_of: dict[str, int] = {}
+        """From which shard comes what was every rank's own."""
+        self._own: dict[str, None] = {}
+        """What came of that."""
         self._live = self._find_live()
         self._targets: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -116,6 +120,15 @@ class Loader:
                 self._targets[name] = live
             elif not name.startswith(FIXED):
                 self._targets[name] = self._make(name, spec)
+        self._shard_of = self._find_sources()
+
+    def _find_sources(self) -> dict[str, int]:
+        """This rank's own shard, but for parameters (and their state) that ranks have alike now:
+        who differed then must not begin like that."""
+        walk = self.state.walk()
+        alike = {self.state.name_of(p) for p in walk.params if id(p) not in walk.own_params}
+        mine = self.rank % self.shards
+        return {name: 0 if parameter_of(name) in alike else mine for name in self.own_specs}
 
     def _param_fits(self, parameter: str) -> bool:
         """False when the state that an optimizer kept for the parameter is no use to it now."""
@@ -147,15 +160,16 @@ class Loader:
         assert header is not None
         low = offset - header.header_bytes
         high = low + len(window)
-        own = shard == self.rank % self.shards
         data = torch.frombuffer(window, dtype=torch.uint8)
         first = max(bisect_right(self._offsets, low) - 1, 0)
         for piece in header.pieces[first:]:
             if piece.offset >= high:
                 break
             target = self._targets.get(piece.spec.name)
-            if target is None or (piece.own and not own):
+            if target is None or (piece.own and shard != self._shard_of[piece.spec.name]):
                 continue
+            if piece.own:
+                self._own[piece.spec.name] = None
             begin, end = max(piece.offset, low), min(piece.offset + piece.nbytes, high)
             if begin < end:
                 part = slice(begin - piece.offset, end - piece.offset)
@@ -185,7 +199,7 @@ class Loader:
     ) -> None:
         wanted: dict[str, dict[str, Any]] = {}
         live_of = {id(temp): live for temp, live in self._reordered}
-        for name in self.specs | self.own_specs:
+        for name in (*self.specs, *self._own):
             if name.startswith(f"{label}/") and name in self._targets:
                 path, key = path_of(name)
                 target = self._targets[name]

@@ -6,7 +6,8 @@ Three kinds, kept apart because they change at different times and belong to dif
   optimizer's step, so they can be copied any time before the next one.
 - *own* tensors: BatchNorm statistics and other buffers. Changed by the forward pass, and not the
   same on every rank until DDP broadcasts them, so every rank stores its own, copied at the
-  boundary. So are embeddings with `max_norm`: their forward pass scales the rows that it looks up.
+  boundary. So are parameters that ranks may not have alike: embeddings with `max_norm`, whose rows
+  the forward pass scales as it looks them up, and those whose gradients are not reduced.
 - the *rank tree*: learning rates, RNG streams, `extra` objects. Small, copied at the boundary.
 
 Not thread-safe: used by the thread that trains.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import array
 import base64
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,9 @@ class TrainingState:
         optimizers: Mapping[str, torch.optim.Optimizer],
         extra: Mapping[str, Any] | None = None,
         extra_per_rank: Mapping[str, Any] | None = None,
+        reduced: Sequence[torch.Tensor] | None = None,
     ) -> None:
+        """`reduced`: see `Checkpointer.reduced`."""
         self.model = unwrap(model)
         self.optimizers = dict(optimizers)
         self.extra = dict(extra or {})
@@ -85,6 +88,7 @@ class TrainingState:
         self._buffer_slots: list[tuple[dict[str, Any], str]] | None = None
         self._buffer_count = 0
         self._names: dict[int, str] = {}
+        self._reduced = None if reduced is None else {id(p): p for p in reduced}
         for optimizer in self.optimizers.values():
             _refuse_optimizer(optimizer)
         for name, obj in {**self.extra, **self.extra_per_rank}.items():
@@ -123,8 +127,14 @@ class TrainingState:
                         node = tree.pack(value, key, tree.entries_into(inner))
                         state += [(tensor, param, index, path) for path, tensor in inner]
                         odd.append((param, index, key, node))
-        own = {id(p) for p in _renormed(self._modules)}
+        own = {id(p) for p in (*_renormed(self._modules), *self._not_reduced(params.values()))}
         return Walk(list(params.values()), state, odd, self.live_buffers(), own)
+
+    def _not_reduced(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those whose gradients, and so whose values, may differ between ranks."""
+        if self._reduced is None:
+            return []
+        return [p for p in params if id(p) not in self._reduced]
 
     def cuda_device(self) -> torch.device | None:
         """The CUDA device that is trained on, if there is one."""
@@ -258,8 +268,8 @@ class ExtraStates:
     def __init__(self, model: torch.nn.Module) -> None:
         plain = torch.nn.Module.get_extra_state
         self._modules = {
-            clean_name(name): module
-            for name, module in model.named_modules()
+            name: module
+            for name, module in named_modules(model)
             if type(module).get_extra_state is not plain
         }
 
@@ -291,22 +301,43 @@ def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
 # --- unwrapping and names ------------------------------------------------------------------------
 
 
+def wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
+    """What is inside DistributedDataParallel, DataParallel, torch.compile; None if it is none."""
+    parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
+    if isinstance(module, parallel):
+        return module.module  # type: ignore[no-any-return]
+    if type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
+        return module._orig_mod  # type: ignore[return-value]
+    return None
+
+
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module inside DistributedDataParallel, DataParallel and torch.compile."""
-    while True:
-        if isinstance(
-            model, (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
-        ):
-            model = model.module
-        elif type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+    """The user's own module inside all wrappers."""
+    while (inner := wrapped(model)) is not None:
+        model = inner
+    return model
 
 
-def clean_name(name: str) -> str:
-    """Fully qualified name without what torch.compile of a submodule puts in."""
-    return name.replace("_orig_mod.", "")
+def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Every module once, in torch's order. A wrapper has the name of what it wraps, wherever in the
+    model it is; a module of the user's own that is called `module` keeps its name."""
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
+
+    def look(name: str, module: torch.nn.Module) -> None:
+        if id(module) in found:
+            return
+        found[id(module)] = (name, module)
+        inner = wrapped(module)
+        for own, child in module._modules.items():
+            if child is not None:
+                look(name if child is inner else _inside(name, own), child)
+
+    look("", model)
+    return list(found.values())
+
+
+def _inside(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
 
 
 def path_of(name: str) -> tuple[str, str]:
@@ -315,22 +346,36 @@ def path_of(name: str) -> tuple[str, str]:
     return parameter, key
 
 
+def parameter_of(name: str) -> str:
+    """The parameter or buffer that an entry called `name` belongs to."""
+    return name.split("/", 1)[1] if name.startswith(FIXED) else path_of(name)[0]
+
+
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Every parameter once (tied weights under their first name)."""
-    return [(clean_name(n), p) for n, p in model.named_parameters(remove_duplicate=True)]
+    return _once(
+        (_inside(prefix, name), param)
+        for prefix, module in named_modules(model)
+        for name, param in module._parameters.items()
+    )
 
 
 def named_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Every persistent buffer once, as `state_dict()` has them."""
-    named = []
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            persistent = name not in module._non_persistent_buffers_set
-            if buffer is not None and persistent and id(buffer) not in seen:
-                seen.add(id(buffer))
-                named.append((clean_name(f"{prefix}.{name}" if prefix else name), buffer))
-    return named
+    return _once(
+        (_inside(prefix, name), buffer)
+        for prefix, module in named_modules(model)
+        for name, buffer in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    )
+
+
+def _once(named: Iterable[tuple[str, torch.Tensor | None]]) -> list[tuple[str, torch.Tensor]]:
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in named:
+        if tensor is not None:
+            found.setdefault(id(tensor), (name, tensor))
+    return list(found.values())
 
 
 def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
