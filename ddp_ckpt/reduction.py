@@ -45,10 +45,10 @@ class Mean:
         self._storage: dict[int, int] = {}
         """By parameter: where its gradient was when it was accumulated last, until reduced."""
         self._divided: set[int] = set()
-        """By the newest pass that was the first after an optimizer's step."""
+        """By the newest pass that was the first of an iteration."""
         self._resumed: set[int] = set()
         """What the next pass divides although its gradients are new."""
-        self._after_step = self._records = True
+        self._begins = self._records = True
         exact_reciprocal = self._size & (self._size - 1) == 0
         self._watches = bool(ddp.gradient_as_bucket_view) and not exact_reciprocal
         if self._watches:
@@ -74,7 +74,7 @@ class Mean:
 
     def _scale_parts(self, bucket: GradBucket) -> None:
         if bucket.index() == 0:
-            self._records, self._after_step = self._after_step, False
+            self._records, self._begins = self._begins, False
             if self._records:
                 self._divided = set()
         buffer, params = bucket.buffer(), bucket.parameters()
@@ -102,18 +102,19 @@ class Mean:
         # Not accumulated since it was last reduced: if there is one, it is the view of then.
         return param.grad is not None
 
-    def made_step(self) -> None:
-        """An optimizer has: the next pass begins an iteration."""
-        self._after_step = True
+    def begin_iteration(self) -> None:
+        """The next pass is the first of one."""
+        self._begins = True
 
     def divided(self) -> list[int]:
-        """The parameters whose gradients are divided by the first pass after a step."""
+        """The parameters whose gradients are divided by the first pass of an iteration."""
         return sorted(self._divided)
 
     def resume(self, divided: Iterable[int]) -> None:
         """Let the next pass divide these, as it would have done without a restart: gradients that
         are kept from one iteration to the next are new ones then."""
         self._storage.clear()
+        self._begins = True
         if self._watches:
             self._resumed = set(divided)
 

@@ -1,0 +1,163 @@
+"""What is registered with a DDP module: the reduction, then the release of the bucket's layers."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tierckpt.iterations import Unattached
+
+from .arrivals import Arrivals
+from .modules import reduced_by
+from .reduction import Mean, Reduced
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+else:
+    GradBucket = dist.GradBucket
+
+CommHook = Callable[[Any, GradBucket], Reduced]
+Release = Callable[[Iterable[torch.Tensor], Reduced, float], None]
+
+
+class Hook:
+    """One DDP module's hook. DDP takes one in a module's life; checkpointers that follow each other
+    take turns with it."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.inner: tuple[Any, CommHook] | None = None
+        self.release: Release = _release_nothing
+        self.chained: Callable[[Any], None] = _look_at_nothing
+        """Hears of the state of a hook that is chained."""
+        self._ddp = ddp
+        # DDP's parameters are those it was made with; to walk its modules at every boundary takes
+        # longer than everything else that is done there for the buckets.
+        self._params = list(ddp.module.parameters())
+        self._number = {id(p): i for i, p in enumerate(self._params)}
+        self._reduced = reduced_by(ddp)
+        self._arrivals = Arrivals(self._reduced, self._number)
+        self.mean = Mean(ddp, self._number)
+        self._buckets: list[list[torch.Tensor]] = []
+        """Parameters of the buckets of the newest backward pass, in order."""
+        self._passes = 0
+        self._priming = False
+
+        # DDP's own side keeps the hook where Python's collector does not look: if that kept us, and
+        # we the module, none of the three would ever be freed.
+        weak = weakref.ref(self)
+
+        def tierckpt_hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            us = weak()
+            assert us is not None
+            inner = us.inner
+            params = bucket.parameters()
+            if bucket.index() == 0:
+                us._buckets = []
+                us._passes += 1
+                if us._passes == 2:
+                    us._arrivals.stop()
+            us._buckets.append(params)
+            if us._priming:
+                future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+                future.set_result(bucket.buffer())
+                return future
+            launched_seconds = time.perf_counter()
+            future = inner[1](inner[0], bucket) if inner else us.mean(bucket)
+            us.release(params, future, launched_seconds)
+            return future
+
+        # DDP checks the annotations at run time, by identity.
+        tierckpt_hook.__annotations__ = {
+            "bucket": GradBucket,
+            "return": torch.futures.Future[torch.Tensor],
+        }
+        ddp.register_comm_hook(None, tierckpt_hook)
+        # A hook that the user registers from now on is chained, instead of refused by DDP.
+        ddp.register_comm_hook = self.set_inner  # type: ignore[method-assign]
+
+    @classmethod
+    def of(cls, ddp: DistributedDataParallel) -> Hook | None:
+        """The module's hook, registered if need be; None when the user has one registered."""
+        if not cls.has_room(ddp):
+            return None
+        known = getattr(ddp.register_comm_hook, "__self__", None)
+        return known if isinstance(known, Hook) else cls(ddp)
+
+    @staticmethod
+    def has_room(ddp: DistributedDataParallel) -> bool:
+        """False when the user has one registered."""
+        ours = isinstance(getattr(ddp.register_comm_hook, "__self__", None), Hook)
+        return ours or not getattr(ddp, "_comm_hooks", [])
+
+    @staticmethod
+    def states_of(ddp: DistributedDataParallel) -> list[Any]:
+        """What the hooks that it has remember, ours and others."""
+        known = getattr(ddp.register_comm_hook, "__self__", None)
+        inner = known.inner if isinstance(known, Hook) else None
+        registered = [state for _, state in getattr(ddp, "_comm_hooks", ())]
+        return [*registered, inner[0]] if inner else registered
+
+    def order(self) -> list[int]:
+        """The parameters in the order of DDP's final buckets; after the first pass, in the order
+        by which it will make them."""
+        if self._passes < 2:
+            return self._arrivals.order() if self._passes else []
+        return [self._number[id(p)] for bucket in self._buckets for p in bucket]
+
+    def prime(self, order: list[int]) -> None:
+        """Let a new DDP module have the buckets of the one before from its first pass on.
+
+        DDP starts with provisional buckets and makes the final ones after its first backward pass,
+        in the order in which gradients came. Other buckets are other sums: three ranks and more
+        round differently in the first step after a restart. So the first pass is played: zero
+        gradients come in the saved order, and nothing is reduced.
+        """
+        ddp, params = self._ddp, self._params
+        trained = [self._number[id(p)] for p in self._reduced if p.requires_grad]
+        final = ddp.find_unused_parameters or getattr(ddp, "static_graph", False)
+        # An embedding with sparse gradients cannot be played a dense zero.
+        sparse = any(getattr(m, "sparse", False) is True for m in ddp.module.modules())
+        if final or sparse or self._passes or sorted(order) != trained:
+            return
+        self._priming = True
+        try:
+            ddp.reducer.prepare_for_forward()
+            ddp.reducer.prepare_for_backward([])
+            for index in order:
+                torch.autograd.backward([params[index]], [torch.zeros_like(params[index])])
+        finally:
+            self._priming = False
+            for param in params:
+                param.grad = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Unattached, ())
+
+    def let_go_of(self, release: Release) -> None:
+        """Of one whose checkpointer was closed, unless another has come: the module outlives it."""
+        if self.release == release:
+            self.release, self.chained = _release_nothing, _look_at_nothing
+
+    def set_inner(self, state: Any, hook: CommHook) -> None:
+        """In place of DDP's `register_comm_hook`."""
+        self.chained(state)
+        self.inner = (state, hook)
+
+
+def _look_at_nothing(state: Any) -> None:
+    pass
+
+
+def _release_nothing(
+    params: Iterable[torch.Tensor], reduction: Reduced, launched_seconds: float
+) -> None:
+    """Before there is a checkpointer."""
+
+
+__all__ = ["CommHook", "Hook"]
