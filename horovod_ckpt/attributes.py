@@ -1,9 +1,9 @@
 """What an elastic state was given, sorted by type as Horovod sorts it.
 
 Modules and optimizers may have any names and be any number; what has a `state_dict` of its own (a
-sampler, a schedule) is asked for it; all else is a plain value. The things themselves stay the
-state's attributes: here are only their names, so what a script puts in the place of one counts from
-the next `sync()` on.
+schedule, Horovod's sampler) is asked for it, and a `ResumableSampler` for its position's; all else
+is a plain value. The things themselves stay the state's attributes: here are only their names, so
+what a script puts in the place of one counts from the next `sync()` on.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.elastic import ElasticSampler
 
-from tierckpt import ConfigError, tree
-from tierckpt.state import label_optimizers
+from tierckpt import ConfigError, ResumableSampler, tree
+from tierckpt.state import EXTRA_STATES, label_optimizers
+
+from .sending import send_model, send_optimizer_state
+
+VALUES = "attributes"
+"""What the plain values are called among the checkpoint's objects."""
 
 
 class Attributes:
@@ -25,8 +30,9 @@ class Attributes:
     def __init__(self, owner: object, given: Mapping[str, Any]) -> None:
         """Make everything `given` an attribute of `owner`.
 
-        Raises ConfigError without a module or without an optimizer, UnsupportedStateError, with the
-        attribute's name, for a value that cannot be stored.
+        Raises ConfigError without a module or without an optimizer, and for an object under a name
+        that the checkpoint needs; UnsupportedStateError, with the attribute's name, for a value
+        that cannot be stored.
         """
         self._owner = owner
         for name, value in given.items():
@@ -34,10 +40,12 @@ class Attributes:
         self._models = [n for n, v in given.items() if isinstance(v, torch.nn.Module)]
         self._optimizers = [n for n, v in given.items() if isinstance(v, torch.optim.Optimizer)]
         rest = [n for n in given if n not in (*self._models, *self._optimizers)]
-        self._objects = [n for n in rest if hasattr(given[n], "load_state_dict")]
+        self._objects = [n for n in rest if _is_object(given[n])]
         self.values = Values(owner, [n for n in rest if n not in self._objects])
         if not self._models or not self._optimizers:
             raise ConfigError(_lacking(given, self._models))
+        for name in {VALUES, EXTRA_STATES} & set(self._objects):
+            raise ConfigError(_taken(name, "the checkpoint"))
         label_optimizers(self.optimizers)
         self.values.check()
 
@@ -60,22 +68,26 @@ class Attributes:
     @property
     def objects(self) -> dict[str, Any]:
         """By name, what has a `state_dict` and a `load_state_dict`."""
-        return self._named(self._objects)
+        named = self._named(self._objects)
+        return {n: v.position if isinstance(v, ResumableSampler) else v for n, v in named.items()}
 
     def deal_anew(self) -> None:
-        """Have Horovod's samplers deal what is left of the epoch to the ranks that are there."""
-        for sampler in self.objects.values():
+        """Have samplers deal what is left of the epoch to the ranks that are there."""
+        for sampler in self._named(self._objects).values():
             if isinstance(sampler, ElasticSampler):
                 sampler.reset()
+            elif isinstance(sampler, ResumableSampler):
+                sampler.deal_to(hvd.rank(), hvd.size())
 
-    def broadcast(self, root: int) -> None:
-        """Horovod's way to one state: `root` sends everything. Collective."""
-        # Before the parameters: an optimizer without state is made to have some by a step with
-        # zero gradients, and weight decay moves parameters in that, too.
-        for optimizer in self.optimizers.values():
-            hvd.broadcast_optimizer_state(optimizer, root_rank=root)
-        hvd.broadcast_parameters(self.model.state_dict(), root_rank=root)
-        self._broadcast_objects(root)
+    def broadcast(self, root: int, buffers: bool = True) -> None:
+        """One state: `root` sends everything, and nothing of its own changes. Collective.
+
+        Without `buffers` each rank keeps its own, as after any step.
+        """
+        for label, optimizer in self.optimizers.items():
+            send_optimizer_state(label, optimizer, root)
+        send_model(self.model, root, buffers)
+        self.broadcast_settings(root)
 
     def broadcast_settings(self, root: int) -> None:
         """`root` sends what reset callbacks set: options of parameter groups, objects (a schedule
@@ -91,16 +103,30 @@ class Attributes:
                         group[key].copy_(value)
                     else:
                         group[key] = value
-        self._broadcast_objects(root)
-
-    def _broadcast_objects(self, root: int) -> None:
-        """`root` sends objects and plain values. Collective."""
         for name, value in self.objects.items():
             value.load_state_dict(hvd.broadcast_object(value.state_dict(), root, name))
         self.values.load_state_dict(hvd.broadcast_object(self.values.state_dict(), root))
 
     def _named(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self._owner, name) for name in names}
+
+
+def refuse_names(given: Iterable[str], own: Iterable[str]) -> None:
+    """Raise ConfigError for a name that is one of TorchState's `own`."""
+    for name in given:
+        if name in own:
+            raise ConfigError(_taken(name, "TorchState"))
+
+
+def _taken(name: str, owner: str) -> str:
+    return (
+        f"TorchState was given {name}=..., and {owner} has something of its own under that name; "
+        f"choose another one (my_{name}=...)"
+    )
+
+
+def _is_object(value: Any) -> bool:
+    return hasattr(value, "load_state_dict") or isinstance(value, ResumableSampler)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,10 +32,10 @@ from horovod.common.elastic import State
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler, run
 
-from tierckpt import ConfigError, Restored, RestoreError
+from tierckpt import Callbacks, ConfigError, Restored, RestoreError
 from tierckpt.scripts import close_at_exit
 
-from .attributes import Attributes
+from .attributes import VALUES, Attributes, refuse_names
 from .checkpointer import Checkpointer
 from .live import NOT_SOUND, Condition, Live, left_by, left_half_way
 
@@ -47,11 +47,13 @@ NOTHING_HEARD = 1
 RARE_SECONDS = 1.0
 """Commits that are further apart ask for new hosts at once: a broadcast is nothing to them, and an
 answer one commit later would be late."""
+MISPLACED_COMMITS = 8
+"""So many in a row, each with new steps behind it, that were no version."""
 
 INEXACT = (
     "no level has a complete version that the ranks that are left can reach: training goes on from "
-    "what they have in their models. Weights and optimizer are those of the last step; generators "
-    "and buffers have seen some of the iteration that was cut short"
+    "what one of them has in its models, and sends to all. Weights and optimizer are those of the "
+    "last step; generators and buffers have seen some of the iteration that was cut short"
 )
 UNSOUND = (
     "a rank was lost while a version was being loaded, or after restore() was called, so no model "
@@ -59,6 +61,11 @@ UNSOUND = (
     "left can reach. Nothing was trained on that. Start the job again where the memory, the disks "
     "or the persistent level of the lost nodes can be reached, or it begins afresh; "
     "peer_redundancy or persistent_path would have kept a version elsewhere"
+)
+MISPLACED = (
+    f"the last {MISPLACED_COMMITS} commits came between the backward passes of a step "
+    "(backward_passes_per_step), where none is taken, as the gradients so far would be in no "
+    "checkpoint. Call commit() behind optimizer.step()"
 )
 NO_COMMIT = (
     "TorchState.restore(): nothing was committed yet, so there is nothing to go back to, and "
@@ -73,11 +80,12 @@ class TorchState(State):  # type: ignore[misc]
         model: the module that is trained.
         optimizer: what `hvd.DistributedOptimizer` returned.
         tierckpt: settings of the Checkpointer, as in `tierckpt.Checkpointer`.
-        kwargs: further modules and optimizers, or all of them, under any names; objects with
-            `state_dict`/`load_state_dict` (an ElasticSampler, a schedule); and plain values
-            (`epoch=0`): all become attributes. Values must be what JSON or a tensor can hold;
-            nothing is pickled. Nothing but the optimizers' steps may change a module's parameters
-            between a commit and the first step after it.
+        kwargs: further modules and optimizers, or all of them, under any names that are not
+            TorchState's own; objects with `state_dict`/`load_state_dict` (an ElasticSampler, a
+            schedule); a `tierckpt.ResumableSampler`, which is then dealt to the ranks that there
+            are; and plain values (`epoch=0`): all become attributes. Values must be what JSON or a
+            tensor can hold; nothing is pickled. Nothing but the optimizers' steps may change a
+            module's parameters between a commit and the first step after it.
 
     A commit is complete before the next step changes anything. Each takes a version of its own,
     also when only values changed since the last; but for one between the backward passes of a step
@@ -86,8 +94,9 @@ class TorchState(State):  # type: ignore[misc]
     The attribute `checkpointer` is the Checkpointer over the ranks that are there now; `restored`
     is what the last `sync()` or `restore()` brought back.
 
-    Raises ConfigError without a module and an optimizer, UnsupportedStateError for a value that
-    cannot be stored. One that becomes so later costs the commits, with an event each, not the job.
+    Raises ConfigError without a module and an optimizer, or for a name that is its own,
+    UnsupportedStateError for a value that cannot be stored. One that becomes so later costs the
+    commits, with an event each, not the job.
     All methods are for the training thread, and all ranks call them alike.
     """
 
@@ -102,17 +111,19 @@ class TorchState(State):  # type: ignore[misc]
     ) -> None:
         _check(tierckpt or {})
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
-        self.model, self.optimizer = model, optimizer
-        usual = {"model": model, "optimizer": optimizer}
-        given = {name: value for name, value in usual.items() if value is not None}
-        self._attributes = Attributes(self, {**given, **kwargs})
         self._settings = dict(tierckpt or {})
+        self._callbacks: list[Callbacks] = [*self._settings.pop("callbacks", ())]
         self.checkpointer: _Checkpointer | None = None
         self.restored: Restored | None = None
         self._live: Live | None = None
         """What is in the models while there is no checkpointer; None before training began."""
         self._was_reset = False
         """Reset callbacks are still to be called."""
+        refuse_names(kwargs, {*dir(TorchState), *vars(self), "_attributes", "_close"})
+        self.model, self.optimizer = model, optimizer
+        usual = {"model": model, "optimizer": optimizer}
+        given = {name: value for name, value in usual.items() if value is not None}
+        self._attributes = Attributes(self, {**given, **kwargs})
         self._close = close_at_exit(lambda: self.checkpointer)
 
     # --- what scripts and Horovod call ---------------------------------------------------------
@@ -160,6 +171,12 @@ class TorchState(State):  # type: ignore[misc]
             # Horovod would not call sync() when ranks only leave; our ranks are numbered anew.
             raise HostsUpdatedInterrupt(skip_sync=False) from None
 
+    def add_callbacks(self, callbacks: Callbacks) -> None:
+        """Have these called from now on, by whatever Checkpointer there is; see `Callbacks`."""
+        self._callbacks.append(callbacks)
+        if self.checkpointer is not None:
+            self.checkpointer.add_callbacks(callbacks)
+
     def on_reset(self) -> None:
         """See Horovod; but reset callbacks are called by the `sync()` that follows, behind what it
         brings back: what they set (a learning rate for the new number of ranks) would be undone."""
@@ -186,6 +203,7 @@ class TorchState(State):  # type: ignore[misc]
         ckpt = self._attach()
         try:
             self.restored = self._bring_together(ckpt)
+            self._attributes.deal_anew()
             self._call_back(ckpt)
         except BaseException:  # another rank is gone, for one, and Horovod calls this again
             self._live = left_half_way(ckpt, self._live)
@@ -201,11 +219,12 @@ class TorchState(State):  # type: ignore[misc]
             held.model,
             held.optimizers,
             extra=held.objects,
+            callbacks=self._callbacks,
             **{"boundary": "explicit", **_defaults(), **self._settings},
         )
         # Behind the checks of what can be stored: a value that cannot be any more was told of at
         # each commit, and what comes back is sound.
-        checkpointer.register("attributes", held.values)
+        checkpointer.register(VALUES, held.values)
         checkpointer.quiet = self._host_messages.empty
         return checkpointer
 
@@ -231,12 +250,15 @@ class TorchState(State):  # type: ignore[misc]
             if live is None:
                 self._attributes.broadcast(0)
                 return restored
-        if any(other != live for other in everyone):
-            if self._live != live:
+        all_have_it = all(other == live for other in everyone)
+        # What is not exact need not be alike: of two optimizers only one may have made its step.
+        exact = live.condition is Condition.EXACT
+        if not (exact and all_have_it):
+            root = everyone.index(live)
+            if ckpt.group.rank != root and not (exact and self._live == live):
                 self._live = NOT_SOUND  # until all of it has come
-            self._attributes.broadcast(everyone.index(live))
+            self._attributes.broadcast(root, buffers=not all_have_it)
             self._live = live
-        self._attributes.deal_anew()
         ckpt.carry_on(live.version, live.iteration, live.lineage)
         return None
 
@@ -258,7 +280,23 @@ class TorchState(State):  # type: ignore[misc]
                 raise RestoreError(UNSOUND)
             text = INEXACT + why
             ckpt.log.emit("notice", version=live.version, severity=logging.ERROR, message=text)
+        else:
+            self._tell_how_far_back(ckpt, restored, live)
         return restored
+
+    def _tell_how_far_back(self, ckpt: _Checkpointer, restored: Restored, live: Live) -> None:
+        """What the ranks that are left had in their models may be newer than what came back."""
+        if ckpt.group.rank or restored.version >= live.version:
+            return
+        text = f"this goes back to v{restored.version} from v{live.version}"
+        if lost := restored.version < live.committed:
+            text += (
+                f": the commits behind it, to v{live.committed}, were skipped, or are gone with "
+                "a lost rank (under way, or in its memory only). peer_redundancy, or shorter local "
+                "intervals, bound that"
+            )
+        severity = logging.WARNING if lost else logging.INFO
+        ckpt.log.emit("notice", version=restored.version, severity=severity, message=text)
 
     def _roll_back(self, ckpt: _Checkpointer) -> None:
         newest = ckpt.version
@@ -304,6 +342,8 @@ class _Checkpointer(Checkpointer):
     quiet: Callable[[], bool]
     """True while this rank has heard of no host that comes or goes."""
     _voted_seconds = float("-inf")
+    _misplaced = 0
+    """Commits in a row that were passed over, though there was something new."""
 
     def own_vote(self) -> int:
         """NOTHING_HEARD, or something smaller."""
@@ -316,11 +356,34 @@ class _Checkpointer(Checkpointer):
         """True while there are gradients that no step has used."""
         return any(optimizer._handles for optimizer in self.state.optimizers.values())  # type: ignore[attr-defined]
 
+    @property
+    def accumulating(self) -> bool:
+        """True between the backward passes of a step, alike on all ranks.
+
+        Reductions under way would be no sign of it: one model's backward pass may launch those of
+        another one. Nor is each parameter: a rank may not have used it in every pass.
+        """
+        return any(map(_between_passes, self.state.optimizers.values()))
+
     def step(self, metric: float | None = None) -> None:
         """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""
+        if self.accumulating:
+            self._pass_over()
+            return
+        self._misplaced = 0
         if not self._iterations.steps and not self.half_way:
             self._iterations.count_one()
         super().step(metric)
+
+    def _pass_over(self) -> None:
+        self._misplaced += self._iterations.steps > 0
+        if self._misplaced == MISPLACED_COMMITS:
+            self._warn(MISPLACED)
+
+
+def _between_passes(optimizer: Any) -> bool:
+    passes: int = optimizer.backward_passes_per_step
+    return 0 < min(optimizer._allreduce_delay.values(), default=passes) < passes
 
 
 def _defaults() -> dict[str, Any]:

@@ -8,7 +8,7 @@ version. Pure.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import tierckpt
 from tierckpt.naming import Lineage
@@ -35,6 +35,8 @@ class Live:
     version: int
     iteration: int
     lineage: Lineage
+    committed: int = field(default=0, compare=False)
+    """The version of the last boundary that the rank passed."""
 
 
 NOT_SOUND = Live(Condition.UNSOUND, 0, 0, ())
@@ -43,7 +45,7 @@ NOT_SOUND = Live(Condition.UNSOUND, 0, 0, ())
 def left_by(ckpt: tierckpt.Checkpointer, condition: Condition) -> Live:
     """What a rank has that trained with `ckpt`, whose last restore may have got half-way."""
     condition = Condition.UNSOUND if ckpt.state.torn else condition
-    return Live(condition, ckpt.steps_made, ckpt.iteration, ckpt.lineage)
+    return Live(condition, ckpt.steps_made, ckpt.iteration, ckpt.lineage, ckpt.version)
 
 
 def left_half_way(ckpt: tierckpt.Checkpointer, before: Live | None) -> Live | None:
@@ -51,5 +53,6 @@ def left_half_way(ckpt: tierckpt.Checkpointer, before: Live | None) -> Live | No
     if ckpt.state.torn:
         return NOT_SOUND
     if ckpt.version:  # all of it had come
-        return Live(Condition.INEXACT, ckpt.version, ckpt.iteration, ckpt.lineage)
+        version = ckpt.version
+        return Live(Condition.INEXACT, version, ckpt.iteration, ckpt.lineage, version)
     return before and replace(before, condition=min(before.condition, Condition.INEXACT))

@@ -58,8 +58,8 @@ def main() -> None:
         journal.write(done=True, at=time.time())
 
     if args.plain:
+        # A new optimizer has no state to send, and Horovod would make a step to have some.
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         train(SimpleNamespace(step=0, commit=lambda: None))
         return
     state = TorchState(  # <-

@@ -3,6 +3,7 @@
 It has what makes resuming hard (BatchNorm, dropout, AdamW, clipped gradients, a learning rate that
 changes every step, data from random streams, an ElasticSampler) and epochs whose end changes values
 only. Beside the ElasticSampler goes a ResumableSampler, whose samples are told and not trained on.
+Nobody but the state deals them to the ranks that there are.
 Nothing in it knows of checkpoints but the import: with ELASTIC_HVD=horovod_ckpt.torch it is a
 script for Horovod as it comes, settings are in the environment.
 
@@ -25,7 +26,6 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def digests(state: Any) -> dict[str, str]:
         **exact.streams(),
         "schedule": exact.image(state.schedule.state_dict()),
         "sampler": exact.image(state.sampler.state_dict()),
-        "position": exact.image(state.position.state_dict()),
+        "position": exact.image(state.resumable.position.state_dict()),
         "values": exact.image([state.step, state.epoch, state.seen]),
     }
     return {name: exact.digest(value) for name, value in found.items()}
@@ -149,10 +149,6 @@ def commit(state: Any, place: str, **line: Any) -> None:
     state.commit()
 
 
-def deal_to_these_ranks(sampler: ResumableSampler) -> None:
-    sampler.deal_to(hvd.rank(), hvd.size())
-
-
 def wait_at_gate(name: str | None) -> None:
     if name is not None:
         tell(waiting=name)
@@ -181,14 +177,12 @@ def main() -> None:
     samples = range(2 * ROWS * EPOCH_STEPS)
     sampler = hvd.elastic.ElasticSampler(samples, seed=5)
     resumable = ResumableSampler(samples, ROWS, rank=hvd.rank(), ranks=hvd.size(), seed=5)
-    objects = {"schedule": schedule, "sampler": sampler, "position": resumable.position}
+    objects = {"schedule": schedule, "sampler": sampler, "resumable": resumable}
     state = TorchState(model, optimizer, **objects, step=0, epoch=0, seen=[])
-    state.resumable = resumable
     # The middle of the backward pass: what is behind this layer was launched, what is before, not.
     model[4].weight.register_hook(lambda _: point("backward", step=state.step))
     state.where = ""
-    deal_anew = partial(deal_to_these_ranks, resumable)
-    state.register_reset_callbacks([lambda: tell(reset=True), deal_anew])
+    state.register_reset_callbacks([lambda: tell(reset=True)])
     save = state.save
 
     def save_and_tell() -> None:

@@ -7,6 +7,7 @@ all stay. tests/crash/test_horovod_elastic.py has real kills.
 from __future__ import annotations
 
 import importlib
+import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import nn
 import tierckpt
 from tests import exact
 from tests.dist.rankpool import HOROVODRUN
+from tests.dist.test_horovod_callbacks import Diary
 from tests.dist.training import Net, Place, batch, horovod, rank
 from tierckpt import checkpointer, restore
 from tierckpt.progress import Progress
@@ -42,6 +44,11 @@ def failure() -> Any:
     return importlib.import_module("horovod.common.exceptions").HorovodInternalError
 
 
+def interrupt() -> Any:
+    """What a commit raises when hosts came or went."""
+    return importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt
+
+
 class Script:
     """A training script's objects and its loop; told is what it heard of checkpoints."""
 
@@ -60,12 +67,18 @@ class Script:
 
     def make(self) -> Any:
         """The state, with all that is in it."""
-        model = Net(norm=nn.BatchNorm1d)
-        optimizer = distributed(model, "")
+        model = self.net()
+        optimizer = self.distribute(model)
         sampler = elastic().ElasticSampler(range(SAMPLES))
         objects = {"schedule": self.schedule(optimizer), "sampler": sampler}
         values = {"batch": 0, "seen": []}
         return elastic().TorchState(model, optimizer, **objects, **values, tierckpt=self.settings)
+
+    def net(self) -> nn.Module:
+        return Net(norm=nn.BatchNorm1d)
+
+    def distribute(self, model: nn.Module) -> Any:
+        return distributed(model, "")
 
     def schedule(self, optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=1000)
@@ -120,18 +133,27 @@ class Script:
             self.state.restore()
         assert self.state.checkpointer is None
 
+    def hosts_change(self) -> None:
+        """What Horovod's loop does with it when ranks come or go, and none is lost."""
+        self.state.on_hosts_updated(1, 2)
+        with pytest.raises(interrupt()):
+            self.state.check_host_updates()
+        assert self.state.checkpointer is None
+
     def end(self) -> None:
         self.state.checkpointer.close()
         self.state.checkpointer = None
 
-    def said(self, text: str) -> bool:
-        return any(text in event.message for event in self.told)
+    def said(self, text: str) -> list[tierckpt.Event]:
+        return [event for event in self.told if text in event.message]
 
 
-def distributed(model: nn.Module, prefix: str) -> Any:
+def distributed(
+    model: nn.Module, prefix: str, kind: Callable[..., Any] = torch.optim.AdamW, **options: Any
+) -> Any:
     named = [(prefix + name, param) for name, param in model.named_parameters()]
     return horovod().DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=RATE), named_parameters=named
+        kind(model.parameters(), lr=RATE), named_parameters=named, **options
     )
 
 
@@ -272,10 +294,7 @@ def adversaries(named: bool, place: Place) -> tuple[Any, Any, Any]:
     script = make(seed=2).start(seed=200)
     found.update(script.train_to(BATCHES))
 
-    script.state.on_hosts_updated(1, 2)
-    interrupt = importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt
-    with pytest.raises(interrupt):
-        script.state.check_host_updates()
+    script.hosts_change()
     live = exact.digest(script.replicated())
     if rank() == 1:
         script = make(seed=3)
@@ -433,7 +452,7 @@ def torn_by_a_broadcast(place: Place) -> None:
     if rank() == 1:
         script = Script(place, seed=2)
 
-    def sent_half(held: Any, root: int) -> None:
+    def sent_half(held: Any, root: int, buffers: bool) -> None:
         horovod().broadcast_parameters(held.model.state_dict(), root_rank=root)
         raise failure()
 
@@ -572,9 +591,9 @@ def going_back_past_a_skip(place: Place) -> tuple[int, bool]:
     with mock.patch.object(script.state.checkpointer._schedule, "decide", skips):
         script.train_to(3)
     script.state.restore()
-    told = script.said("the last commit, v3, was skipped"), script.state.batch
+    told = script.state.batch, bool(script.said("the last commit, v3, was skipped"))
     script.end()
-    return told[1], told[0]
+    return told
 
 
 def skips(version: int, agreed: Any) -> Any:
@@ -586,3 +605,248 @@ def test_going_back_farther_than_the_last_commit_is_said(
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
     assert ranks(2, HOROVODRUN).run(going_back_past_a_skip, place) == [(2, True)] * 2
+
+
+def going_back_at_a_failure(place: Place) -> list[list[tuple[int, str]]]:
+    """What is said, and how severe it is, when a step behind the last commit is lost; when commits
+    that no level has are lost; and when nothing is."""
+    found = []
+    for last_taken, last_commit, steps in ((2, 2, 1), (2, 4, 0), (4, 4, 0)):
+        script = Script(place, seed=1).start()
+        script.train_to(last_taken)
+        with mock.patch.object(script.state.checkpointer._schedule, "decide", skips):
+            script.train_to(last_commit)
+        for _ in range(steps):
+            script.update(script.forward())
+        script.fail()
+        script.state.sync()
+        assert script.state.batch == last_taken
+        found.append([(e.severity, e.message) for e in script.said("this goes back to")])
+        script.end()
+    return found
+
+
+def test_going_back_at_a_failure_is_said(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """By one rank; as a warning where it is behind the last commit."""
+    place = Place.under(tmp_path, shm_dir)
+    told, other = ranks(2, HOROVODRUN).run(going_back_at_a_failure, place)
+    ((said,), (warned,), nothing) = told
+    assert said == (logging.INFO, "this goes back to v2 from v3")
+    assert warned[0] == logging.WARNING
+    assert "back to v2 from v4: the commits behind it, to v4," in warned[1]
+    assert nothing == []
+    assert other == [[], [], []]
+
+
+# --- what is sent to others ----------------------------------------------------------------------
+
+
+class Forgetful(Script):
+    """An optimizer that remembers nothing, and whose steps without gradients move weights."""
+
+    def distribute(self, model: nn.Module) -> Any:
+        return distributed(model, "", partial(torch.optim.SGD, weight_decay=0.5))
+
+    def schedule(self, optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def joined(script: Script, anew: Callable[[], Script]) -> tuple[str, str, str]:
+    """Hosts change, and rank 1 is new: bits of the state that is live, of that which both go on
+    with, and of that two batches later."""
+    script.train_to(3)
+    script.hosts_change()
+    live = exact.digest(script.replicated())
+    if rank() == 1:
+        script = anew()
+    script.start()
+    assert (script.state.restored, script.state.batch) == (None, 3)
+    found = exact.digest(script.replicated())
+    script.train_to(5)
+    later = exact.digest(script.replicated())
+    script.end()
+    return live, found, later
+
+
+def without_optimizer_state(place: Place) -> tuple[bool, tuple[str, str, str]]:
+    script = Forgetful(place, seed=1)
+    before = exact.digest(script.replicated())
+    script.start()
+    unmoved = exact.digest(script.replicated()) == before
+    return unmoved, joined(script, partial(Forgetful, place, seed=9))
+
+
+def test_an_optimizer_without_state(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """Neither a fresh start nor sending moves weights, and learning rates come along."""
+    told = ranks(2, HOROVODRUN).run(without_optimizer_state, Place.under(tmp_path, shm_dir))
+    assert [unmoved for unmoved, _ in told] == [True, True]
+    (_, (live, found, later)), (_, others) = told
+    assert live == found != later
+    assert others == (live, found, later)
+
+
+class Counting(Net):
+    """Counts its calls, in what is no tensor."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor, use_branch: bool = False) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x, use_branch)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+class WithExtraState(Script):
+    """A model that has more than tensors."""
+
+    def net(self) -> nn.Module:
+        return Counting()
+
+    def replicated(self) -> dict[str, Any]:
+        return {**super().replicated(), "calls": self.state.model.calls}
+
+
+def with_extra_state(place: Place) -> tuple[int, tuple[str, str, str]]:
+    script = WithExtraState(place, seed=1)
+    script.state.model.calls = 10 + rank()
+    script.start()
+    return script.state.model.calls, joined(script, partial(WithExtraState, place, seed=9))
+
+
+def test_modules_extra_state_is_sent(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """At a fresh start, and to a rank that is new."""
+    told = ranks(2, HOROVODRUN).run(with_extra_state, Place.under(tmp_path, shm_dir))
+    (calls, (live, found, later)), others = told
+    assert (calls, live) == (10, found)
+    assert others == (10, (live, found, later))
+
+
+def only_one_made_both_steps(place: Place) -> tuple[list[str], bool]:
+    """Rank 0 stepped D and G, rank 1 only D, when another rank was lost with all versions."""
+    script = Adversaries(True, place, seed=1).start()
+    script.train_to(2)
+    g, d, opt_g, opt_d = script.parts
+    (d(g(torch.randn(3, 6)))).mean().backward()
+    opt_d.step()
+    opt_g.synchronize()
+    if rank() == 0:
+        with opt_g.skip_synchronize():
+            opt_g.step()
+    script.fail()
+    lose(place.shm, place.path)
+    digests = [exact.digest(script.replicated())]
+    script.state.sync()
+    digests.append(exact.digest(script.replicated()))
+    said = bool(script.said("no level has a complete version"))
+    script.train_to(4)
+    digests.append(exact.digest(script.replicated()))
+    script.end()
+    return digests, said
+
+
+def test_survivors_that_differ_are_made_alike(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """Both have as many steps behind them, and other weights."""
+    place = in_memory(tmp_path, shm_dir)
+    (one, said), (other, also) = ranks(2, HOROVODRUN).run(only_one_made_both_steps, place)
+    assert one[0] != other[0]
+    assert one[1:] == other[1:]
+    assert one[1] == one[0]
+    assert said and also
+
+
+# --- gradients of several passes -----------------------------------------------------------------
+
+
+class Accumulating(Script):
+    """Two backward passes for a step; commits are where `due` says."""
+
+    def __init__(self, due: Callable[[int], bool], place: Place, seed: int) -> None:
+        super().__init__(place, seed)
+        self.due = due
+
+    def distribute(self, model: nn.Module) -> Any:
+        return distributed(model, "", backward_passes_per_step=2)
+
+    def train_to(self, end: int) -> dict[int, dict[str, str]]:
+        state = self.state
+        while state.batch < end:
+            if state.batch % 2 == 0:
+                state.optimizer.zero_grad()
+            state.model(batch(state.batch)).square().mean().backward()
+            state.batch += 1
+            if state.batch % 2 == 0:
+                state.optimizer.step()
+            if self.due(state.batch):
+                state.commit()
+        return {end: self.digests()}
+
+
+def every_third(batch: int) -> bool:
+    return batch % 3 == 0
+
+
+def odd(batch: int) -> bool:
+    return batch % 2 == 1
+
+
+def between_passes(place: Place) -> tuple[bool, int, list[int]]:
+    """Whether a course with a failure behind batch 9 ends as one without; where it went on; and
+    of how many commits, none of which can be taken, it is said where they are."""
+    script = Accumulating(every_third, place, seed=1).start()
+    undisturbed = script.train_to(12)
+    script.end()
+    script = Accumulating(every_third, place, seed=1).start()
+    script.train_to(9)
+    script.fail()
+    script = Accumulating(every_third, place, seed=2).start(seed=200)
+    began = script.state.batch
+    same = script.train_to(12) == undisturbed
+    script.end()
+    script = Accumulating(odd, place, seed=1).start()
+    said = []
+    for end in (16, 18, 40):
+        script.train_to(end)
+        said.append(len(script.said("between the backward passes")))
+    script.state.checkpointer.abandon()
+    script.state.checkpointer = None
+    return same, began, said
+
+
+def test_commits_between_backward_passes(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """They would have half of a step's gradients behind them, and are passed over."""
+    told = ranks(2, HOROVODRUN).run(between_passes, Place.under(tmp_path, shm_dir))
+    assert told == [(True, 6, [0, 1, 1])] * 2
+
+
+# --- callbacks -----------------------------------------------------------------------------------
+
+
+def watched(place: Place) -> list[tuple[Any, ...]]:
+    """What is heard by who is given with the settings, is added before the start, and behind it,
+    over a failure and a change of hosts."""
+    diaries = [Diary(), Diary(), Diary()]
+    script = Script(place, seed=1, callbacks=iter(diaries[:1]))
+    script.state.add_callbacks(diaries[1])
+    script.start()
+    script.state.add_callbacks(diaries[2])
+    script.train_to(2)
+    script.fail()
+    script.state.sync()
+    script.train_to(3)
+    script.hosts_change()
+    script.state.sync()
+    script.train_to(4)
+    script.end()
+    return [(d.boundaries, d.restored) for d in diaries]
+
+
+def test_callbacks_outlive_checkpointers(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    boundaries, came_back = [1, 2, 3, 4], [(0, False), (2, True)]
+    heard = [(boundaries, came_back)] * 2 + [(boundaries, came_back[1:])]
+    told = ranks(2, HOROVODRUN).run(watched, Place.under(tmp_path, shm_dir))
+    assert told == [heard] * 2

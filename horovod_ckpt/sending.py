@@ -1,0 +1,89 @@
+"""How one rank gives all others what it has in its tensors; all functions are collective.
+
+In place of `hvd.broadcast_parameters` and `hvd.broadcast_optimizer_state`, which do less and more:
+they refuse tensors of some types and memory orders, and modules' extra state. And an optimizer
+without state is made to have some by a step with zero gradients, on every rank: weight decay moves
+parameters in that, and Adam counts it. Where there is still none (SGD without momentum), options
+such as the learning rate are not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from tierckpt.state import ExtraStates, named_buffers, named_parameters
+
+
+def send_model(model: torch.nn.Module, root: int, buffers: bool = True) -> None:
+    """Parameters, persistent buffers and modules' extra state, as a checkpoint has them."""
+    named = [*named_parameters(model), *(named_buffers(model) if buffers else [])]
+    send_tensors(dict(named), root)
+    extra = ExtraStates(model)
+    extra.load_state_dict(hvd.broadcast_object(extra.state_dict(), root, "extra state"))
+
+
+def send_optimizer_state(label: str, optimizer: torch.optim.Optimizer, root: int) -> None:
+    """What an optimizer keeps for each parameter; groups' options are no part of it."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    mine = [_outlines(optimizer.state.get(param, {})) for param in params]
+    for param, told in zip(params, hvd.broadcast_object(mine, root, label), strict=True):
+        before = optimizer.state.pop(param, {})
+        if told:
+            optimizer.state[param] = {k: _made(v, before.get(k), param) for k, v in told.items()}
+    tensors = {
+        f"{label}/{number}/{key}": value
+        for number, param in enumerate(params)
+        for key, value in optimizer.state.get(param, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+    send_tensors(tensors, root)
+
+
+def send_tensors(named: Mapping[str, torch.Tensor], root: int) -> None:
+    """All ranks have the same names, shapes and types; what they have is replaced in place."""
+    sent = {name: _as_bytes(tensor) for name, tensor in named.items() if tensor.numel()}
+    hvd.broadcast_parameters(sent, root)
+    for name, received in sent.items():
+        tensor = named[name].detach()
+        if received.data_ptr() != tensor.data_ptr():
+            tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its very memory if that has no gaps and is in order, else a copy."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """All of a tensor but its values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+    """Also where the parameter is not: Adam counts its steps there."""
+
+
+def _outlines(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one parameter with an outline in the place of each tensor."""
+    return {k: _outline(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+def _outline(tensor: torch.Tensor) -> _Outline:
+    return _Outline(tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type == "cpu")
+
+
+def _made(told: Any, before: Any, param: torch.Tensor) -> Any:
+    """A tensor as told, the one that was there before if it is such; else what was told itself."""
+    if not isinstance(told, _Outline):
+        return told
+    if isinstance(before, torch.Tensor) and _outline(before) == told:
+        return before
+    device = torch.device("cpu") if told.on_cpu else param.device
+    return torch.empty_strided(told.shape, told.stride, dtype=told.dtype, device=device)
