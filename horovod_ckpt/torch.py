@@ -1,8 +1,9 @@
 """`import horovod_ckpt.torch as hvd` in place of `import horovod.torch as hvd`.
 
-Everything of Horovod's module under the same names, but two: `DistributedOptimizer` restores the
-newest checkpoint at once, takes checkpoints and closes at the end of the script, and
-`elastic.TorchState` commits to our levels. `named_parameters` must come straight from the whole
+Everything of Horovod's module under the same names, but three: `DistributedOptimizer` restores the
+newest checkpoint at once, takes checkpoints and closes at the end of the script;
+`broadcast_optimizer_state` moves no parameter that was restored; and `elastic.TorchState` commits
+to our levels. `named_parameters` must come straight from the whole
 model's `named_parameters()`, which tells whose buffers belong to the checkpoint; where it does not
 (a list, a part, none at all), give `model=`. Settings come from `TIERCKPT_*` variables or a file
 (`TIERCKPT_CONFIG`), or as further arguments of `DistributedOptimizer`, elastic or not. Outside of
@@ -12,6 +13,7 @@ of the others yet, so the second is refused. Give all of them to `horovod_ckpt.i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +26,16 @@ from . import elastic as _elastic
 from . import optimizer as _ours
 from .checkpointer import in_elastic_job
 
-__all__ = ["DistributedOptimizer", "elastic"]
+__all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "elastic"]
 __all__ += [name for name in dir(horovod.torch) if not name.startswith("_")]
 
 DEFAULTS = {"restore": True, "close_at_exit": True, "boundary": "forward"}
 THE_STATES = ("model", "restore", "close_at_exit")
 """Arguments of `horovod_ckpt.DistributedOptimizer` that an elastic state has no use for: it is
 given the model, and always restores and closes."""
+
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The optimizers that have a checkpointer of ours."""
 
 
 def __getattr__(name: str) -> Any:
@@ -45,11 +50,34 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
     settings are the attribute `checkpoint_settings` of what it returns.
     """
     if not in_elastic_job():
-        return _ours.DistributedOptimizer(optimizer, *args, **{**DEFAULTS, **settings})
+        made = _ours.DistributedOptimizer(optimizer, *args, **{**DEFAULTS, **settings})
+        _made.add(made)
+        return made
     horovods = {name: settings.pop(name) for name in _ours.HOROVODS if name in settings}
     distributed = horovod.torch.DistributedOptimizer(optimizer, *args, **horovods)
     distributed.checkpoint_settings = {n: v for n, v in settings.items() if n not in THE_STATES}
     return distributed
+
+
+def broadcast_optimizer_state(
+    optimizer: Any, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Horovod's own; behind a restore parameters stay as they are.
+
+    Horovod has an optimizer without state (SGD without momentum, or the one that was given to
+    `DistributedOptimizer`) make a step with zero gradients, in which weight decay moves them.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    moves = [] if optimizer.state else filter(_is_restored, params)
+    kept = [(p, p.detach().clone()) for p in moves]
+    horovod.torch.broadcast_optimizer_state(optimizer, root_rank, model)
+    with torch.no_grad():
+        for param, value in kept:
+            param.copy_(value)
+
+
+def _is_restored(param: torch.Tensor) -> bool:
+    return any(param in o._parameter_names for o in _made if o.checkpointer.restored.levels)
 
 
 class _TorchState(_elastic.TorchState):

@@ -20,6 +20,7 @@ from tests import exact
 from tests.dist.rankpool import HOROVODRUN, LAUNCHERS, MPIRUN, ROOT
 from tests.dist.test_horovod_training import check, trained_with_and_without
 from tests.dist.training import (
+    WIDTH,
     Attached,
     HorovodJob,
     Net,
@@ -266,6 +267,56 @@ def test_a_script_with_another_import_resumes(
     first = run_script(tmp_path, shm_dir, "first", 6)
     second = run_script(tmp_path, shm_dir, "second", 8)
     check_script(first, second, plain)
+
+
+Decaying = partial(torch.optim.SGD, lr=0.1, weight_decay=0.5)
+
+
+def broadcast_behind_a_restore(place: Place) -> tuple[bool, list[bool]]:
+    """Whether at a fresh start ours does what Horovod's does, and whether it leaves parameters as
+    they are behind a restore, given Horovod's optimizer, and the one that this was made from."""
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+
+    def life(hvd: Any, seed: int, **settings: Any) -> tuple[Net, list[Any]]:
+        torch.manual_seed(seed)
+        model = Net()
+        plain = Decaying(model.parameters())
+        made = hvd.DistributedOptimizer(plain, model.named_parameters(), **settings)
+        hvd.broadcast_optimizer_state(made, root_rank=0)
+        return model, [made, plain]
+
+    def digest(model: Net) -> str:
+        return exact.digest(exact.parameters(model))
+
+    ours = {"path": place.path, "shm_dir": place.shm, **SETTINGS, "boundary": "explicit"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drop_in.DEFAULTS, "close_at_exit", False)
+        horovods, _ = life(horovod(), seed=1)
+        model, (optimizer, _) = life(drop_in, seed=1, **ours)
+        alike = digest(model) == digest(horovods)
+        for _ in range(2):
+            model(torch.randn(3, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.checkpointer.step()
+        last = digest(model)
+        optimizer.checkpointer.complete()
+        optimizer.checkpointer.abandon()
+        model, optimizers = life(drop_in, seed=2, **ours)
+    assert optimizers[0].checkpointer.restored.version == 2
+    stays = [digest(model) == last]
+    for each in optimizers:
+        drop_in.broadcast_optimizer_state(each, 0)
+        stays.append(digest(model) == last)
+    optimizers[0].checkpointer.close()
+    return alike, stays
+
+
+def test_a_broadcast_behind_the_restore_moves_nothing(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Horovod makes a step to have optimizer state to send, and weight decay moves weights."""
+    told = ranks(2, HOROVODRUN).run(broadcast_behind_a_restore, Place.under(tmp_path, shm_dir))
+    assert told == [(True, [True] * 3)] * 2
 
 
 def by_an_elastic_script(place: Place) -> dict[str, Any]:
