@@ -16,7 +16,7 @@ import pytest
 from tests.crash.elastic_launcher import ElasticJob, Line, Moment
 from tests.crash.launcher import ROOT, quiet_environment
 from tests.horovod_here import horovod_missing
-from tests.thorough import on_demand, points
+from tests.thorough import points
 from tierckpt.localstore import LocalStore
 from tierckpt.persistent import PersistentStore
 
@@ -162,6 +162,42 @@ def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run, tmp_path: Path
     job.left_nothing()
 
 
+def test_all_workers_are_killed(make_job: MakeJob, undisturbed: Run) -> None:
+    """And nobody kills the launcher: it ends by itself, and the next one finds everything."""
+    job = make_job()
+    gates = {"6": "all"}
+    job.start(min_np=1, spares=1, steps=STEPS, gates=gates)
+    stand_at(job, "all")
+    for worker in job.journal(waiting="all"):
+        os.kill(worker["pid"], signal.SIGKILL)
+    job.until_over(well=False)
+    job.open("all")
+    job.start(min_np=2, steps=STEPS, gates=gates).until_over()
+    assert began(job) in (("memory", 5), ("memory", 6))
+    assert (job.course(), job.losses()) == undisturbed
+    job.left_nothing()
+
+
+def test_a_dead_workers_host_is_used_again(make_job: MakeJob) -> None:
+    """Where Horovod is told to: the other worker goes on alone, then with a new one on that host;
+    twice."""
+    job = make_job()
+    rules = [rule("backward", 3, 1), rule("backward", 9, 1)]
+    again = ["--blacklist-cooldown-range", "1", "3"]
+    job.start(min_np=1, steps=12, rules=rules, launcher=again, joins=[6, 11])
+    job.until_over()
+    assert job.fired() == 2
+    lives = job.journal(began=True, rank=0)
+    assert [x["size"] for x in lives] == [2, 1, 2, 1, 2]
+    levels = [x["levels"] for x in lives]
+    assert levels == [{}, {"memory": 2}, None, {"memory": 2}, None]
+    for life in (lives[2], lives[4]):
+        (newcomer,) = job.journal(began=True, rank=1, step=life["step"])
+        assert shared_by_ranks(newcomer) == shared_by_ranks(life)
+    assert len(job.journal(done=True, step=12, size=2)) == 2
+    job.left_nothing()
+
+
 def test_hosts_come_and_go(make_job: MakeJob) -> None:
     """A script that knows nothing of us: a worker dies and is not replaced, a host comes, and goes.
 
@@ -211,19 +247,21 @@ def test_hosts_come_and_go(make_job: MakeJob) -> None:
     job.left_nothing()
 
 
-@on_demand("two workers do the same in test_hosts_come_and_go")
-def test_three_workers_lose_one_and_get_another(make_job: MakeJob) -> None:
-    """Two go on, renumbered, from what three had in memory; the third brings nothing along."""
+@pytest.mark.parametrize("lost", [[1], [1, 2]])
+def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> None:
+    """At once. The rest go on, renumbered, from what three had in memory; one that comes then
+    brings nothing along."""
     job = make_job()
-    job.start(min_np=2, workers=3, steps=10, rules=[rule("backward", 3, 1)], joins=[6])
+    rules = [rule("backward", 3, rank) for rank in lost]
+    job.start(min_np=1, workers=3, steps=9, rules=rules, joins=[6])
     wait_for_hosts(job, 6)
     job.add_host()
     job.until_over()
-    assert job.fired() == 1
+    assert job.fired() == len(lost)
     lives = job.journal(began=True, rank=0)
-    assert [x["size"] for x in lives] == [3, 2, 3]
-    assert lives[1]["levels"] == {"memory": 3}
-    assert lives[2]["levels"] is None
+    left = 3 - len(lost)
+    assert [x["size"] for x in lives] == [3, left, left + 1]
+    assert [x["levels"] for x in lives[1:]] == [{"memory": 3}, None]
     assert lives[1]["step"] in (2, 3)
     lines = job.journal()
     for life in lives[1:]:
@@ -232,7 +270,7 @@ def test_three_workers_lose_one_and_get_another(make_job: MakeJob) -> None:
         together = job.journal(began=True, size=life["size"], step=life["step"])
         assert sorted(x["rank"] for x in together) == list(range(life["size"]))
         assert all(shared_by_ranks(x) == shared_by_ranks(committed) for x in together)
-    assert {x["rank"] for x in job.journal(done=True, step=10, size=3)} == {0, 1, 2}
+    assert {x["rank"] for x in job.journal(done=True, step=9)} == set(range(left + 1))
     job.left_nothing()
 
 
