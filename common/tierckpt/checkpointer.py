@@ -126,6 +126,7 @@ class Checkpointer:
         attach.check_state(self.state)
         self.config: Config
         self.config, roll = agree_on_settings(settings, config_file, self.group)
+        self.state.forward_changes(self.config.forward_changes)
         self._node = roll.node(self.group.rank)
         # While nothing has been started yet.
         groups, unprotected = redundancy_groups(self.config, roll, self.group)

@@ -94,8 +94,9 @@ class PersistentConfig:
     path: str = ""
     """A directory that all nodes see, or a URL that fsspec knows (s3://bucket/prefix); empty: no
     such level."""
-    every_steps: int = 0
-    """Take a version there every so many optimizer steps; 0: not by steps."""
+    every_steps: Steps = 0
+    """Take a version there every so many optimizer steps; 0: not by steps; `auto`: as for memory,
+    and at most half of the time is spent on flushing."""
     every_seconds: float = 600.0
     """... or when this much time has passed; 0: not by time."""
     keep_last: int = 2
@@ -149,6 +150,10 @@ class Config:
     boundary: str = "auto"
     """`explicit`: only `step()` is the boundary; `forward`: the next forward pass after an
     optimizer's step is; `auto`: the same once `step()` has evidently never been called."""
+    forward_changes: str = ""
+    """Parameters that the forward pass changes in place (it normalises its weights), by name, with
+    commas between; `*` stands for any part of a name. They are copied at the boundary, whole on
+    each rank, as buffers are."""
     node: str = ""
     """Name of this node, where the host name will not do: several nodes on one machine, in tests.
     In `path`, `{node}` stands for the node's name."""
@@ -267,7 +272,7 @@ TABLES = {
     "persistent": PersistentConfig,
 }
 """Settings of one level each."""
-AUTOMATIC = ("memory_every_steps", "local_every_steps")
+AUTOMATIC = ("memory_every_steps", "local_every_steps", "persistent_every_steps")
 """Numbers that may be `auto`."""
 STORAGE_OPTIONS = "persistent_storage_options"
 

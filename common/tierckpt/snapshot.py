@@ -37,6 +37,7 @@ from .copyplan import Binding, Plan
 from .manifest import Manifest, digest
 from .naming import Lineage, VersionId
 from .slots import Slot
+from .state import parameter_of
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -347,7 +348,8 @@ class Snapshot:
             raise SnapshotError(
                 f"{shown}: changed between the boundary and the optimizer's step (the version "
                 "counters moved); change weights before the boundary, i.e. before step() of the "
-                "checkpointer. What a forward pass of your own changes is to be a buffer"
+                "checkpointer. What the forward pass itself changes is to be a buffer, or named in "
+                f"the setting forward_changes='{_parameters(names)}': it is copied at the boundary"
             )
 
     def _write_head_and_tree(self) -> None:
@@ -411,6 +413,11 @@ class Snapshot:
             with self._changed:
                 self._reported = True
                 self._changed.notify_all()
+
+
+def _parameters(names: Iterable[str]) -> str:
+    """Those that entries of these names belong to, as a setting."""
+    return ", ".join(dict.fromkeys(map(parameter_of, names)))
 
 
 class Copier(threading.Thread):

@@ -20,6 +20,7 @@ import base64
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ class TrainingState:
         """A restore began to change it and did not get to its end."""
         self.looks = 0
         """How often its structure was looked up (again)."""
+        self._forward_changes: tuple[str, ...] = ()
         self._modules: list[torch.nn.Module] = []
         self._buffer_slots: list[tuple[dict[str, Any], str]] | None = None
         self._buffer_count = 0
@@ -128,7 +130,23 @@ class TrainingState:
                         state += [(tensor, param, index, path) for path, tensor in inner]
                         odd.append((param, index, key, node))
         own = {id(p) for p in (*_renormed(self._modules), *self._not_reduced(params.values()))}
+        own.update(id(p) for p in params.values() if self._forward_changes_it(p))
         return Walk(list(params.values()), state, odd, self.live_buffers(), own)
+
+    def forward_changes(self, patterns: str) -> None:
+        """Say which parameters the forward pass changes: see `Config.forward_changes`. Raises
+        ConfigError for a pattern that is none's name."""
+        self._forward_changes = tuple(filter(None, map(str.strip, patterns.split(","))))
+        for pattern in self._forward_changes:
+            if not any(fnmatchcase(name, pattern) for name in self._names.values()):
+                raise ConfigError(
+                    f"forward_changes: {pattern!r} is the name of no parameter; there are "
+                    f"{', '.join([*self._names.values()][:5])}, ..."
+                )
+
+    def _forward_changes_it(self, param: torch.Tensor) -> bool:
+        patterns = self._forward_changes
+        return bool(patterns) and any(fnmatchcase(self.name_of(param), p) for p in patterns)
 
     def _not_reduced(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those whose gradients, and so whose values, may differ between ranks."""
@@ -407,12 +425,42 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} is not a torch.optim.Optimizer; its step could not be "
             "held back until the copies are complete."
         )
-    if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
+    kinds = {c.__name__ for c in type(optimizer).__mro__}
+    if "PostLocalSGDOptimizer" in kinds:
+        raise UnsupportedStateError(
+            "PostLocalSGDOptimizer lets ranks train apart between its averagings: weights and "
+            "momentum differ from rank to rank, and this package is for replicated state. Train "
+            "with the optimizer inside it (its attribute 'optim') and DDP's own allreduce, or save "
+            "each rank's state by itself."
+        )
+    if "ZeroRedundancyOptimizer" in kinds:
         raise UnsupportedStateError(
             "ZeroRedundancyOptimizer keeps a different part of its state on every rank, and this "
             "package is for replicated state. Use the inner optimizer class directly, or "
             "torch.distributed.checkpoint."
         )
+    _refuse_hollow(optimizer)
+
+
+def _refuse_hollow(optimizer: torch.optim.Optimizer) -> None:
+    """A wrapper that never came to torch.optim.Optimizer's own __init__ can have no hooks."""
+    try:
+        optimizer.register_step_post_hook(_do_nothing).remove()
+    except AttributeError:
+        held = vars(optimizer).items()
+        inside = [name for name, value in held if isinstance(value, torch.optim.Optimizer)]
+        where = (
+            f"the optimizer inside it (its attribute {inside[0]!r})" if inside else "another one"
+        )
+        raise UnsupportedStateError(
+            f"{type(optimizer).__name__} was made without torch.optim.Optimizer's __init__, so its "
+            "step could not be held back until the copies are complete. Give the checkpointer "
+            f"{where}, if that makes the steps."
+        ) from None
+
+
+def _do_nothing(*_: Any) -> None:
+    """A hook."""
 
 
 def _refuse_odd_keys(optimizer: torch.optim.Optimizer) -> None:

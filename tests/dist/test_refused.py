@@ -49,6 +49,28 @@ def sharded_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
 
 
+def averaging_now_and_then() -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    model = nn.parallel.DistributedDataParallel(net())
+    inner = torch.optim.Adam(model.parameters())
+    return model, PostLocalSGDOptimizer(inner, PeriodicModelAverager(2, warmup_steps=1))
+
+
+def test_ranks_that_train_apart_are_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    for text, left in ranks(2).run(refused_apart, Place.under(tmp_path, shm_dir)):
+        assert "PostLocalSGDOptimizer lets ranks train apart" in text
+        assert left == []
+
+
+def refused_apart(place: Place) -> tuple[str, list[Path]]:
+    with pytest.raises(UnsupportedStateError) as caught:
+        ddp_ckpt.Checkpointer(*averaging_now_and_then(), path=place.path, shm_dir=place.shm)
+    left = [path for folder in (place.path, place.shm) for path in Path(folder).rglob("*")]
+    return str(caught.value), left
+
+
 def attach(make: Any, place: Place) -> tuple[str, int, list[Path]]:
     """What is said; of how many elements this rank has a first moment; the files that are left."""
     model, optimizer = make()
