@@ -77,7 +77,9 @@ class Halting:
             if request.unknown(self._end_seconds):
                 self._tell(
                     "it is not known when this job's allocation ends (SLURM_JOB_END_TIME is not "
-                    "set), so how many seconds are left can't be told; set a time with "
+                    "set), so how many seconds are left can't be told. Older versions of Slurm "
+                    "leave it out: in the batch script, export SLURM_JOB_END_TIME=$(date -d "
+                    '"$(squeue -h -j $SLURM_JOB_ID -o %e)" +%s); or set a time with '
                     "tierckpt halt PATH --before TIME",
                     logging.WARNING,
                 )

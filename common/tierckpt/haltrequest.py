@@ -183,8 +183,8 @@ def parse_time(text: str, now: datetime) -> float:
 
 
 def allocation_end(environment: Mapping[str, str]) -> float | None:
-    """When the scheduler ends this job, in Unix seconds, if its environment tells: Slurm's does
-    (SLURM_JOB_END_TIME, from 22.05 on)."""
+    """When the scheduler ends this job, in Unix seconds, if its environment tells: that of newer
+    versions of Slurm does (SLURM_JOB_END_TIME; 22.05 does not set it)."""
     try:
         return float(environment["SLURM_JOB_END_TIME"])
     except (KeyError, ValueError):
