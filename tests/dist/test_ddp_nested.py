@@ -86,7 +86,8 @@ class Gan(Job):
         self.d.requires_grad_(True)
 
     def _zero_grad(self, which: int) -> None:
-        self.optimizers[which].zero_grad(set_to_none=not self.keeps_gradients)
+        kept = {"set_to_none": False} if self.keeps_gradients else {}  # Horovod's takes none
+        self.optimizers[which].zero_grad(**kept)
 
     def iterate(self, iteration: int) -> str:
         self.backward_d(iteration)
