@@ -21,7 +21,10 @@ from .group import Group, Node
 from .imagefile import images_of
 from .pool import too_small
 from .slots import JobDirectory, job_id_of, rank_of
-from .state import TrainingState
+from .state import TrainingState, named_modules
+
+SHOWN = 3
+"""So many buffers are named."""
 
 
 def check_state(state: TrainingState) -> None:
@@ -34,6 +37,23 @@ def check_state(state: TrainingState) -> None:
     # A loader that is asked begins to draw, and a restore may have it draw from somewhere else.
     objects = {**state.extra, **state.extra_per_rank}.items()
     state.pack_extra({n: o for n, o in objects if not isinstance(o, DataLoader)}, arena)
+
+
+def left_out(state: TrainingState) -> str:
+    """Which buffers are no part of a `state_dict()`, in words; empty where there are none."""
+    names = [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in named_modules(state.model)
+        for name in sorted(module._non_persistent_buffers_set)
+        if module._buffers.get(name) is not None
+    ]
+    if not names:
+        return ""
+    more = f" and {len(names) - SHOWN} more" if names[SHOWN:] else ""
+    return (
+        f"not persistent, hence in no checkpoint: {', '.join(names[:SHOWN])}{more}. Buffers that "
+        "a resumed run cannot compute anew are to be registered with persistent=True"
+    )
 
 
 def job_directory(config: Config) -> JobDirectory:

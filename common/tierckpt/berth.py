@@ -6,6 +6,7 @@ what an earlier life left in them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from . import attach, inplace
@@ -37,9 +38,13 @@ class Berth:
         for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
             reports.notice(f"removed shared memory of the dead job {job}", logging.INFO)
         self._lock_fd = self.job.lock_rank(rank)
-        place = inplace.place_for_slots(config)
-        self.pool = SlotPool(self.job, rank, slots, reports.notice_later, place)
-        self.pool.adopt()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.job.remove_if_unused)
+            undo.callback(self._unlock)
+            place = inplace.place_for_slots(config)
+            self.pool = SlotPool(self.job, rank, slots, reports.notice_later, place)
+            self.pool.adopt()
+            undo.pop_all()
         self._is_clear = False
 
     def tell_of_room(self, state: TrainingState, group: Group, node: Node) -> None:
@@ -64,12 +69,21 @@ class Berth:
     def leave(self, remove: bool) -> None:
         """Give it up, when nobody is at work on a slot any more; with `remove` nothing stays."""
         self.pool.close(remove)
-        if remove:
-            self.job.lock_path(self._rank).unlink(missing_ok=True)
-        self.job.unlock_rank(self._rank, self._lock_fd)
+        self._unlock(remove)
         if remove:
             self.job.remove_orphans()
             self.job.remove_if_unused()
+
+    def let_go(self) -> None:
+        """Give it up before anything was put there: what was found stays, and nothing else."""
+        self.pool.close(remove=False)
+        self._unlock()
+        self.job.remove_if_unused()
+
+    def _unlock(self, remove: bool = True) -> None:
+        if remove:
+            self.job.lock_path(self._rank).unlink(missing_ok=True)
+        self.job.unlock_rank(self._rank, self._lock_fd)
 
 
 __all__ = ["Berth"]

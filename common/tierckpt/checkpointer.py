@@ -35,7 +35,7 @@ from .group import Group, SingleGroup
 from .halting import Halting
 from .haltrequest import Reason
 from .handover import Handover
-from .iterations import STEPLESS_CALLS, Iterations, Unattached
+from .iterations import MIXED, Iterations, Unattached
 from .lives import Lives
 from .localstore import LocalStore
 from .mending import keep, parities_to_mend, shards_to_mend
@@ -51,6 +51,7 @@ from .reports import Reports
 from .restore import Attempt, Restored, all_finished
 from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError
 from .state import TrainingState, label_optimizers, refuse_model
+from .stepwatch import Stepwatch
 from .strangers import Strangers
 from .trace import open_trace
 from .tuning import UNKNOWN, Meter
@@ -59,12 +60,6 @@ WAIT_SECONDS = 60.0
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
-NO_STEPS = (
-    f"step() was called {STEPLESS_CALLS} times, and the optimizer given to the checkpointer made "
-    "no step meanwhile: no checkpoint is taken. Give it the optimizer whose step() the loop calls "
-    "(what a library's prepare() or DistributedOptimizer() returned, not what went in). A step "
-    "that is replayed from a CUDA graph cannot be seen either"
-)
 
 
 class Checkpointer:
@@ -96,7 +91,9 @@ class Checkpointer:
     version = 0
     """Completed optimizer steps."""
     iteration = 0
-    """Calls of `step()`."""
+    """What `restore()` returned, and calls of `step()` since."""
+    _calls: int | None = 0
+    """Calls of `step()` behind the version that this life goes on from, if it told."""
     metric: float | None = None
     """What was measured of the state as it is now; see `step`. Rank 0's counts."""
     agreed_vote = 0
@@ -132,7 +129,33 @@ class Checkpointer:
         groups, unprotected = redundancy_groups(self.config, roll, self.group)
         slots = self.config.slots or (3 if self._uses_cuda() else 2)
         unwell = attach.check_health(self.config, self.state, self.group, self._node, slots)
+        self.restored = Restored(0)
+        with contextlib.ExitStack() as undo:  # or another try would meet what is left of this one
+            undo.callback(self.group.close)
+            self._open_books(on_event, callbacks, undo)
+            self._berth = Berth(self.config, self.group.rank, slots, self._reports)
+            undo.callback(self._berth.let_go)
+            self._pool = self._berth.pool
+            self._berth.tell_of_room(self.state, self.group, self._node)
+            for text in (unwell, unprotected):
+                if text and self.group.rank == 0:
+                    self._reports.notice(text, logging.ERROR)
+            if omitted := attach.left_out(self.state):
+                self._say(omitted, logging.INFO)
+            self._join_levels(roll, groups, undo)
+            self._watch(model, undo)
+            self._halting = Halting(self.config, self.group.rank, self._node, self._reports.notice)
+            undo.pop_all()
+
+    def _open_books(
+        self,
+        on_event: Callback | None,
+        callbacks: Iterable[Callbacks],
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """What is said of versions, and what ranks agree on."""
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
+        undo.callback(self.log.close)
         self._callbacks = CallbackList(callbacks)
         self._agreement = Agreement(
             self.group,
@@ -141,27 +164,20 @@ class Checkpointer:
             lambda *safe: self._onward.local_safe(*safe),
             lambda: self._onward.retire(),
         )
+        undo.callback(self._agreement.close)
         self._reports = Reports(
             self.config, self.log, self._callbacks, self._agreement, lambda: self.version
         )
-        self.restored = Restored(0)
-        self._berth = Berth(self.config, self.group.rank, slots, self._reports)
-        self._pool = self._berth.pool
-        self._berth.tell_of_room(self.state, self.group, self._node)
-        for text in (unwell, unprotected):
-            if text and self.group.rank == 0:
-                self._reports.notice(text, logging.ERROR)
-        self._join_levels(roll, groups)
-        self._watch(model)
-        # Last: what fails above leaves no handler behind.
-        self._halting = Halting(self.config, self.group.rank, self._node, self._reports.notice)
 
-    def _join_levels(self, roll: Roll, groups: tuple[RedundancyGroup, ...]) -> None:
+    def _join_levels(
+        self, roll: Roll, groups: tuple[RedundancyGroup, ...], undo: contextlib.ExitStack
+    ) -> None:
         """What is behind the slots: the lives before this one, the agent, other nodes."""
         config, group, job = self.config, self.group, self._berth.job
         host = roll.hosts[group.rank]
         self._lives = Lives(config, group, job, LocalStore(config.directory), host)
         self._agent = attach.agent_client(config, group, job, self._node)
+        undo.callback(self._agent.close)
         self._peers = Peers(config, group, roll, self._agent, groups)
         if self._peers.slow_coding and group.rank == 0:
             self._reports.notice(self._peers.slow_coding, logging.WARNING)
@@ -177,12 +193,15 @@ class Checkpointer:
         self._handover = Handover(group, self._pool, self._agent, self._agreement, self._reports)
         self._start_agent()
 
-    def _watch(self, model: torch.nn.Module) -> None:
+    def _watch(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
         """What is before them: the copies, when to make them, and hooks where training goes on."""
         self._copier = Copier()
+        undo.callback(self._copier.close)
         self._capture = Capture(self.state, self.group, self._pool)
+        undo.callback(self._capture.close)
         self._schedule = Schedule(self.config)
-        self._meter = Meter() if self._schedule.tuner.every_steps else None
+        automatic = self._schedule.tuner.every_steps
+        self._meter = Meter("persistent" in automatic) if automatic else None
         self._snapshot: Snapshot | None = None
         self._ahead = 0
         self._closed = False
@@ -194,14 +213,19 @@ class Checkpointer:
             before_step=self._before_step,
             made_step=self._made_step,
             left_to_us=self._capture.keep_streams,
+            say=self._say,
         )
+        undo.callback(self._iterations.unwatch)
         self._iterations.watch(model, self.state.optimizers)
         self._strangers = Strangers(self.state, self._before_stranger, self._warn)
-        self._strangers.watch()
+        self._stepwatch = Stepwatch(self._before_any_step)
+        undo.callback(self._stepwatch.close)
         self._trace = open_trace(self.config, self.group.rank, self.state.name_of, self.log)
         self._trace_hooks: list[Any] = []
-        if self._trace is not None:  # behind the barrier's hooks: what they wait is no update
+        if self._trace is not None:  # behind the stepwatch: what is waited for there is no update
+            undo.callback(self._trace.close)
             self._trace_hooks += self._trace.watch(self.state.optimizers)
+            undo.callback(self._remove_trace_hooks)
 
     # --- the recipe ----------------------------------------------------------------------------
 
@@ -216,12 +240,20 @@ class Checkpointer:
         are not called so, set the attribute `metric` instead: the optimizer's next step clears it.
         """
         self.metric = self.metric if metric is None else float(metric)
-        if not self._iterations.called() and self.group.rank == 0:
-            self._reports.notice(NO_STEPS, logging.ERROR)
+        mixed = self._iterations.guessed
+        self._iterations.called()
         self._capture.drop_streams()
         self.iteration += 1
+        if mixed:
+            self._warn_of_two_counts()
         if self._iterations.steps:
             self._boundary()
+
+    def _warn_of_two_counts(self) -> None:
+        told = int(self.restored)
+        since = f", counted on from the {told} that restore() returned" if told else ""
+        text = MIXED.format(version=self.version, iteration=self.iteration, since=since)
+        self._say(text, logging.WARNING)
 
     def release(
         self,
@@ -351,7 +383,13 @@ class Checkpointer:
         self._lives.look()
         live = Restored(iteration)
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
+        live.calls = iteration
         self._go_on_from(lineage, live)
+
+    @property
+    def closed(self) -> bool:
+        """True after `close()` or `abandon()`."""
+        return self._closed
 
     @property
     def steps_made(self) -> int:
@@ -493,8 +531,8 @@ class Checkpointer:
             self._collect()
         snapshot = self._open_snapshot(decision.take) if decision.take else None
         if self._meter is not None:
-            busy = self._agent.busy() > 0
-            self._meter.boundary(begin, self.version, decision.take, busy)
+            busy, flushing = self._agent.busy() > 0, bool(self._agreement.persistent.open)
+            self._meter.boundary(begin, self.version, decision.take, busy, flushing)
         self._agreement.launch(
             self._id(),
             slot_free=self._pool.has_room(self._agreement.needed(), self._agent.pinned()),
@@ -562,6 +600,7 @@ class Checkpointer:
             life=self._lives.name,
             lineage=self._lives.lineage,
             iteration=self._at(),
+            calls=self._at() if self._iterations.explicit else self._calls,
             metric=self._measured(),
             complete=self._agreement.local.safe,
         )
@@ -670,7 +709,8 @@ class Checkpointer:
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration, self.metric = result.version, int(result), None
-        self._iterations.pass_boundary()
+        self._calls = result.calls
+        self._iterations.go_on_from(result)
         self._capture.forget()
         self._lives.go_on_from(lineage, result.version)
         self._schedule.start_at(result.version)
@@ -732,12 +772,22 @@ class Checkpointer:
         if self._snapshot is not None:
             self._finish_snapshot()
 
+    def _before_any_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not self._iterations.begins(optimizer, args, kwargs):
+            self._strangers.begins(optimizer)
+
     def _before_stranger(self) -> None:
         """The same before a step of an optimizer that no adapter knows."""
         Checkpointer._before_step(self, "")
 
+    def _say(self, text: str, severity: int) -> None:
+        """What all ranks would say, once."""
+        self._reports.notice(text, logging.DEBUG if self.group.rank else severity)
+
     def _warn(self, text: str) -> None:
-        self._reports.notice(text, logging.DEBUG if self.group.rank else logging.WARNING)
+        self._say(text, logging.WARNING)
 
     def _made_step(self, label: str) -> bool:
         """False when the step that just ended was none of the training's."""
@@ -767,13 +817,16 @@ class Checkpointer:
         except OSError as error:
             self._reports.notice(f"the agent could not be started: {error}", logging.ERROR)
 
+    def _remove_trace_hooks(self) -> None:
+        for hook in self._trace_hooks:
+            hook.remove()
+
     def _shut_down(self, remove: bool) -> None:
         self._closed = True
         self._halting.close()
         self._iterations.unwatch()
-        self._strangers.unwatch()
-        for hook in self._trace_hooks:
-            hook.remove()
+        self._stepwatch.close()
+        self._remove_trace_hooks()
         if self._snapshot is not None:  # the copier would wait for what is never released
             self._snapshot.fail(SnapshotError("the job ended in the middle of an iteration"))
         self._agreement.close()  # the copier may wait for the vote of a rank that is gone

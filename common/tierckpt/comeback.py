@@ -46,6 +46,7 @@ class Comeback:
         `time.perf_counter()`."""
         self._group, self._state, self._lives, self._reports = group, state, lives, reports
         self._begin_seconds = begin_seconds
+        self._calls_alone = config.boundary == "explicit"
         lives.look()
         self._inventory_seconds = time.perf_counter() - begin_seconds
         open_store = functools.partial(PersistentStore, **config.persistent.options())
@@ -142,7 +143,7 @@ class Comeback:
         load_adapter(adapter)
         for text in notices:
             self._reports.notice(text, logging.WARNING)
-        result = attempt.report(manifest)
+        result = attempt.report(manifest, self._calls_alone)
         result.seconds["load"] = time.perf_counter() - begin
         return manifest.lineage, result
 

@@ -34,7 +34,8 @@ class Manifest:
     lineage: Lineage
     """This generation and its ancestors, and the versions they started from."""
     iteration: int
-    """Calls of `step()` by the user's loop: what `restore()` returns."""
+    """What `restore()` returns: calls of `step()` by the user's loop, or the version where its
+    boundaries were guessed."""
     shard: int
     shards: int
     image_bytes: int
@@ -49,6 +50,8 @@ class Manifest:
     """What the user measured at the boundary, a number; in the manifest of shard 0 only."""
     complete: VersionId | None = None
     """The newest version that was known to be on all ranks' disks when this one was taken."""
+    calls: int | None = None
+    """Calls of `step()`, whatever `iteration` is; None where an older writer did not tell."""
     encoding: Encoding | None = None
     """Set when modules have changed the shard. Then `image_bytes` and `digests` are of what is
     stored, the other lengths are 0, and the manifest that it was sealed with is in there."""
@@ -73,6 +76,8 @@ class Manifest:
         fields_ = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.metric is None:
             del fields_["metric"]
+        if self.calls is None:
+            del fields_["calls"]
         if self.complete is None:
             del fields_["complete"]
         else:
@@ -102,6 +107,8 @@ class Manifest:
             values["encoding"] = None if encoding is None else Encoding.of_json(encoding)
             metric = values.pop("metric", None)
             values["metric"] = None if metric is None else float(metric)
+            calls = values.pop("calls", None)
+            values["calls"] = None if calls is None else int(calls)
             complete = values.pop("complete", None)
             values["complete"] = None if complete is None else VersionId(*map(int, complete))
             return Manifest(**{f.name: values[f.name] for f in fields(Manifest)})

@@ -91,9 +91,12 @@ class Attempt:
         sources = self.plan.sources
         return shard == rank and len(sources) == size and sources[shard].rebuilt
 
-    def report(self, manifest: Manifest) -> Restored:
-        """What was loaded; `manifest` is this rank's."""
-        result = Restored(manifest.iteration)
+    def report(self, manifest: Manifest, calls_alone: bool) -> Restored:
+        """What was loaded; `manifest` is this rank's. `calls_alone`: its number is that of calls,
+        also where it was guessed what a boundary is."""
+        calls, number = manifest.calls, manifest.iteration
+        result = Restored(calls if calls_alone and calls is not None else number)
+        result.calls, result.guessed = calls, calls not in (None, number)
         result.version, result.generation = manifest.version, manifest.generation
         result.shard_levels = tuple(source.place.level for source in self.plan.sources)
         result.levels = self.plan.levels
@@ -132,6 +135,8 @@ class Restorer:
         self._progress = progress or Progress(False)
         self._open_store, self._foresee = open_store, foresee
         self._kept: Kept = {}
+        self._readers: dict[tuple[ShardKey, Place], int] = {}
+        """Who has what of all that was fetched at the last try."""
         self._bad: set[tuple[ShardKey, Place]] = set()
         self._undecodable: dict[VersionId, str] = {}
         """Versions that lack only a key or a module here, and which."""
@@ -146,7 +151,9 @@ class Restorer:
         begin = time.perf_counter()
         try:
             while True:
-                plan = plan_restore(self.inventories, frozenset(self._bad), version, self.parities)
+                plan = plan_restore(
+                    self.inventories, frozenset(self._bad), version, self.parities, self._readers
+                )
                 if self._undecodable and (plan is None or plan.id not in self._undecodable):
                     raise _cannot_decode(self._undecodable)
                 if plan is None:
@@ -196,6 +203,7 @@ class Restorer:
         failed = [f for theirs, *_ in everyone for f in theirs]
         failed = failed or [f for _, theirs, *_ in everyone for f in theirs]
         self._reject(plan, failed)
+        self._readers = _readers_of(plan)
         if failed:
             damaged = {f.key.shard for f in failures if not isinstance(f.key, ParityKey)}
             self._keep(attempt, mine, reads.headers, damaged)
@@ -284,6 +292,16 @@ def _cannot_decode(versions: Mapping[VersionId, str]) -> RestoreError:
         f"to an older version; another path, or moving away what is left of {newest}, starts "
         "without it",
     )
+
+
+def _readers_of(plan: RestorePlan) -> dict[tuple[ShardKey, Place], int]:
+    """Of what is fetched: none of it is fetched twice, whoever has less to read at the next try."""
+    shards = len(plan.sources)
+    return {
+        (ShardKey(plan.id, s.shard, shards), s.place): s.reader
+        for s in plan.sources
+        if not (s.rebuilt or s.place.mappable)
+    }
 
 
 def _fetches_most(plan: RestorePlan, mine: Sequence[Source]) -> bool:

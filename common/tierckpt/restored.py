@@ -11,6 +11,10 @@ class Restored(int):
     version: int = 0
     """Completed optimizer steps."""
     generation: int = 0
+    calls: int | None = None
+    """Calls of `step()` that are behind it; None where the version does not tell."""
+    guessed = False
+    """The number is one of optimizer steps: `step()` had not been called when it was taken."""
     shard_levels: tuple[str, ...] = ()
     """The level that each shard came from, by shard number; `peer` is one that was rebuilt."""
     levels: dict[str, int]
@@ -33,6 +37,11 @@ class Restored(int):
         made = super().__new__(cls, iteration)
         made.levels, made.seconds = {}, {}
         return made
+
+    @property
+    def counts_calls(self) -> bool:
+        """The number is evidently one of calls of `step()`."""
+        return not self.guessed and (self.calls is not None or int(self) != self.version)
 
     def __repr__(self) -> str:
         return f"Restored({int(self)}, version={self.version}, levels={self.levels})"

@@ -96,6 +96,7 @@ class Head:
     life: str
     lineage: Lineage
     iteration: int
+    calls: int | None = None
     metric: float | None = None
     complete: VersionId | None = None
 
@@ -370,6 +371,7 @@ class Snapshot:
             life=self.head.life,
             lineage=self.head.lineage,
             iteration=self.head.iteration,
+            calls=self.head.calls,
             shard=self.plan.layout.rank,
             shards=self.plan.layout.ranks,
             image_bytes=high,

@@ -1,20 +1,18 @@
 """Strangers: optimizers that the checkpointer was not given, and that change its parameters anyway.
 
-The barrier is a hook on those that it was given. A step of another one would go through copies that
-are under way, and a fused one leaves autograd's version counters where they are: the version would
-be half of one step and half of the next, and its checksums would be right. So there is a barrier
-before these steps, too, and somebody is told that their state is in no checkpoint.
+A step of one would go through copies that are under way, and a fused one leaves autograd's version
+counters where they are: the version would be half of one step and half of the next, and its
+checksums would be right. So there is a barrier before these steps, too, and somebody is told that
+their state is in no checkpoint.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .state import TrainingState, optimizer_class
 
@@ -35,29 +33,9 @@ class Strangers:
         )
         """Whether an optimizer is one, and of what that was decided."""
         self._told: set[str] = set()
-        self._hook: Any = None
 
-    def watch(self) -> None:
-        """Look at the steps of all optimizers of this process, from now on."""
-        # The hook is torch's until it is removed: that must not keep us, and so the state, alive.
-        # A forked child has it as well, and no thread that would copy what its barrier waits for.
-        weak, process = weakref.ref(self), os.getpid()
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            us = weak()
-            if us is not None and os.getpid() == process:
-                us._before_step(optimizer)
-
-        self._hook = register_optimizer_step_pre_hook(before_any_step)
-
-    def unwatch(self) -> None:
-        """The inverse."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step begins of an optimizer that was not given."""
         # Both may grow: a group is added, a layer is put into the model.
         sizes = [len(group["params"]) for group in getattr(optimizer, "param_groups", ())]
         now = (sizes, self._state.looks)

@@ -63,6 +63,16 @@ def test_every_truncation_is_rejected(manifest: Manifest) -> None:
             Manifest.decode(encoded[:length])
 
 
+def test_one_of_before_calls_were_told_is_read() -> None:
+    """They are told beside what `restore()` returns, which may be another number."""
+    told = dataclasses.replace(EXAMPLE, calls=9)
+    assert Manifest.decode(told.encode()) == told
+    before = values_of(told)
+    del before["calls"]
+    assert Manifest.decode(sign(before)) == EXAMPLE
+    assert EXAMPLE.calls is None
+
+
 def test_every_flipped_bit_is_rejected() -> None:
     encoded = EXAMPLE.encode()
     for position in range(8 * len(encoded)):

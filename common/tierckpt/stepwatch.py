@@ -1,0 +1,55 @@
+"""Stepwatch: who is called before any step of any optimizer of this process, and before all hooks.
+
+What is being copied must not change before the barrier. Hooks of the user's may change it (a weight
+decay of their own, through `.data`), and torch calls them in the order in which they were
+registered, those for all optimizers first. So ours is one of these, and is put in front.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+BeforeStep = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
+"""Takes the optimizer, and what its step was called with."""
+
+
+class Stepwatch:
+    """Owns the hook: `close` removes it."""
+
+    def __init__(self, before_step: BeforeStep) -> None:
+        """`before_step` is a method, whose object is not kept alive. It is called by whoever makes
+        the step: the training thread."""
+        # A forked child has the hook as well, and no thread that copies what is waited for.
+        weak, process = weakref.WeakMethod(before_step), os.getpid()
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def before_any_step(
+            optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
+            call = weak()
+            if call is not None and os.getpid() == process:
+                call(optimizer, args, kwargs)
+
+        self._hook: Any = register_optimizer_step_pre_hook(before_any_step)
+        _put_first(self._hook)
+
+    def close(self) -> None:
+        """Be called no more."""
+        self._hook.remove()
+
+
+def _put_first(handle: Any) -> None:
+    """Have a hook called before those that are there already, as far as this torch allows."""
+    hooks = getattr(handle, "hooks_dict_ref", lambda: None)()
+    if isinstance(hooks, OrderedDict) and handle.id in hooks:
+        hooks.move_to_end(handle.id, last=False)
+
+
+__all__ = ["Stepwatch"]

@@ -1,0 +1,165 @@
+"""An error while a checkpointer is made leaves nothing behind, and the next try works."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import tierckpt
+from tierckpt import berth, checkpointer
+from tierckpt.errors import UnsupportedStateError
+
+POINTS = {
+    "the books": (checkpointer, "Reports"),
+    "where slots are": (berth.inplace, "place_for_slots"),
+    "slots": (berth, "SlotPool"),
+    "room": (berth.Berth, "tell_of_room"),
+    "lives": (checkpointer, "Lives"),
+    "the agent": (checkpointer.Checkpointer, "_start_agent"),
+    "behind the agent": (checkpointer, "Copier"),
+    "capture": (checkpointer, "Capture"),
+    "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
+    "hooks of the model": (nn.Module, "register_forward_pre_hook"),
+    "the barrier": (checkpointer, "Stepwatch"),
+    "the trace": (checkpointer, "open_trace"),
+    "signals": (checkpointer, "Halting"),
+}
+
+
+class BrokenError(Exception):
+    pass
+
+
+@pytest.fixture
+def settings(shm_dir: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "shm_dir": str(shm_dir),
+        "path": tmp_path / "c",
+        "trace_dir": tmp_path / "traces",
+        "events_dir": tmp_path / "events",
+    }
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    held = (
+        _global_optimizer_pre_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        model._forward_pre_hooks,
+    )
+    return [len(each) for each in held]
+
+
+def iterate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+
+def fail(patch: pytest.MonkeyPatch, point: str) -> None:
+    where, name = POINTS[point]
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise BrokenError(point)
+
+    patch.setattr(where, name, broken)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_nothing_is_left_and_the_next_try_works(
+    point: str, settings: dict[str, Any], shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = build()
+    before, threads = hooks(model, optimizer), set(threading.enumerate())
+    with monkeypatch.context() as patch:
+        if point.startswith("hooks of optimizers"):
+            patch.setattr("tierckpt.state._refuse_hollow", lambda optimizer: None)
+        fail(patch, point)
+        with pytest.raises(BrokenError, match=point):
+            tierckpt.Checkpointer(model, optimizer, **settings)
+        assert hooks(model, optimizer) == before
+        assert set(threading.enumerate()) == threads
+        assert list(shm_dir.rglob("*")) == []
+    with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt:
+        iterate(model, optimizer)
+        ckpt.step()
+    with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt:
+        assert ckpt.restore() == 1
+
+
+def test_what_the_life_before_left_is_still_there(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings["local_every_seconds"] = 0  # in memory alone
+    model, optimizer = build()
+    ckpt = tierckpt.Checkpointer(model, optimizer, **settings)
+    iterate(model, optimizer)
+    ckpt.step()
+    iterate(model, optimizer)
+    ckpt.abandon()
+    with monkeypatch.context() as patch:
+        fail(patch, "signals")
+        with pytest.raises(BrokenError):
+            tierckpt.Checkpointer(model, optimizer, **settings)
+    with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt:
+        restored = ckpt.restore()
+        assert (int(restored), restored.levels) == (1, {"memory": 1})
+
+
+class Hollow(torch.optim.Optimizer):
+    """Hands everything on, and never came to the base's own `__init__`, as some libraries' do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.held = inner
+
+    param_groups = property(lambda self: self.held.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.held.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self.held.defaults)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> Any:
+        return self.held.step(closure)
+
+
+def test_a_wrapper_without_hooks_is_refused_and_what_is_in_it_works(
+    settings: dict[str, Any], shm_dir: Path
+) -> None:
+    model, optimizer = build()
+    with pytest.raises(UnsupportedStateError) as caught:
+        tierckpt.Checkpointer(model, Hollow(optimizer), **settings)
+    assert "Hollow was made without" in str(caught.value)
+    assert "the optimizer inside it (its attribute 'held')" in str(caught.value)
+    assert list(shm_dir.rglob("*")) == []
+    with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt:
+        iterate(model, Hollow(optimizer))
+        ckpt.step()
+        assert ckpt.version == 1
+
+
+def test_buffers_that_are_not_persistent_are_named_quietly(settings: dict[str, Any]) -> None:
+    model, optimizer = build()
+    for number in range(5):
+        model.register_buffer(f"cache{number}", torch.zeros(2), persistent=False)
+    events: list[tierckpt.Event] = []
+    with tierckpt.Checkpointer(model, optimizer, on_event=events.append, **settings):
+        pass
+    (said,) = [e for e in events if "not persistent" in e.message]
+    assert "cache0, cache1, cache2 and 2 more" in said.message
+    assert said.severity == logging.INFO
+    model, optimizer = build()
+    del events[:]
+    with tierckpt.Checkpointer(model, optimizer, on_event=events.append, **settings):
+        pass
+    assert [e for e in events if "not persistent" in e.message] == []
