@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,20 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
-from tierckpt.scripts import serve
+from tierckpt.scripts import refuse_second, serve
 
 from .group import current_group
 from .hook import CommHook, Hook
 from .hookstate import HookState
 from .modules import common_group, find_ddps, reduced_by
+
+Given = TypeVar(
+    "Given",
+    bound=torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | Mapping[str, torch.optim.Optimizer],
+)
+"""One optimizer, or several."""
 
 
 class Checkpointer(tierckpt.Checkpointer):
@@ -159,23 +167,29 @@ def _refuse_local_sgd(state: Any) -> None:
 
 
 def wrap(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Given,
     model: torch.nn.Module,
     *,
     restore: bool = True,
     close_at_exit: bool = True,
     **settings: Any,
-) -> torch.optim.Optimizer:
+) -> Given:
     """Checkpoints for a script whose loop cannot be touched: one line behind the optimizer's, or
     behind the scheduler's where there is one, which goes into `extra`: it would begin anew else.
 
-    Returns the same optimizer, with hooks, so it stays what schedulers and scalers expect; its
-    `checkpointer` attribute is the Checkpointer, `checkpointer.restored` what was restored. The
-    boundary is the next forward pass. With `restore`, the newest version is brought back at once.
+    Takes one optimizer, or all of a job that has several, as a sequence or a dict, and returns what
+    it was given: optimizers stay what schedulers and scalers expect. The `checkpointer` attribute
+    of each is the Checkpointer, `checkpointer.restored` what was restored. The boundary is the
+    next forward pass. With `restore`, the newest version is brought back at once.
     With `close_at_exit`, a script that ends without an exception gets its final checkpoint.
+
+    Raises ConfigError, with nothing attached, for a model, an optimizer or a path that another call
+    has taken already, besides what Checkpointer raises.
     """
+    refuse_second(model, optimizer, settings)
     checkpointer = Checkpointer(model, optimizer, **{"boundary": "forward", **settings})
-    optimizer.checkpointer = checkpointer  # type: ignore[attr-defined]
+    for each in checkpointer.state.optimizers.values():
+        each.checkpointer = checkpointer  # type: ignore[attr-defined]
     serve(checkpointer, restore, close_at_exit)
     return optimizer
 

@@ -5,20 +5,70 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
+
+from . import attach
 from .checkpointer import Checkpointer
+from .config import load_config
+from .errors import ConfigError
+from .state import label_optimizers, unwrap
 
 MEET_SECONDS = 30.0
 """At the end of a process: how long to wait for the other ranks before ending alone."""
 
+_served: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
 
 def serve(checkpointer: Checkpointer, restore: bool, ends_with_script: bool) -> None:
     """Do what the script does not: restore now if asked to, and close when the process ends."""
+    _served.add(checkpointer)
     if restore:
-        checkpointer.restore()
+        try:
+            checkpointer.restore()
+        except BaseException:
+            checkpointer.abandon()  # nobody else has it, to try in another way
+            raise
     if ends_with_script:
         close_at_exit(lambda: checkpointer)
+
+
+def refuse_second(model: torch.nn.Module, optimizer: Any, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what a checkpointer that serves has already: model, optimizer, or path.
+
+    A second one for the second optimizer of a job would restore one at another step than the other.
+    """
+    ours = [id(each) for each in label_optimizers(optimizer).values()]
+    for other in [ckpt for ckpt in _served if not ckpt.closed]:
+        theirs = [id(each) for each in other.state.optimizers.values()]
+        if unwrap(model) is other.state.model:
+            taken = "this model has"
+        elif not set(ours).isdisjoint(theirs):
+            taken = "this optimizer has"
+        elif _same_place(other, settings):
+            taken = f"the job at {other.config.path} has"
+        else:
+            continue
+        raise ConfigError(
+            f"{taken} a checkpointer already, from an earlier call. Several optimizers go into one "
+            "call, {'name': optimizer, 'other name': ...}; so do models that train together, "
+            "torch.nn.ModuleDict({'name': model, ...}). A job of its own needs another path; to "
+            "begin again, close() the attribute `checkpointer` first"
+        )
+
+
+def _same_place(other: Checkpointer, settings: Mapping[str, Any]) -> bool:
+    names = {
+        name: settings[name] for name in ("path", "job_id", "shm_dir", "node") if name in settings
+    }
+    try:
+        mine = load_config(names, config_file=settings.get("config_file"))
+    except ConfigError:
+        return False  # the Checkpointer will say so, on all ranks
+    return attach.job_directory(mine) == attach.job_directory(other.config)
 
 
 def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], None]:

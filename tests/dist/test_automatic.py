@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ddp_ckpt
+import tierckpt
 from tests import exact
 from tests.dist.rankpool import ROOT
-from tests.dist.training import Place, attach, make_job, sgd
+from tests.dist.training import Net, Place, attach, make_job, sgd
 from tierckpt.iterations import AUTOMATIC_AFTER_STEPS
 
 SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
@@ -214,6 +217,136 @@ def test_an_explicit_boundary_is_step_alone(ranks: Any, tmp_path: Path, shm_dir:
     """Four steps of the optimizer, one call of step(): version 4, iteration 1."""
     for told in ranks(2).run(explicit_boundary, Place.under(tmp_path, shm_dir)):
         assert told == (0, 4, 1, 4, True)
+
+
+PER_CALL = 40
+"""Steps of the optimizer, as in a loop that learns from each batch several times."""
+
+
+def killed_before_the_first_call(place: Place, calls: int, steps: int) -> dict[str, Any]:
+    """One life: restore, so many whole iterations, and so many steps of the next one."""
+    job = make_job(optimizer=sgd)
+    attached = attach(job, place)
+    restored = attached.ckpt.restore()
+    for _ in range(calls):
+        for step in range(PER_CALL):
+            job.iterate(step)
+        attached.ckpt.step()
+    for step in range(steps):
+        job.iterate(step)
+    attached.ckpt.abandon()
+    told = [e.message for e in attached.events if e.severity >= logging.WARNING]
+    return {"restored": (int(restored), restored.version, restored.guessed), "told": told}
+
+
+def test_many_steps_a_call_are_never_taken_for_calls(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Killed in its first iteration: the first life, which cannot know, says so; later ones do."""
+    run, place = ranks(2).run, Place.under(tmp_path, shm_dir)
+    for rank, told in enumerate(run(killed_before_the_first_call, place, 0, PER_CALL)):
+        assert len(told["told"]) == (rank == 0)
+        assert all('set boundary="explicit"' in text for text in told["told"])
+    for rank, told in enumerate(run(killed_before_the_first_call, place, 0, 1)):
+        assert told["restored"] == (PER_CALL - 1, PER_CALL - 1, True)
+        assert [text.startswith("v39 was taken before step()") for text in told["told"]] == [
+            True
+        ] * (rank == 0)
+    place = Place(f"{place.path} 2", place.shm)
+    run(killed_before_the_first_call, place, 2, 1)
+    for _ in range(2):
+        for told in run(killed_before_the_first_call, place, 0, PER_CALL):
+            assert told == {"restored": (2, 2 * PER_CALL, False), "told": []}
+
+
+class Pair(nn.Module):
+    """Two networks that train together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Net(), Net()
+
+    def forward(self, x: torch.Tensor, use_branch: bool = False) -> torch.Tensor:
+        return self.one(x) + self.other(x)
+
+
+def several_wrapped(kind: str, place: Place, seed: int, iterations: int) -> dict[str, Any]:
+    job = make_job(net=Pair, optimizer=sgd, seed=seed)
+    parts = (job.bare.one, job.bare.other)
+    made = [sgd(part.parameters(), lr=0.01) for part in parts]
+    given: Any = {"one": made[0], "other": made[1]} if kind == "dict" else made
+    found = ddp_ckpt.wrap(
+        given, job.model, path=place.path, shm_dir=place.shm, close_at_exit=False, **SETTINGS
+    )
+    job.optimizers = made
+    ckpt = made[0].checkpointer  # type: ignore[attr-defined]
+    course = {}
+    for iteration in range(ckpt.restored, iterations):
+        job.iterate(iteration)
+        course[iteration + 1] = job.digest()
+    told = {
+        "same object": found is given,
+        "one checkpointer": ckpt is made[1].checkpointer,  # type: ignore[attr-defined]
+        "restored": int(ckpt.restored),
+        "course": course,
+    }
+    ckpt.abandon()
+    return told
+
+
+@pytest.mark.parametrize("kind", ["dict", "list"])
+def test_several_optimizers_are_wrapped_at_once(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    run, place = ranks(2).run, Place.under(tmp_path, shm_dir)
+    elsewhere = Place(f"{place.path} undisturbed", place.shm)
+    expected = run(several_wrapped, kind, elsewhere, 1, 6)
+    first = run(several_wrapped, kind, place, 1, 4)
+    second = run(several_wrapped, kind, place, 2, 6)
+    for whole, before, after in zip(expected, first, second, strict=True):
+        assert (before["same object"], before["one checkpointer"]) == (True, True)
+        assert after["restored"] == 3
+        assert {**before["course"], **after["course"]} == whole["course"]
+
+
+def wrapped_twice(place: Place) -> dict[str, str]:
+    """What is said of a second call, and whether it left the first one's alone."""
+    job, optimizer, ckpt = wrapped(place)
+    other = make_job(optimizer=sgd)
+    elsewhere = f"{place.path} elsewhere"
+    second: dict[str, tuple[Any, Any, str]] = {
+        "the same model": (sgd(job.bare.parameters(), lr=0.01), job.model, elsewhere),
+        "the same optimizer": (optimizer, other.model, elsewhere),
+        "the same path": (other.optimizer, other.model, place.path),
+    }
+    told = {}
+    for name, (given, model, path) in second.items():
+        before = [len(o._optimizer_step_post_hooks) for o in (given, optimizer)]
+        with pytest.raises(tierckpt.ConfigError) as caught:
+            ddp_ckpt.wrap(given, model, path=path, shm_dir=place.shm, **SETTINGS)
+        told[name] = str(caught.value)
+        assert [len(o._optimizer_step_post_hooks) for o in (given, optimizer)] == before
+    for iteration in range(3):
+        job.iterate(iteration)
+    assert ckpt.version == 2
+    ckpt.abandon()
+    again = ddp_ckpt.wrap(
+        optimizer, job.model, path=place.path, shm_dir=place.shm, close_at_exit=False, **SETTINGS
+    )
+    told["restored"] = str(again.checkpointer.restored.version)
+    again.checkpointer.abandon()
+    return told
+
+
+def test_a_second_call_is_refused_before_anything_is_attached(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for told in ranks(2).run(wrapped_twice, Place.under(tmp_path, shm_dir)):
+        assert told.pop("restored") == "2"
+        begins = {"the same model": "this model has", "the same optimizer": "this optimizer has"}
+        for name, text in told.items():
+            assert text.startswith(begins.get(name, "the job at "))
+            assert "Several optimizers go into one call" in text
 
 
 SCRIPT = """
