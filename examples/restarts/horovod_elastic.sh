@@ -1,5 +1,7 @@
 #!/bin/sh
-# Elastic Horovod: two workers on three hosts. It never again uses a host on which a worker died.
+# Elastic Horovod: two workers on three hosts. It does not use a host again on which a worker died;
+# with --blacklist-cooldown-range 10 60 (seconds) it does, but only where --min-np is less than -np:
+# a host that the job has to wait for gets no new worker.
 #
 #   ./horovod_elastic.sh [options of ../digits/train_horovod.py]
 #

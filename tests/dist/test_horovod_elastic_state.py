@@ -756,7 +756,8 @@ def test_survivors_that_differ_are_made_alike(ranks: Any, tmp_path: Path, shm_di
     assert one[0] != other[0]
     assert one[1:] == other[1:]
     assert one[1] == one[0]
-    assert said and also
+    assert said
+    assert also
 
 
 # --- gradients of several passes -----------------------------------------------------------------
