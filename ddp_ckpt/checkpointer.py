@@ -63,6 +63,7 @@ class Checkpointer(tierckpt.Checkpointer):
         self.releases_by_layer = bool(ddps) and self._hooks.keys() == ddps.keys()
         if ddps and group.size > 1:
             self.reduced = [param for ddp in ddps.values() for param in reduced_by(ddp)]
+        self._frozen = [param for param in self.reduced or () if not param.requires_grad]
         super().__init__(model, optimizer, group=group, **settings)
         for hook in self._hooks.values():
             hook.release, hook.chained = self.release, self._look_at_hook
@@ -111,10 +112,23 @@ class Checkpointer(tierckpt.Checkpointer):
 
     def pack_adapter(self) -> Any:
         """By the names of DDP modules: the order of its buckets, and how it took the mean."""
+        self._refuse_thawed()
         return {
             name: {"buckets": hook.order(), "divided": hook.mean.divided()}
             for name, hook in self._hooks.items()
         }
+
+    def _refuse_thawed(self) -> None:
+        """Raise, which costs the version, for what DDP does not reduce although it has it."""
+        thawed = [param for param in self._frozen if param.requires_grad]
+        left_out = [p for p in thawed if any(h.leaves_out(p) for h in self._hooks.values())]
+        if left_out:
+            names = ", ".join(map(self.state.name_of, left_out[:3]))
+            raise tierckpt.UnsupportedStateError(
+                f"{names}{', ...' if left_out[3:] else ''}: trained now, and not reduced by DDP: "
+                "when its module was made it was frozen. So ranks differ. Make the module, and the "
+                "Checkpointer, anew when something is frozen no more"
+            )
 
     def load_adapter(self, value: Any) -> None:
         """Make DDP's buckets those of the saved run. For two ranks any buckets sum alike, but a

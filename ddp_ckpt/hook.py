@@ -103,6 +103,11 @@ class Hook:
         registered = [state for _, state in getattr(ddp, "_comm_hooks", ())]
         return [*registered, inner[0]] if inner else registered
 
+    def leaves_out(self, param: torch.Tensor) -> bool:
+        """Whether this module has the parameter, and is known not to reduce it."""
+        reduced = {id(p) for bucket in self._buckets for p in bucket}
+        return id(param) in self._number and bool(reduced) and id(param) not in reduced
+
     def order(self) -> list[int]:
         """The parameters in the order of DDP's final buckets; after the first pass, in the order
         by which it will make them."""

@@ -220,6 +220,56 @@ def test_where_they_are_alike_now_all_ranks_take_the_first_ones(
         assert found == left[0]
 
 
+# --- parameters that DDP does not know it should reduce ------------------------------------------
+
+
+@dataclass
+class Thawing(Job):
+    """The head was frozen when DDP was made, and is trained from some iteration on."""
+
+    thaws: int = 2
+
+    def iterate(self, iteration: int) -> str:
+        self.bare.head.requires_grad_(iteration >= self.thaws)
+        return super().iterate(iteration)
+
+
+def thawed(place: Place) -> dict[str, Any]:
+    def new_job() -> Job:
+        torch.manual_seed(1)
+        net = Net()
+        net.head.requires_grad_(False)
+        wrapped = DistributedDataParallel(net)
+        return Thawing(wrapped, [torch.optim.Adam(net.parameters(), lr=0.01)])
+
+    plain = new_job()
+    for iteration in range(CRASH):
+        plain.iterate(iteration)
+    with_ours = new_job()
+    attached = attach(with_ours, place)
+    train(with_ours, attached.ckpt, range(CRASH))
+    attached.ckpt.abandon()
+    return {
+        "same": exact.digest(plain.replicated()) == exact.digest(with_ours.replicated()),
+        "head": exact.digest(exact.parameters(with_ours.bare.head)),
+        "sealed": attached.versions("sealed", "memory"),
+        "failed": {e.version: e.text() for e in attached.events if e.name == "failed"},
+    }
+
+
+def test_no_version_mixes_ranks_where_ddp_leaves_out_what_is_trained(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Nothing tells DDP that a frozen parameter is frozen no more."""
+    told = ranks(2).run(thawed, Place.under(tmp_path, shm_dir))
+    assert told[0]["head"] != told[1]["head"]
+    for found in told:
+        assert found["same"], "the training goes on"
+        assert found["sealed"] == [1, 2]
+        assert list(found["failed"]) == [3, 4]
+        assert all("head.weight" in text for text in found["failed"].values())
+
+
 # --- models that differ between averagings -------------------------------------------------------
 
 
