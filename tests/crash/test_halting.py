@@ -91,7 +91,7 @@ BEGIN = """
 import ctypes, os, signal, sys, time
 import tierckpt.signals as module
 {patch}
-signals = module.Signals(module.parse_signals("SIGTERM"))
+signals = module.Signals(module.parse_signals("SIGTERM"), {patience_seconds})
 {boundary}
 print("ready", flush=True)
 """
@@ -114,8 +114,11 @@ def start() -> Iterator[Start]:
     """`start(program)`: a process that has said "ready"."""
     started = []
 
-    def run(then: str, patch: str = "", boundary: str = BOUNDARY) -> subprocess.Popen[str]:
-        program = BEGIN.format(patch=patch, boundary=boundary) + then
+    def run(
+        then: str, patch: str = "", boundary: str = BOUNDARY, patience_seconds: float = 10.0
+    ) -> subprocess.Popen[str]:
+        begin = BEGIN.format(patch=patch, boundary=boundary, patience_seconds=patience_seconds)
+        program = begin + then
         process = subprocess.Popen([sys.executable, "-c", program], stdout=-1, text=True)
         started.append(process)
         assert process.stdout is not None
@@ -149,18 +152,21 @@ def test_the_same_signal_again_ends_at_once(start: Start) -> None:
 
 
 def test_a_process_that_hangs_in_a_collective_ends(start: Start) -> None:
-    process = start(STUCK, patch="module.PATIENCE_SECONDS = 0.1")
+    process = start(STUCK, patience_seconds=0.1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
 
 
-def test_one_that_is_at_its_end_may_take_its_time(start: Start) -> None:
-    patch = "module.PATIENCE_SECONDS = 0.05"
-    wait = f"signals.be_calm()\n{SLEEPS}first = time.monotonic()\n"
-    wait += "while time.monotonic() < first + 0.5: time.sleep(0.01)\nprint('done')\n"
-    process = start(wait, patch)
+@pytest.mark.parametrize(
+    ("calm", "status"), [("signals.be_calm()\n", 0), ("", 128 + signal.SIGTERM)]
+)
+def test_one_that_is_at_its_end_may_take_its_time(start: Start, calm: str, status: int) -> None:
+    """And one that is not may not take so long: its end would come far beyond its patience."""
+    wait = f"{calm}{SLEEPS}first = time.monotonic()\n"
+    wait += "while time.monotonic() < first + 2: time.sleep(0.01)\nprint('done')\n"
+    process = start(wait, patience_seconds=0.1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_SECONDS) == 0
+    assert process.wait(PATIENCE_SECONDS) == status
 
 
 def test_a_forked_child_ends_when_told_so_and_its_parent_hears_nothing(start: Start) -> None:
