@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import faults
+from . import faults, folders
 from .children import child_environment
 from .errors import ConfigError
 from .memoryroom import memory_room
@@ -85,7 +85,7 @@ def check_directory(need: Need) -> str:
     path = need.path
     try:
         if need.make:
-            Path(path).mkdir(parents=need.parents, exist_ok=True)
+            folders.make(Path(path), need.parents)
         faults.point("health", op="room")
         found = os.statvfs(path)
         free = found.f_bavail * found.f_frsize

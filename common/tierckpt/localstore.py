@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import faults
+from . import faults, folders
 from .errors import CorruptShardError
 from .naming import PAGE_BYTES, Key, ParityKey, ShardKey
 
@@ -58,10 +58,14 @@ class LocalStore:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
+        self._created = False
 
     def create(self) -> None:
-        """Make the directory."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        """Make the directory, durably, and what it is in; nothing when it was made, or found, and
+        is still there."""
+        if not self._created or not self.directory.is_dir():
+            folders.make(self.directory)
+            self._created = True
 
     # --- writing -------------------------------------------------------------------------------
 
@@ -262,11 +266,7 @@ class LocalStore:
     def sync_directory(self) -> None:
         """Make names in the folder durable. Raises OSError."""
         faults.point("file", op="fsync_directory")
-        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        folders.sync(self.directory)
 
 
 class Draft:

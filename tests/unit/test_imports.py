@@ -18,6 +18,7 @@ HEAVY = ("torch", "numpy")
         "tierckpt.config",
         "tierckpt.events",
         "tierckpt.inventory",
+        "tierckpt.folders",
         "tierckpt.localstore",
         "tierckpt.policy",
         "tierckpt.slots",

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from .. import faults
+from .. import faults, folders
 from ..naming import PAGE_BYTES
 from .backend import Content
 
@@ -40,10 +40,10 @@ class PosixBackend:
         self.direct, self.shared_writes = direct, shared_writes
 
     def create(self) -> None:
-        """Make the directory, but not what it is in: where a file system is not mounted, that would
-        be made on the node's own disk."""
+        """Make the directory, durably, but not what it is in: where a file system is not mounted,
+        that would be made on the node's own disk."""
         try:
-            self.root.mkdir(exist_ok=True)
+            folders.make(self.root, parents=False)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 errno.ENOENT, f"{self.root.parent} is not there: is it mounted?"
@@ -185,8 +185,7 @@ class PosixBackend:
 
     def _sync_directory(self, path: Path) -> None:
         faults.point("file", op="fsync_directory")
-        with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
-            os.fsync(fd)
+        folders.sync(path)
 
 
 def _write(fd: int, offset: int, content: Content) -> None:
