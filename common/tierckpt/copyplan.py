@@ -14,13 +14,23 @@ from typing import Any
 import torch
 
 from . import tree
-from .layout import Layout, TensorSpec, plan_layout
+from .layout import BLOCK_BYTES, Layout, TensorSpec, plan_layout
 from .shardfile import encode_header
 from .slots import Slot
 from .state import TrainingState, Walk
 
 Part = Callable[[int, int], torch.Tensor]
 """Bytes of elements `[low, high)` of a piece."""
+
+
+HEADERS = 4
+"""Headers that are kept, for as many lengths of the rank's tree."""
+
+
+def _growth_bytes(rank_state_bytes: int) -> int:
+    """Room for the tree to grow. From step to step the small ones vary by digits, and lists of
+    metrics grow: a header of another length takes time to make, and its slot may not fit."""
+    return min(rank_state_bytes // 4, 64 * 1024) + rank_state_bytes // 64
 
 
 class Plan:
@@ -116,10 +126,13 @@ class Plan:
 
     def header(self, rank_state_bytes: int) -> tuple[bytes, int]:
         """The shard's header and the length of its data, with some room for the tree to grow."""
+        growth_bytes = _growth_bytes(rank_state_bytes)
         for room in self._headers:
-            if rank_state_bytes <= room <= 4 * rank_state_bytes:
+            if rank_state_bytes <= room <= rank_state_bytes + 4 * growth_bytes:
                 return self._headers[room]
-        room = rank_state_bytes + rank_state_bytes // 4
+        if len(self._headers) == HEADERS:
+            del self._headers[next(iter(self._headers))]
+        room = rank_state_bytes + growth_bytes
         self._headers[room] = encode_header(self.layout, room, self.structure)
         return self._headers[room]
 
@@ -228,3 +241,11 @@ class Binding:
         else:
             torch._foreach_copy_(list(target.split(sizes)), parts)
         return self.view[low : low + layout_block.nbytes]
+
+    def copy_tree(self, encoded: tree.EncodedTree, begin: int, end: int, block: int) -> memoryview:
+        """Copy one block of the rank's tree and of the zeros behind it, which take the bytes from
+        `begin` to `end`; returns it."""
+        low = begin + block * BLOCK_BYTES
+        high = min(low + BLOCK_BYTES, end)
+        encoded.copy(low - begin, self.tensor[low:high])
+        return self.view[low:high]

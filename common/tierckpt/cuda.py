@@ -11,6 +11,7 @@ What differs from the snapshot on a CPU:
   allows, and drains from the clone; else it is fed at once. Then the compute stream waits for an
   event, the Python thread does not. So the seal comes after the barrier here, and a third slot is
   the default.
+- The rank's tree, which no optimizer changes, is copied when there is nothing else to do.
 
 Streams: the state is read behind whatever the *current* stream has been given at the boundary, and
 the optimizer's update waits on the stream that is current at its step. So a loop that trains on a
@@ -174,11 +175,6 @@ class CudaSnapshot(Snapshot):
         self._boundary.record(torch.cuda.current_stream(self.lane.device))
         self._ready = self._boundary
 
-    def bind(self) -> None:
-        """Claim a slot; the small state is read back behind the boundary, on the side stream."""
-        with self.lane.after(self._boundary):
-            super().bind()
-
     def run(self) -> None:
         """Copier thread: feed, and hash what arrived, until the snapshot is done."""
         self.lane.use()
@@ -206,8 +202,14 @@ class CudaSnapshot(Snapshot):
                     self.clock.copy += time.perf_counter() - begin
             elif self._flying:
                 self._receive(self._flying.popleft())
-            else:
+            elif not self._copy_tree():
                 self._await_release()
+
+    def _copy_tree(self) -> bool:
+        """Copy a block of the tree, if one is left. It is of clones, for which no barrier waits,
+        and their memory is free when this returns: copies that read it have arrived."""
+        with self.lane.after(self._boundary):
+            return self._work(self._tree_todo)
 
     def _nothing_to_do(self) -> bool:
         return super()._nothing_to_do() and not self._flying

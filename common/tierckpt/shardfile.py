@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import FormatError
-from .layout import Layout, Piece, TensorSpec
+from .layout import BLOCK_BYTES, Layout, Piece, TensorSpec
 from .modules.blocks import runs, unrun
 from .naming import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, check_version, round_up
 
@@ -103,7 +103,7 @@ def encode_header(
         "shape": [data_bytes - layout.nbytes],
         "data_offsets": [layout.nbytes, data_bytes],
     }
-    blocks = [b.nbytes for b in layout.blocks] + [data_bytes - layout.nbytes]
+    blocks = [b.nbytes for b in layout.blocks] + rank_state_blocks(data_bytes - layout.nbytes)
     metadata = {
         "format": "tierckpt-shard",
         "format_version": f"{FORMAT_MAJOR}.{FORMAT_MINOR}",
@@ -114,6 +114,12 @@ def encode_header(
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text = text.ljust(round_up(8 + len(text), PAGE_BYTES) - 8)
     return len(text).to_bytes(8, "little") + text, data_bytes
+
+
+def rank_state_blocks(nbytes: int) -> list[int]:
+    """Lengths of the blocks of a rank state that is, with its padding, so long."""
+    whole, rest = divmod(nbytes, BLOCK_BYTES)
+    return [BLOCK_BYTES] * whole + [rest] * bool(rest)
 
 
 def decode_header(image: memoryview | bytes) -> ShardHeader:

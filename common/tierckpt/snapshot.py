@@ -8,7 +8,8 @@ The recipe, and who does what:
    are slots to be made, which takes longer). When nothing was released for a second (an evaluation
    follows the boundary), the copier releases what is left by itself.
 3. *bind* (copier thread): wait until some slot may be overwritten, and claim it.
-4. *copy* (copier thread): each block is copied and, still in the core's cache, hashed.
+4. *copy* (copier thread): each block is copied and, still in the core's cache, hashed; those of
+   the rank's tree when no other may be.
 5. *barrier* (training thread, before the optimizer's step): everything is released; the training
    thread copies blocks too instead of only waiting for the copier; returns when nothing is left
    that the optimizer could tear.
@@ -36,6 +37,7 @@ from . import faults, tree
 from .copyplan import Binding, Plan
 from .manifest import Manifest, digest
 from .naming import Lineage, VersionId
+from .shardfile import rank_state_blocks
 from .slots import Slot
 from .state import parameter_of
 
@@ -110,8 +112,9 @@ class Snapshot:
     levels: tuple[str, ...]
     """Levels the version goes to once sealed: `memory`, and perhaps `local`."""
     node: dict[str, Any]
-    """The packed rank tree, and the tensors in it."""
+    """The packed rank tree."""
     arena: tree.Arena
+    """The tensors in it."""
     choose_slot: Callable[[int, int], Slot]
     """(blocks, image bytes) -> an unsealed slot of that size. Copier thread; may wait or raise."""
     on_done: Callable[[Snapshot], None]
@@ -134,6 +137,8 @@ class Snapshot:
         self._changed = threading.Condition()
         self._todo: deque[int] = deque(self.plan.own_blocks)
         self._held = set(self.plan.striped_blocks)
+        self._tree_todo: deque[int] = deque()
+        """Blocks of the tree, whose numbers follow the others'; none before there is a slot."""
         self._left = len(blocks)
         self._in_flight = 0
         """Threads that are at work on the slot."""
@@ -143,7 +148,8 @@ class Snapshot:
         self._counters = self.plan.counters()
         self._header = b""
         self._data_bytes = 0
-        self._tree = b""
+        self._tree: tree.EncodedTree | None = None
+        self._tree_bytes = 0
 
     # --- training thread -----------------------------------------------------------------------
 
@@ -246,9 +252,11 @@ class Snapshot:
         if not self._enter():
             return
         with self._leaving():
-            self._tree = tree.encode(self.node, self.arena.tensors)
-            self._header, self._data_bytes = self.plan.header(len(self._tree))
-            blocks = len(self.plan.layout.blocks) + 1
+            self._tree = tree.EncodedTree(self.node, self.arena)
+            self._tree_bytes = self._tree.nbytes
+            self._header, self._data_bytes = self.plan.header(self._tree_bytes)
+            others = len(self.plan.layout.blocks)
+            blocks = others + len(rank_state_blocks(self._data_bytes - self.plan.layout.nbytes))
             begin = time.perf_counter()
             self.slot = self.choose_slot(blocks, len(self._header) + self._data_bytes)
             self._record("slot", begin)
@@ -256,23 +264,27 @@ class Snapshot:
             binding = Binding(self.slot)
             with self._changed:
                 if self.phase is Phase.OPEN:
+                    self._tree_todo.extend(range(others, blocks))
+                    self._digests += [b""] * (blocks - others)
+                    self._left += blocks - others
                     self._binding = binding
                     self._changed.notify_all()
-            if self._left == 0:  # more ranks than pieces: this one has its small state only
-                self._seal()
 
     def work(self) -> bool:
-        """Copy one released block, if there is one."""
+        """Copy one released block, or else one of the tree, if there is one."""
+        return self._work(self._todo) or self._work(self._tree_todo)
+
+    def _work(self, todo: deque[int]) -> bool:
+        """Copy a block of these, if there is one."""
         with self._changed:
             binding = self._binding
-            if self.phase is not Phase.OPEN or not self._todo or binding is None:
+            if self.phase is not Phase.OPEN or not todo or binding is None:
                 return False
-            block = self._todo.popleft()
+            block = todo.popleft()
             self._in_flight += 1
         with self._leaving():
             begin = time.perf_counter()
-            faults.point("copy", version=self.head.version, block=block)
-            copied = binding.copy_block(self.plan, block, len(self._header))
+            copied = self._copy(binding, block)
             middle = time.perf_counter()
             found = digest(copied)
             with self._changed:
@@ -281,11 +293,25 @@ class Snapshot:
                 self.clock.checksum += time.perf_counter() - middle
                 self._left -= 1
                 last = self._left == 0
-            if self.trace is not None:
-                self.trace.copied(self.head.version, self.plan, (block,), begin)
+            self._record_copy(block, begin)
             if last:
                 self._seal()
         return True
+
+    def _copy(self, binding: Binding, block: int) -> memoryview:
+        number = block - len(self.plan.layout.blocks)
+        if number < 0:
+            faults.point("copy", version=self.head.version, block=block)
+            return binding.copy_block(self.plan, block, len(self._header))
+        faults.point("tree", version=self.head.version, block=number)
+        assert self._tree is not None
+        low, high = self._tree_range()
+        return binding.copy_tree(self._tree, low, high, number)
+
+    def _tree_range(self) -> tuple[int, int]:
+        """Where in the image the tree begins and its padding ends."""
+        start = len(self._header)
+        return start + self.plan.layout.nbytes, start + self._data_bytes
 
     def run(self) -> None:
         """Copier thread: bind, then copy whatever is released until the snapshot is done."""
@@ -313,7 +339,7 @@ class Snapshot:
 
     def _nothing_to_do(self) -> bool:
         """With the lock held."""
-        return not self._todo and self.phase is Phase.OPEN
+        return not (self._todo or self._tree_todo) and self.phase is Phase.OPEN
 
     def _release_quietly(self) -> None:
         """Release what is held, on the copier's thread.
@@ -328,7 +354,7 @@ class Snapshot:
         """With everything copied, by the thread that copied the last block."""
         begin = time.perf_counter()
         self._check_before_seal()
-        self._write_head_and_tree()
+        self._write_head()
         faults.point("seal", version=self.head.version)
         assert self.slot is not None
         assert self.manifest is not None
@@ -353,17 +379,13 @@ class Snapshot:
                 f"the setting forward_changes='{_parameters(names)}': it is copied at the boundary"
             )
 
-    def _write_head_and_tree(self) -> None:
-        """The header, the tree with its padding, and the manifest over all of it."""
+    def _write_head(self) -> None:
+        """The header, and the manifest over all that is there."""
         binding = self._binding
         assert binding is not None
         start = len(self._header)
-        low = start + self.plan.layout.nbytes
-        high = start + self._data_bytes
         binding.view[:start] = self._header
-        binding.view[low : low + len(self._tree)] = self._tree
-        binding.view[low + len(self._tree) : high] = bytes(high - low - len(self._tree))
-        digests = [digest(self._header), *self._digests, digest(binding.view[low:high])]
+        digests = [digest(self._header), *self._digests]
         self.manifest = Manifest(
             job=self.head.job,
             version=self.head.version,
@@ -374,14 +396,20 @@ class Snapshot:
             calls=self.head.calls,
             shard=self.plan.layout.rank,
             shards=self.plan.layout.ranks,
-            image_bytes=high,
+            image_bytes=start + self._data_bytes,
             header_bytes=start,
-            rank_state_bytes=len(self._tree),
+            rank_state_bytes=self._tree_bytes,
             digests=b"".join(digests),
             created_seconds=time.time(),
             metric=self.head.metric,
             complete=self.head.complete,
         )
+
+    def _record_copy(self, block: int, begin_seconds: float) -> None:
+        if block >= len(self.plan.layout.blocks):
+            self._record("tree", begin_seconds)
+        elif self.trace is not None:
+            self.trace.copied(self.head.version, self.plan, (block,), begin_seconds)
 
     def _record(self, kind: str, begin_seconds: float) -> None:
         """For the trace: something lasted from then until now."""
@@ -407,6 +435,7 @@ class Snapshot:
             if self.phase is Phase.OPEN or self._in_flight or self._reporting:
                 return
             self._reporting = True
+        self._tree, self.node, self.arena = None, {}, tree.Arena()  # as large as the state, perhaps
         try:
             self.on_done(self)
         except Exception:  # the training may be what waits here, or what called

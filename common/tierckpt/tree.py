@@ -13,8 +13,11 @@ import base64
 import collections
 import json
 import math
+import threading
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -125,20 +128,57 @@ class Arena:
         return {TAG: "item", "v": len(self.tensors) - 1}
 
 
-def encode(node: Any, tensors: list[torch.Tensor]) -> bytes:
+class EncodedTree:
     """A packed tree and its arena's tensors as bytes: 8 bytes of length, JSON, raw tensor data.
 
-    This is the safetensors arrangement, with the tree in place of its header.
+    This is the safetensors arrangement, with the tree in place of its header. The bytes are made
+    where they belong, by `copy`; what the arena kept is in memory once, and each tensor of it no
+    longer than until all of it was copied. Any thread may copy, several at a time.
     """
-    chunks: list[bytes] = []
-    table = []
-    for tensor in tensors:
-        spec = spec_of(tensor, "")
-        table.append([spec.dtype, spec.shape, spec.stride, spec.device])
-        chunks.append(flat(tensor).cpu().view(torch.uint8).numpy().tobytes())
-    document = {"tree": node, "tensors": table}
-    text = json.dumps(document, separators=(",", ":"), default=_made).encode()
-    return b"".join([len(text).to_bytes(8, "little"), text, *chunks])
+
+    def __init__(self, node: Any, arena: Arena) -> None:
+        """Takes the tensors out of `arena`."""
+        tensors, arena.tensors = arena.tensors, []
+        specs = [spec_of(tensor, "") for tensor in tensors]
+        table = [[s.dtype, s.shape, s.stride, s.device] for s in specs]
+        document = {"tree": node, "tensors": table}
+        text = json.dumps(document, separators=(",", ":"), default=_made).encode()
+        head = bytearray(len(text).to_bytes(8, "little") + text)
+        parts = [torch.frombuffer(head, dtype=torch.uint8)]
+        parts += [flat(tensor).view(torch.uint8) for tensor in tensors]
+        self._parts = dict(enumerate(parts))
+        """Those of which something is left to be copied."""
+        self._left = [part.numel() for part in parts]
+        self._bounds = list(accumulate(self._left, initial=0))
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+        return self._bounds[-1]
+
+    def copy(self, low: int, target: torch.Tensor) -> None:
+        """Bytes from number `low` on to the whole of `target`, with zeros behind the last one.
+
+        Each byte may be copied once. Holds the interpreter no longer than it takes to find them.
+        """
+        high = low + target.numel()
+        index = bisect_right(self._bounds, low) - 1
+        while index < len(self._left) and (start := self._bounds[index]) < high:
+            begin, end = max(low, start), min(high, self._bounds[index + 1])
+            if begin < end:
+                source = self._parts[index][begin - start : end - start]
+                target[begin - low : end - low].copy_(source)
+                self._let_go(index, end - begin)
+            index += 1
+        if high > self.nbytes:
+            target[max(0, self.nbytes - low) :].zero_()
+
+    def _let_go(self, index: int, copied_bytes: int) -> None:
+        with self._lock:
+            self._left[index] -= copied_bytes
+            if not self._left[index]:
+                del self._parts[index]
 
 
 def _made(node: Any) -> Any:
@@ -148,7 +188,7 @@ def _made(node: Any) -> Any:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """The inverse of `encode`, with all tensors on the CPU. Raises FormatError."""
+    """The inverse of `EncodedTree`, with all tensors on the CPU. Raises FormatError."""
     try:
         length = int.from_bytes(bytes(data[:8]), "little")
         header = json.loads(bytes(data[8 : 8 + length]))
@@ -159,9 +199,9 @@ def decode(data: bytes | memoryview) -> Any:
                 "", dtype, tuple(shape), stride and tuple(stride), dtype_of(dtype).itemsize, device
             )
             target = empty(spec, "cpu")
-            raw = bytearray(data[offset : offset + spec.nbytes])
-            if raw:
-                flat(target).view(torch.uint8).copy_(torch.frombuffer(raw, dtype=torch.uint8))
+            if spec.nbytes:
+                raw = np.frombuffer(data, np.uint8, spec.nbytes, offset)
+                flat(target).view(torch.uint8).numpy()[:] = raw
             tensors.append(target)
             offset += spec.nbytes
         return unpack(header["tree"], lambda n: tensors[n["v"]])
@@ -311,12 +351,12 @@ def _pack_array(value: np.ndarray, path: str, keep: KeepTensor) -> dict[str, Any
     if value.nbytes <= INLINE_BYTES:
         return {**node, "b": base64.b64encode(value.tobytes()).decode()}
     # As bytes: numpy has types that torch lacks (strings, dates, structures, long doubles).
-    raw = torch.from_numpy(np.frombuffer(value.tobytes(), dtype=np.uint8).copy())
-    return {**node, "v": keep(raw, path)}
+    raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return {**node, "v": keep(torch.from_numpy(raw if raw.flags.writeable else raw.copy()), path)}
 
 
 def _unpack_array(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> np.ndarray:
-    raw = base64.b64decode(node["b"]) if "b" in node else tensor(node["v"]).numpy().tobytes()
+    raw = base64.b64decode(node["b"]) if "b" in node else tensor(node["v"]).numpy()
     return np.frombuffer(raw, dtype=_dtype_of_text(node["dtype"])).reshape(node["shape"]).copy()
 
 

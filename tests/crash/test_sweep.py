@@ -28,6 +28,7 @@ TRAINER_POINTS = {
     "copy first": "kill@copy:version=12,hit=1",
     "copy middle": f"kill@copy:version=12,hit={BLOCKS // 2}",
     "copy last": f"kill@copy:version=12,hit={BLOCKS}",
+    "tree": "kill@tree:version=12",
     "seal": "kill@seal:version=12",
     "sealed": "kill@sealed:version=12",
 }

@@ -208,6 +208,7 @@ KILLS = [
     (f"kill@refill:version={VERSION}", VERSION - 1),
     (f"kill@copy:version={VERSION}", VERSION - 1),
     (f"kill@copy:version={VERSION},hit=2", VERSION - 1),
+    (f"kill@tree:version={VERSION}", VERSION - 1),
     (f"kill@seal:version={VERSION}", VERSION - 1),
     (f"kill@sealed:version={VERSION}", VERSION),
 ]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tierckpt import tree
 from tierckpt.errors import FormatError
-from tierckpt.layout import Layout, TensorSpec, plan_layout
+from tierckpt.layout import BLOCK_BYTES, Layout, TensorSpec, plan_layout
 from tierckpt.naming import PAGE_BYTES
 from tierckpt.shardfile import RANK_STATE, decode_header, encode_header
 
@@ -34,7 +34,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return plan_layout(specs[:cut], specs[cut:], draw(st.integers(0, ranks - 1)), ranks)
 
 
-@given(layouts(), st.integers(0, 3 * PAGE_BYTES), structures)
+@given(layouts(), st.integers(0, 3 * PAGE_BYTES) | st.integers(0, 4 * BLOCK_BYTES), structures)
 def test_a_header_comes_back_as_it_was(
     layout: Layout, rank_state_bytes: int, structure: dict[str, object]
 ) -> None:
@@ -44,7 +44,10 @@ def test_a_header_comes_back_as_it_was(
     assert header.structure == structure
     assert header.header_bytes == len(encoded)
     assert header.data_bytes == data_bytes == sum(header.block_bytes)
-    assert header.block_bytes[:-1] == tuple(b.nbytes for b in layout.blocks)
+    cut = len(layout.blocks)
+    assert header.block_bytes[:cut] == tuple(b.nbytes for b in layout.blocks)
+    assert all(n == BLOCK_BYTES for n in header.block_bytes[cut:-1])
+    assert all(0 < n <= BLOCK_BYTES for n in header.block_bytes[cut:])
     assert header.tree_offset == len(encoded) + layout.nbytes
     assert header.tree_offset + rank_state_bytes <= len(encoded) + data_bytes
     assert len(encoded) % PAGE_BYTES == data_bytes % PAGE_BYTES == 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import datetime
 import enum
+import itertools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +23,17 @@ from tierckpt import tree
 from tierckpt.errors import FormatError, UnsupportedStateError
 
 
+def encoded(node: Any, arena: tree.Arena) -> bytes:
+    whole = tree.EncodedTree(node, arena)
+    target = torch.empty(whole.nbytes, dtype=torch.uint8)
+    whole.copy(0, target)
+    return target.numpy().tobytes()
+
+
 def through(value: Any) -> Any:
     arena = tree.Arena()
     node = tree.pack(value, "extra['x']", arena.keep)
-    return tree.decode(tree.encode(node, arena.tensors))
+    return tree.decode(encoded(node, arena))
 
 
 scalars = st.one_of(
@@ -101,7 +110,7 @@ def test_nothing_mutable_is_shared_with_the_live_object() -> None:
     live["tensor"] += 1
     live["array"] += 1
     live["bytes"] += b"b"
-    kept = tree.decode(tree.encode(node, arena.tensors))
+    kept = tree.decode(encoded(node, arena))
     assert kept["list"] == [1]
     assert kept["tensor"].tolist() == kept["array"].tolist() == [0, 0]
     assert kept["bytes"] == b"a"
@@ -236,6 +245,55 @@ def test_density_is_what_the_memory_says(dims: list[tuple[int, int]]) -> None:
     tensor = torch.arange(200.0).as_strided(shape, stride)
     hit = sorted(tensor.reshape(-1).long().tolist())
     assert tree.is_dense(tensor) == (hit == list(range(len(hit))))
+
+
+# --- bytes made where they belong -----------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(0, 40), max_size=6),
+    st.lists(st.integers(1, 60), min_size=1, max_size=9),
+    st.randoms(use_true_random=False),
+)
+def test_bytes_are_the_same_in_whatever_parts_and_order_they_are_copied(
+    sizes: list[int], cuts: list[int], order: Any
+) -> None:
+    def arena() -> tree.Arena:
+        kept = tree.Arena()
+        kept.tensors = [torch.arange(n, dtype=torch.int16) for n in sizes]
+        return kept
+
+    expected = encoded({"a": 1}, arena())
+    whole = tree.EncodedTree({"a": 1}, arena())
+    # Beyond the end, too, where zeros belong.
+    bounds = [0, *itertools.takewhile(lambda n: n < len(expected) + 70, itertools.accumulate(cuts))]
+    bounds.append(len(expected) + 70)
+    target = torch.full((bounds[-1],), 7, dtype=torch.uint8)
+    parts = list(itertools.pairwise(bounds))
+    order.shuffle(parts)
+    for low, high in parts:
+        whole.copy(low, target[low:high])
+    assert target.numpy().tobytes() == expected + bytes(70)
+
+
+def test_a_tensor_goes_with_its_last_byte_that_is_copied() -> None:
+    arrays = [np.ones(100, dtype=np.uint8), np.ones(100, dtype=np.uint8)]
+    memory = [weakref.ref(array) for array in arrays]
+    arena = tree.Arena()
+    arena.tensors = list(map(torch.from_numpy, arrays))
+    arrays.clear()
+    whole = tree.EncodedTree(None, arena)
+    head_bytes = whole.nbytes - 200
+
+    def copy(low: int, high: int) -> list[bool]:
+        """Which of the two are there still."""
+        whole.copy(head_bytes + low, torch.empty(high - low, dtype=torch.uint8))
+        return [ref() is not None for ref in memory]
+
+    assert arena.tensors == []
+    assert copy(50, 150) == [True, True]
+    assert copy(0, 50) == [False, True]
+    assert copy(150, 200) == [False, False]
 
 
 # --- what is refused -----------------------------------------------------------------------------
