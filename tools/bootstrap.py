@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -65,9 +66,9 @@ def output(*command: str | Path) -> str | None:
 
 
 def release(version: str) -> tuple[int, int]:
-    """(2, 13) of 2.13.0+cpu."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    """(2, 13) of 2.13.0+cpu; what cannot be read is older than anything."""
+    found = re.match(r"(\d+)(?:\.(\d+))?", version)
+    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
 
 
 def torch_version(python: str | Path) -> str | None:
@@ -111,9 +112,10 @@ def make_venv(venv: Path) -> Path:
 
 
 def has_gpu() -> bool:
-    return bool(shutil.which("nvidia-smi")) or any(
-        Path(path).exists() for path in ("/dev/nvidia0", "/proc/driver/nvidia")
-    )
+    """Of NVIDIA's; the program that lists them may be there without any."""
+    if any(Path(path).exists() for path in ("/dev/nvidia0", "/proc/driver/nvidia")):
+        return True
+    return bool(shutil.which("nvidia-smi") and output("nvidia-smi", "-L"))
 
 
 def cuda_packages(python: Path) -> list[str]:
@@ -123,7 +125,15 @@ def cuda_packages(python: Path) -> list[str]:
         if not pip_install(python, "--dry-run", "--report", str(report), TORCH):
             fail(NO_TORCH.format(version=sys.version.split()[0]))
         names = [step["metadata"]["name"] for step in json.loads(report.read_text())["install"]]
-    return [name for name in names if name.lower().startswith(("nvidia-", "cuda-"))]
+    return [name for name in names if re.match(r"(nvidia|cuda)[-_.]", name, re.IGNORECASE)]
+
+
+def names_torch(word: str) -> bool:
+    """True for a requirement of torch, or a wheel of it; not for torchvision, nor for an option."""
+    file = word.split("#")[0].rpartition("/")[2]
+    return bool(
+        re.match(r"torch *($|[\[@=<>!~;])", word) or re.fullmatch(r"torch-\d.*\.(whl|gz)", file)
+    )
 
 
 def install_torch(python: Path) -> None:
@@ -141,7 +151,7 @@ def install_torch(python: Path) -> None:
             if cuda := cuda_packages(python):
                 fail(CUDA_FOR_NOTHING.format(count=len(cuda), torch=TORCH))
         say(f"installing {TORCH}, 200 MB or more")
-    named = any(word.startswith("torch") for word in chosen)
+    named = any(map(names_torch, chosen))
     if not pip_install(python, *([] if named else [TORCH]), *chosen):
         fail(NO_TORCH.format(version=sys.version.split()[0]))
 
