@@ -726,7 +726,7 @@ class Checkpointer:
 
     def _meet_peers(self) -> None:
         """A life has begun: the nodes' agents meet under its name."""
-        self._peers.meet(self._lives.name, lambda text: self._reports.notice(text, logging.ERROR))
+        self._peers.meet(self._lives.secret, lambda text: self._reports.notice(text, logging.ERROR))
 
     def _save_now(self, end: float = math.inf) -> None:
         """Blocking: the present state to memory and local. Collective. Waits for the disk until

@@ -147,6 +147,8 @@ class Flusher:
         self._store: PersistentStore | None = None
         self._lease: Lease | None = None
         self._keeper = Keeper(lambda: self._make_store(RetryPolicy(tries=1)))
+        self._throttle: Throttle | None = None
+        """Of all flushes: the node's bandwidth is no larger for many small ones."""
         self._bases = Bases(lambda name: self._store is not None and self._store.exists(name))
         self._now: tuple[FlushOrder, Answer] | None = None
         """What is being flushed."""
@@ -280,17 +282,17 @@ class Flusher:
         }
 
     def _pace(self, lease: Lease) -> Pace:
-        settings, throttle = self.settings, None
-        if settings.bytes_per_second:
+        settings = self.settings
+        if settings.bytes_per_second and self._throttle is None:
             now = self._clock.monotonic()
-            throttle = Throttle(settings.bytes_per_second, WINDOW_BYTES, now)
+            self._throttle = Throttle(settings.bytes_per_second, WINDOW_BYTES, now)
         turns = Turns(settings.node, settings.nodes, settings.nodes_at_once)
 
         def keep() -> None:
             lease.keep()
             self._go_on()
 
-        return Pace(throttle, turns, self._superseded, keep, self._clock)
+        return Pace(self._throttle, turns, self._superseded, keep, self._clock)
 
     def _make_store(self, retry: RetryPolicy | None = None) -> PersistentStore:
         settings = self.settings

@@ -107,7 +107,7 @@ class Inventory:
     generation: int
     """The newest generation seen, also in what is not restorable."""
     token: str = ""
-    """A random name; rank 0's becomes that of the life that begins now."""
+    """Random; of rank 0's are made the name and the secret of the life that begins now."""
     parities: tuple[FoundParity, ...] = ()
 
 
@@ -157,7 +157,7 @@ def take_inventory(
         tuple(problems),
         tuple(unseen),
         newest,
-        secrets.token_hex(8),
+        secrets.token_hex(24),
         tuple(parities),
     )
 

@@ -25,6 +25,7 @@ from .localstore import LocalStore
 from .naming import Lineage, VersionId, on_lineage
 from .slots import JobDirectory
 
+NAME_LETTERS = 16
 MOST_TOLD = 4
 """Versions."""
 
@@ -39,6 +40,8 @@ class Lives:
         """Empty before this life has begun."""
         self.name = ""
         """Of this life; the same on all ranks."""
+        self.secret = ""
+        """Of this life's ranks and agents: the name is in every manifest, this is nowhere."""
         self.found: list[tuple[Found, ...]] = []
         """What every rank found when it looked last."""
         self.parities: list[tuple[FoundParity, ...]] = []
@@ -68,7 +71,8 @@ class Lives:
         shared = self._config.persistent if self._group.rank == 0 else None
         mine = take_inventory(self._job, self._store, self._host, shared)
         inventories: Sequence[Inventory] = self._group.all_gather_object(mine)
-        self.name = inventories[0].token
+        token = inventories[0].token
+        self.name, self.secret = token[:NAME_LETTERS], token[NAME_LETTERS:]
         self.found = [i.found for i in inventories]
         self.parities = [i.parities for i in inventories]
         self.problems = _told(p for i in inventories for p in i.problems)

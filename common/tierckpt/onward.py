@@ -39,7 +39,8 @@ def flush_order(
         here=node.ranks,
         shards=group.size,
         job=job.job,
-        node=f"{host}, {job.path}",
+        # Containers may share a host's name and have their memory at the same path.
+        node=f"{host}, {job.path} on device {job.path.stat().st_dev:x}",
     )
 
 

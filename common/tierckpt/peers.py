@@ -81,8 +81,9 @@ class Peers:
         needs = any(group.code.m > 1 and group.code.k > 1 for group in self.groups)
         return isal.MISSING if needs and isal.find() is None else ""
 
-    def meet(self, life: str, complain: Callable[[str], None]) -> None:
-        """Introduce the agents of all nodes to each other; collective, when a life begins.
+    def meet(self, secret: str, complain: Callable[[str], None]) -> None:
+        """Introduce the agents of all nodes to each other; collective, when a life begins, of which
+        they prove to know the secret.
 
         A node whose agent cannot be reached costs the level, on all ranks alike, and not the job.
         """
@@ -91,7 +92,7 @@ class Peers:
         from .protector import PartySettings
 
         mine, problem = None, ""
-        where = self._where(life)
+        where = self._where(secret)
         if self._node.first == self._group.rank:
             mine, problem = self._listen(where)
         told = self._group.all_gather_object((mine, problem))
@@ -127,7 +128,7 @@ class Peers:
         """When this version is protected, parity is to be made beside these shards only."""
         self._lost = {version: lost}
 
-    def _where(self, life: str) -> dict[str, Any]:
+    def _where(self, secret: str) -> dict[str, Any]:
         """What the agent is told of where to listen."""
         others = [
             n
@@ -138,7 +139,7 @@ class Peers:
         # Not towards ourselves: a machine's own name is often a loopback address on it.
         towards = next((name for name in others if name != mine), "localhost")
         return {
-            "life": life,
+            "secret": secret,
             "interface": self._config.interface,
             "port": self._config.port,
             "towards": towards,

@@ -108,26 +108,27 @@ class Protector:
         self._lock = threading.Lock()
         self._secret = b""
         self._place: tuple[str, str, int, str] | None = None
-        """Where to listen: life, interface, port, and towards whom."""
+        """Where to listen: secret, interface, port, and towards whom."""
         self._transport: Transport | None = None
         self._parties: list[PartySettings] = []
         self._orders: list[_Order] = []
         self._thread: threading.Thread | None = None
 
-    def open(self, life: str, interface: str, port: int, towards: str) -> Address:
-        """Listen for the agents of this life; what the life before had is closed.
+    def open(self, secret: str, interface: str, port: int, towards: str) -> Address:
+        """Listen for the agents of the life that has this secret; what the life before had is
+        closed.
 
         Raises ConfigError when that is not possible.
         """
         with self._lock:
-            self._place = (life, interface, port, towards)
+            self._place = (secret, interface, port, towards)
             return self._listen()
 
     def _listen(self) -> Address:
         """With the lock held: at the place, unless it does already. Raises ConfigError."""
         assert self._place is not None
-        life, interface, port, towards = self._place
-        secret = life.encode()
+        text, interface, port, towards = self._place
+        secret = text.encode()
         if self._transport is not None and self._secret != secret:
             self._transport.close()
             self._transport = None

@@ -465,3 +465,16 @@ def test_what_is_never_completed_does_not_fill_the_place(
     assert any("What there was of it is removed" in text for text in told) != drops
     nodes[failing].flush(replace(whole[failing], version=11))
     assert 11 in versions(place)
+
+
+def test_the_bandwidth_is_the_nodes_whatever_the_number_of_flushes(
+    node: MakeNode, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these is little more than what may go at once."""
+    monkeypatch.setattr(flusher_module, "WINDOW_BYTES", 4096)
+    zero, sent = node(bytes_per_second=4096.0), 0
+    for version in range(1, 9):
+        said = zero.flush(order(version))
+        assert said["complete"]
+        sent += said["nbytes"]
+    assert clock.passed() >= (sent - 4096) / 4096

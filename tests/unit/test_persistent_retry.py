@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 
 import pytest
 from hypothesis import given
@@ -37,6 +38,10 @@ class ReadTimeoutError(Exception):
         OSError(errno.EIO, "eio"),
         OSError(errno.ESTALE, "stale"),
         OSError(errno.ECONNRESET, "reset"),
+        OSError(errno.ESHUTDOWN, "thrown out, and let in again"),
+        OSError(errno.EMFILE, "many files"),
+        socket.gaierror(socket.EAI_AGAIN, "no name server"),
+        OSError(socket.EAI_AGAIN, "the same, as clients pass it on"),
         TimeoutError("slow"),
         ConnectionError("gone"),
         AnswerError(503),

@@ -25,15 +25,22 @@ _TRANSIENT_ERRNO = {
     errno.EHOSTUNREACH,
     errno.EINTR,
     errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+    errno.ENOTCONN,
     errno.ENETDOWN,
     errno.ENETRESET,
     errno.ENETUNREACH,
     errno.ENOLCK,
     errno.EPIPE,
     errno.EREMOTEIO,
+    errno.ESHUTDOWN,
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
+"""ESHUTDOWN, ENOTCONN: a file system's client that its servers threw out comes back by itself."""
 # Clients have errors of their own, which are no OSError; told by name, so as not to import them.
 _TRANSIENT_NAMES = (
     "ClientConnectionError",
@@ -76,7 +83,8 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, TimeoutError | ConnectionError):
         return True
     if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _TRANSIENT_ERRNO
+        # Below zero: no errno, but what a look-up of a host's name ended with.
+        return error.errno in _TRANSIENT_ERRNO or error.errno < 0
     names = {kind.__name__ for kind in type(error).__mro__}
     return not names.isdisjoint(_TRANSIENT_NAMES)
 
