@@ -238,8 +238,12 @@ class LocalStore:
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._spare_of(kind, shard), path)
 
-    def _write_small(self, temp: Path, final: Path, content: bytes) -> None:
-        """Atomically and durably create `final`."""
+    def _write_manifest(self, temp: Path, final: Path, content: bytes) -> None:
+        """Atomically and durably create `final`, after all names that were changed before.
+
+        A journal that makes the manifest's bytes durable makes those names so on the way: then the
+        folder's first sync finds nothing to do. In the other order it would be one commit more.
+        """
         try:
             faults.point("file", op="open_manifest")
             with temp.open("wb") as file:
@@ -248,6 +252,7 @@ class LocalStore:
                 file.flush()
                 faults.point("file", op="fsync_manifest")
                 os.fsync(file.fileno())
+            self.sync_directory()
             self._rename(temp, final)
         except OSError:
             with contextlib.suppress(OSError):
@@ -335,9 +340,8 @@ class Draft:
             self.sync()
         store = self._store
         store._rename(self._temp, self._data)
-        store.sync_directory()
         temp = store.directory / f".{self._key.stem}.manifest.tmp"
-        store._write_small(temp, self._record, manifest)
+        store._write_manifest(temp, self._record, manifest)
         self._exists = True
 
     def finish(
@@ -423,7 +427,7 @@ class _LockedFile:
         if os.fstat(self._fd).st_size != nbytes:
             os.ftruncate(self._fd, nbytes)
         faults.point("file", op="fsync")
-        os.fsync(self._fd)
+        os.fdatasync(self._fd)  # its length, too; its name is for `commit`
 
     def _leave_direct(self) -> None:
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
