@@ -72,10 +72,15 @@ def halt(commands: Subparsers) -> None:
         "to take a last checkpoint and end: when any of the conditions holds. They stay until they "
         "are cleared. Within some seconds the job has read them.",
     )
-    parser.add_argument("path", type=Path, metavar="PATH")
+    what = "a directory; URLs (a persistent_path in an object store) are not watched"
+    parser.add_argument("path", metavar="PATH", help=what)
     what = "when version V, or a later one, is taken"
     parser.add_argument("--after-version", type=int, metavar="V", help=what)
-    what = "before a time: HH:MM, or 2026-12-24T18:00"
+    what = (
+        "before a time: HH:MM, or 2026-12-24T18:00. How long before says --seconds-left, or else "
+        "the job's halt_seconds_left. Without either the job ends just AFTER that time: at the "
+        "first boundary that finds it over"
+    )
     parser.add_argument("--before", metavar="TIME", help=what)
     what = "S seconds before that time, and before the end of the scheduler's allocation"
     parser.add_argument("--seconds-left", type=float, metavar="S", help=what)
@@ -90,6 +95,11 @@ def _halt(args: argparse.Namespace, console: Console) -> None:
 
     from . import haltrequest
 
+    if "://" in args.path:
+        raise ConfigError(
+            f"{args.path} is a URL, and no job looks for requests there: give the job's path, a "
+            "directory, on one of its nodes"
+        )
     before = haltrequest.parse_time(args.before, datetime.now()) if args.before else None
     asked = haltrequest.HaltRequest(args.now, args.after_version, before, args.seconds_left)
     nothing = asked == haltrequest.HaltRequest()

@@ -172,7 +172,9 @@ class Config:
     the launcher kills it. Longer where an evaluation between two boundaries takes longer."""
     halt_seconds_left: float = 0.0
     """End after a last checkpoint when so many seconds of the scheduler's allocation are left, if
-    its environment tells its end (SLURM_JOB_END_TIME); 0: do not look at the time."""
+    its environment tells its end (SLURM_JOB_END_TIME), and so long before the time of a
+    `tierckpt halt --before` that names no `--seconds-left`; 0: do not look at the end of the
+    allocation, and end only after that time."""
     health: str = "off"
     """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
     not well; `refuse` also ends the start there."""

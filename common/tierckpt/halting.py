@@ -47,6 +47,7 @@ class Halting:
     ) -> None:
         self.reason = Reason.NONE
         """Why the job ends early; on all ranks from the same boundary on."""
+        self._margin_seconds = config.halt_seconds_left
         self._standing = HaltRequest(seconds_left=config.halt_seconds_left or None)
         self._end_seconds = haltrequest.allocation_end(environment)
         self._rank, self._notice = rank, notice
@@ -72,7 +73,8 @@ class Halting:
             return Reason.SIGNAL
         for problem in self._lookout.problems:
             self._tell(problem, logging.WARNING)
-        requests = [self._standing, *self._lookout.requests]
+        found = (request.with_margin(self._margin_seconds) for request in self._lookout.requests)
+        requests = [self._standing, *found]
         for request in requests:
             if request.unknown(self._end_seconds):
                 self._tell(

@@ -59,9 +59,15 @@ class HaltRequest:
     after_version: int | None = None
     """End when this version, or a later one, is taken."""
     before_seconds: float | None = None
-    """End in time before this moment."""
+    """End in time before this moment. What is in time, `seconds_left` says, or else the job's
+    `halt_seconds_left`; without either it ends at the first boundary after that moment."""
     seconds_left: float | None = None
     """How long before that, and before the end of the scheduler's allocation, is in time."""
+
+    def with_margin(self, configured_seconds: float) -> HaltRequest:
+        """As a job reads it whose `halt_seconds_left` is that; 0: it is not set."""
+        asks = self.before_seconds is not None and self.seconds_left is None
+        return replace(self, seconds_left=configured_seconds or None) if asks else self
 
     def reason(self, version: int, now_seconds: float, end_seconds: float | None) -> Reason:
         """Which condition the next boundary after `version` meets, or NONE. Pure.
@@ -93,7 +99,8 @@ class HaltRequest:
         margin = f"{self.seconds_left:g} seconds" if self.seconds_left is not None else ""
         if self.before_seconds is not None:
             when = datetime.fromtimestamp(self.before_seconds).astimezone()
-            parts.append(f"{margin} before {when:%Y-%m-%d %H:%M:%S %Z}".strip())
+            how_long = margin or "the job's halt_seconds_left"
+            parts.append(f"{how_long} before {when:%Y-%m-%d %H:%M:%S %Z}")
         if margin:
             parts.append(f"when {margin} of the allocation are left")
         return ", or ".join(parts)

@@ -162,6 +162,28 @@ def test_the_command_says_what_is_wrong(
     assert re.search(said, told), told
 
 
+@pytest.mark.parametrize("arguments", [["--now"], ["--show"], ["--clear"]])
+def test_the_command_refuses_a_url(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It would be taken for the name of a directory, where no job looks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    assert main(["halt", "s3://bucket", *arguments]) == 1
+    assert "s3://bucket is a URL, and no job looks for requests there" in capsys.readouterr().err
+    assert list((tmp_path / "s3:" / "bucket").iterdir()) == []
+
+
+def test_the_command_says_whose_margin_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["halt", str(tmp_path), "--before", "2027-01-15T08:00+00:00"]) == 0
+    assert "to end: the job's halt_seconds_left before 2027-01-15" in capsys.readouterr().out
+
+
 # --- looking for requests ------------------------------------------------------------------------
 
 
@@ -385,6 +407,29 @@ def test_a_script_that_never_asks_is_ended_and_one_rank_that_asks_is_enough(
             ranks[rank].halting.should_exit()
     assert ended == ([False] * 4 if asks else [False, False, True, True])
     assert ranks[0].halting.reason is Reason.ALLOCATION
+
+
+@pytest.mark.parametrize(
+    ("seconds_left", "configured", "margin"),
+    [(None, 120, 120), (None, 0, 0), (60, 120, 60), (0, 120, 0)],
+)
+def test_how_long_before_a_time_a_job_ends(
+    seconds_left: float | None,
+    configured: float,
+    margin: float,
+    make_rank: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request's own margin, or the configured one; without either it is after that time."""
+    haltrequest.write(tmp_path, HaltRequest(before_seconds=NOON, seconds_left=seconds_left))
+    rank = make_rank(halt_seconds_left=configured)
+    until(lambda: rank.halting._lookout.requests)
+    found = []
+    for seconds in (NOON - margin - 1, NOON - margin):
+        monkeypatch.setattr(time, "time", lambda at=seconds: at)
+        found.append(rank.halting.vote(1)[0])
+    assert found == [Reason.NONE, Reason.TIME]
 
 
 def test_no_end_of_the_allocation_is_said_once(make_rank: Any) -> None:
