@@ -1,12 +1,15 @@
 """The scripts of examples/restarts, run for real.
 
-Slurm's are in test_slurm.py; elastic Horovod's is what the demo runs (test_demo.py).
+Slurm's are in test_slurm.py, but for a decision that takes many restarts; elastic Horovod's is what
+the demo runs (test_demo.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 
 from tests.dist.rankpool import MPIRUN
 from tests.dist.restartjob import (
+    EXAMPLES,
     STEPS,
     Curve,
     RestartJob,
@@ -162,3 +166,28 @@ def test_torchrun_shrinks_and_grows(job: RestartJob) -> None:
     assert [x["ranks"] for x in lives] == [3, 2, 3]
     assert lives[1]["levels"]["peer"] == 1
     job.lost_nothing()
+
+
+# --- whether Slurm is asked to start it again ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "restarts", "again"),
+    [(75, 0, True), (75, 10, True), (75, 300, True), (1, 9, True), (1, 10, False), (0, 0, False)],
+)
+def test_what_was_halted_is_requeued_always_and_what_failed_ten_times(
+    status: int, restarts: int, again: bool, tmp_path: Path
+) -> None:
+    """With stand-ins for Slurm's programs, which write down what they are asked."""
+    for name, answer in (("srun", status), ("scontrol", 0), ("squeue", 0)):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/asked\nexit {answer}\n')
+        program.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURM_RESTART_COUNT": str(restarts)}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    script = ["bash", str(EXAMPLES / "slurm_requeue.sbatch"), "--steps", "5"]
+    done = subprocess.run(script, env={**os.environ, **slurm, "PATH": path}, capture_output=True)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert any(line.startswith("srun ") and line.endswith(" --steps 5") for line in asked)
+    assert ("scontrol requeue 7" in asked) is again
+    assert done.returncode == (1 if status else 0)
