@@ -2,8 +2,8 @@
 
     pytestmark = pytest.mark.skipif(bool(slurm_missing()), reason=slurm_missing())
 
-Where REQUIRE_SLURM=1 is set, as in the gate where Slurm is, asking fails instead: before the first
-test is run.
+Where REQUIRE_SLURM=1 is set, asking fails instead: before the first test is run. The gate does not
+set it, and installs no Slurm: its tests run by hand, and wherever Slurm is.
 """
 
 from __future__ import annotations

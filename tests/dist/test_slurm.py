@@ -57,6 +57,11 @@ def ended_well(cluster: SlurmCluster, job: RestartJob, number: int) -> None:
         job.give_up(str(cluster.job(number)))
 
 
+def output_of(job: RestartJob, number: int) -> str:
+    """What the script and the ranks of a job said, in all lives."""
+    return (job.folder / f"slurm-{number}.out").read_text()
+
+
 def lose_the_second_node(cluster: SlurmCluster, job: RestartJob, number: int) -> tuple[str, str]:
     """In the middle, when it is protected; returns the nodes that the job had."""
     job.wait_for(lambda: job.step() >= HALF and job.kept(RANKS, "peer"), "protection")
@@ -84,17 +89,42 @@ def test_a_job_that_lost_a_node_is_requeued_and_goes_on_with_another(
     assert [job.curve(rank) for rank in range(RANKS)] == undisturbed
 
 
-def test_an_allocation_with_a_spare_node_is_not_given_up(
+def test_an_allocation_with_a_spare_node_is_not_given_up_nor_one_without(
     cluster: SlurmCluster, job: RestartJob, undisturbed: list[Curve]
 ) -> None:
+    """The spare node takes over from a lost one; when it is lost itself, fewer ranks go on."""
+    job.options += ["--step-seconds", "0.15"]
     number = submit(cluster, job, "slurm_spare.sbatch", f"--nodes={RANKS + 1}")
-    lose_the_second_node(cluster, job, number)
+    job.wait_for(job.starts, "the job")
+    first, second, spare = cluster.nodes_of(number)
+    assert lose_the_second_node(cluster, job, number) == (first, second)
+    job.wait_for(lambda: len(job.starts(1)) == 2, "the second life")
+    job.wait_for(lambda: job.step() > HALF and job.kept(RANKS, "peer"), "protection once more")
+    cluster.lose(spare)
+    job.wipe(spare)
     ended_well(cluster, job, number)
     assert cluster.job(number)["Restarts"] == "0"
-    again = job.starts()[1]
-    assert again["start"] > 0
-    assert again["levels"]["peer"] == 1
-    assert [job.curve(rank) for rank in range(RANKS)] == undisturbed
+    _, again, alone = job.starts()
+    assert (again["ranks"], alone["ranks"]) == (RANKS, 1)
+    for life in (again, alone):
+        assert life["start"] > 0
+        assert life["levels"]["peer"] == 1, "the lost node's shard"
+    for rank in range(RANKS):
+        curve = curve_of_all(job, rank)
+        assert len(curve) > HALF
+        assert curve.items() <= undisturbed[rank].items()
+    job.lost_nothing()
+    assert job.newest_life(0)[-1] == {"done": True}
+
+
+def curve_of_all(job: RestartJob, rank: int) -> Curve:
+    """Exact loss by step in the lives that had all ranks; fewer see other data."""
+    curve, ranks = {}, 0
+    for line in job.lines(rank):
+        ranks = line.get("ranks", ranks)
+        if "step" in line and ranks == RANKS:
+            curve[line["step"]] = line["loss"]
+    return curve
 
 
 def test_suspended_and_then_told_that_its_time_is_over(
@@ -111,6 +141,7 @@ def test_suspended_and_then_told_that_its_time_is_over(
     cluster.scancel("--signal=USR1", str(number))
     ended_well(cluster, job, number)
     assert cluster.job(number)["Restarts"] == "1"
+    assert "ended with status 75\n" in output_of(job, number), "what is requeued however often"
     assert job.starts()[1]["start"] > HALF
     assert [x["step"] for x in job.lines(0) if "step" in x] == list(range(STEPS)), "nothing twice"
     assert [job.curve(rank) for rank in range(RANKS)] == undisturbed
