@@ -8,6 +8,8 @@
 # HOSTS names the hosts, a slot each. As given here they are three ways to write the address of this
 # machine's loopback interface. Its own name would not do everywhere: where that stands for an
 # address of no interface (127.0.1.1 on Debian and Ubuntu), Horovod wants to reach it by ssh.
+# So they share one memory, from which another host goes on. Machines of their own don't: set
+# TIERCKPT_PEER_REDUNDANCY=partner there.
 hosts=${HOSTS:-127.0.0.1 127.0.0.01 127.0.0.001}
 python=${PYTHON:-python}
 
