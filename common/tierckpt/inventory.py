@@ -6,6 +6,7 @@ and then plan alike, without talking again.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -16,16 +17,16 @@ from typing import NamedTuple
 
 from .config import PersistentConfig
 from .errors import (
-    ConfigError,
     CorruptShardError,
     FormatError,
     NewerFormatError,
     RestoreError,
+    TierckptError,
 )
 from .localstore import LocalStore
 from .manifest import Manifest
 from .naming import Lineage, ParityKey, ShardKey, VersionId, newest_first
-from .persistent import PersistentError, PersistentStore
+from .persistent import PersistentStore
 from .redundancy.codes import Code, Segment
 from .redundancy.schedule import plan_rebuild
 from .slots import JobDirectory
@@ -206,8 +207,8 @@ def look_at_persistent(
         return
     try:
         store = PersistentStore(persistent.path, **persistent.options())
-    except ConfigError as error:  # on one rank alone, so that it must not end here
-        unseen.append(Problem.of(place, error))
+    except Exception as error:  # on one rank alone, so that it must not end here
+        unseen.append(Problem.of(place, error, _kind_of(error)))
         return
     try:
         for name in store.versions():
@@ -223,10 +224,17 @@ def look_at_persistent(
             found += [Found(key, place, lineage, name.life) for key in keys]
     except FileNotFoundError:
         pass  # nothing was ever flushed
-    except (OSError, PersistentError, ImportError) as error:
-        unseen.append(Problem.of(place, error))
+    except Exception as error:  # also a client's own: the other ranks wait for what is told here
+        unseen.append(Problem.of(place, error, _kind_of(error)))
     finally:
-        store.close()
+        with contextlib.suppress(Exception):
+            store.close()
+
+
+def _kind_of(error: Exception) -> str:
+    """Its name, where the text says too little without."""
+    told = isinstance(error, (OSError, ImportError, TierckptError))
+    return "" if told else f"{type(error).__name__}: "
 
 
 REBUILT = Place("peer", EVERYWHERE, "rebuilt")
@@ -295,6 +303,8 @@ class RestorePlan:
 Bad = frozenset[tuple[ShardKey, Place]]
 Readers = Mapping[tuple[ShardKey, Place], int]
 """Who read a copy at an earlier try, and has it."""
+Unreachable = frozenset[tuple[ShardKey, Place, int]]
+"""Copies that a rank could not get at, and that rank; others may."""
 
 
 def plan_restore(
@@ -303,14 +313,17 @@ def plan_restore(
     version: int | None = None,
     parities: Sequence[Sequence[FoundParity]] = (),
     readers: Readers = MappingProxyType({}),
+    unreachable: Unreachable = frozenset(),
 ) -> RestorePlan | None:
     """The newest version whose every shard is somewhere, or can be rebuilt, each shard from its
     cheapest place.
 
     All shards of a version are of one life. `bad` are copies found damaged; `version` asks for that
-    one only; `readers` read the same copies again. None when there is no such version. Same inputs,
-    same plan: every rank calls this.
+    one only; `readers` read the same copies again; nobody is to read what is `unreachable` to it
+    (see `_Sight`), and a copy is lost when nobody is left. None when there is no such version. Same
+    inputs, same plan: every rank calls this.
     """
+    sight = _Sight(len(inventories), readers, unreachable)
     seen: dict[tuple[str, ShardKey], dict[Place, list[int]]] = {}
     lineages: dict[VersionId, Lineage] = {}
     for rank, inventory in enumerate(inventories):
@@ -327,33 +340,89 @@ def plan_restore(
             continue
         for life, shards in sorted({(life, n) for life, i, n in lives if i == id_}):
             keys = [ShardKey(id_, s, shards) for s in range(shards)]
-            places_of = {k: seen[life, k] for k in keys if (life, k) in seen}
-            # A shard that other nodes' can make is not fetched from far away.
-            near = {k: places for k in places_of if (places := _near(places_of[k]))}
-            for there in (near, places_of):
-                rebuilds = plan_rebuilds(keys, there, parities, life, bad)
-                if rebuilds is not None:
-                    sources = tuple(_assign(keys, there, len(inventories), readers))
-                    return RestorePlan(id_, sources, life, rebuilds)
+            places_of = {k: p for k in keys if (p := sight.of(k, seen.get((life, k), {})))}
+            made_of = _parities_of(keys[0], parities, life, bad, unreachable)
+            there, rebuilds, lost = _put_together(keys, places_of, made_of)
+            if not lost:
+                sources = tuple(_assign(keys, there, len(inventories), readers))
+                return RestorePlan(id_, sources, life, rebuilds)
     return None
 
 
-def _near(places: dict[Place, list[int]]) -> dict[Place, list[int]]:
-    return {place: ranks for place, ranks in places.items() if place.level != "persistent"}
+class _Sight:
+    """Which ranks are to read which copies.
+
+    Who could not get at one shard of a version on the persistent level is asked for no other shard
+    of it there, or one that lacks the mount would be tried shard after shard; and for no other
+    version as long as there is a rank to which all went well. Who has a copy from an earlier try
+    keeps it. Near levels are told copy by copy.
+    """
+
+    def __init__(self, ranks: int, had: Readers, unreachable: Unreachable) -> None:
+        self._everyone: Sequence[int] = range(ranks)
+        self._had, self._unreachable = had, unreachable
+        far = [(key, place, rank) for key, place, rank in unreachable if _is_far(place)]
+        self._without = {(key.id, place, rank) for key, place, rank in far}
+        self._trouble = {(place, rank) for _, place, rank in far}
+        self._of_all: dict[tuple[VersionId, Place], Sequence[int]] = {}
+
+    def of(self, key: ShardKey, seen: Mapping[Place, Sequence[int]]) -> Places:
+        """Of the places where ranks saw the shard, those that are left, with who may read there."""
+        readers = {place: self._readers(key, place, ranks) for place, ranks in seen.items()}
+        return {place: ranks for place, ranks in readers.items() if ranks}
+
+    def _readers(self, key: ShardKey, place: Place, seers: Sequence[int]) -> Sequence[int]:
+        holder = self._had.get((key, place))
+        if holder is not None and (key, place, holder) not in self._unreachable:
+            return [holder]
+        if place.host != EVERYWHERE:
+            return [rank for rank in seers if (key, place, rank) not in self._unreachable]
+        if (key.id, place) not in self._of_all:
+            self._of_all[key.id, place] = self._all_but_those_in_trouble(key.id, place)
+        return self._of_all[key.id, place]
+
+    def _all_but_those_in_trouble(self, version: VersionId, place: Place) -> Sequence[int]:
+        if not self._trouble:
+            return self._everyone
+        left = [rank for rank in self._everyone if (version, place, rank) not in self._without]
+        return [rank for rank in left if (place, rank) not in self._trouble] or left
+
+
+def _is_far(place: Place) -> bool:
+    return place.level == "persistent"
+
+
+Places = dict[Place, Sequence[int]]
+"""Where a shard is, and which ranks may read it there."""
+
+
+def _put_together(
+    keys: Sequence[ShardKey], places_of: Mapping[ShardKey, Places], parities: Parities
+) -> tuple[dict[ShardKey, Places], tuple[Rebuild, ...], set[int]]:
+    """Where to take shards from, what to make, and which of them there is no way to.
+
+    What other nodes' can make is not fetched from far away, nor what is near: the rest alone.
+    """
+    near = {
+        key: there
+        for key, places in places_of.items()
+        if (there := {place: ranks for place, ranks in places.items() if not _is_far(place)})
+    }
+    rebuilds, lost = plan_rebuilds(keys, near, parities)
+    if lost:
+        near |= {key: places_of[key] for key in keys if key.shard in lost and key in places_of}
+        rebuilds, lost = plan_rebuilds(keys, near, parities)
+    return near, rebuilds, lost
 
 
 def plan_rebuilds(
-    keys: Sequence[ShardKey],
-    there: Container[ShardKey],
-    parities: Sequence[Sequence[FoundParity]],
-    life: str,
-    bad: Bad,
-) -> tuple[Rebuild, ...] | None:
-    """How to make every shard of `keys` that is not `there`; None when some cannot be made."""
+    keys: Sequence[ShardKey], there: Container[ShardKey], parities: Parities
+) -> tuple[tuple[Rebuild, ...], set[int]]:
+    """How to make the shards of `keys` that are not `there`; and which of them cannot be made."""
     lost = {key.shard for key in keys if key not in there}
     rebuilds = []
     load: Counter[int] = Counter()
-    for (group, k, m), parity_keys in _parities_of(keys[0], parities, life, bad).items():
+    for (group, k, m), parity_keys in parities.items():
         gone = tuple(shard for shard in group if shard in lost)
         if not gone:
             continue
@@ -371,22 +440,29 @@ def plan_rebuilds(
         )
         rebuilds.append(Rebuild(group, gone, sources, frozenset(parity_keys)))
         lost -= set(gone)
-    return None if lost else tuple(rebuilds)
+    return tuple(rebuilds), lost
 
 
 ParityPlaces = dict[ParityKey, dict[Place, list[int]]]
-"""Where each is, and which ranks see it there."""
+"""Where each is, and which ranks may read it there."""
+Parities = dict[tuple[tuple[int, ...], int, int], ParityPlaces]
+"""By group and code."""
 
 
 def _parities_of(
-    key: ShardKey, parities: Sequence[Sequence[FoundParity]], life: str, bad: Bad
-) -> dict[tuple[tuple[int, ...], int, int], ParityPlaces]:
-    """By group and code: what there is of the version that `key` is of."""
-    found: dict[tuple[tuple[int, ...], int, int], ParityPlaces] = {}
+    key: ShardKey,
+    parities: Sequence[Sequence[FoundParity]],
+    life: str,
+    bad: Bad,
+    unreachable: Unreachable,
+) -> Parities:
+    """What there is of the version that `key` is of."""
+    found: Parities = {}
     for rank, inventory in enumerate(parities):
         for p in inventory:
             same = (p.life, p.key.id, p.key.shards) == (life, key.id, key.shards)
-            if same and (p.key, p.place) not in bad:
+            lost = (p.key, p.place) in bad or (p.key, p.place, rank) in unreachable
+            if same and not lost:
                 places = found.setdefault((p.group, p.k, p.m), {}).setdefault(p.key, {})
                 places.setdefault(p.place, []).append(rank)
     return dict(sorted(found.items()))
@@ -407,7 +483,7 @@ def _parity_source(
 
 def _assign(
     keys: Sequence[ShardKey],
-    places_of: dict[ShardKey, dict[Place, list[int]]],
+    places_of: Mapping[ShardKey, Places],
     ranks: int,
     had: Readers,
 ) -> Iterator[Source]:
@@ -422,7 +498,11 @@ def _assign(
         key: min(places, key=lambda p: (LEVELS.index(p.level), p))
         for key, places in places_of.items()
     }
-    known = {key: had[key, place] for key, place in nearest.items() if (key, place) in had}
+    known = {
+        key: had[key, place]
+        for key, place in nearest.items()
+        if (key, place) in had and had[key, place] in places_of[key][place]
+    }
     for reader in known.values():
         load[reader] += 1
     for key in keys:
@@ -434,7 +514,7 @@ def _assign(
             continue
         place = nearest[key]
         everywhere = place.host == EVERYWHERE
-        readers = list(range(ranks)) if everywhere else places[place]
+        readers = places[place]
         home = key.shard * ranks // len(keys) if everywhere else key.shard
         if key in known:
             reader = known[key]

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.config import PersistentConfig
-from tierckpt.inventory import LEVELS, Found, Place, Problem, look_at_persistent, plan_restore
+from tierckpt.inventory import (
+    EVERYWHERE,
+    LEVELS,
+    Found,
+    Place,
+    Problem,
+    look_at_persistent,
+    plan_restore,
+)
 from tierckpt.naming import Lineage, ShardKey, VersionId, newest_first
 
 HOSTS = ("a", "b")
@@ -127,6 +135,101 @@ def test_a_place_that_is_not_mounted_is_not_an_empty_one(
         if seen
         else [f"{tmp_path}/scratch is not there; make it, unless it should have been mounted"]
     )
+
+
+def test_a_store_whose_client_fails_is_told_and_not_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 looks alone, and the others wait for what it saw."""
+
+    def fail(store: object) -> None:
+        raise KeyError("ticket")
+
+    monkeypatch.setattr("tierckpt.inventory.PersistentStore.versions", fail)
+    unseen: list[Problem] = []
+    look_at_persistent(PersistentConfig(path=str(tmp_path)), [], [], unseen)
+    assert [p.why for p in unseen] == ["KeyError: 'ticket'"]
+
+
+# --- what a rank cannot get at -------------------------------------------------------------------
+
+
+@given(worlds(), st.data())
+@settings(max_examples=200)
+def test_what_a_rank_cannot_get_at_is_as_if_it_had_never_seen_it(
+    world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Place]]], data: st.DataObject
+) -> None:
+    inventories, bad = world
+    sights = [(f.key, f.place, rank) for rank, i in enumerate(inventories) for f in i]
+    blind = data.draw(st.sets(st.sampled_from(sights), max_size=12)) if sights else set()
+    plan = plan_restore(inventories, bad, unreachable=frozenset(blind))
+    left = [
+        [f for f in i if (f.key, f.place, rank) not in blind] for rank, i in enumerate(inventories)
+    ]
+    line = newest_first((f.key.id, f.lineage) for i in inventories for f in i)
+    choice = [(id_, n) for id_, n in possible(left, bad) if id_ in line]
+    if not choice:
+        assert plan is None
+        return
+    assert plan is not None
+    assert plan.id == max(id_ for id_, _ in choice)
+    for source in plan.sources:
+        key = ShardKey(plan.id, source.shard, len(plan.sources))
+        seers = {r for r, i in enumerate(left) if (key, source.place) in names(i)}
+        assert source.reader in seers
+        assert source.direct == (len(seers) == len(inventories))
+
+
+def names(inventory: list[Found]) -> list[tuple[ShardKey, Place]]:
+    return [(f.key, f.place) for f in inventory]
+
+
+FAR = Place("persistent", EVERYWHERE, "/far")
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.data())
+@settings(max_examples=200)
+def test_who_lacks_the_mount_is_not_asked_shard_after_shard(
+    ranks: int, shards: int, data: st.DataObject
+) -> None:
+    """Two versions that rank 0 saw. A version is lost when every rank failed at some shard of it;
+    who failed at one is asked for none of it, and for no other while somebody never failed."""
+    keys = [ShardKey(VersionId(1, v), s, shards) for v in (1, 2) for s in range(shards)]
+    seen = [Found(key, FAR, ((1, 0),)) for key in keys]
+    tries = [(key, FAR, rank) for key in keys for rank in range(ranks)]
+    failed = data.draw(st.sets(st.sampled_from(tries), max_size=2 * ranks))
+    holders = data.draw(st.dictionaries(st.sampled_from(keys), st.integers(0, ranks - 1)))
+    had = {(k, FAR): rank for k, rank in holders.items() if (k, FAR, rank) not in failed}
+    plan = plan_restore(
+        [seen, *([] for _ in range(ranks - 1))], readers=had, unreachable=frozenset(failed)
+    )
+    blind = {v: {r for k, _, r in failed if k.id.version == v} for v in (1, 2)}
+    left = {
+        v: [k for k in keys if k.id.version == v and (len(blind[v]) < ranks or (k, FAR) in had)]
+        for v in (1, 2)
+    }
+    whole = [v for v in (1, 2) if len(left[v]) == shards]
+    assert (plan.id.version if plan else None) == max(whole, default=None)
+    if plan is None:
+        return
+    version = plan.id.version
+    fresh = set(range(ranks)) - blind[1] - blind[2]
+    for source in plan.sources:
+        key = ShardKey(plan.id, source.shard, shards)
+        if (key, FAR) in had:
+            assert source.reader == had[key, FAR], "it has it"
+        else:
+            assert source.reader not in blind[version]
+            assert not fresh or source.reader in fresh
+        assert not source.direct
+
+
+def test_a_rank_that_cannot_map_what_others_map_is_sent_it() -> None:
+    inventory = [found(3, shard, 2) for shard in range(2)]
+    key, place = inventory[1].key, inventory[1].place
+    plan = plan_restore([inventory] * 2, unreachable=frozenset([(key, place, 1)]))
+    assert plan is not None
+    assert [(s.reader, s.direct) for s in plan.sources] == [(0, True), (0, False)]
 
 
 def found(version: int, shard: int, shards: int, level: str = "memory", where: str = "x") -> Found:

@@ -14,6 +14,7 @@ from tierckpt.inventory import (
     Found,
     FoundParity,
     Place,
+    RestorePlan,
     plan_restore,
 )
 from tierckpt.naming import ParityKey, ShardKey, VersionId
@@ -21,6 +22,7 @@ from tierckpt.redundancy.codes import Code
 
 LINEAGE = ((1, 0),)
 VERSIONS = (1, 2)
+FAR = Place("persistent", EVERYWHERE, "/far")
 
 
 @dataclass
@@ -39,6 +41,10 @@ class World:
     disks: dict[int, set[tuple[int, bool, int]]]
     """By node: (version, is parity, shard)."""
     persistent: set[int]
+    bad_near: set[tuple[int, bool, int]]
+    """What the disks have and an earlier try found damaged."""
+    bad_far: set[tuple[int, int]]
+    """By version and shard: the same of the persistent level."""
 
     @property
     def shards(self) -> int:
@@ -51,8 +57,23 @@ class World:
         return Place("local", f"node{node}", "/disk")
 
     def left(self) -> set[tuple[int, bool, int]]:
-        """On the nodes that a rank of now is on."""
-        return set().union(*(self.disks[node] for node in set(self.ranks)))
+        """Sound on the nodes that a rank of now is on."""
+        return set().union(*(self.disks[node] for node in set(self.ranks))) - self.bad_near
+
+    def far(self, version: int) -> set[int]:
+        """Shards that the persistent level has, and has sound."""
+        if version not in self.persistent:
+            return set()
+        return {s for s in range(self.shards) if (version, s) not in self.bad_far}
+
+    def bad(self) -> frozenset[tuple[ShardKey, Place]]:
+        """As the planner is told."""
+        near = [
+            ((ParityKey if p else ShardKey)(VersionId(1, v), s, self.shards), self.node_of[s])
+            for v, p, s in self.bad_near
+        ]
+        far = [(ShardKey(VersionId(1, v), s, self.shards), FAR) for v, s in self.bad_far]
+        return frozenset([(key, self.place(node)) for key, node in near] + far)
 
     def seen_by(self, node: int) -> tuple[list[Found], list[FoundParity]]:
         found, parities = [], []
@@ -67,19 +88,26 @@ class World:
                 found.append(Found(ShardKey(*name), self.place(node), LINEAGE, "life"))
         return found, parities
 
-    def can_be_made(self, version: int) -> bool:
-        """By counting what is known of every row of every group."""
-        there = self.left()
-        grouped = {shard for group in self.codes[version] for shard in group}
-        if any((version, False, s) not in there for s in set(range(self.shards)) - grouped):
-            return False
+    def out_of_reach(self, version: int, there: set[tuple[int, bool, int]]) -> set[int]:
+        """Shards that are neither `there` nor can be made of what is; by counting what is known of
+        every row of their group."""
+        lost = {s for s in range(self.shards) if (version, False, s) not in there}
         for group, code in self.codes[version].items():
-            for row in range(code.n):
-                word = [(s.parity, group[s.member]) for s in code.row(row)]
-                known = [w for w in word if (version, *w) in there]
-                if any(not p and (p, s) not in known for p, s in word) and len(known) < code.k:
-                    return False
-        return True
+            if all(self._row_is_known(version, group, code, row, there) for row in range(code.n)):
+                lost -= set(group)
+        return lost
+
+    def _row_is_known(
+        self,
+        version: int,
+        group: tuple[int, ...],
+        code: Code,
+        row: int,
+        there: set[tuple[int, bool, int]],
+    ) -> bool:
+        word = [(s.parity, group[s.member]) for s in code.row(row)]
+        known = [w for w in word if (version, *w) in there]
+        return len(known) >= code.k or all(p or (p, s) in known for p, s in word)
 
 
 CODES = [(k, m) for k in range(1, 5) for m in range(1, 4)]
@@ -115,7 +143,11 @@ def worlds(draw: st.DrawFn) -> World:
         disks[node] -= set(damaged)
     ranks = draw(st.lists(st.integers(0, nodes - 1), min_size=1, max_size=len(node_of)))
     persistent = draw(st.sets(st.sampled_from(VERSIONS)))
-    return World(node_of, sorted(ranks), codes, disks, persistent)
+    everything = sorted(set().union(*disks.values()))
+    bad_near = draw(st.sets(st.sampled_from(everything), max_size=3)) if everything else set()
+    shards = st.integers(0, len(node_of) - 1)
+    bad_far = draw(st.sets(st.tuples(st.sampled_from(VERSIONS), shards), max_size=2))
+    return World(node_of, sorted(ranks), codes, disks, persistent, bad_near, bad_far)
 
 
 def inventories_of(world: World) -> tuple[list[list[Found]], list[list[FoundParity]]]:
@@ -123,9 +155,8 @@ def inventories_of(world: World) -> tuple[list[list[Found]], list[list[FoundPari
     for number, node in enumerate(world.ranks):
         seen, made = world.seen_by(node)
         if number == 0:
-            far = Place("persistent", EVERYWHERE, "/far")
             seen += [
-                Found(ShardKey(VersionId(1, v), s, world.shards), far, LINEAGE, "life")
+                Found(ShardKey(VersionId(1, v), s, world.shards), FAR, LINEAGE, "life")
                 for v in sorted(world.persistent)
                 for s in range(world.shards)
             ]
@@ -134,20 +165,28 @@ def inventories_of(world: World) -> tuple[list[list[Found]], list[list[FoundPari
     return found, parities
 
 
+def planned(world: World) -> RestorePlan | None:
+    found, parities = inventories_of(world)
+    return plan_restore(found, world.bad(), parities=parities)
+
+
 @given(worlds())
 @settings(max_examples=300)
 def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
-    found, parities = inventories_of(world)
-    plan = plan_restore(found, parities=parities)
-    near = {v for v in VERSIONS if world.can_be_made(v)}
-    possible = near | world.persistent
+    """And from far away comes what the nodes neither have nor can make: that shard alone, though
+    others are lost that they can make."""
+    plan = planned(world)
+    there = world.left()
+    wanted = {v: world.out_of_reach(v, there) & world.far(v) for v in VERSIONS}
+    possible = [
+        v for v in VERSIONS if not world.out_of_reach(v, there | {(v, False, s) for s in wanted[v]})
+    ]
     if not possible:
         assert plan is None
         return
     assert plan is not None
     version = max(possible)
     assert plan.id == VersionId(1, version)
-    there = world.left()
     rebuilt = {shard for rebuild in plan.rebuilds for shard in rebuild.lost}
     for source in plan.sources:
         here = (version, False, source.shard) in there
@@ -160,8 +199,8 @@ def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
             assert source.place == world.place(node)
             assert world.ranks[source.reader] == node
         else:
-            assert source.place.level == "persistent"
-            assert version not in near, "what is near can do it"
+            assert source.place == FAR
+            assert source.shard in wanted[version], "what is near can do it"
     for rebuild in plan.rebuilds:
         for parity in rebuild.parities:
             assert rebuild.group[parity.member] == parity.key.shard
@@ -172,8 +211,7 @@ def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
 @settings(max_examples=300)
 def test_no_parity_is_read_that_nothing_is_made_of(world: World) -> None:
     """Every row that lacks data takes as many parities as data, and those that come first."""
-    found, parities = inventories_of(world)
-    plan = plan_restore(found, parities=parities)
+    plan = planned(world)
     for rebuild in plan.rebuilds if plan else ():
         left = {key.shard for key in rebuild.left}
         taken = set()
@@ -191,8 +229,7 @@ def test_no_parity_is_read_that_nothing_is_made_of(world: World) -> None:
 @settings(max_examples=300)
 def test_reading_is_spread_evenly(world: World) -> None:
     """Over the ranks of a node, what lies there; over all, what all see."""
-    found, parities = inventories_of(world)
-    plan = plan_restore(found, parities=parities)
+    plan = planned(world)
     if plan is None:
         return
     far = any(s.place.level == "persistent" for s in plan.sources)
@@ -214,12 +251,12 @@ def test_what_was_fetched_is_not_fetched_again_when_a_copy_turns_out_bad(
     world: World, number: int
 ) -> None:
     found, parities = inventories_of(world)
-    plan = plan_restore(found, parities=parities)
+    plan = planned(world)
     if plan is None or plan.rebuilds or number >= len(plan.sources):
         return
     keys = [ShardKey(plan.id, s.shard, world.shards) for s in plan.sources]
     had = {(key, s.place): s.reader for key, s in zip(keys, plan.sources, strict=True)}
-    bad = frozenset([(keys[number], plan.sources[number].place)])
+    bad = world.bad() | {(keys[number], plan.sources[number].place)}
     again = plan_restore(found, bad, None, parities, had)
     for before, now in zip(plan.sources, again.sources if again else (), strict=False):
         if again is not None and again.id == plan.id and now.place == before.place:
@@ -229,14 +266,28 @@ def test_what_was_fetched_is_not_fetched_again_when_a_copy_turns_out_bad(
 @given(worlds())
 @settings(max_examples=300)
 def test_what_is_lost_is_made_by_its_own_rank_or_else_spread_evenly(world: World) -> None:
-    found, parities = inventories_of(world)
-    plan = plan_restore(found, parities=parities)
+    plan = planned(world)
     if plan is None:
         return
     made = {s.shard: s.reader for s in plan.sources if s.rebuilt}
     assert is_even(Counter(made.values()), range(len(world.ranks)))
     if len(plan.sources) <= len(world.ranks):
         assert all(rank == shard for shard, rank in made.items())
+
+
+def test_one_shard_that_cannot_be_made_is_fetched_alone() -> None:
+    """Two groups of XOR; one lost a shard, which it makes, the other two, which it cannot."""
+    codes = {v: {(0, 1, 2): Code(3, 2, 1), (3, 4, 5): Code(3, 2, 1)} for v in VERSIONS}
+    disks = {n: {(v, p, n) for v in VERSIONS for p in (False, True)} for n in range(6)}
+    disks[1] = disks[3] = disks[4] = set()
+    world = World(list(range(6)), list(range(6)), codes, disks, {2}, set(), set())
+    plan = planned(world)
+    assert plan is not None
+    assert plan.id.version == 2
+    assert [s.place.level for s in plan.sources] == [
+        *("local", "peer", "local"),
+        *("persistent", "persistent", "local"),
+    ]
 
 
 def is_even(load: Counter[int], ranks: Iterable[int]) -> bool:
@@ -246,8 +297,7 @@ def is_even(load: Counter[int], ranks: Iterable[int]) -> bool:
 
 def test_few_files_for_many_ranks_are_read_on_all_nodes() -> None:
     """16 shards of a small job, for 64 ranks on 8 nodes: two on each node."""
-    far = Place("persistent", EVERYWHERE, "/far")
-    shards = [Found(ShardKey(VersionId(1, 1), s, 16), far, LINEAGE) for s in range(16)]
+    shards = [Found(ShardKey(VersionId(1, 1), s, 16), FAR, LINEAGE) for s in range(16)]
     plan = plan_restore([shards, *([] for _ in range(63))])
     assert plan is not None
     assert Counter(s.reader // 8 for s in plan.sources) == dict.fromkeys(range(8), 2)
