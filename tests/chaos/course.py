@@ -95,6 +95,7 @@ class Course:
             self.life = number
             self._cluster.expire_lease()
             promised = self._truth.promised()
+            self._log(life=number, owed=self._truth.owed())
             self._truth.placed(number, life.nodes)
             self._start(life)
             if not self._live(life, promised):

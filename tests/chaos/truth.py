@@ -97,8 +97,19 @@ class Truth:
 
     def promised(self) -> int:
         """The oldest version that the next life may go on from; 0: a fresh start is right."""
-        sure = [*self._from_memory(), *self._from_disks(), *self._from_persistent()]
-        return max([version for _, version in sure], default=0)
+        return max(self.owed().values())
+
+    def owed(self) -> dict[str, int]:
+        """By where it is (`disks`: local files, and parity): the newest sure version, or 0."""
+        sure = {
+            "memory": self._from_memory(),
+            "disks": self._from_disks(),
+            "persistent": self._from_persistent(),
+        }
+        return {
+            place: max([version for _, version in moments], default=0)
+            for place, moments in sure.items()
+        }
 
     def _line(self) -> dict[int, float]:
         """The newest life and its ancestors; each with the newest version that counts."""

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,14 @@ from tests.chaos.plan import AIMED, APART, LIVES, RANKS, STEPS, Shape, make_roun
 from tests.chaos.truth import Truth
 from tests.horovod_here import horovod_missing
 
-SEEDS = {"ddp": (11,), "horovod": (32,)}
+SEEDS = {"ddp": (11, 97924), "horovod": (32,)}
+OWED = {
+    11: (1, {"disks"}),
+    32: (2, {"disks"}),
+    97924: (3, {"memory", "disks", "persistent"}),
+}
+"""By seed: in so many lives at least something was owed, and these places decided what. More than
+that depends on how far agents had come; the first two hit what is in memory after every life."""
 NO_HOROVOD = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 
 
@@ -39,9 +47,26 @@ def test_a_job_that_is_broken_again_and_again(launcher: str, tmp_path: Path, shm
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert sum("fault" in line for line in lines) >= LIVES * len(SEEDS[launcher])
     assert any(line["version"] > 0 for line in lines if "promised" in line), "nothing came back"
+    for seed in SEEDS[launcher]:
+        something_was_owed(seed, [line for line in lines if line["seed"] == seed])
     if launcher == "ddp":
         it_is_noticed_when_bits_differ(run)
         it_is_noticed_when_a_version_is_older_than_promised(run)
+
+
+def something_was_owed(seed: int, lines: list[dict[str, Any]]) -> None:
+    """Or no version that came back could have been too old."""
+    owed = [line["owed"] for line in lines if "owed" in line]
+    promised = [max(each.values()) for each in owed]
+    lives, places = OWED[seed]
+    assert sum(version > 0 for version in promised) >= lives, owed
+    decided = {
+        place
+        for each, version in zip(owed, promised, strict=True)
+        for place in each
+        if each[place] == version > 0
+    }
+    assert decided >= places, owed
 
 
 def it_is_noticed_when_bits_differ(run: Run) -> None:
@@ -149,6 +174,22 @@ def test_what_the_table_in_the_design_says_is_owed() -> None:
     assert told().owed_after(*everywhere, *disks[:2]) == 4, "two are: the persistent level"
     assert told().owed_after(*everywhere, *disks) == 4, "all are"
     assert Told().owed_after() == 0, "nothing was ever reported"
+
+
+def test_who_owes_what() -> None:
+    made = told()
+    assert made.truth.owed() == {"memory": 9, "disks": 8, "persistent": 4}
+    made.truth.lost("memory", 1)
+    assert made.truth.owed() == {"memory": 0, "disks": 8, "persistent": 4}
+
+
+def test_it_is_noticed_when_nothing_was_owed() -> None:
+    nothing = {"memory": 0, "disks": 0, "persistent": 0}
+    enough = [{"owed": {**nothing, "disks": 4, "persistent": 2}}]
+    something_was_owed(11, enough)
+    for missing in ([], [{"owed": nothing}], [{"owed": {**nothing, "memory": 4, "disks": 2}}]):
+        with pytest.raises(AssertionError):
+            something_was_owed(11, missing)
 
 
 def test_what_not_everybody_reported_is_not_owed() -> None:
