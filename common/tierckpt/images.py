@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .errors import CorruptShardError, FormatError
@@ -31,7 +31,7 @@ LOST = (
     ModuleError,
     PersistentError,
 )
-"""What reading raises where a copy is as good as lost."""
+"""What reading raises where a copy is as good as lost, to all ranks or to the one that reads."""
 
 
 Bring = Callable[[int, int], None]
@@ -107,28 +107,48 @@ def open_image(
 def _fetch(key: ShardKey, place: Place, life: str, open_store: OpenStore) -> Image:
     """Memory for the shard, and how to fill it."""
     shared = open_store(place.where)
+    name = VersionName(key.id, key.shards, life)
 
     def other(base: ShardKey) -> tuple[Manifest, Read]:
         found = shared.open_shard(VersionName(base.id, base.shards, life), base.shard)
         return Manifest.decode(found.manifest), found.read
 
     try:
-        reader = shared.open_shard(VersionName(key.id, key.shards, life), key.shard)
+        with _missing_here_or_anywhere(shared, name):
+            reader = shared.open_shard(name, key.shard)
         manifest = Manifest.decode(reader.manifest)
         if manifest.key != key:
             raise CorruptShardError(f"{place.where} has {manifest.key} in the place of {key}")
         if manifest.encoding is not None:
-            return _decoded(Decoder(manifest, reader.read, other), shared.close)
+            image = _decoded(Decoder(manifest, reader.read, other), shared.close)
+        else:
+            image = in_memory(manifest, shared.close)
     except BaseException:
         shared.close()
         raise
-    image = in_memory(manifest, shared.close)
+    decode = image.bring
 
-    def read(low: int, high: int) -> None:
-        image.view[low:high] = reader.read(low, high - low)
+    def bring(low: int, high: int) -> None:
+        with _missing_here_or_anywhere(shared, name):
+            if manifest.encoding is not None:
+                decode(low, high)
+            else:
+                image.view[low:high] = reader.read(low, high - low)
 
-    image.bring = read
+    image.bring = bring
     return image
+
+
+@contextlib.contextmanager
+def _missing_here_or_anywhere(shared: PersistentStore, name: VersionName) -> Iterator[None]:
+    """What is not found is damage where this rank sees the version, whose manifest names it; else
+    it is FileNotFoundError still: perhaps another rank sees it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if shared.exists(name):
+            raise CorruptShardError(f"a part of it is missing: {error}") from error
+        raise
 
 
 def _decoded(decoder: Decoder, close: Callable[[], None]) -> Image:

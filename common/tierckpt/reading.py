@@ -6,9 +6,12 @@ the training thread may rebuild lost shards meanwhile, together with the other r
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 from .errors import CorruptShardError
@@ -26,20 +29,59 @@ RUN_BYTES = 8 * 1024 * 1024
 """Brought and checked at once; whole blocks."""
 
 
+class Blame(Enum):
+    """What it is that failed when a copy could not be read."""
+
+    COPY = "copy"
+    """Its bytes: nobody can use it."""
+    SIGHT = "sight"
+    """The way from this rank to it: others may read it."""
+    RANK = "rank"
+    """This rank, which has no memory or no descriptors, or met a mistake of ours or of a client:
+    it says nothing of any copy, and nothing that is tried next would go better."""
+
+    @staticmethod
+    def of(place: Place, error: BaseException) -> Blame:
+        """By what was raised."""
+        if not isinstance(error, LOST) or _lacks_room(error):
+            return Blame.RANK
+        if isinstance(error, ImportError):
+            return Blame.SIGHT
+        if not isinstance(error, OSError):
+            return Blame.COPY
+        # All who see a copy on a node's disk see the same disk.
+        of_the_disk = isinstance(error, FileNotFoundError) or error.errno == errno.EIO
+        return Blame.COPY if of_the_disk and place.level != "persistent" else Blame.SIGHT
+
+
+def _lacks_room(error: BaseException | None) -> bool:
+    """True also where it is said by what a store made of it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__
+    return False
+
+
 @dataclass(frozen=True)
 class Failure:
-    """A copy (of a shard, or of parity) that is as good as lost, and why."""
+    """A copy (of a shard, or of parity) that could not be read, and why."""
 
     key: ShardKey
     place: Place
     why: str
     undecodable: bool = False
     """A key or a module is missing here: with it the copy may well be sound."""
+    blame: Blame = Blame.COPY
+    node: str = field(default_factory=socket.gethostname)
+    """That it was found on."""
 
     @staticmethod
     def of(key: ShardKey, place: Place, error: BaseException) -> Failure:
-        """What `error`, one of LOST, makes of a copy."""
-        return Failure(key, place, str(error), isinstance(error, ModuleError))
+        """What `error` makes of a copy."""
+        why = str(error) if isinstance(error, LOST) else f"{type(error).__name__}: {error}"
+        blame = Blame.of(place, error)
+        return Failure(key, place, why, isinstance(error, ModuleError), blame)
 
 
 OnRead = Callable[[int], None]
@@ -92,7 +134,7 @@ class Reads:
             checks: list[Future[None]] = []
             try:
                 image, header = opening.result()
-            except LOST as error:
+            except Exception as error:
                 checks.append(_failed(error))
             else:
                 self._images[key.shard], self.headers[key.shard] = image, header
@@ -105,12 +147,11 @@ class Reads:
         return len(self.headers) == len(self._checks)
 
     def finish(self) -> list[Failure]:
-        """Wait until all is read; returns the damaged, each with its first damage."""
+        """Wait until all is read; returns what could not be, each with its first damage. Raises
+        nothing, whatever came out: the other ranks wait for this one."""
         failures = []
         for key, place, checks in self._checks:
             errors = [error for each in checks if (error := each.exception()) is not None]
-            if errors and not isinstance(errors[0], LOST):
-                raise errors[0]
             failures += [Failure.of(key, place, error) for error in errors[:1]]
         return failures
 
@@ -142,7 +183,7 @@ def runs_of(header: ShardHeader) -> Iterator[Run]:
 def _open(
     key: ShardKey, place: Place, life: str, open_store: OpenStore
 ) -> tuple[Image, ShardHeader]:
-    """A shard with its header checked. Raises what is in LOST."""
+    """A shard with its header checked. Raises what `open_image` raises, and what a check does."""
     image = open_image(key, place, life, open_store)
     try:
         return image, check_header(image)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, wait
 
 from .errors import CorruptShardError, RestoreError
-from .images import LOST, Bring, Image, in_memory
+from .images import Bring, Image, in_memory
 from .inventory import ParitySource, Rebuild, RestorePlan
 from .localstore import LocalStore
 from .mappedfile import MappedFile
@@ -53,7 +53,7 @@ class Parities:
             if source.reader == self._courier.rank:
                 try:
                     self._open(source)
-                except LOST as error:
+                except Exception as error:
                     self._failures.append(Failure.of(source.key, source.place, error))
 
     def opened(self) -> bool:
@@ -61,11 +61,10 @@ class Parities:
         return not self._failures
 
     def finish(self) -> list[Failure]:
-        """Wait until this rank's are checked; returns those that are not what they should be."""
+        """Wait until this rank's are checked; returns those that are not what they should be, or
+        could not be read. Raises nothing, whatever came out: the other ranks wait for this one."""
         for source, check in self._checks:
             error = check.exception()
-            if error is not None and not isinstance(error, LOST):
-                raise error
             if error is not None:
                 self._failures.append(Failure.of(source.key, source.place, error))
         return self._failures
@@ -102,7 +101,7 @@ class Parities:
                 manifest = record.manifests[each.group.index(shard)]
                 try:
                     self._room[shard] = in_memory(manifest)
-                except OSError as error:
+                except (OSError, MemoryError) as error:
                     return f"no memory for shard {shard} ({manifest.image_bytes} bytes): {error}"
         return ""
 
@@ -122,7 +121,7 @@ class Parities:
             try:
                 rebuild(record, self._shards(each, images), self._parities(each), views)
             except (CorruptShardError, RestoreError) as error:
-                suspected += [Failure.of(s.key, s.place, error) for s in each.parities]
+                suspected += [Failure(s.key, s.place, str(error)) for s in each.parities]
             else:
                 images.update(made)
                 for shard in made:
@@ -158,8 +157,8 @@ class Parities:
                     if read is None:  # the rebuild that was to make it failed
                         raise OSError
                     read(offset, into)
-                except OSError:
-                    into[:] = bytes(len(into))  # told by the check of this source, as damage is
+                except Exception:  # told by the check of this source, as damage is
+                    into[:] = bytes(len(into))
             self._courier.broadcast(into, reader)
 
         return read_together

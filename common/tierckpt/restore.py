@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ import torch
 from . import streams, tree
 from .errors import RestoreError, StateMismatchError, StateTornError
 from .group import Group
-from .images import LOST, Image, OpenStore, open_image
+from .images import Image, OpenStore, open_image
 from .inventory import Found, FoundParity, Place, RestorePlan, Source, plan_restore
 from .loading import Loader
 from .manifest import Manifest
@@ -33,7 +33,7 @@ from .newtensors import NewTensors
 from .outline import Contents, Outline, OwnState, counts, lacking
 from .persistent import PersistentStore
 from .progress import Progress
-from .reading import READERS, Failure, Kept, Reads
+from .reading import READERS, Blame, Failure, Kept, Reads
 from .rebuilding import Parities
 from .restored import Restored, Volume
 from .shardfile import ShardHeader, decode_header
@@ -69,7 +69,8 @@ class Attempt:
 
     def visit(self, visit: Visit) -> None:
         """Show every rank every shard, once. What is in memory for that alone goes meanwhile,
-        window by window; what was rebuilt and may have to be mended stays. Collective."""
+        window by window; what was rebuilt and may have to be mended stays. Collective. `trouble`
+        says why it did not get all to see."""
 
         def visit_one(shard: int, offset: int, window: memoryview) -> None:
             visit(shard, offset, window)
@@ -84,6 +85,8 @@ class Attempt:
             self.courier.show(source, outline, self.images.get(shard), visit_one)
             if shard in self.images and not source.direct and not self._to_mend(shard):
                 self.images.pop(shard).close()
+        sent = any(not source.direct for source in self.plan.sources)
+        self.trouble = self.courier.trouble_of_any() if sent else self.courier.trouble
 
     def _to_mend(self, shard: int) -> bool:
         """True of this rank's own, if it was rebuilt and the job has as many ranks as then."""
@@ -138,6 +141,8 @@ class Restorer:
         self._readers: dict[tuple[ShardKey, Place], int] = {}
         """Who has what of all that was fetched at the last try."""
         self._bad: set[tuple[ShardKey, Place]] = set()
+        self._unreachable: set[tuple[ShardKey, Place, int]] = set()
+        """With the rank that could not get at it."""
         self._undecodable: dict[VersionId, str] = {}
         """Versions that lack only a key or a module here, and which."""
         self._on_reject = on_reject
@@ -146,13 +151,19 @@ class Restorer:
         """The newest version that proves sound on all ranks; None when there is none.
 
         Raises RestoreError, on all ranks, when a newer one is there and cannot be decoded for want
-        of a key or a module: to go back behind it would be the beginning of its end.
+        of a key or a module: to go back behind it would be the beginning of its end; and when one
+        rank has no memory or descriptors to read with, which is no reason to go back either.
         """
         begin = time.perf_counter()
         try:
             while True:
                 plan = plan_restore(
-                    self.inventories, frozenset(self._bad), version, self.parities, self._readers
+                    self.inventories,
+                    frozenset(self._bad),
+                    version,
+                    self.parities,
+                    self._readers,
+                    frozenset(self._unreachable),
                 )
                 if self._undecodable and (plan is None or plan.id not in self._undecodable):
                     raise _cannot_decode(self._undecodable)
@@ -186,30 +197,43 @@ class Restorer:
     def _verify(self, attempt: Attempt) -> bool:
         """Read and check this rank's share; False, with more known as bad, when any was bad."""
         plan, images = attempt.plan, attempt.images
+        trouble: list[str] = []
         self._drop_kept(plan)
         mine = [s for s in plan.sources if s.reader == self.group.rank and not s.rebuilt]
         self._progress.begin(f"verifying v{plan.id.version}")
         with ThreadPoolExecutor(READERS, "tierckpt-restore") as pool:
             reads = Reads(pool, images, self._on_read, self._open_store, self._kept)
-            reads.open(plan.id, len(plan.sources), plan.life, mine)
-            suspected, failures = self._rebuild(attempt, pool, reads) if plan.rebuilds else ([], [])
-            if not _fetches_most(plan, mine):
-                self._foresee(reads.headers.values())
+            with _noted(trouble):
+                reads.open(plan.id, len(plan.sources), plan.life, mine)
+            suspected: list[Failure] = []
+            failures: list[Failure] = []
+            if plan.rebuilds:
+                suspected, failures = self._rebuild(attempt, pool, reads, trouble)
+            with _noted(trouble):
+                if not _fetches_most(plan, mine):
+                    self._foresee(reads.headers.values())
             failures += reads.finish()
         failures += _map_others(attempt)
-        outlines, small = _told_here(attempt, reads.headers)
-        everyone = self.group.all_gather_object((failures, suspected, outlines, small))
+        outlines: dict[int, Outline] = {}
+        small: dict[int, OwnState] = {}
+        with _noted(trouble):
+            outlines, small = _told_here(attempt, reads.headers)
+        trouble += [f"{f.key} on node {f.node}: {f.why}" for f in failures if f.blame is Blame.RANK]
+        told = ("; ".join(trouble[:1]), failures, suspected, outlines, small)
+        troubles, failed_of, suspected_of, outlines_of, small_of = zip(
+            *self.group.all_gather_object(told), strict=True
+        )
+        _see_that_all_could_read(plan, troubles)
         # What is made of damaged bytes is wrong, too, and says nothing of those that are sound.
-        failed = [f for theirs, *_ in everyone for f in theirs]
-        failed = failed or [f for _, theirs, *_ in everyone for f in theirs]
-        self._reject(plan, failed)
+        failed = _with_ranks(failed_of) or _with_ranks(suspected_of)
+        self._reject(failed)
         self._readers = _readers_of(plan)
         if failed:
             damaged = {f.key.shard for f in failures if not isinstance(f.key, ParityKey)}
             self._keep(attempt, mine, reads.headers, damaged)
         else:
-            outlines = {shard: o for *_, each, _ in everyone for shard, o in each.items()}
-            small = {shard: o for *_, each in everyone for shard, o in each.items()}
+            outlines = {shard: o for each in outlines_of for shard, o in each.items()}
+            small = {shard: o for each in small_of for shard, o in each.items()}
             own = small.get(attempt.own_shard) or _own_state(attempt, reads.headers)
             attempt.contents = Contents([outlines[s.shard] for s in plan.sources], own)
             if not attempt.contents.whole():
@@ -241,16 +265,17 @@ class Restorer:
                 image.close()
 
     def _rebuild(
-        self, attempt: Attempt, pool: ThreadPoolExecutor, reads: Reads
+        self, attempt: Attempt, pool: ThreadPoolExecutor, reads: Reads, trouble: Sequence[str]
     ) -> tuple[list[Failure], list[Failure]]:
-        """Make the lost shards while threads still read; (what may be damaged, what is)."""
+        """Make the lost shards while threads still read; (what may be damaged, what is). Not where
+        a rank has `trouble`."""
         begin = time.perf_counter()
         parities = Parities(attempt.plan, attempt.courier, pool, self._on_read)
         with contextlib.closing(parities):
             parities.open()
             if not all(s.place.mappable for s in attempt.plan.sources):
                 reads.finish()  # what is fetched is not there before
-            ready = reads.opened() and parities.opened()
+            ready = reads.opened() and parities.opened() and not trouble
             everyone = self.group.all_gather_object((ready, parities.records()))
             suspected = []
             if all(theirs for theirs, _ in everyone):
@@ -270,17 +295,45 @@ class Restorer:
         self.volume.read(nbytes)
         self._progress.advance(nbytes)
 
-    def _reject(self, plan: RestorePlan, failed: list[Failure]) -> None:
-        for each in failed:
+    def _reject(self, failed: Iterable[tuple[int, Failure]]) -> None:
+        """Never again: a damaged copy by anybody, one that a rank could not get at by that rank."""
+        for rank, each in sorted(failed, key=lambda f: f[1].blame is Blame.SIGHT):
             key, place = each.key, each.place
-            if (key, place) not in self._bad:
+            if (key, place) in self._bad:
+                continue
+            if each.blame is Blame.SIGHT:
+                self._unreachable.add((key, place, rank))
+            else:
                 self._bad.add((key, place))
-                text = f"{key} on level {place.level} ({place.where}): {each.why}"
-                self.rejected.append(text)
-                self._on_reject(text)
-                if each.undecodable:
-                    reader = plan.sources[key.shard].reader
-                    self._undecodable.setdefault(key.id, f"{text} (as rank {reader} found)")
+            by = f"as rank {rank} found, on node {each.node}"
+            text = f"{key} on level {place.level} ({place.where}): {each.why} ({by})"
+            self.rejected.append(text)
+            self._on_reject(text)
+            if each.undecodable:
+                self._undecodable.setdefault(key.id, text)
+
+
+@contextlib.contextmanager
+def _noted(trouble: list[str]) -> Iterator[None]:
+    """An error, put into words and told in the exchange that follows: the others wait there."""
+    try:
+        yield
+    except Exception as error:
+        trouble.append(f"{type(error).__name__}: {error}")
+
+
+def _see_that_all_could_read(plan: RestorePlan, troubles: Iterable[str]) -> None:
+    """RestoreError on all ranks where one had trouble that is no copy's."""
+    for rank, why in enumerate(troubles):
+        if why:
+            raise RestoreError(
+                f"{plan.id} is there and rank {rank} could not read its share: {why}. Nothing was "
+                "changed, and nothing older was taken in its place"
+            )
+
+
+def _with_ranks(everyones: Iterable[Iterable[Failure]]) -> list[tuple[int, Failure]]:
+    return [(rank, failure) for rank, theirs in enumerate(everyones) for failure in theirs]
 
 
 def _cannot_decode(versions: Mapping[VersionId, str]) -> RestoreError:
@@ -318,7 +371,9 @@ def _map_others(attempt: Attempt) -> list[Failure]:
             key = ShardKey(plan.id, source.shard, len(plan.sources))
             try:
                 attempt.images[source.shard] = open_image(key, source.place, plan.life)
-            except LOST as error:
+            except FileNotFoundError as error:  # its reader tells whether it is there
+                failures.append(replace(Failure.of(key, source.place, error), blame=Blame.SIGHT))
+            except Exception as error:
                 failures.append(Failure.of(key, source.place, error))
     return failures
 
@@ -359,10 +414,13 @@ def _finish(loader: Loader, saved: dict[str, Any]) -> str:
     """What comes after the tensors; returns what went wrong, in words."""
     try:
         loader.finish(saved)
-    except StateTornError as error:
-        return str(error)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        kind = "" if isinstance(error, StateTornError) else f"{type(error).__name__}: "
+        return (
+            f"{kind}{error}. Model and optimizer are of that version already. Give the objects "
+            "that it was made with, or leave out the one that is named (and restore with "
+            "strict=False), and start again"
+        )
     return ""
 
 
@@ -373,12 +431,7 @@ def all_finished(attempt: Attempt, group: Group) -> None:
     version = attempt.plan.id
     for rank, why in enumerate(group.all_gather_object(attempt.trouble)):
         if why:
-            raise StateTornError(
-                f"{version} could not be loaded to its end: rank {rank}: {why}. Model and "
-                "optimizer are of that version already. Give the objects that it was made with, "
-                "or leave out the one that is named (and restore with strict=False), and start "
-                "again"
-            )
+            raise StateTornError(f"{version} could not be loaded to its end: rank {rank}: {why}")
 
 
 def _own_of(image: Image, header: ShardHeader) -> OwnState:
@@ -420,7 +473,7 @@ def load(
     state.torn = True
     with torch.no_grad():
         attempt.visit(loader.load_window)
-        trouble = _finish(loader, saved)
+        trouble = attempt.trouble or _finish(loader, saved)
     # Last: loading may have drawn.
     loader.notices += streams.take_up(
         saved["rng"], manifest.version, loader.shards, group, state.cuda_device()

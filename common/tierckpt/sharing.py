@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from .errors import FormatError
 from .group import Group
 from .images import Image
 from .inventory import Source
@@ -25,6 +26,8 @@ class Courier:
     def __init__(self, group: Group, volume: Volume) -> None:
         self.rank, self.size = group.rank, group.size
         self._group, self._volume = group, volume
+        self.trouble = ""
+        """Why what was verified cannot be shown any more, in words."""
         self._buffer: torch.Tensor | None = None
 
     def broadcast(self, window: memoryview, source: int) -> None:
@@ -33,24 +36,51 @@ class Courier:
         if source != self.rank:
             self._volume.received(len(window))
 
+    def trouble_of_any(self) -> str:
+        """Any rank's `trouble`: what it sent nobody can use. Collective."""
+        told = dict.fromkeys(why for why in self._group.all_gather_object(self.trouble) if why)
+        return "; ".join(list(told)[:4])
+
     def show(self, source: Source, outline: Outline, image: Image | None, visit: Visit) -> None:
         """Let all ranks visit a shard; `image` is there where `source.direct`, and at its reader.
 
         The whole header is in the first window. One that came from another rank is gone after the
-        visit.
+        visit. What this rank maps may have left memory since it was verified: where it cannot be
+        read again the visits end, `trouble` says why, and the others get zeros in its place.
         """
-        nbytes = outline.nbytes
-        if source.direct:
-            assert image is not None
-            visit(source.shard, 0, image.view[:nbytes])
-            return
-        low = 0
+        nbytes, low = outline.nbytes, 0
         while low < nbytes:
             high = min(max(low + BROADCAST_BYTES, outline.header_bytes), nbytes)
-            window = self._room(high - low) if image is None else image.view[low:high]
-            self.broadcast(window, source.reader)
-            visit(source.shard, low, window)
+            window = self._window(image, low, high)
+            if not source.direct:
+                self.broadcast(window, source.reader)
+            if not self.trouble:
+                self._visit(visit, source.shard, low, window)
             low = high
+
+    def _visit(self, visit: Visit, shard: int, low: int, window: memoryview) -> None:
+        """Zeros in the place of a header are no error of this rank alone: the others go on."""
+        try:
+            visit(shard, low, window)
+        except FormatError as error:
+            self.trouble = f"shard {shard} has no header: {error}"
+
+    def _window(self, image: Image | None, low: int, high: int) -> memoryview:
+        """Part of a shard, or room for it."""
+        if image is not None and not self.trouble:
+            try:
+                image.touch(low, high)
+            except OSError as error:
+                self.trouble = (
+                    f"{image.manifest.key} was sound and cannot be read again (rank {self.rank}): "
+                    f"{error}. What is live is neither old nor new: restore again, or start again"
+                )
+            else:
+                return image.view[low:high]
+        window = self._room(high - low)
+        if image is not None:
+            window[:] = bytes(len(window))
+        return window
 
     def _room(self, nbytes: int) -> memoryview:
         if self._buffer is None or len(self._buffer) < nbytes:

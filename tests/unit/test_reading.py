@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +17,17 @@ from hypothesis import strategies as st
 
 from tests.peershards import shard_of
 from tierckpt import reading
+from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.group import SingleGroup
 from tierckpt.images import Image
 from tierckpt.inventory import Place, RestorePlan, Source
 from tierckpt.manifest import Manifest
+from tierckpt.modules.module import ModuleError
 from tierckpt.naming import VersionId
 from tierckpt.outline import Contents, Outline, OwnState
+from tierckpt.persistent import PersistentError
 from tierckpt.progress import Progress
-from tierckpt.reading import RUN_BYTES, Reads, runs_of
+from tierckpt.reading import RUN_BYTES, Blame, Reads, runs_of
 from tierckpt.restore import Attempt
 from tierckpt.restored import Volume
 from tierckpt.shardfile import decode_header
@@ -142,9 +146,49 @@ def test_what_is_short_or_cannot_be_opened_is_lost(disk: Disk, pool: ThreadPoolE
 
 
 def test_a_mistake_of_ours_is_no_damage(disk: Disk, pool: ThreadPoolExecutor) -> None:
+    """Nor is it raised: the other ranks wait to be told."""
     disk.manifests[0] = replace(disk.manifests[0], digests=None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        read(pool, Volume())
+    images: dict[int, Image] = {}
+    reads = Reads(pool, images)
+    reads.open(VersionId(1, 1), SHARDS, "", sources([0] * SHARDS))
+    (failure,) = reads.finish()
+    assert (failure.key.shard, failure.blame) == (0, Blame.RANK)
+    assert failure.why.startswith("TypeError: ")
+    assert sorted(images) == [1, 2]
+
+
+def wrapped(cause: Exception) -> PersistentError:
+    error = PersistentError("given up", "s3://b/k", True)
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "near", "far"),
+    [
+        (CorruptShardError("differs"), Blame.COPY, Blame.COPY),
+        (FormatError("what is this"), Blame.COPY, Blame.COPY),
+        (EOFError("truncated"), Blame.COPY, Blame.COPY),
+        (ModuleError("no key"), Blame.COPY, Blame.COPY),
+        (FileNotFoundError(errno.ENOENT, "gone"), Blame.COPY, Blame.SIGHT),
+        (FileNotFoundError("slot is gone"), Blame.COPY, Blame.SIGHT),
+        (OSError(errno.EIO, "disk fails"), Blame.COPY, Blame.SIGHT),
+        (PermissionError(errno.EACCES, "no right"), Blame.SIGHT, Blame.SIGHT),
+        (OSError(errno.ESTALE, "stale"), Blame.SIGHT, Blame.SIGHT),
+        (wrapped(TimeoutError()), Blame.SIGHT, Blame.SIGHT),
+        (ImportError("no client"), Blame.SIGHT, Blame.SIGHT),
+        (OSError(errno.ENOMEM, "no memory"), Blame.RANK, Blame.RANK),
+        (OSError(errno.EMFILE, "too many"), Blame.RANK, Blame.RANK),
+        (wrapped(OSError(errno.ENFILE, "too many")), Blame.RANK, Blame.RANK),
+        (MemoryError(), Blame.RANK, Blame.RANK),
+        (RuntimeError("a client's own"), Blame.RANK, Blame.RANK),
+    ],
+    ids=str,
+)
+def test_what_is_to_blame(error: Exception, near: Blame, far: Blame) -> None:
+    """What lies on a node is the same for all who see it; the way to what is far is each rank's."""
+    assert Blame.of(Place("local", "node", "/disk"), error) is near
+    assert Blame.of(Place("persistent", "*", "/far"), error) is far
 
 
 @given(st.lists(st.integers(1, RUN_BYTES), max_size=40))
@@ -201,6 +245,49 @@ def test_the_first_window_has_the_whole_header(monkeypatch: pytest.MonkeyPatch) 
         sources([0, 1])[0], outline(1400, 1100), None, lambda shard, offset, window: None
     )
     assert group.lengths == [1400, 1000, 100]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_was_mapped_is_brought_again_before_it_is_shown(
+    direct: bool, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have left memory meanwhile; to look at a page that cannot come back is SIGBUS."""
+    monkeypatch.setattr("tierckpt.sharing.BROADCAST_BYTES", 1000)
+    touched: list[tuple[int, int]] = []
+    shown: list[int] = []
+
+    def touch(low: int, high: int) -> None:
+        assert len(shown) == len(touched)
+        touched.append((low, high))
+        if low == 2400:
+            raise OSError(errno.EIO, "the disk fails")
+
+    data = bytearray(i % 251 for i in range(4000))
+    image = Image(disk.manifests[0], memoryview(data), lambda: None, touch=touch)
+    sent = Sender()
+    courier = Courier(sent, Volume())
+    source = replace(sources([0])[0], direct=direct)
+
+    def visit(shard: int, offset: int, window: memoryview) -> None:
+        assert window == data[offset : offset + len(window)]
+        shown.append(offset)
+
+    courier.show(source, outline(1400, 2600), image, visit)
+    assert shown == [0, 1400]
+    assert touched == [(0, 1400), (1400, 2400), (2400, 3400)], "not a second time"
+    assert "the disk fails" in courier.trouble
+    assert courier.trouble_of_any() == courier.trouble
+    assert sent.lengths == ([] if direct else [1400, 1000, 1000, 600]), "others wait for each"
+
+
+class Sender(SingleGroup):
+    """Rank 0, and how much it sent each time."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        self.lengths.append(len(buffer))
 
 
 def outline(header_bytes: int, data_bytes: int) -> Outline:
