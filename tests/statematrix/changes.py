@@ -66,13 +66,13 @@ def add_changes() -> None:
     CASES.add("options changed while running", lambda: trained(mlp(), before={2: change_options}))
     CASES.add("optimizer state thrown away", lambda: trained(mlp(), adam, before={3: forget}))
     CASES.add("two optimizers", two_optimizers)
-    CASES.add("two optimizers by turns", lambda: two_optimizers(by_turns))
+    CASES.add("two optimizers by turns", lambda: two_optimizers(update=by_turns, versions=2))
 
 
-def two_optimizers(update: Any = None) -> Job:
+def two_optimizers(**job: Any) -> Job:
     model = mlp()
     parts = {"first": adam(model[0].parameters()), "second": sgd(model[3].parameters())}
-    return Job(model, parts, flat_inputs(), update=update)
+    return Job(model, parts, flat_inputs(), **job)
 
 
 def by_turns(job: Job, loss_now: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -32,6 +32,8 @@ class Job:
     """After the optimizer's step: the scheduler's, and the like."""
     update: Callable[[Job, Callable[[], torch.Tensor]], torch.Tensor] | None = None
     """Replaces zero_grad, backward and step."""
+    versions: int = 1
+    """By how many an iteration advances: steps of one optimizer in it."""
     wrapper: nn.Module | None = None
     """What the forward pass goes through, if it is not the model itself."""
 

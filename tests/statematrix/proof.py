@@ -50,7 +50,8 @@ class Bench:
             extra=job.extra,
             path=self.path / "ckpts",
             shm_dir=self.shm,
-            local_every_steps=BOUNDARIES if self.on_disk else 0,
+            # One alone: while a version is written the next may be skipped.
+            local_every_steps=BOUNDARIES * job.versions if self.on_disk else 0,
             local_every_seconds=0,
             agent="inline",  # what is written is the matter here, not by whom
             on_event=self.events.append,
