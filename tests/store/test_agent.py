@@ -403,7 +403,7 @@ def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
     """Both ways: what it is told of them, and what it says went wrong with each."""
     client = AgentClient(*node(0))
     pid = reach(client)
-    where = {"life": "life", "interface": "lo", "port": 0, "towards": "localhost"}
+    where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
     client.ask("meet", "listening", PATIENCE_SECONDS, where=where)
     parties = parties_of(ranks=200, members=64)
     assert len(json.dumps(parties)) > 10 * 65536
