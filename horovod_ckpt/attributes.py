@@ -18,7 +18,7 @@ from horovod.torch.elastic import ElasticSampler
 from tierckpt import ConfigError, ResumableSampler, tree
 from tierckpt.state import EXTRA_STATES, label_optimizers
 
-from .sending import send_model, send_optimizer_state
+from .sending import send_loose_parameters, send_model, send_optimizer_state
 
 VALUES = "attributes"
 """What the plain values are called among the checkpoint's objects."""
@@ -87,6 +87,7 @@ class Attributes:
         for label, optimizer in self.optimizers.items():
             send_optimizer_state(label, optimizer, root)
         send_model(self.model, root, buffers)
+        send_loose_parameters(self.optimizers, self.model, root)
         self.broadcast_settings(root)
 
     def broadcast_settings(self, root: int) -> None:

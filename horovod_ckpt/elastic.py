@@ -291,8 +291,9 @@ class TorchState(State):  # type: ignore[misc]
         text = f"this goes back to v{restored.version} from v{live.version}"
         if lost := restored.version < live.committed:
             text += (
-                f": the commits behind it, to v{live.committed}, were skipped, or are gone with "
-                "a lost rank (under way, or in its memory only). peer_redundancy, or shorter local "
+                f": the commits behind it, to v{live.committed}, were skipped, were not due "
+                "(memory_every_steps), or are gone with a lost rank (under way, or in its memory "
+                "only). peer_redundancy, or shorter local "
                 "intervals, bound that"
             )
         severity = logging.WARNING if lost else logging.INFO
@@ -316,7 +317,8 @@ class TorchState(State):  # type: ignore[misc]
                 version=restored.version,
                 severity=logging.WARNING,
                 message=f"this goes back to v{restored.version}: the last commit, v{newest}, was "
-                "skipped (something was busy) or lost, see the events",
+                "skipped (something was busy), was not due (memory_every_steps) or lost, see the "
+                "events",
             )
         self.restored = restored
 
@@ -358,7 +360,7 @@ class _Checkpointer(Checkpointer):
 
     @property
     def accumulating(self) -> bool:
-        """True between the backward passes of a step, alike on all ranks.
+        """True between the backward passes of a step; every rank must make every one of them.
 
         Reductions under way would be no sign of it: one model's backward pass may launch those of
         another one. Nor is each parameter: a rank may not have used it in every pass.

@@ -9,7 +9,7 @@ such as the learning rate are not sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ import horovod.torch as hvd
 import torch
 
 from tierckpt.state import ExtraStates, named_buffers, named_parameters
+
+MOST_BYTES = 2**30
+"""Of one broadcast: Horovod counts its elements, bytes here, in a C int."""
 
 
 def send_model(model: torch.nn.Module, root: int, buffers: bool = True) -> None:
@@ -27,9 +30,23 @@ def send_model(model: torch.nn.Module, root: int, buffers: bool = True) -> None:
     extra.load_state_dict(hvd.broadcast_object(extra.state_dict(), root, "extra state"))
 
 
+def send_loose_parameters(
+    optimizers: Mapping[str, torch.optim.Optimizer], model: torch.nn.Module, root: int
+) -> None:
+    """Parameters that optimizers have and the model has not; a checkpoint has them, too."""
+    known = {id(param) for _, param in named_parameters(model)}
+    loose = {
+        f"{label}/{number}": param
+        for label, optimizer in optimizers.items()
+        for number, param in enumerate(_parameters(optimizer))
+        if id(param) not in known
+    }
+    send_tensors(loose, root)
+
+
 def send_optimizer_state(label: str, optimizer: torch.optim.Optimizer, root: int) -> None:
     """What an optimizer keeps for each parameter; groups' options are no part of it."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = _parameters(optimizer)
     mine = [_outlines(optimizer.state.get(param, {})) for param in params]
     for param, told in zip(params, hvd.broadcast_object(mine, root, label), strict=True):
         before = optimizer.state.pop(param, {})
@@ -47,11 +64,22 @@ def send_optimizer_state(label: str, optimizer: torch.optim.Optimizer, root: int
 def send_tensors(named: Mapping[str, torch.Tensor], root: int) -> None:
     """All ranks have the same names, shapes and types; what they have is replaced in place."""
     sent = {name: _as_bytes(tensor) for name, tensor in named.items() if tensor.numel()}
-    hvd.broadcast_parameters(sent, root)
+    slices = {f"{n}#{i}": part for n, flat in sent.items() for i, part in enumerate(_cut(flat))}
+    hvd.broadcast_parameters(slices, root)
     for name, received in sent.items():
         tensor = named[name].detach()
         if received.data_ptr() != tensor.data_ptr():
             tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _cut(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Its memory, in order, as parts of at most MOST_BYTES."""
+    for start in range(0, flat.numel(), MOST_BYTES):
+        yield flat[start : start + MOST_BYTES]
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -651,13 +651,13 @@ class Forgetful(Script):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-def joined(script: Script, anew: Callable[[], Script]) -> tuple[str, str, str]:
-    """Hosts change, and rank 1 is new: bits of the state that is live, of that which both go on
+def joined(script: Script, new: int, anew: Callable[[], Script]) -> tuple[str, str, str]:
+    """Hosts change, and rank `new` is new: bits of the state that is live, of that which both go on
     with, and of that two batches later."""
     script.train_to(3)
     script.hosts_change()
     live = exact.digest(script.replicated())
-    if rank() == 1:
+    if rank() == new:
         script = anew()
     script.start()
     assert (script.state.restored, script.state.batch) == (None, 3)
@@ -668,21 +668,104 @@ def joined(script: Script, anew: Callable[[], Script]) -> tuple[str, str, str]:
     return live, found, later
 
 
-def without_optimizer_state(place: Place) -> tuple[bool, tuple[str, str, str]]:
+def without_optimizer_state(place: Place, new: int) -> tuple[bool, tuple[str, str, str]]:
     script = Forgetful(place, seed=1)
     before = exact.digest(script.replicated())
     script.start()
     unmoved = exact.digest(script.replicated()) == before
-    return unmoved, joined(script, partial(Forgetful, place, seed=9))
+    return unmoved, joined(script, new, partial(Forgetful, place, seed=9))
 
 
-def test_an_optimizer_without_state(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+@pytest.mark.parametrize("new", [1, 0])
+def test_an_optimizer_without_state(new: int, ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     """Neither a fresh start nor sending moves weights, and learning rates come along."""
-    told = ranks(2, HOROVODRUN).run(without_optimizer_state, Place.under(tmp_path, shm_dir))
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(without_optimizer_state, place, new)
     assert [unmoved for unmoved, _ in told] == [True, True]
     (_, (live, found, later)), (_, others) = told
     assert live == found != later
     assert others == (live, found, later)
+
+
+class Tempered(Script):
+    """The optimizer has a parameter that is in no module."""
+
+    def distribute(self, model: nn.Module) -> Any:
+        self.log_temp = nn.Parameter(torch.randn(3))
+        named = [*model.named_parameters(), ("log_temp", self.log_temp)]
+        adam = torch.optim.AdamW([param for _, param in named], lr=RATE)
+        return horovod().DistributedOptimizer(adam, named_parameters=named)
+
+    def forward(self) -> torch.Tensor:
+        return super().forward() * self.log_temp.exp().sum()
+
+    def replicated(self) -> dict[str, Any]:
+        return {**super().replicated(), "log_temp": exact.image(self.log_temp)}
+
+
+def with_a_loose_parameter(place: Place, new: int) -> tuple[str, tuple[str, str, str]]:
+    """Bits at a fresh start, where ranks were made differently, and those of `joined`."""
+    script = Tempered(place, seed=1 + rank()).start()
+    fresh = exact.digest(script.replicated())
+    return fresh, joined(script, new, partial(Tempered, place, seed=9))
+
+
+@pytest.mark.parametrize("new", [1, 0])
+def test_parameters_of_no_module_are_sent(
+    new: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """At a fresh start, and to a rank that is new."""
+    place = Place.under(tmp_path, shm_dir)
+    one, other = ranks(2, HOROVODRUN).run(with_a_loose_parameter, place, new)
+    (fresh, (live, found, later)) = one
+    assert other == one
+    assert fresh != live == found != later
+
+
+LARGEST = 100
+
+
+def sent_in_slices(root: int) -> tuple[list[list[int]], bool]:
+    """Bytes of each broadcast by its tensor, and whether all of `root`'s came, in place."""
+    sending = importlib.import_module("horovod_ckpt.sending")
+
+    def values(of: int) -> dict[str, torch.Tensor]:
+        made = torch.Generator().manual_seed(of)
+        return {
+            "double": torch.randn(7, 9, generator=made, dtype=torch.float64),
+            "empty": torch.empty(0),
+            "exact": torch.randint(256, (2 * LARGEST,), generator=made, dtype=torch.uint8),
+            "half": torch.randn(1200, generator=made).half(),
+            "scalar": torch.randn((), generator=made),
+            "transposed": torch.randn(11, 13, generator=made).t(),
+        }
+
+    mine = values(rank())
+    sizes: dict[str, list[int]] = {name: [] for name in mine}
+    addresses = [tensor.data_ptr() for tensor in mine.values()]
+
+    def send(named: dict[str, torch.Tensor], root: int) -> None:
+        for name, part in named.items():
+            sizes[name.split("#")[0]].append(part.nbytes)
+        horovod().broadcast_parameters(named, root)
+
+    with (
+        mock.patch.object(sending, "MOST_BYTES", LARGEST),
+        mock.patch.object(sending, "hvd", mock.Mock(broadcast_parameters=send)),
+    ):
+        sending.send_tensors(mine, root)
+    came = [exact.image(t) for t in mine.values()] == [
+        exact.image(t) for t in values(root).values()
+    ]
+    in_place = addresses == [tensor.data_ptr() for tensor in mine.values()]
+    return list(sizes.values()), came and in_place
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_large_tensors_are_sent_in_slices(root: int, ranks: Any) -> None:
+    """Horovod would count the bytes of one over 2 GiB wrongly."""
+    slices = [[100] * 5 + [4], [], [100, 100], [100] * 24, [4], [100] * 5 + [72]]
+    assert ranks(2, HOROVODRUN).run(sent_in_slices, root) == [(slices, True)] * 2
 
 
 class Counting(Net):
@@ -711,30 +794,31 @@ class WithExtraState(Script):
         return {**super().replicated(), "calls": self.state.model.calls}
 
 
-def with_extra_state(place: Place) -> tuple[int, tuple[str, str, str]]:
+def with_extra_state(place: Place, new: int) -> tuple[int, tuple[str, str, str]]:
     script = WithExtraState(place, seed=1)
     script.state.model.calls = 10 + rank()
     script.start()
-    return script.state.model.calls, joined(script, partial(WithExtraState, place, seed=9))
+    return script.state.model.calls, joined(script, new, partial(WithExtraState, place, seed=9))
 
 
-def test_modules_extra_state_is_sent(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+@pytest.mark.parametrize("new", [1, 0])
+def test_modules_extra_state_is_sent(new: int, ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     """At a fresh start, and to a rank that is new."""
-    told = ranks(2, HOROVODRUN).run(with_extra_state, Place.under(tmp_path, shm_dir))
+    told = ranks(2, HOROVODRUN).run(with_extra_state, Place.under(tmp_path, shm_dir), new)
     (calls, (live, found, later)), others = told
     assert (calls, live) == (10, found)
     assert others == (10, (live, found, later))
 
 
-def only_one_made_both_steps(place: Place) -> tuple[list[str], bool]:
-    """Rank 0 stepped D and G, rank 1 only D, when another rank was lost with all versions."""
+def only_one_made_both_steps(place: Place, ahead: int) -> tuple[list[str], bool]:
+    """Rank `ahead` stepped D and G, the other only D, when a third was lost with all versions."""
     script = Adversaries(True, place, seed=1).start()
     script.train_to(2)
     g, d, opt_g, opt_d = script.parts
     (d(g(torch.randn(3, 6)))).mean().backward()
     opt_d.step()
     opt_g.synchronize()
-    if rank() == 0:
+    if rank() == ahead:
         with opt_g.skip_synchronize():
             opt_g.step()
     script.fail()
@@ -749,10 +833,13 @@ def only_one_made_both_steps(place: Place) -> tuple[list[str], bool]:
     return digests, said
 
 
-def test_survivors_that_differ_are_made_alike(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_survivors_that_differ_are_made_alike(
+    ahead: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
     """Both have as many steps behind them, and other weights."""
     place = in_memory(tmp_path, shm_dir)
-    (one, said), (other, also) = ranks(2, HOROVODRUN).run(only_one_made_both_steps, place)
+    (one, said), (other, also) = ranks(2, HOROVODRUN).run(only_one_made_both_steps, place, ahead)
     assert one[0] != other[0]
     assert one[1:] == other[1:]
     assert one[1] == one[0]
