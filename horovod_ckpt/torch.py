@@ -1,20 +1,22 @@
 """`import horovod_ckpt.torch as hvd` in place of `import horovod.torch as hvd`.
 
-Everything of Horovod's module under the same names, but three: `DistributedOptimizer` restores the
+Everything of Horovod's module under the same names, but four: `DistributedOptimizer` restores the
 newest checkpoint at once, takes checkpoints and closes at the end of the script;
-`broadcast_optimizer_state` moves no parameter that was restored; and `elastic.TorchState` commits
-to our levels. `named_parameters` must come straight from the whole
-model's `named_parameters()`, which tells whose buffers belong to the checkpoint; where it does not
-(a list, a part, none at all), give `model=`. Settings come from `TIERCKPT_*` variables or a file
-(`TIERCKPT_CONFIG`), or as further arguments of `DistributedOptimizer`, elastic or not. Outside of
-elastic jobs it is for one optimizer: what is restored when the first of several is made cannot be
-of the others yet, so the second is refused. Give all of them to `horovod_ckpt.install`.
+`broadcast_parameters` and `broadcast_optimizer_state` leave parameters and buffers that were just
+restored as they are; and `elastic.TorchState` commits to our levels. `named_parameters` must come
+straight from the whole model's `named_parameters()`, which tells whose buffers belong to the
+checkpoint; where it does not (a list, a part, none at all), give `model=`. Settings come from
+`TIERCKPT_*` variables or a file (`TIERCKPT_CONFIG`), or as further arguments of
+`DistributedOptimizer`, elastic or not. Outside of elastic jobs it is for one optimizer: what is
+restored when the first of several is made cannot be of the others yet, so the second is refused.
+Give all of them to `horovod_ckpt.install`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +24,13 @@ import horovod.torch
 import torch
 from horovod.torch import *  # noqa: F403
 
+from tierckpt.state import named_buffers, named_parameters
+
 from . import elastic as _elastic
 from . import optimizer as _ours
 from .checkpointer import in_elastic_job
 
-__all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "elastic"]
+__all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "elastic"]
 __all__ += [name for name in dir(horovod.torch) if not name.startswith("_")]
 
 DEFAULTS = {"restore": True, "close_at_exit": True, "boundary": "forward"}
@@ -62,22 +66,53 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
 def broadcast_optimizer_state(
     optimizer: Any, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Horovod's own; behind a restore parameters stay as they are.
+    """Horovod's own; from a restore to the first step, restored parameters stay as they are.
 
     Horovod has an optimizer without state (SGD without momentum, or the one that was given to
     `DistributedOptimizer`) make a step with zero gradients, in which weight decay moves them.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    moves = [] if optimizer.state else filter(_is_restored, params)
-    kept = [(p, p.detach().clone()) for p in moves]
-    horovod.torch.broadcast_optimizer_state(optimizer, root_rank, model)
+    with _restored_ones_kept([] if optimizer.state else params):
+        horovod.torch.broadcast_optimizer_state(optimizer, root_rank, model)
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Horovod's own; from a restore to the first step, what was restored stays as it is.
+
+    Each rank got its own BatchNorm statistics back, and Horovod would give it the root's.
+    """
+    given = params.values() if isinstance(params, dict) else params
+    with _restored_ones_kept(p[1] if isinstance(p, tuple) else p for p in given):
+        horovod.torch.broadcast_parameters(params, root_rank)
+
+
+@contextmanager
+def _restored_ones_kept(given: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within it, tensors may change; those of `given` that were just restored change back."""
+    restored = _just_restored()
+    places = {_place(t) for t in given} if restored else set()
+    kept = [(t, t.detach().clone()) for t in restored if _place(t) in places]
+    yield
     with torch.no_grad():
-        for param, value in kept:
-            param.copy_(value)
+        for tensor, value in kept:
+            tensor.copy_(value)
 
 
-def _is_restored(param: torch.Tensor) -> bool:
-    return any(param in o._parameter_names for o in _made if o.checkpointer.restored.levels)
+def _just_restored() -> list[torch.Tensor]:
+    """Parameters and buffers that a restore brought, with no step behind it yet."""
+    found = []
+    for optimizer in _made:
+        ckpt = optimizer.checkpointer
+        if ckpt.restored.levels and not ckpt.closed and ckpt.steps_made == ckpt.restored.version:
+            model = ckpt.state.model
+            found += [t for _, t in named_parameters(model) + named_buffers(model)]
+            found += list(optimizer._parameter_names)  # some may be in no module
+    return found
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """The same for all that share memory, such as a parameter and its entry in a state_dict."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class _TorchState(_elastic.TorchState):
