@@ -20,8 +20,8 @@ from .inbox import Inbox, Message
 
 WINDOW_BYTES = 1 << 20
 """Small enough for the core's cache, large enough for the socket and the device."""
-AHEAD = 2
-"""So many windows are on their way while one is worked on."""
+AHEAD = 1
+"""So many windows are on their way while one is worked on. Two gained nothing on a slow link."""
 BUFFERED_BYTES = 64 << 20
 """A member buffers no more, however many segments a row has: windows get smaller."""
 
