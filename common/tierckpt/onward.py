@@ -8,6 +8,7 @@ leave alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 from .agentclient import AgentClient
@@ -39,9 +40,15 @@ def flush_order(
         here=node.ranks,
         shards=group.size,
         job=job.job,
-        # Containers may share a host's name and have their memory at the same path.
-        node=f"{host}, {job.path} on device {job.path.stat().st_dev:x}",
+        node=f"{host}, {job.path}{_device_of(job)}",
     )
+
+
+def _device_of(job: JobDirectory) -> str:
+    """Containers may share a host's name, and have memories of their own at the same path."""
+    with contextlib.suppress(OSError):
+        return f" on device {job.path.stat().st_dev:x}"
+    return ""
 
 
 class Onward:

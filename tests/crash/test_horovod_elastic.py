@@ -249,8 +249,8 @@ def test_hosts_come_and_go(make_job: MakeJob) -> None:
 
 @pytest.mark.parametrize("lost", [[1], [1, 2]])
 def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> None:
-    """At once. The rest go on, renumbered, from what three had in memory; one that comes then
-    brings nothing along."""
+    """At once. The rest go on, renumbered, from what three had in memory, if one of them was in the
+    middle of a batch; one that comes then brings nothing along."""
     job = make_job()
     rules = [rule("backward", 3, rank) for rank in lost]
     job.start(min_np=1, workers=3, steps=9, rules=rules, joins=[6])
@@ -261,7 +261,8 @@ def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> N
     lives = job.journal(began=True, rank=0)
     left = 3 - len(lost)
     assert [x["size"] for x in lives] == [3, left, left + 1]
-    assert [x["levels"] for x in lives[1:]] == [{"memory": 3}, None]
+    assert lives[1]["levels"] in ({"memory": 3}, None)
+    assert lives[2]["levels"] is None
     assert lives[1]["step"] in (2, 3)
     lines = job.journal()
     for life in lives[1:]:
