@@ -16,7 +16,7 @@ import pytest
 from tests.crash.elastic_launcher import ElasticJob, Line, Moment
 from tests.crash.launcher import ROOT, quiet_environment
 from tests.horovod_here import horovod_missing
-from tests.thorough import points
+from tests.thorough import on_demand, points
 from tierckpt.localstore import LocalStore
 from tierckpt.persistent import PersistentStore
 
@@ -247,6 +247,7 @@ def test_hosts_come_and_go(make_job: MakeJob) -> None:
     job.left_nothing()
 
 
+@on_demand("three workers on two cores sometimes come back late or hang, which is not explained")
 @pytest.mark.parametrize("lost", [[1], [1, 2]])
 def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> None:
     """At once. The rest go on, renumbered, from what three had in memory, if one of them was in the
