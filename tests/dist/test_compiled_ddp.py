@@ -14,7 +14,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import exact
-from tests.dist.training import WIDTH, Job, Place, attach, only_layers_release, rank, train
+from tests.dist.training import (
+    WIDTH,
+    Job,
+    Place,
+    attach,
+    course_of,
+    only_layers_release,
+    rank,
+    train,
+)
 
 CRASH = 3
 END = 5
@@ -61,16 +70,6 @@ def make_job(way: str, seed: int = 1) -> Job:
     model = WAYS[way](Wide())
     torch.manual_seed(1000 * seed + rank())
     return Job(model, [torch.optim.Adam(model.parameters(), lr=0.01)])
-
-
-def course_of(job: Job, iterations: range, boundary: Callable[[], None]) -> dict[int, Any]:
-    """Digests of every iteration's gradients, and of the state after it."""
-    course = {}
-    for iteration in iterations:
-        gradients = job.iterate(iteration)
-        boundary()
-        course[iteration] = (gradients, job.digest())
-    return course
 
 
 def trained_with_and_without(way: str, place: Place) -> dict[str, Any]:

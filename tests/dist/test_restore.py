@@ -339,6 +339,7 @@ def test_an_object_that_does_not_take_its_state_is_an_error_on_all_ranks(
         assert "rank 1: extra_per_rank['position'], a Choosy, did not take its state" in text
         assert "KeyError: 'nope'" in text
 
+
 @pytest.mark.parametrize(
     ("what", "named"),
     [

@@ -25,6 +25,7 @@ from tests.dist.training import (
     Place,
     Words,
     attach,
+    course_of,
     crash_after,
     fused_adamw,
     make_job,
@@ -78,16 +79,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "BatchNorm of each rank its own": {"net": normed, "broadcast_buffers": False},
     "SyncBatchNorm": {"net": partial(Net, norm=SyncNorm1d), **many_buckets},
 }
-
-
-def course_of(job: Job, iterations: range, boundary: Callable[[], None]) -> dict[int, Any]:
-    """Digests of every iteration's gradients, and of the state after it."""
-    course = {}
-    for iteration in iterations:
-        gradients = job.iterate(iteration)
-        boundary()
-        course[iteration] = (gradients, job.digest())
-    return course
 
 
 def no_boundary() -> None:

@@ -346,6 +346,16 @@ def crash_after(job: Job, attached: Attached, iterations: int) -> dict[int, str]
     return course
 
 
+def course_of(job: Job, iterations: range, boundary: Callable[[], None]) -> dict[int, Any]:
+    """Digests of every iteration's gradients, and of the state after it."""
+    course = {}
+    for iteration in iterations:
+        gradients = job.iterate(iteration)
+        boundary()
+        course[iteration] = (gradients, job.digest())
+    return course
+
+
 def restored_into(job: Job, attached: Attached) -> dict[str, Any]:
     """Restore; what came back, and from where."""
     restored = attached.ckpt.restore()
