@@ -10,7 +10,7 @@ groups) at low CPU and I/O priority, and imports neither torch nor numpy.
 Trainers reach it over a Unix socket in the job's private folder, one JSON object a message (see
 `packets`):
 
-    -> {"op": "hello", "protocol": 3, "desk": {...}}             first; see DeskSettings
+    -> {"op": "hello", "protocol": 4, "desk": {...}}             first; see DeskSettings
     -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
     -> {"op": "retire", "safe": [generation, version] or null,
         "lineage": [[generation, version], ...], "keep": the same, "void": the same}
@@ -18,9 +18,11 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
     -> {"op": "meet", "where": {...}}                            listen for other nodes' agents
     -> {"op": "know", "parties": [...]}                          see protector.PartySettings
     -> {"op": "protect", "version": ..., "generation": ..., "lost": [shard, ...] or null}
+    -> {"op": "ask"}                                             whether flushes get on
     -> {"op": "bye"}                                             this trainer ends of its own will
     <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "listening" |
         "protected" | "protect_failed" | "cleaned" | "problem", ...}
+    <- {"op": "quiet", "seconds": ...}                           since the flush last got on
     <- {"op": "bye", "last": ...}                                last: the agent ends now, too
 
 End of file from a trainer without a goodbye means that it was killed.
@@ -54,7 +56,7 @@ from .slots import JobDirectory, take_lock
 if TYPE_CHECKING:
     from .protector import Protector
 
-PROTOCOL = 3
+PROTOCOL = 4
 ACCEPT_AGAIN_SECONDS = 0.1
 FIRST_CLIENT_SECONDS = 30.0
 """An agent that nobody speaks to ends after this; where its starter died before it could speak,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from .children import child_environment
 from .desk import DeskSettings
 from .flusher import FlushOrder
 from .naming import Lineage, ShardKey, VersionId
+from .patience import Patience
 from .slots import Slot
 
 ANSWER_SECONDS = 5.0
@@ -38,6 +40,8 @@ JOIN_SECONDS = 2.0
 """So long the other ranks of a node leave it to the first one to start the agent."""
 AGAIN_SECONDS = 0.5
 """An agent that found another one in its place is started again after this at the earliest."""
+LOOK_SECONDS = 5.0
+"""So often the agent is asked whether its flushes get on, while somebody waits for them."""
 MOST_AGENTS = 4
 """So many are passed over, then the first is asked again."""
 
@@ -82,6 +86,10 @@ class AgentClient:
         self._unproved = False
         """The agent that was started last was never heard of."""
         self._heard: list[dict[str, Any]] = []
+        self._asked = False
+        """Whether flushes get on, and there is no answer yet."""
+        self._quiet: list[tuple[float, float]] = []
+        """The answers in seconds, and when they came (monotonic)."""
         # A forked child (a DataLoader's worker) would keep the socket open when we are killed.
         mine = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(mine()))
@@ -199,6 +207,10 @@ class AgentClient:
         """How many commits are under way."""
         return len(self._pending)
 
+    def flushing(self) -> list[VersionId]:
+        """Versions that the agent has yet to flush, or to give up."""
+        return sorted(self._flushing)
+
     def committing(self) -> list[VersionId]:
         """Versions that the agent has yet to commit, or to give up."""
         return sorted(self._pending)
@@ -238,6 +250,25 @@ class AgentClient:
         with self._lock:
             self._heard = kept + self._heard
         return not self._pending and not (everything and self.behind())
+
+    def outlast(self, quiet_seconds: float, timeout_seconds: float | None = None) -> bool:
+        """`wait` for everything; also False when flushes, or the agent, hang: what is under way has
+        not got on for `quiet_seconds`. A flush that is slow is waited for."""
+        now = time.monotonic()
+        end = math.inf if timeout_seconds is None else now + timeout_seconds
+        patience = Patience(quiet_seconds, now)
+        pause = min(LOOK_SECONDS, quiet_seconds / 2)
+        while not self.wait(min(pause, max(end - now, 0.0)), everything=True):
+            now = time.monotonic()
+            with self._lock:
+                while self._quiet:
+                    patience.heard(*self._quiet.pop(0))
+                if now >= end or patience.is_over(now):
+                    return False
+                if not self._asked:
+                    self._asked = True
+                    self._send({"op": "ask"})
+        return True
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """Say goodbye and let the agent finish; it is left alone if that takes longer."""
@@ -435,6 +466,10 @@ class AgentClient:
                 self._introduced = self.pid
             self._flush()
             return
+        if message["op"] == "quiet":
+            self._asked = False
+            self._quiet.append((message["seconds"], time.monotonic()))
+            return
         if message["op"] in ("committed", "failed"):
             id_ = VersionId(message["generation"], message["version"])
             self._pending.pop(id_, None)
@@ -472,6 +507,7 @@ class AgentClient:
         self._pending.clear()
         self._protecting.clear()
         self._unsent.clear()
+        self._asked = False
         if self._channel is not None:
             self._drop()
         for order in self._flushing.values():

@@ -16,11 +16,13 @@ from .agreement import Agreement
 from .config import Config
 from .flusher import MOST_SUPERSEDED, FlushOrder
 from .naming import VersionId
+from .patience import most_quiet_seconds
 from .policy import DONE
 
 
 class Backlog:
-    """One rank's part. Training thread; nothing waits, but with `when_busy="wait"`."""
+    """One rank's part. Training thread; nothing waits, but with `when_busy="wait"`, and then for
+    no store that hangs."""
 
     def __init__(
         self,
@@ -54,14 +56,29 @@ class Backlog:
         """
         self.go_on()  # this boundary may have told that nothing is under way any more
         if self._waiting is not None and self._patient:
-            self._agent.wait(None, everything=True)
-            self.flush_last()
+            self._wait(*self._waiting)
         if self._waiting is not None:
             behind = self._agreement.persistent.open[0].version
             why = f"v{behind} is still being flushed by some node, and v{id_.version} is newer"
             self._passed_over(self._waiting[0].version, why)
         self._waiting = (id_, order)
         self.go_on()
+
+    def _wait(self, id_: VersionId, order: FlushOrder | None) -> None:
+        """For this node's agent; then `id_`, which has waited, is to be flushed.
+
+        Other ranks do not know that this node's store hangs, and order it. So it is entered into
+        the books here as there, as a version that this node is through with: what no agent takes
+        on must not fill the local disks.
+        """
+        nbytes = order.largest_bytes * len(order.here) if order is not None else 0
+        if self._agent.outlast(most_quiet_seconds(nbytes)):
+            self.flush_last()
+            return
+        self._waiting = None
+        self._agreement.open_flush(id_)
+        self._agreement.tell("persistent", id_, DONE)
+        self._passed_over(id_.version, "this node's part of an older one is stuck: its store hangs")
 
     def go_on(self) -> None:
         """At every boundary, when it is known which nodes are through with the last flush."""

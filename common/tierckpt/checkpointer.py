@@ -289,11 +289,11 @@ class Checkpointer:
     def pin(self, version: int) -> tuple[str, ...]:
         """Have retention leave a version alone, on every level that has it; returns these levels.
 
-        Waits until what is under way to the levels is there. All ranks call it, between steps.
-        Raises PinError, on all ranks, when no level has it.
+        Waits until what is under way to the levels is there, as long as that gets on. All ranks
+        call it, between steps. Raises PinError, on all ranks, when no level has it, or one hangs.
         """
-        self._agent.wait(None, everything=True)
-        return mark_everywhere("pin", version, self.config, self.group, self._node)
+        where = (self.config, self.group, self._node)
+        return mark_everywhere("pin", version, *where, self._agent)
 
     def unpin(self, version: int) -> tuple[str, ...]:
         """Leave a version to retention again; otherwise as `pin`."""

@@ -116,6 +116,8 @@ class Desk:
                 self._retire(message)
             elif op == "flush":
                 self._flush(message)
+            elif op == "ask":
+                self._tell_quiet()
             elif op in ("meet", "know", "protect"):
                 self._protect(message)
         except Exception as error:
@@ -274,6 +276,10 @@ class Desk:
         flusher = self.services.flusher(self.settings)
         if flusher is not None:
             flusher.order(FlushOrder.of_message(message["order"]), self._answer)
+
+    def _tell_quiet(self) -> None:
+        flusher = self.services.flusher(self.settings)
+        self.say(op="quiet", seconds=flusher.quiet_seconds() if flusher is not None else 0.0)
 
     def _protect(self, message: dict[str, Any]) -> None:
         from .protector import PartySettings

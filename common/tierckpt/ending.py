@@ -7,20 +7,18 @@ every wait here has an end, and what is behind then is named.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
 from .agentclient import AgentClient
 from .config import Config
 from .halting import Halting
+from .patience import most_quiet_seconds
 from .reports import Reports
 
 NOTICE_SECONDS = 5.0
 """When a wait for the disk, for other nodes or for the persistent level is longer, it is said."""
-DISK_SECONDS, DISK_BYTES_PER_SECOND, MOST_DISK_SECONDS = 600.0, 10e6, 1500.0
-"""The end waits so long for the local level, and what a node's shards take at that rate: a disk
-that has not taken them by then is as good as dead. No longer than that, as other ranks wait in a
-collective, which gloo ends after half an hour."""
 
 
 class Ending:
@@ -31,7 +29,7 @@ class Ending:
     ) -> None:
         """It begins now. `nbytes`: of a version, all shards of this node together."""
         self._config, self._agent, self._reports, self._halting = config, agent, reports, halting
-        seconds = min(DISK_SECONDS + nbytes / DISK_BYTES_PER_SECOND, MOST_DISK_SECONDS)
+        self._patience_seconds = seconds = most_quiet_seconds(nbytes)
         granted = halting.seconds_to_wait()
         self.last_call = time.monotonic() + min(seconds, seconds if granted is None else granted)
         """Until when the node's disk is waited for, by `time.monotonic()`: less where the
@@ -49,18 +47,37 @@ class Ending:
 
     def await_others(self) -> None:
         """Other nodes and the persistent level: the scheduler may take the node when we are gone.
-        Says that it waits."""
+        As long as what is under way gets on, that is: a store that hangs does not keep the job
+        from ending. Says that it waits, and what is not there in the end."""
         if self._agent.wait(NOTICE_SECONDS, everything=True):
             return
         names = {"peer": "other nodes", "persistent": self._config.persistent.path}
         where = " and ".join(names[level] for level in self._agent.behind())
         self._reports.notice(f"waiting until everything is with {where}", logging.INFO)
-        if not self._agent.wait(self._halting.seconds_to_wait(), everything=True):
+        granted = self._halting.seconds_to_wait()
+        end = math.inf if granted is None else time.monotonic() + granted
+        if self._agent.outlast(self._patience_seconds, granted):
+            return
+        if time.monotonic() >= end:
             self._reports.notice(
                 f"not everything is with {where}, and the allocation ends: what is on local disks "
                 "is left to the next life",
                 logging.WARNING,
             )
+            return
+        left = (
+            "the next life goes on from there"
+            if self._config.agent == "inline"
+            else f"the node's agent (process {self._agent.pid}) goes on with it when that does"
+        )
+        why = (
+            f"nothing has moved to {where} for {self._patience_seconds:.0f} s, and the job ends. "
+            f"This node's part stays in {self._config.directory}, and {left}"
+        )
+        for id_ in self._agent.flushing():
+            self._reports.not_flushed(id_, why)
+        if not self._agent.flushing():
+            self._reports.notice(why, logging.ERROR)
 
 
 __all__ = ["Ending"]

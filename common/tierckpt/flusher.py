@@ -168,12 +168,17 @@ class Flusher:
                 thread = threading.Thread(target=self._run, name="tierckpt-flusher", daemon=True)
                 thread.start()  # RuntimeError: no more threads; nothing was ordered then
                 self._thread = thread
+                self._go_on()
             self.held.add(order.keys)
             self._orders.append((order, answer))
 
     def busy(self) -> bool:
         """True while something is flushed or waits."""
         return self._thread is not None
+
+    def quiet_seconds(self) -> float:
+        """How long what is under way has not got on; 0.0 where nothing is. Any thread."""
+        return max(time.monotonic() - self.went_on_at, 0.0) if self.busy() else 0.0
 
     def close(self) -> None:
         """The lease is renewed no more, and given back if all nodes are through."""
@@ -242,6 +247,7 @@ class Flusher:
 
     def _retain(self, order: FlushOrder) -> None:
         """What fails here does not concern the version, which exists."""
+        self._go_on()
         try:
             self._open(order).retain(self.settings.retention(), order.name, self._lease)
         except Exception as error:

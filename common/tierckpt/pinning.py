@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from . import patience
 from .config import Config, PersistentConfig
 from .errors import PinError, TierckptError
 from .naming import VersionId
@@ -14,6 +16,7 @@ from .persistent.backend import is_url
 from .pins import LocalPins, PersistentPins
 
 if TYPE_CHECKING:
+    from .agentclient import AgentClient
     from .group import Group, Node
 
 Action = Literal["pin", "unpin"]
@@ -22,25 +25,37 @@ T = TypeVar("T")
 
 
 def mark_everywhere(
-    action: Action, version: int, config: Config, group: Group, node: Node
+    action: Action,
+    version: int,
+    config: Config,
+    group: Group,
+    node: Node,
+    await_agent: AgentClient | None = None,
 ) -> tuple[str, ...]:
-    """Pin or unpin a version of this job on every level that has it; returns these levels.
+    """Pin or unpin a version of this job on every level that has it; returns these levels. Before
+    that, wait until what `await_agent` has under way is there.
 
     Collective. Raises PinError, on all ranks, where no level has it, or one cannot be asked.
     """
     first, local = node.first == group.rank, LocalPins(config.directory)
 
     def look() -> set[VersionId]:
+        if await_agent is not None and not await_agent.outlast(patience.QUIET_SECONDS):
+            where = " and ".join(await_agent.behind()) or "local"
+            raise PinError(f"nothing has moved to {where} for {patience.QUIET_SECONDS:.0f} s")
         return local.named(version) if first else set()
 
     # A node that has not written its part yet gets the mark, too.
     ids = set[VersionId]().union(*_told(look, group))
 
+    def mark_persistent() -> set[str]:
+        with _persistent(config.persistent) as pins:
+            return {"persistent"} if getattr(pins, action)(pins.named(version)) else set()
+
     def mark() -> set[str]:
         done = {"local"} if first and ids and getattr(local, action)(ids) else set()
         if group.rank == 0 and config.persistent.path:
-            with _persistent(config.persistent) as pins:
-                done |= {"persistent"} if getattr(pins, action)(pins.named(version)) else set()
+            done |= _answered(mark_persistent, config.persistent.path)
         return done
 
     done = set[str]().union(*_told(mark, group))
@@ -62,6 +77,31 @@ def _told(ask: Callable[[], T], group: Group) -> list[T]:
         if text:
             raise PinError(text)
     return [each for theirs, _ in everyone for each in theirs]
+
+
+def _answered(ask: Callable[[], set[str]], where: str) -> set[str]:
+    """What `ask` returns, from a thread of its own: a store that hangs would keep the job. Raises
+    what it does, and PinError where there is no answer."""
+    told: list[set[str] | Exception] = []
+
+    def work() -> None:
+        try:
+            told.append(ask())
+        except Exception as error:
+            told.append(error)
+
+    thread = threading.Thread(target=work, name="tierckpt-pin", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:  # as many as the system, or the container, allows
+        raise PinError(str(error)) from error
+    thread.join(patience.QUIET_SECONDS)
+    if not told:
+        raise PinError(f"{where} has not answered for {patience.QUIET_SECONDS:.0f} s")
+    (answer,) = told
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def mark_at(action: Action, version: int, path: str, place: PersistentConfig) -> list[str]:

@@ -114,6 +114,10 @@ class Reports:
     def _fail(self, level: str, version: int, why: str, safe: VersionId | None = None) -> None:
         self.emit("failed", **_failure(level, version, why, safe))
 
+    def not_flushed(self, id_: VersionId, why: str) -> None:
+        """The persistent level does not get this node's part of a version, as far as is known."""
+        self._fail("persistent", id_.version, why, self._persistent)
+
     # --- other threads' ------------------------------------------------------------------------
 
     def notice_later(self, text: str, severity: int) -> None:

@@ -17,7 +17,8 @@ import pytest
 
 from tests.store.s3server import KEY, SECRET, Proxy
 from tests.store.test_full_and_read_only import fill_up
-from tierckpt import faults
+from tierckpt import ending, faults, patience
+from tierckpt.events import Event
 from tierckpt.localstore import CommitTimes, LocalStore
 from tierckpt.naming import ShardKey
 from tierckpt.persistent import PersistentStore
@@ -235,6 +236,61 @@ def test_a_store_that_hangs_is_waited_for_by_nobody(
         go_on.set()
 
 
+NO_PATIENCE = 0.5
+
+
+def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
+    bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent goes on without the job."""
+    monkeypatch.setattr(patience, "QUIET_SECONDS", NO_PATIENCE)
+    monkeypatch.setattr(ending, "NOTICE_SECONDS", 0.1)
+    come, go_on, hang = hanging_uploads()
+    try:
+        with Job(tmp_path / "ckpts", bucket, shm_dir) as job:
+            job.run(FLUSHED)
+            proxy.rule = hang
+            job.flush()
+            job.run_until(come.is_set)
+        hangs, failed = job.heard("failed")
+        pid = int(job.checkpointer._agent.settings.place().lock.read_text())
+        assert (hangs.level, hangs.version) == ("persistent", FLUSHED)
+        assert (failed.level, failed.version) == ("persistent", job.iteration)
+        assert f"nothing has moved to {bucket} for" in failed.message
+        assert f"stays in {tmp_path / 'ckpts'}" in failed.message
+        assert f"(process {pid}) goes on with it" in failed.message
+        assert job.iteration in job.versions("local")
+        assert job.heard("closed"), "and it was an end like others"
+    finally:
+        go_on.set()
+    os.waitpid(pid, 0)
+    check_restores(bucket, job.iteration, tmp_path, shm_dir)
+
+
+def test_a_store_that_is_slow_does(
+    bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "NOTICE_SECONDS", 0.1)
+    come, go_on, hang = hanging_uploads()
+
+    def heard(event: Event) -> None:
+        if "waiting until everything is with" in event.message:
+            go_on.set()
+
+    try:
+        with Job(tmp_path / "ckpts", bucket, shm_dir) as job:
+            job.checkpointer.log._callbacks.append(heard)
+            job.run(FLUSHED)
+            proxy.rule = hang
+            job.flush()
+            job.run_until(come.is_set)
+        assert go_on.is_set()
+        assert job.iteration in job.flushed()
+        assert job.heard("failed") == []
+    finally:
+        go_on.set()
+
+
 def test_a_slow_store_costs_versions_there_and_no_room_here(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path
 ) -> None:
@@ -255,7 +311,7 @@ def test_a_slow_store_costs_versions_there_and_no_room_here(
             assert [e.version for e in passed_over] == dropped
             assert f"v{first} is still being flushed" in passed_over[0].message
             job.run(job.iteration + 1)
-            job.checkpointer._onward.retire()
+            job.checkpointer._levels.onward.retire()
             job.run_until(lambda: local_versions(tmp_path / "ckpts") == [first, newest])
         finally:
             go_on.set()

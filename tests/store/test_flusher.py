@@ -258,9 +258,13 @@ def test_a_flush_that_waits_as_it_should_gets_on_and_one_whose_store_hangs_does_
         assert len(looks) > 3
         assert made < looks[0] < looks[-1], "while it waits for its turn"
         assert zero.flusher.went_on_at == looks[-1], "and no more"
+        quiet = zero.flusher.quiet_seconds()
+        assert quiet > 0
+        assert zero.flusher.quiet_seconds() > quiet
         go_on.set()
         zero.wait()
     assert zero.answers[-1]["complete"]
+    assert zero.flusher.quiet_seconds() == 0, "nothing is under way"
 
 
 # --- what passes, and what does not --------------------------------------------------------------

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from tests.store.shards import IMAGE_BYTES, manifest
-from tierckpt import PinError
+from tierckpt import PinError, patience
 from tierckpt.cli import main
 from tierckpt.localstore import LocalStore
 from tierckpt.naming import ShardKey, VersionId
 from tierckpt.persistent import PersistentStore
+from tierckpt.persistent.posix import PosixBackend
 from tierckpt.pins import LocalPins
 from tierckpt.testing import TinyJob
+
+PATIENCE_SECONDS = 60.0
 
 
 def on_local(path: Path) -> list[int]:
@@ -101,6 +104,37 @@ def test_a_level_that_cannot_be_asked_is_named(job: Any, tmp_path: Path) -> None
         first.run(2)
         with pytest.raises(PinError, match=f"rank 0 cannot reach its pins.*{tmp_path / 'file'}"):
             first.checkpointer.pin(2)
+
+
+def test_a_level_that_hangs_is_named(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First while it is flushed to, then when it is to be marked there."""
+    hangs, go_on = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hangs.set()
+        go_on.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(patience, "QUIET_SECONDS", 0.5)
+    with job() as first:
+        first.run(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixBackend, "write_at", hang)
+            first.run(2)
+            first.checkpointer.save(now=True)
+            assert hangs.wait(PATIENCE_SECONDS)
+            with pytest.raises(PinError, match="nothing has moved to persistent for"):
+                first.checkpointer.pin(2)
+            go_on.set()
+            first.checkpointer._agent.wait(PATIENCE_SECONDS, everything=True)
+        go_on.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixBackend, "sizes", hang)
+            with pytest.raises(PinError, match=f"{tmp_path / 'shared'} has not answered for"):
+                first.checkpointer.pin(1)
+            go_on.set()
+        first.checkpointer.abandon()
 
 
 # --- the command ---------------------------------------------------------------------------------

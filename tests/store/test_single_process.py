@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt import ending, snapshot
+from tierckpt import ending, patience, snapshot
 from tierckpt.agentclient import AgentClient
 from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.naming import FORMAT_MAJOR, ShardKey
@@ -616,7 +616,7 @@ def test_a_version_of_a_newer_format_ends_the_restart(
 
 def end_with_a_dead_disk(path: Path, settings: dict[str, Any], report: Path) -> None:
     """In a process of its own: the agent answers no more, as one that is stuck in the kernel."""
-    ending.DISK_SECONDS = ending.NOTICE_SECONDS = 0.2
+    patience.QUIET_SECONDS = ending.NOTICE_SECONDS = 0.2
     with TinyJob(path, **settings) as job:
         job.run(2)
         job.settle()

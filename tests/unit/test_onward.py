@@ -23,6 +23,7 @@ from tierckpt.lives import Lives
 from tierckpt.localstore import LocalStore
 from tierckpt.naming import Lineage, VersionId
 from tierckpt.onward import Onward, flush_order
+from tierckpt.patience import QUIET_SECONDS
 from tierckpt.peers import Peers
 from tierckpt.policy import BROKEN, DONE
 from tierckpt.slots import JobDirectory
@@ -40,14 +41,15 @@ class Client(AgentClient):
         self.void: list[VersionId] = []
         self.safe: VersionId | None = None
         self.waits = 0
+        self.hangs = False
 
     def flush(self, order: FlushOrder) -> None:
         self.flushes.append(order)
 
-    def wait(self, *_: Any, **how: Any) -> bool:
-        assert how == {"everything": True}
+    def outlast(self, quiet_seconds: float, timeout_seconds: float | None = None) -> bool:
+        assert (quiet_seconds > QUIET_SECONDS, timeout_seconds) == (bool(self.flushes), None)
         self.waits += 1
-        return True
+        return not self.hangs
 
     def retire(
         self,
@@ -211,45 +213,60 @@ def test_one_is_flushed_and_the_newest_waits(rank: Rank) -> None:
     assert rank.flushed() == [4, 16, 20]
 
 
-def test_ranks_drop_the_same_whichever_node_is_slow(tmp_path: Path) -> None:
-    """One tells its agent and waits for its answer, the other has nothing to wait for."""
-    ranks = [Rank(0, tmp_path), Rank(1, tmp_path)]
-    votes: list[list[int]] = []
+class Pair:
+    """Both ranks of a node, whose ballots are cast one after the other."""
 
-    class Together:
-        """Both ranks' ballots, cast one after the other."""
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.ranks = Rank(0, directory, **settings), Rank(1, directory, **settings)
+        self._votes: list[list[int]] = []
+        self._first = 0
 
-        def all_reduce_min(self, values: list[int]) -> Together:
-            votes.append(values)
-            self.first = (len(votes) - 1) // 2 * 2
-            return self
+    def all_reduce_min(self, values: list[int]) -> Pair:
+        self._votes.append(values)
+        self._first = (len(self._votes) - 1) // 2 * 2
+        return self
 
-        def wait(self) -> list[int]:
-            zero, one = votes[self.first : self.first + 2]
-            return [min(pair) for pair in zip(zero, one, strict=True)]
+    def wait(self) -> list[int]:
+        zero, one = self._votes[self._first : self._first + 2]
+        return [min(pair) for pair in zip(zero, one, strict=True)]
 
-    def boundary() -> None:
-        for rank in ranks:
-            rank.agreement._ballots = Together()  # type: ignore[assignment]
+    def boundary(self) -> None:
+        for rank in self.ranks:
+            rank.agreement._ballots = self  # type: ignore[assignment]
             rank.agreement.launch(VersionId(1, 99), slot_free=True, local_free=True)
-        for rank in ranks:
+        for rank in self.ranks:
             rank.agreement.read()
             rank.onward.backlog.go_on()
 
-    def make_safe(version: int) -> None:
-        for rank in ranks:
-            rank.agreement.tell("local", rank.take(version), DONE)
-        boundary()
+    def make_safe(self, *versions: int) -> None:
+        for version in versions:
+            for rank in self.ranks:
+                rank.agreement.tell("local", rank.take(version), DONE)
+            self.boundary()
 
-    for version in (4, 8, 12):
-        make_safe(version)
-    assert ranks[0].flushed() == [4], "the other rank is through at once, and waits for this one"
-    ranks[0].agreement.tell("persistent", VersionId(1, 4), DONE)
-    boundary()
-    assert ranks[0].flushed() == [4, 12]
-    assert ranks[0].onward.backlog.versions == ranks[1].onward.backlog.versions == ids(12)
-    assert ranks[0].dropped == ranks[1].dropped
-    assert len(ranks[0].dropped) == 1
+    def through(self, version: int) -> None:
+        """The first rank's agent says so; the other one has none to ask."""
+        self.ranks[0].agreement.tell("persistent", VersionId(1, version), DONE)
+        self.boundary()
+
+    def versions(self) -> set[VersionId]:
+        """What is under way or waits, alike for both."""
+        zero, one = (rank.onward.backlog.versions for rank in self.ranks)
+        assert zero == one
+        return zero
+
+
+def test_ranks_drop_the_same_whichever_node_is_slow(tmp_path: Path) -> None:
+    """One tells its agent and waits for its answer, the other has nothing to wait for."""
+    pair = Pair(tmp_path)
+    pair.make_safe(4, 8, 12)
+    zero, one = pair.ranks
+    assert zero.flushed() == [4], "the other rank is through at once, and waits for this one"
+    pair.through(4)
+    assert zero.flushed() == [4, 12]
+    assert pair.versions() == ids(12)
+    assert zero.dropped == one.dropped
+    assert len(zero.dropped) == 1
 
 
 def test_what_becomes_safe_as_the_last_flush_ends_is_the_one_that_waits(rank: Rank) -> None:
@@ -282,6 +299,26 @@ def test_who_prefers_to_wait_waits_and_loses_none(tmp_path: Path) -> None:
     assert (rank.flushed(), rank.client.waits) == ([4], 0)
     rank.make_safe(12, 16)
     assert (rank.flushed(), rank.client.waits, rank.dropped) == ([4, 8, 12], 2, [])
+
+
+def test_who_prefers_to_wait_waits_for_no_store_that_hangs(tmp_path: Path) -> None:
+    """Other ranks do not know of it, and order what this one's agent is not told any more."""
+    pair = Pair(tmp_path, when_busy="wait")
+    zero, one = pair.ranks
+    zero.client.hangs = True
+    pair.make_safe(4, 8, 12, 16)
+    assert zero.flushed() == [4]
+    assert [version for version, _ in zero.dropped] == [8, 12]
+    assert "its store hangs" in zero.dropped[0][1]
+    assert pair.versions() == ids(4, 8, 12, 16)
+    zero.client.hangs = False
+    pair.through(4)
+    while len(pair.versions()) > 1:
+        pair.boundary()
+    assert zero.flushed() == [4, 16]
+    pair.through(16)
+    pair.make_safe(20)
+    assert (zero.flushed(), one.dropped, pair.versions()) == ([4, 16, 20], [], ids(20))
 
 
 def test_at_the_end_what_waits_is_flushed(rank: Rank) -> None:

@@ -1,0 +1,44 @@
+"""How long one waits for what is slow, and for what hangs."""
+
+from __future__ import annotations
+
+from tierckpt import patience
+from tierckpt.patience import Patience, most_quiet_seconds
+
+
+def test_what_gets_on_is_waited_for_however_long_that_takes() -> None:
+    wait = Patience(10.0, now=100.0)
+    for now in range(105, 1000, 5):
+        wait.heard(9.5, now)
+        assert not wait.is_over(now)
+
+
+def test_what_hangs_and_what_does_not_answer_are_not() -> None:
+    hangs, silent = Patience(10.0, now=100.0), Patience(10.0, now=100.0)
+    over = []
+    for now in range(104, 120, 2):
+        hangs.heard(now - 102.0, now)
+        over.append((now, hangs.is_over(now), silent.is_over(now)))
+    assert [now for now, _, quiet in over if quiet] == [114, 116, 118]
+    assert [now for now, hung, _ in over if hung] == [116, 118]
+
+
+def test_what_has_hung_for_long_is_not_waited_for_again() -> None:
+    wait = Patience(10.0, now=100.0)
+    wait.heard(1000.0, 101.0)
+    assert not wait.is_over(101.0), "all of us may have been stopped"
+    wait.heard(1001.0, 102.0)
+    assert wait.is_over(102.0)
+
+
+def test_who_was_stopped_with_all_others_waits_on() -> None:
+    wait = Patience(10.0, now=100.0)
+    assert not wait.is_over(5000.0)
+    wait.heard(0.5, 5001.0)
+    assert not wait.is_over(5001.0)
+
+
+def test_a_large_version_may_take_longer_to_move_but_not_longer_than_a_collective() -> None:
+    assert most_quiet_seconds(0) == patience.QUIET_SECONDS
+    assert most_quiet_seconds(10**9) == patience.QUIET_SECONDS + 100
+    assert most_quiet_seconds(10**13) == patience.MOST_QUIET_SECONDS < 1800
