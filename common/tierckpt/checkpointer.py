@@ -22,44 +22,35 @@ from . import attach, ending
 from . import state as state_module
 from .agreement import Agreement
 from .alike import Roll, agree_on_settings
-from .backlog import Backlog
 from .ballots import ballots_for
 from .berth import Berth
-from .best import Best
 from .callbacks import CallbackList, Callbacks
-from .capture import Capture
 from .comeback import Comeback
 from .config import Config
+from .demand import Demand
 from .events import Callback, EventLog
 from .group import Group, SingleGroup
 from .halting import Halting
 from .haltrequest import Reason
-from .handover import Handover
+from .hooks import Hooks
 from .iterations import MIXED, Iterations, Unattached
-from .lives import Lives
-from .localstore import LocalStore
-from .mending import keep, parities_to_mend, shards_to_mend
+from .levels import Levels
+from .mending import mend
 from .naming import Lineage, VersionId
-from .onward import Onward, flush_order
-from .peers import Peers, redundancy_groups
+from .peers import Groups, redundancy_groups
 from .pinning import mark_everywhere
-from .policy import BROKEN, DONE, LEVELS, VOTE_WIDTH, Decision, Schedule
-from .pool import NoSlotError
+from .policy import VOTE_WIDTH, Schedule
 from .progress import Progress
-from .redundancy.groups import RedundancyGroup
 from .reports import Reports
-from .restore import Attempt, Restored, all_finished
-from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError
+from .restore import Restored, all_finished
+from .rounds import Rounds
+from .snapshot import Head, Snapshot
 from .state import TrainingState, label_optimizers, refuse_model
-from .stepwatch import Stepwatch
-from .strangers import Strangers
 from .trace import open_trace
-from .tuning import UNKNOWN, Meter
+from .tuning import Meter
+from .underway import Underway
 
 WAIT_SECONDS = 60.0
-EARLY_AFTER = 3
-"""So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
-SLOW_BARRIER_SECONDS = 1e-3
 
 
 class Checkpointer:
@@ -142,7 +133,7 @@ class Checkpointer:
                     self._reports.notice(text, logging.ERROR)
             if omitted := attach.left_out(self.state):
                 self._say(omitted, logging.INFO)
-            self._join_levels(roll, groups, undo)
+            self._join(roll, groups, undo)
             self._watch(model, undo)
             self._halting = Halting(self.config, self.group.rank, self._node, self._reports.notice)
             undo.pop_all()
@@ -161,71 +152,59 @@ class Checkpointer:
             self.group,
             ballots_for(self.group, self._node, VOTE_WIDTH),
             self.config,
-            lambda *safe: self._onward.local_safe(*safe),
-            lambda: self._onward.retire(),
+            lambda *safe: self._levels.onward.local_safe(*safe),
+            lambda: self._levels.onward.retire(),
         )
         undo.callback(self._agreement.close)
         self._reports = Reports(
             self.config, self.log, self._callbacks, self._agreement, lambda: self.version
         )
 
-    def _join_levels(
-        self, roll: Roll, groups: tuple[RedundancyGroup, ...], undo: contextlib.ExitStack
-    ) -> None:
-        """What is behind the slots: the lives before this one, the agent, other nodes."""
-        config, group, job = self.config, self.group, self._berth.job
-        host = roll.hosts[group.rank]
-        self._lives = Lives(config, group, job, LocalStore(config.directory), host)
-        self._agent = attach.agent_client(config, group, job, self._node)
+    def _join(self, roll: Roll, groups: Groups, undo: contextlib.ExitStack) -> None:
+        """What is behind the slots, and what copies into them."""
+        config, group, agreement, reports = self.config, self.group, self._agreement, self._reports
+        self._levels = Levels(config, group, roll, groups, self._berth, agreement, reports)
+        self._lives, self._agent = self._levels.lives, self._levels.agent
         undo.callback(self._agent.close)
-        self._peers = Peers(config, group, roll, self._agent, groups)
-        if self._peers.slow_coding and group.rank == 0:
-            self._reports.notice(self._peers.slow_coding, logging.WARNING)
-        self._onward = Onward(
-            Best(config.local.keep_best, config.best == "lowest"),
-            self._agent,
-            self._agreement,
-            self._peers,
-            self._lives,
-            flush_order(config, group, self._node, job, host),
-            Backlog(config, self._agent, self._agreement, self._reports.passed_over),
-        )
-        self._handover = Handover(group, self._pool, self._agent, self._agreement, self._reports)
-        self._start_agent()
-
-    def _watch(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
-        """What is before them: the copies, when to make them, and hooks where training goes on."""
-        self._copier = Copier()
-        undo.callback(self._copier.close)
-        self._capture = Capture(self.state, self.group, self._pool)
-        undo.callback(self._capture.close)
-        self._schedule = Schedule(self.config)
+        self._levels.start()
+        self._schedule = Schedule(config)
         automatic = self._schedule.tuner.every_steps
         self._meter = Meter("persistent" in automatic) if automatic else None
-        self._snapshot: Snapshot | None = None
+        self._rounds = Rounds(
+            config, self._schedule, self._meter, agreement, self._pool, self._levels, reports
+        )
+        self._demand = Demand(config, group, self._pool, agreement, self._levels)
+        self._underway = Underway(
+            config,
+            self.state,
+            group,
+            self._pool,
+            self._levels.handover,
+            reports,
+            self._meter,
+            self.releases_by_layer,
+        )
+        undo.callback(self._underway.close)
+
+    def _watch(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
+        """What is before them: where iterations and their steps begin and end."""
         self._ahead = 0
         self._closed = False
-        self._slow_barriers = 0
-        self._release_early = self.config.release == "forward" or not self.releases_by_layer
         self._iterations = Iterations(
             self.config.boundary,
             boundary=self._boundary,
             before_step=self._before_step,
             made_step=self._made_step,
-            left_to_us=self._capture.keep_streams,
+            left_to_us=self._underway.capture.keep_streams,
             say=self._say,
         )
-        undo.callback(self._iterations.unwatch)
-        self._iterations.watch(model, self.state.optimizers)
-        self._strangers = Strangers(self.state, self._before_stranger, self._warn)
-        self._stepwatch = Stepwatch(self._before_any_step)
-        undo.callback(self._stepwatch.close)
         self._trace = open_trace(self.config, self.group.rank, self.state.name_of, self.log)
-        self._trace_hooks: list[Any] = []
-        if self._trace is not None:  # behind the stepwatch: what is waited for there is no update
+        if self._trace is not None:
             undo.callback(self._trace.close)
-            self._trace_hooks += self._trace.watch(self.state.optimizers)
-            undo.callback(self._remove_trace_hooks)
+        self._own_hooks = Hooks(
+            model, self.state, self._iterations, self._before_stranger, self._warn, self._trace
+        )
+        undo.callback(self._own_hooks.close)
 
     # --- the recipe ----------------------------------------------------------------------------
 
@@ -242,7 +221,7 @@ class Checkpointer:
         self.metric = self.metric if metric is None else float(metric)
         mixed = self._iterations.guessed
         self._iterations.called()
-        self._capture.drop_streams()
+        self._underway.capture.drop_streams()
         self.iteration += 1
         if mixed:
             self._warn_of_two_counts()
@@ -269,8 +248,7 @@ class Checkpointer:
         if self._trace is not None:
             params = list(params)
             self._trace.released(params, self.version, reduction, launched_seconds)
-        if self._snapshot is not None:
-            self._snapshot.release(params)
+        self._underway.release(params)
         if self._callbacks:
             self._callbacks.call("on_allreduce_launched", params)
 
@@ -365,10 +343,7 @@ class Checkpointer:
         Between two steps; also in the middle of an iteration, as long as no optimizer has begun its
         step.
         """
-        if self._snapshot is not None:
-            self._snapshot.barrier()
-            self._snapshot.wait_done()
-        self._finish_snapshot()
+        self._underway.complete()
 
     def carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
         """Go on from the live state instead of a stored one; instead of `restore()`, all ranks.
@@ -416,7 +391,7 @@ class Checkpointer:
             if self._local_enabled() and not self._nothing_new():
                 self._save_now(end.last_call)
             if end.disk_has_all(self.wait):
-                self._onward.backlog.flush_last()
+                self._levels.onward.backlog.flush_last()
                 end.await_others()
                 self._collect()
             durable = self._nothing_new() or self._agreement.local.safe == self._id()
@@ -453,14 +428,7 @@ class Checkpointer:
             return
         if commit_newest:
             self.wait(WAIT_SECONDS)
-            memory, local = self._agreement.memory, self._agreement.local
-            taken = [*memory.open, *filter(None, [memory.safe])]
-            sealed = [i for i in taken if self._pool.find(i) is not None]
-            known = [*local.open, local.safe]
-            if sealed and self._local_enabled() and max(sealed) not in known:
-                slot = self._pool.find(max(sealed))
-                assert slot is not None
-                self._handover.commit_sealed(max(sealed), slot)
+            if self._demand.commit_newest():
                 self.wait(WAIT_SECONDS)
         self._shut_down(remove=False)
 
@@ -504,47 +472,21 @@ class Checkpointer:
 
     def _boundary(self, force: bool = False) -> None:
         begin = time.perf_counter()
-        self._finish_snapshot()
+        self._underway.finish()
         self.version += self._iterations.pass_boundary()
         if not self._lives.lineage:
-            self._begin_life()
-        agreed, broken = self._agreement.read()
-        self._onward.backlog.go_on()
-        if broken is not None:
-            self._reports.lost(
-                broken.version, "the snapshot failed on some rank; it is void on all"
-            )
+            self._levels.begin_afresh()
+        agreed = self._rounds.hear()
+        self.agreed_vote = agreed.adapter
         if self._agreement.superseded_earlier(self._lives.generation):
             self._berth.clear(self._node)
-        self.agreed_vote = agreed.adapter
-        self._collect()
         unattended = self._halting.hear(agreed)
-        decision = self._schedule.decide(self.version, agreed)
-        if force:
-            decision = Decision(tuple(level for level in LEVELS if self.config.uses(level)))
-        for change in decision.changes:
-            self._reports.interval(change)
-        for level, reason in decision.skipped:
-            self._reports.skipped(level, reason, level in decision.again)
-        if decision.wait:
-            self._agent.wait(None)
-            self._collect()
-        snapshot = self._open_snapshot(decision.take) if decision.take else None
-        if self._meter is not None:
-            busy, flushing = self._agent.busy() > 0, bool(self._agreement.persistent.open)
-            self._meter.boundary(begin, self.version, decision.take, busy, flushing)
-        self._agreement.launch(
-            self._id(),
-            slot_free=self._pool.has_room(self._agreement.needed(), self._agent.pinned()),
-            local_free=not self._agent.busy(),
-            figures=self._meter.figures() if self._meter is not None else UNKNOWN,
-            halt=self._halting.vote(self.version),
-            adapter=self.own_vote(),
-        )
-        self._snapshot = snapshot
+        take = self._rounds.decide(self.version, agreed, force)
+        snapshot = self._open_snapshot(take) if take else None
+        halt = self._halting.vote(self.version)
+        self._rounds.vote(self._id(), begin, take, halt, self.own_vote())
         if snapshot is not None:
-            self._set_going(snapshot)
-            snapshot.clock.boundary = time.perf_counter() - begin
+            self._underway.begin(snapshot, begin, self._trace)
         if self._trace is not None:
             self._trace = self._trace.boundary(self.version, begin)
         self._callbacks.call("on_step_boundary", self.version)
@@ -552,45 +494,14 @@ class Checkpointer:
             self.close()
             raise SystemExit(0)
 
-    def _set_going(self, snapshot: Snapshot) -> None:
-        """Have it copied: from now on, or from the first layer that is released."""
-        snapshot.trace = self._trace
-        snapshot.begin = self._copier.submit
-        self._copier.expect(snapshot)
-        if snapshot.starts_at_once or not self._pool.complete:
-            snapshot.start()
-        if self._release_early:
-            snapshot.release_all()
-
-    def _finish_snapshot(self) -> None:
-        """The barrier, and what the snapshot has to report."""
-        if self._snapshot is not None:
-            self._snapshot.barrier()
-            self._snapshot = None
-        while self._handover.finished:
-            self._report(self._handover.finished.popleft())
-        self._reports.say()
-
     def _open_snapshot(self, levels: tuple[str, ...]) -> Snapshot | None:
         """Capture what changes first. A failure here breaks the version, not the training."""
         id_ = self._id()
         # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
         self._agreement.open(id_, levels)
         if "persistent" in levels:
-            self._onward.flush_when_safe(id_, self._at())
-        try:
-            return self._capture.take(
-                self._head(),
-                levels,
-                self.pack_adapter(),
-                self._handover.chooser(id_, len(self._lives.lineage)),
-                self._handover.done,
-            )
-        except Exception as error:
-            self._agreement.tell("memory", id_, BROKEN)
-            self._agreement.tell("local", id_, BROKEN)
-            self._reports.lost(self.version, f"the state could not be captured: {error}")
-            return None
+            self._levels.onward.flush_when_safe(id_, self._at())
+        return self._underway.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
 
     def _head(self) -> Head:
         return Head(
@@ -610,32 +521,6 @@ class Checkpointer:
         metric = None if self.metric is None or self.group.rank else float(self.metric)
         return metric if metric is not None and math.isfinite(metric) else None
 
-    # --- reports -------------------------------------------------------------------------------
-
-    def _report(self, snapshot: Snapshot) -> None:
-        if snapshot.phase is Phase.FAILED:
-            self._reports.lost(snapshot.head.version, snapshot.error)
-            return
-        self._reports.sealed(snapshot)
-        if self._meter is not None:
-            self._meter.stalled(snapshot.clock.boundary + snapshot.clock.barrier)
-        if self.config.release == "auto" and not self._release_early:
-            slow = snapshot.clock.barrier > SLOW_BARRIER_SECONDS
-            self._slow_barriers = self._slow_barriers + 1 if slow else 0
-            if self._slow_barriers >= EARLY_AFTER:
-                self._release_early = True
-                self._reports.notice(
-                    "copying does not fit into the backward pass "
-                    f"(the last barrier took {1e3 * snapshot.clock.barrier:.1f} ms); from now on "
-                    "it starts with the forward pass",
-                    logging.INFO,
-                )
-
-    def _collect(self) -> None:
-        """Hear what the agent said."""
-        for message in self._agent.poll():
-            self._reports.hear(message)
-
     # --- lives ---------------------------------------------------------------------------------
 
     def _id(self) -> VersionId:
@@ -645,26 +530,11 @@ class Checkpointer:
         """What `restore()` will return: calls of `step()`, or versions if it is never called."""
         return self.iteration + self._ahead if self._iterations.explicit else self.version
 
-    def _begin_life(self) -> None:
-        """First boundary without a restore: a fresh start."""
-        self._lives.look()
-        self._lives.begin_afresh()
-        self._meet_peers()
-        old = self._lives.newest()
-        if old is not None and self.group.rank == 0:
-            self._reports.notice(
-                f"{self.config.path} holds {old} of an earlier run, and restore() was not "
-                "called: this run starts afresh beside it. Its files are kept and will not be "
-                "restored any more; delete them, or call restore() before the first step",
-                logging.WARNING,
-            )
-
     def _restore(self, version: int | None, strict: bool, bar: Progress) -> Restored:
         begin = time.perf_counter()
-        if self._snapshot is not None:
-            self._snapshot.fail(SnapshotError("restore() was called"))
+        self._underway.give_up("restore() was called")
         self._agreement.void()  # before waiting for the copier, which may wait for a vote
-        self._finish_snapshot()
+        self._underway.finish()
         self._agent.wait(None)
         self._collect()
         comeback = Comeback(
@@ -672,111 +542,46 @@ class Checkpointer:
         )
         attempt = comeback.find(version, self.version)
         if attempt is None:
-            self._meet_peers()
+            self._levels.meet()
             return comeback.report(Restored(0))
         with contextlib.closing(attempt):
             lineage, result = comeback.load(attempt, strict, self.load_adapter)
             self._go_on_from(lineage, result)
             all_finished(attempt, self.group)
-            self._mend(attempt)
+            books = (self._agreement, self._pool, self._reports)
+            if not mend(attempt, self.group, self._levels, *books):
+                self._schedule.requested = frozenset(("memory", "local"))
         return comeback.report(result)
-
-    def _mend(self, attempt: Attempt) -> None:
-        """After a rebuild: have the version whole and protected again, or a new one taken."""
-        id_ = attempt.plan.id
-        lacking = shards_to_mend(attempt.plan, self._lives.found)
-        if not self._peers.ready or lacking == frozenset():
-            return
-        if lacking is None:
-            self._schedule.requested = frozenset(("memory", "local"))
-            return
-        parities = parities_to_mend(attempt.plan, self._peers.groups, self._lives.parities)
-        self._peers.mend(id_, parities)
-        self._agreement.local.open.append(id_)
-        if self.group.rank not in lacking:
-            self._agreement.tell("local", id_, DONE)
-            return
-        protected = self._agreement.memory.protected()
-        image = attempt.images[self.group.rank]
-        try:
-            slot = keep(image, self._pool, protected, self._agent.pinned())
-        except (OSError, NoSlotError) as error:
-            self._agreement.tell("local", id_, BROKEN)
-            self._reports.not_committed_later(id_, f"what was rebuilt cannot be kept: {error}")
-        else:
-            self._handover.commit_sealed(id_, slot)
 
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration, self.metric = result.version, int(result), None
         self._calls = result.calls
         self._iterations.go_on_from(result)
-        self._capture.forget()
-        self._lives.go_on_from(lineage, result.version)
+        self._underway.capture.forget()
         self._schedule.start_at(result.version)
-        id_ = VersionId(result.generation, result.version)
-        # Even when some shards came from elsewhere: those in memory may be the only ones.
-        memory = id_ if "memory" in result.levels else self._lives.newest("memory", id_)
-        # Until something newer is protected, what was rebuilt may have to be rebuilt again.
-        peer = id_ if "peer" in result.levels else self._lives.newest_protected(id_)
-        local, broken = self._lives.newest("local", id_), self._lives.incomplete()
-        self._agreement.restart(memory, local, peer, broken)
-        self._onward.restart()
-        self._meet_peers()
-
-    def _meet_peers(self) -> None:
-        """A life has begun: the nodes' agents meet under its name."""
-        self._peers.meet(self._lives.secret, lambda text: self._reports.notice(text, logging.ERROR))
+        self._levels.go_on_from(lineage, result)
 
     def _save_now(self, end: float = math.inf) -> None:
         """Blocking: the present state to memory and local. Collective. Waits for the disk until
         `end` (monotonic); what it has not taken then is broken."""
         self.wait(end - time.monotonic())
         id_ = VersionId(self._id().generation, self.steps_made)
-        sealed_here = self._pool.find(id_) is not None and id_ in (
-            self._agreement.memory.safe,
-            *self._agreement.memory.open,
-        )
-        self._ahead = int(
-            self._iterations.steps > 0
-        )  # the loop's own step() for it is still to come
-        if all(self.group.all_gather_object(sealed_here)):
-            slot = self._pool.find(id_)
-            assert slot is not None
-            local = self._agreement.local
-            if self.config.uses("persistent") and id_ != self._onward.ordered:
-                self._onward.flush_when_safe(id_, self._at())
-            if self._local_enabled() and id_ != local.safe and id_ not in local.open:
-                local.open.append(id_)
-                self._handover.commit_sealed(id_, slot)
-        else:
-            # Where it was sealed all the same, it is void: all ranks' shards are of one moment.
-            self._pool.void(id_)
-            self._agreement.forget(id_)
+        # The loop's own step() for it is still to come.
+        self._ahead = int(self._iterations.steps > 0)
+        if not self._demand.commit(id_, self._at()):
             self._boundary(force=True)
         self._ahead = 0
         self.wait(end - time.monotonic())
-        self._agreement.settle()
-        if self._onward.awaits(id_) and id_ == self._agreement.local.safe:  # and was so before
-            slot = self._pool.find(id_)
-            manifest = slot.manifest() if slot is not None else None
-            mine = (manifest.image_bytes, manifest.metric) if manifest else (0, None)
-            told = self.group.all_gather_object(mine)
-            self._onward.local_safe(id_, max(nbytes for nbytes, _ in told), told[0][1])
+        self._demand.settle(id_)
 
     # --- hooks ---------------------------------------------------------------------------------
 
     def _before_step(self, label: str) -> None:
         """The barrier: nothing may change before its copy is complete."""
         self.metric = None
-        if self._snapshot is not None:
-            self._finish_snapshot()
-
-    def _before_any_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if not self._iterations.begins(optimizer, args, kwargs):
-            self._strangers.begins(optimizer)
+        if self._underway.snapshot is not None:
+            self._underway.finish()
 
     def _before_stranger(self) -> None:
         """The same before a step of an optimizer that no adapter knows."""
@@ -809,31 +614,19 @@ class Checkpointer:
     def _local_enabled(self) -> bool:
         return self.config.uses("local")
 
-    def _start_agent(self) -> None:
-        if not self._local_enabled():
-            return
-        try:
-            self._agent.start(self._node.first == self.group.rank)
-        except OSError as error:
-            self._reports.notice(f"the agent could not be started: {error}", logging.ERROR)
-
-    def _remove_trace_hooks(self) -> None:
-        for hook in self._trace_hooks:
-            hook.remove()
+    def _collect(self) -> None:
+        """Hear what the agent said."""
+        self._levels.collect()
 
     def _shut_down(self, remove: bool) -> None:
         self._closed = True
         self._halting.close()
-        self._iterations.unwatch()
-        self._stepwatch.close()
-        self._remove_trace_hooks()
-        if self._snapshot is not None:  # the copier would wait for what is never released
-            self._snapshot.fail(SnapshotError("the job ended in the middle of an iteration"))
+        self._own_hooks.close()
+        # The copier would wait for what is never released.
+        self._underway.give_up("the job ended in the middle of an iteration")
         self._agreement.close()  # the copier may wait for the vote of a rank that is gone
-        self._copier.close()
-        self._capture.close()
+        self._underway.close()
         self._agent.close()
-        self._snapshot = None
         self._berth.leave(remove)
         self.group.close()
         if self._trace is not None:

@@ -67,6 +67,11 @@ class Handover:
         self._agreement.tell("memory", id_, DONE if sealed else BROKEN)
         self.finished.append(snapshot)
 
+    def broken(self, id_: VersionId) -> None:
+        """There is no snapshot of a version that is in the ledgers; training thread."""
+        self._agreement.tell("memory", id_, BROKEN)
+        self._agreement.tell("local", id_, BROKEN)
+
     def commit_sealed(self, id_: VersionId, slot: Slot) -> None:
         """Commit what was sealed before; training thread."""
         manifest = slot.manifest()

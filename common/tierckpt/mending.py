@@ -8,13 +8,58 @@ the ballots find the version complete on all nodes, and the agents protect it am
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from .images import Image
 from .inventory import Found, FoundParity, RestorePlan
 from .naming import ParityKey, ShardKey, VersionId
-from .pool import SlotPool
+from .policy import BROKEN, DONE
+from .pool import NoSlotError, SlotPool
 from .redundancy.groups import RedundancyGroup
 from .slots import Slot, seal_area_bytes
+
+if TYPE_CHECKING:
+    from .agreement import Agreement
+    from .group import Group
+    from .levels import Levels
+    from .reports import Reports
+    from .restore import Attempt
+
+
+def mend(
+    attempt: Attempt,
+    group: Group,
+    levels: Levels,
+    agreement: Agreement,
+    pool: SlotPool,
+    reports: Reports,
+) -> bool:
+    """Have a version that was loaded whole and protected again, if any of it was rebuilt.
+
+    False when that cannot be, and a new version is to be taken. Training thread; all ranks do the
+    same, and none waits for another.
+    """
+    id_ = attempt.plan.id
+    lacking = shards_to_mend(attempt.plan, levels.lives.found)
+    if not levels.peers.ready or lacking == frozenset():
+        return True
+    if lacking is None:
+        return False
+    parities = parities_to_mend(attempt.plan, levels.peers.groups, levels.lives.parities)
+    levels.peers.mend(id_, parities)
+    agreement.local.open.append(id_)
+    if group.rank not in lacking:
+        agreement.tell("local", id_, DONE)
+        return True
+    protected = agreement.memory.protected()
+    try:
+        slot = keep(attempt.images[group.rank], pool, protected, levels.agent.pinned())
+    except (OSError, NoSlotError) as error:
+        agreement.tell("local", id_, BROKEN)
+        reports.not_committed_later(id_, f"what was rebuilt cannot be kept: {error}")
+    else:
+        levels.handover.commit_sealed(id_, slot)
+    return True
 
 
 def shards_to_mend(plan: RestorePlan, found: Sequence[Sequence[Found]]) -> frozenset[int] | None:

@@ -41,7 +41,7 @@ def evaluated(place: Place) -> dict[str, Any]:
     job = job_here()
     attached = attach(job, place, release="backward", slots=2)
     course = train(job, attached.ckpt, range(STEPS - 1))
-    taken = attached.ckpt._snapshot
+    taken = attached.ckpt._underway.snapshot
     assert taken is not None
     taken.wait_done()  # in place of an evaluation: nobody calls the checkpointer
     told = {"sealed": taken.phase is Phase.SEALED, "barrier": taken.clock.barrier}

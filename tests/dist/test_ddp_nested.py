@@ -198,7 +198,7 @@ def released_by_each_backward(place: Place) -> list[dict[str, bool]]:
     gan = Gan(both, list(optimizers))
     attached = attach_gan(gan, place, release="backward")
     train(gan, attached.ckpt, range(2))
-    snapshot = attached.ckpt._snapshot
+    snapshot = attached.ckpt._underway.snapshot
     assert snapshot is not None
 
     def blocks(net: nn.Module) -> list[int]:

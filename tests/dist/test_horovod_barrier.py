@@ -44,7 +44,7 @@ def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]
     job = VARIANTS[name].job(1)
     ckpt = attach(job, place, release="backward", extra=job.extra).ckpt
     train(job, ckpt, range(3))
-    snapshot = ckpt._snapshot
+    snapshot = ckpt._underway.snapshot
     assert snapshot is not None
     held = [len(snapshot._held)]
     job.zero_grad()

@@ -294,7 +294,7 @@ def go_on_without_peers(place: Place, steps: range) -> list[int]:
     attached = attach(job, place, **settings("xor"))
     ckpt = attached.ckpt
     ckpt.restore()
-    ckpt._peers.ready = False  # no agent gets through to another any more
+    ckpt._levels.peers.ready = False  # no agent gets through to another any more
     train(job, ckpt, steps)
     ckpt.save(now=True)
     ckpt.abandon()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import tierckpt
-from tierckpt import berth, checkpointer
+from tierckpt import berth, checkpointer, hooks, levels, underway
 from tierckpt.errors import UnsupportedStateError
 
 POINTS = {
@@ -21,13 +21,14 @@ POINTS = {
     "where slots are": (berth.inplace, "place_for_slots"),
     "slots": (berth, "SlotPool"),
     "room": (berth.Berth, "tell_of_room"),
-    "lives": (checkpointer, "Lives"),
-    "the agent": (checkpointer.Checkpointer, "_start_agent"),
-    "behind the agent": (checkpointer, "Copier"),
-    "capture": (checkpointer, "Capture"),
+    "lives": (levels, "Lives"),
+    "behind the agent": (levels, "Peers"),
+    "the agent": (levels.Levels, "start"),
+    "the copier": (underway, "Copier"),
+    "capture": (underway, "Capture"),
     "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
     "hooks of the model": (nn.Module, "register_forward_pre_hook"),
-    "the barrier": (checkpointer, "Stepwatch"),
+    "the barrier": (hooks, "Stepwatch"),
     "the trace": (checkpointer, "open_trace"),
     "signals": (checkpointer, "Halting"),
 }
@@ -53,7 +54,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+def our_hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
     held = (
         _global_optimizer_pre_hooks,
         optimizer._optimizer_step_pre_hooks,
@@ -83,14 +84,14 @@ def test_nothing_is_left_and_the_next_try_works(
     point: str, settings: dict[str, Any], shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = build()
-    before, threads = hooks(model, optimizer), set(threading.enumerate())
+    before, threads = our_hooks(model, optimizer), set(threading.enumerate())
     with monkeypatch.context() as patch:
         if point.startswith("hooks of optimizers"):
             patch.setattr("tierckpt.state._refuse_hollow", lambda optimizer: None)
         fail(patch, point)
         with pytest.raises(BrokenError, match=point):
             tierckpt.Checkpointer(model, optimizer, **settings)
-        assert hooks(model, optimizer) == before
+        assert our_hooks(model, optimizer) == before
         assert set(threading.enumerate()) == threads
         assert list(shm_dir.rglob("*")) == []
     with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt:

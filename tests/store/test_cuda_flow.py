@@ -102,8 +102,8 @@ def attach(lane: CpuLane, tmp_path: Path, shm_dir: Path) -> tuple[Any, ...]:
     ckpt = tierckpt.Checkpointer(
         model, optimizer, on_event=events.append, **settings(tmp_path, shm_dir)
     )
-    ckpt._capture.lane = lane  # type: ignore[assignment]
-    ckpt._release_early = False
+    ckpt._underway.capture.lane = lane  # type: ignore[assignment]
+    ckpt._underway.release_early = False
     ckpt.restore()
     return model, optimizer, ckpt, events
 
@@ -168,7 +168,7 @@ def test_a_version_is_sealed_in_an_evaluation_that_releases_no_layer(
     for _ in range(4):
         train_step(model, optimizer)
         ckpt.step()
-    taken = ckpt._snapshot
+    taken = ckpt._underway.snapshot
     taken.wait_done()
     assert (taken.phase, taken.clock.barrier) == (snapshot.Phase.SEALED, 0.0)
     following = [train_step(model, optimizer)]  # its barrier finds nothing to do
@@ -193,7 +193,8 @@ def test_a_slot_is_given_back_only_when_no_copy_can_write_to_it(
         filled(slot, sealed)
 
     def stand_still() -> None:
-        happened.append(f"stood still, {ckpt._snapshot.phase.value if ckpt._snapshot else '-'}")
+        snapshot = ckpt._underway.snapshot
+        happened.append(f"stood still, {snapshot.phase.value if snapshot else '-'}")
 
     def break_down(data: memoryview) -> bytes:
         raise ValueError("bad memory")
@@ -204,8 +205,8 @@ def test_a_slot_is_given_back_only_when_no_copy_can_write_to_it(
         patched.setattr(lane.stream, "synchronize", stand_still, raising=False)
         patched.setattr(cuda, "digest", break_down)
         ckpt.step()
-        ckpt._snapshot.release_all()
-        ckpt._snapshot.wait_done()
+        ckpt._underway.snapshot.release_all()
+        ckpt._underway.snapshot.wait_done()
     assert happened == ["stood still, failed", "given back"]
     train_step(model, optimizer)
     ckpt.step()

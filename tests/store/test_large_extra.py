@@ -176,7 +176,7 @@ def test_all_of_it_is_copied_behind_the_training_where_there_is_time(
     job.iterate()
     threads.clear()
     job.ckpt.step()
-    taken = job.ckpt._snapshot
+    taken = job.ckpt._underway.snapshot
     assert taken is not None
     taken.wait_done()
     assert (taken.phase, taken.clock.barrier) == (Phase.SEALED, 0.0)
@@ -207,7 +207,7 @@ def test_what_was_copied_aside_goes_when_it_is_in_the_slot(
     job = run()
     clones.clear()  # of the attach, which tries whether all can be taken
     job.steps(2)
-    taken = job.ckpt._snapshot
+    taken = job.ckpt._underway.snapshot
     assert taken is not None
     taken.wait_done()
     assert taken.phase is Phase.SEALED
@@ -222,7 +222,7 @@ def test_so_it_does_when_the_version_fails(
     clones.clear()
     with injected(rules):
         job.steps(2)
-        taken = job.ckpt._snapshot
+        taken = job.ckpt._underway.snapshot
         assert taken is not None
         taken.wait_done()
     assert taken.phase is Phase.FAILED

@@ -334,8 +334,8 @@ def test_a_snapshot_given_up_before_it_has_a_slot_does_not_take_the_slot_with_it
 
         monkeypatch.setattr(pool, "choose", choose_late)
         job.run(3)
-        assert job.checkpointer._snapshot is not None
-        job.checkpointer._snapshot.fail(RuntimeError("as restore() and a time-out do"))
+        assert job.checkpointer._underway.snapshot is not None
+        job.checkpointer._underway.snapshot.fail(RuntimeError("as restore() and a time-out do"))
         given_up.set()
         job.run(STEPS)
         assert job.heard("sealed")[-1].version >= STEPS - 1
@@ -448,14 +448,14 @@ def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
     # Not "auto": on a busy machine that would begin to copy early.
     with TinyJob(path, local_every_steps=0, release="backward", **settings) as job:
         checkpointer, woken = job.checkpointer, list[int]()
-        checkpointer._release_early = False  # as with an adapter that releases layer by layer
-        submit = checkpointer._copier.submit
+        checkpointer._underway.release_early = False  # as where an adapter releases by layer
+        submit = checkpointer._underway._copier.submit
 
         def watched(snapshot: Snapshot) -> None:
             woken.append(snapshot.head.version)
             submit(snapshot)
 
-        monkeypatch.setattr(checkpointer._copier, "submit", watched)
+        monkeypatch.setattr(checkpointer._underway._copier, "submit", watched)
         job.run(2)
         assert woken == [1, 2]  # at once, as slots are to be made, which takes longer
         job.run(3)

@@ -115,9 +115,10 @@ class TinyJob:
 
     def settle(self, timeout_seconds: float = 60.0) -> None:
         """Wait until the version of the last boundary is in memory, and the agent has no work."""
-        snapshot = self.checkpointer._snapshot
+        snapshot = self.checkpointer._underway.snapshot
+        finished = self.checkpointer._levels.handover.finished
         deadline = time.monotonic() + timeout_seconds
-        while snapshot and not any(s is snapshot for s in self.checkpointer._handover.finished):
+        while snapshot and not any(s is snapshot for s in finished):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"v{snapshot.head.version} is still being copied")
             time.sleep(0.001)

@@ -1,0 +1,114 @@
+"""Levels: what is behind the slots, and what it hears of the life that this rank is in.
+
+`lives` tells what earlier starts of the job left there. This node's agent, and those of other
+nodes (`peers`), put there what this one takes: `handover` brings it to the agent, `onward` farther.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from . import attach
+from .agreement import Agreement
+from .alike import Roll
+from .backlog import Backlog
+from .berth import Berth
+from .best import Best
+from .config import Config
+from .group import Group
+from .handover import Handover
+from .lives import Lives
+from .localstore import LocalStore
+from .naming import Lineage, VersionId
+from .onward import Onward, flush_order
+from .peers import Groups, Peers
+from .reports import Reports
+from .restored import Restored
+
+
+class Levels:
+    """One rank's way to them. Owns its parts; training thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        roll: Roll,
+        groups: Groups,
+        berth: Berth,
+        agreement: Agreement,
+        reports: Reports,
+    ) -> None:
+        """`groups`: see `redundancy_groups`. Nothing is started yet."""
+        self._config, self._group, self._node = config, group, roll.node(group.rank)
+        self._agreement, self._reports = agreement, reports
+        host, job = roll.hosts[group.rank], berth.job
+        self.lives = Lives(config, group, job, LocalStore(config.directory), host)
+        self.agent = attach.agent_client(config, group, job, self._node)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.agent.close)
+            self.peers = Peers(config, group, roll, self.agent, groups)
+            self.onward = Onward(
+                Best(config.local.keep_best, config.best == "lowest"),
+                self.agent,
+                agreement,
+                self.peers,
+                self.lives,
+                flush_order(config, group, self._node, job, host),
+                Backlog(config, self.agent, agreement, reports.passed_over),
+            )
+            self.handover = Handover(group, berth.pool, self.agent, agreement, reports)
+            undo.pop_all()
+
+    def start(self) -> None:
+        """Start the agent, if no other rank does."""
+        if self.peers.slow_coding and self._group.rank == 0:
+            self._reports.notice(self.peers.slow_coding, logging.WARNING)
+        if not self._config.uses("local"):
+            return
+        try:
+            self.agent.start(self._node.first == self._group.rank)
+        except OSError as error:
+            self._reports.notice(f"the agent could not be started: {error}", logging.ERROR)
+
+    def collect(self) -> None:
+        """Hear what the agent said."""
+        for message in self.agent.poll():
+            self._reports.hear(message)
+
+    # --- a life begins, on all ranks -----------------------------------------------------------
+
+    def begin_afresh(self) -> None:
+        """From nothing, although nobody looked whether there is something. Collective."""
+        self.lives.look()
+        self.lives.begin_afresh()
+        self.meet()
+        old = self.lives.newest()
+        if old is not None and self._group.rank == 0:
+            self._reports.notice(
+                f"{self._config.path} holds {old} of an earlier run, and restore() was not "
+                "called: this run starts afresh beside it. Its files are kept and will not be "
+                "restored any more; delete them, or call restore() before the first step",
+                logging.WARNING,
+            )
+
+    def go_on_from(self, lineage: Lineage, result: Restored) -> None:
+        """From the version that the live state is of. Collective."""
+        self.lives.go_on_from(lineage, result.version)
+        id_ = VersionId(result.generation, result.version)
+        # Even when some shards came from elsewhere: those in memory may be the only ones.
+        memory = id_ if "memory" in result.levels else self.lives.newest("memory", id_)
+        # Until something newer is protected, what was rebuilt may have to be rebuilt again.
+        peer = id_ if "peer" in result.levels else self.lives.newest_protected(id_)
+        local, broken = self.lives.newest("local", id_), self.lives.incomplete()
+        self._agreement.restart(memory, local, peer, broken)
+        self.onward.restart()
+        self.meet()
+
+    def meet(self) -> None:
+        """The nodes' agents meet under the name of the life that has begun. Collective."""
+        self.peers.meet(self.lives.secret, lambda text: self._reports.notice(text, logging.ERROR))
+
+
+__all__ = ["Levels"]
