@@ -187,9 +187,7 @@ class Link:
             raise PeerError(f"{self.peer} sent nothing for {silent_seconds:.3g} s")
         self._wake_at(min(nbytes, WAKE_BYTES))
         look = LOOK_SECONDS if seconds is None else min(LOOK_SECONDS, seconds - silent_seconds)
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return 0.0 if poll.poll(1000 * look) else silent_seconds + look
+        return 0.0 if self._poll(select.POLLIN, look) else silent_seconds + look
 
     def _wake_at(self, nbytes: int) -> None:
         """Have `poll` find it readable with so many bytes, if the system can."""
@@ -205,14 +203,18 @@ class Link:
         what: str,
         excuse: Callable[[float], bool] = no_excuse,
     ) -> None:
-        poll = select.poll()
-        poll.register(self._socket, event)
-        limit = None if seconds is None else 1000 * max(seconds, 0)
+        """Wait for an event, `seconds` and what `excuse` adds to them; then it is an error."""
         silent_seconds = 0.0
-        while not poll.poll(limit):
+        while not self._poll(event, seconds):
             silent_seconds += seconds or 0.0
             if not excuse(silent_seconds):
                 raise PeerError(f"{self.peer} {what} for {silent_seconds:.3g} s")
+
+    def _poll(self, event: int, seconds: float | None) -> bool:
+        """Whether the event came, within `seconds` (None: whenever it comes)."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(None if seconds is None else 1000 * max(seconds, 0)))
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
