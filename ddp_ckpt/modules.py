@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
-from tierckpt.state import named_modules
+from tierckpt.modulenames import named_modules
 
 
 def find_ddps(model: torch.nn.Module) -> dict[str, DistributedDataParallel]:

@@ -16,7 +16,8 @@ import torch
 from horovod.torch.elastic import ElasticSampler
 
 from tierckpt import ConfigError, ResumableSampler, tree
-from tierckpt.state import EXTRA_STATES, label_optimizers
+from tierckpt.extras import EXTRA_STATES
+from tierckpt.state import label_optimizers
 
 from .sending import send_loose_parameters, send_model, send_optimizer_state
 

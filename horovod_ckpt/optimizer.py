@@ -12,8 +12,8 @@ import horovod.torch as hvd
 import torch
 
 import tierckpt
+from tierckpt.modulenames import named_buffers, named_parameters
 from tierckpt.scripts import serve
-from tierckpt.state import named_buffers, named_parameters
 
 from .checkpointer import Checkpointer
 

@@ -16,7 +16,8 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from tierckpt.state import ExtraStates, named_buffers, named_parameters
+from tierckpt.extras import ExtraStates
+from tierckpt.modulenames import named_buffers, named_parameters
 
 MOST_BYTES = 2**30
 """Of one broadcast: Horovod counts its elements, bytes here, in a C int."""

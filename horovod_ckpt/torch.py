@@ -24,7 +24,7 @@ import horovod.torch
 import torch
 from horovod.torch import *  # noqa: F403
 
-from tierckpt.state import named_buffers, named_parameters
+from tierckpt.modulenames import named_buffers, named_parameters
 
 from . import elastic as _elastic
 from . import optimizer as _ours

@@ -19,9 +19,10 @@ from .desk import DeskSettings
 from .errors import NodeHealthError
 from .group import Group, Node
 from .imagefile import images_of
+from .modulenames import named_modules
 from .pool import too_small
 from .slots import JobDirectory, job_id_of, rank_of
-from .state import TrainingState, named_modules
+from .state import TrainingState
 
 SHOWN = 3
 """So many buffers are named."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import state as state_module
 from . import tree
 from .copyplan import Plan
+from .generators import pack_rng
 from .group import Group
 from .pool import SlotPool
 from .slots import Slot
@@ -94,7 +94,7 @@ class Capture:
     def _pack_own(self) -> tuple[dict[str, Any], tree.Arena]:
         arena = tree.Arena()
         packed = {
-            "rng": state_module.pack_rng(self._state.cuda_device()),
+            "rng": pack_rng(self._state.cuda_device()),
             "extra_per_rank": self._state.pack_extra(self._state.extra_per_rank, arena),
         }
         return packed, arena

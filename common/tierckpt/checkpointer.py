@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from . import attach, ending
-from . import state as state_module
 from .agreement import Agreement
 from .alike import Roll, agree_on_settings
 from .ballots import ballots_for
@@ -29,6 +28,7 @@ from .comeback import Comeback
 from .config import Config
 from .demand import Demand
 from .events import Callback, EventLog
+from .extras import check_extra
 from .group import Group, SingleGroup
 from .halting import Halting
 from .haltrequest import Reason
@@ -41,11 +41,12 @@ from .peers import Groups, redundancy_groups
 from .pinning import mark_everywhere
 from .policy import VOTE_WIDTH, Schedule
 from .progress import Progress
+from .refusals import refuse_model
 from .reports import Reports
 from .restore import Restored, all_finished
 from .rounds import Rounds
 from .snapshot import Head, Snapshot
-from .state import TrainingState, label_optimizers, refuse_model
+from .state import TrainingState, label_optimizers
 from .trace import open_trace
 from .tuning import Meter
 from .underway import Underway
@@ -465,7 +466,7 @@ class Checkpointer:
 
     def register(self, name: str, obj: Any, per_rank: bool = False) -> None:
         """Add an object to `extra` after construction, before the first boundary or restore."""
-        state_module.check_extra(name, obj)
+        check_extra(name, obj)
         (self.state.extra_per_rank if per_rank else self.state.extra)[name] = obj
 
     # --- boundary ------------------------------------------------------------------------------

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from . import state as state_module
 from . import tree
 from .copyplan import as_bytes
 from .errors import StateTornError
+from .extras import load_extra
 from .layout import Piece, TensorSpec
+from .modulenames import FIXED, parameter_of, path_of
 from .newtensors import NewTensors
 from .outline import Contents
 from .shardfile import ShardHeader, decode_header
-from .state import FIXED, TrainingState, parameter_of, path_of
+from .state import TrainingState
 
 
 class Loader:
@@ -223,7 +224,7 @@ class Loader:
 
 def _give(obj: Any, value: Any, name: str) -> None:
     try:
-        state_module.load_extra(obj, value)
+        load_extra(obj, value)
     except Exception as error:
         kind, why = type(obj).__name__, f"{type(error).__name__}: {error}"
         raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error

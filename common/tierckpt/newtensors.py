@@ -17,8 +17,9 @@ import torch
 from . import tree
 from .copyplan import as_bytes
 from .layout import TensorSpec
+from .modulenames import FIXED, path_of
 from .shardfile import ShardHeader
-from .state import FIXED, TrainingState, path_of
+from .state import TrainingState
 
 LARGE_BYTES = 256 * 1024
 """Below it memory comes out of the allocator's heap, and most of that was touched before."""

@@ -15,7 +15,8 @@ from . import attach
 from .checkpointer import Checkpointer
 from .config import load_config
 from .errors import ConfigError
-from .state import label_optimizers, unwrap
+from .modulenames import unwrap
+from .state import label_optimizers
 
 MEET_SECONDS = 30.0
 """At the end of a process: how long to wait for the other ranks before ending alone."""

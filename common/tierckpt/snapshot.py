@@ -36,10 +36,10 @@ import torch
 from . import faults, tree
 from .copyplan import Binding, Plan
 from .manifest import Manifest, digest
+from .modulenames import parameter_of
 from .naming import Lineage, VersionId
 from .shardfile import rank_state_blocks
 from .slots import Slot
-from .state import parameter_of
 
 if TYPE_CHECKING:
     from .trace import Trace

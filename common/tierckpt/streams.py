@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .generators import load_rng
 from .group import Group
-from .state import load_rng
 
 KINDS = ("python", "numpy", "torch", "cuda")
 
@@ -47,7 +47,7 @@ def take_up(
     Collective if the job has grown; training thread.
 
     Args:
-        saved: `rng` of the rank tree in shard `group.rank % shards`; see `state.pack_rng`.
+        saved: `rng` of the rank tree in shard `group.rank % shards`; see `generators.pack_rng`.
         version: that is being restored.
         shards: how many ranks the checkpoint is of.
         group: the ranks of this job.

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tierckpt
 from tests import exact
 from tierckpt import snapshot
-from tierckpt.state import unwrap
+from tierckpt.modulenames import unwrap
 
 WIDTH = 24
 ROWS = 6

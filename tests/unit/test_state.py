@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt import attach, state
+from tierckpt import attach, generators, state
 from tierckpt.copyplan import Plan
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.layout import UNIT_BYTES
-from tierckpt.state import TrainingState, label_optimizers, refuse_model, unwrap
+from tierckpt.modulenames import unwrap
+from tierckpt.refusals import refuse_model
+from tierckpt.state import TrainingState, label_optimizers
 
 
 def trained(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainingState:
@@ -352,17 +354,17 @@ def draws() -> tuple[Any, ...]:
 
 @pytest.fixture
 def streams_put_back() -> Any:
-    saved = state.pack_rng().make()
+    saved = generators.pack_rng().make()
     yield
-    state.load_rng(saved)
+    generators.load_rng(saved)
 
 
 @pytest.mark.usefixtures("streams_put_back")
 def test_all_random_streams_are_taken_up_where_they_were() -> None:
     draws()  # odd numbers of normal deviates: the second of a pair is kept for later
-    saved = state.pack_rng().make()
+    saved = generators.pack_rng().make()
     expected = [draws() for _ in range(3)]
-    assert state.load_rng(saved) == []
+    assert generators.load_rng(saved) == []
     assert [draws() for _ in range(3)] == expected
 
 
@@ -398,10 +400,10 @@ def test_the_stream_of_the_device_that_trains_goes_along(
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda i: torch.tensor([i], dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "set_rng_state", put)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 if saved_on is None else devices)
-    saved = state.pack_rng(device(saved_on)).make()
+    saved = generators.pack_rng(device(saved_on)).make()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    problems = state.load_rng(saved, device(loaded_on))
+    problems = generators.load_rng(saved, device(loaded_on))
     assert found == set_
     assert problems == (
         ["RNG of 4 CUDA devices was saved, this process has 1"] if saved_on is None else []
@@ -415,7 +417,7 @@ def test_looking_does_not_draw() -> None:
     np.random.seed(5)
     found = []
     for _ in range(4):
-        state.pack_rng().make()
+        generators.pack_rng().make()
         found.append(np.random.rand())
     assert found == expected
 
@@ -425,12 +427,12 @@ def test_numpys_kept_deviate_is_not_lost_when_a_seed_comes_again() -> None:
     np.random.seed(5)
     np.random.randn()
     np.random.randn()
-    state.pack_rng().make()  # none is kept now
+    generators.pack_rng().make()  # none is kept now
     np.random.seed(5)
     np.random.randn()  # one is kept, with the generator where it was before
-    saved = state.pack_rng().make()
+    saved = generators.pack_rng().make()
     expected = np.random.randn()
-    state.load_rng(saved)
+    generators.load_rng(saved)
     assert np.random.randn() == expected
 
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from tierckpt import SingleGroup, state, streams
+from tierckpt import SingleGroup, generators, streams
 
 
 @pytest.fixture(autouse=True)
 def streams_put_back() -> Iterator[None]:
-    saved = state.pack_rng().make()
+    saved = generators.pack_rng().make()
     yield
-    state.load_rng(saved)
+    generators.load_rng(saved)
 
 
 def seeded(python: int, numpy: int, cpu: int) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def seeded(python: int, numpy: int, cpu: int) -> dict[str, Any]:
     np.random.seed(numpy)
     torch.manual_seed(cpu)
     draws()
-    return state.pack_rng().make()
+    return generators.pack_rng().make()
 
 
 def draws() -> dict[str, Any]:
@@ -65,7 +65,7 @@ def after_restore(rank: int, size: int, saved: list[dict[str, Any]], version: in
 
 
 def undisturbed(saved: dict[str, Any]) -> dict[str, Any]:
-    state.load_rng(saved)
+    generators.load_rng(saved)
     return draws()
 
 

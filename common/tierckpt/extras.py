@@ -1,0 +1,99 @@
+"""Objects that give and take their state, beside model and optimizers: the users' `extra`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import tree
+from .errors import UnsupportedStateError
+from .modulenames import named_modules
+
+EXTRA_STATES = "modules' extra state"
+"""What `ExtraStates` is called among the `extra` objects."""
+
+
+def check_extra(name: str, obj: Any) -> None:
+    """Raise UnsupportedStateError when `obj` has no way to give and take its state."""
+    if isinstance(obj, (torch.Generator, np.random.Generator)):
+        return
+    if not (
+        callable(getattr(obj, "state_dict", None))
+        and callable(getattr(obj, "load_state_dict", None))
+    ):
+        raise UnsupportedStateError(
+            f"extra[{name!r}] is a {type(obj).__name__} without state_dict() and "
+            "load_state_dict(); give it both, or wrap it in an object that has them."
+        )
+
+
+def pack_extra(name: str, obj: Any, arena: tree.Arena) -> Any:
+    """What `load_extra` takes, with its tensors in `arena`."""
+    path = f"extra[{name!r}]"
+    if isinstance(obj, torch.Generator):
+        return {"generator": arena.keep(obj.get_state(), path)}
+    if isinstance(obj, np.random.Generator):
+        return {"bit_generator": tree.pack(obj.bit_generator.state, path, arena.keep)}
+    if isinstance(obj, torch.amp.GradScaler):
+        return _pack_scaler(obj, arena)
+    return tree.pack(obj.state_dict(), path, arena.keep)
+
+
+def _pack_scaler(scaler: torch.amp.GradScaler, arena: tree.Arena) -> Any:
+    """GradScaler.state_dict() without its `.item()`s, which would make the CPU wait for the GPU.
+
+    Falls back to state_dict() where torch's internals are not what is expected here.
+    """
+    scale = getattr(scaler, "_scale", None)
+    tracker = getattr(scaler, "_growth_tracker", None)
+    if not scaler.is_enabled() or scale is None or tracker is None:
+        return tree.pack(scaler.state_dict(), "extra[GradScaler]", arena.keep)
+    return {
+        "scale": arena.keep_item(scale),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "_growth_tracker": arena.keep_item(tracker),
+    }
+
+
+def load_extra(obj: Any, value: Any) -> None:
+    """Give `obj` back what `pack_extra` took from it."""
+    if isinstance(obj, torch.Generator):
+        obj.set_state(value["generator"])
+    elif isinstance(obj, np.random.Generator):
+        obj.bit_generator.state = value["bit_generator"]
+    else:
+        obj.load_state_dict(value)
+
+
+class ExtraStates:
+    """What modules have in their `state_dict()` beside parameters and buffers: see
+    `torch.nn.Module.get_extra_state`. One of the `extra` objects; false where no module has any."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        plain = torch.nn.Module.get_extra_state
+        self._modules = {
+            name: module
+            for name, module in named_modules(model)
+            if type(module).get_extra_state is not plain
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By the module's name."""
+        return {name: module.get_extra_state() for name, module in self._modules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Into the modules that are still there."""
+        for name, module in self._modules.items():
+            if name in state:
+                module.set_extra_state(state[name])
+
+
+__all__ = ["EXTRA_STATES", "ExtraStates", "check_extra", "load_extra", "pack_extra"]
