@@ -64,7 +64,7 @@ class Berth:
         slots, or more ranks on this node): all ranks have something newer. Once a life and node."""
         if not self._is_clear:
             first = node.first == self._rank
-            self._is_clear = not first or self.job.remove_surplus(len(self.pool.slots))
+            self._is_clear = not first or self.job.remove_surplus(node.ranks, len(self.pool.slots))
 
     def leave(self, remove: bool) -> None:
         """Give it up, when nobody is at work on a slot any more; with `remove` nothing stays."""

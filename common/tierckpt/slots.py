@@ -28,7 +28,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -406,15 +406,17 @@ class JobDirectory:
                 path.unlink(missing_ok=True)
         self.remove_if_unused()
 
-    def remove_surplus(self, slots: int) -> bool:
-        """Delete segments that no trainer of a life with `slots` of them a rank will use again: of
-        ranks that are not on this machine, and those beyond. False when an agent still reads one.
+    def remove_surplus(self, ranks: Collection[int], slots: int) -> bool:
+        """Delete segments that a life with these `ranks` on this machine, and so many `slots` for
+        each, will never use: other ranks', and those beyond. False when an agent still reads one.
+
+        One of `ranks` that lives no more, from just now, has left there what its successor needs.
         """
         done = True
         with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
             for path in self.segments():
-                rank, _, index = path.name[1:].partition(".")
-                if int(index) < slots and self.lives(int(rank)):
+                rank, index = rank_of(path.name), int(path.name.partition(".")[2])
+                if index < slots and (rank in ranks or self.lives(rank)):
                     continue
                 if _path_lockable(path):
                     remove_segment(path)

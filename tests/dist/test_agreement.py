@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import tierckpt
 import tierckpt.agreement
@@ -431,3 +432,33 @@ def test_nor_does_what_the_life_before_left_incomplete(
         file.unlink()  # as if rank 1 had been killed before it was there
     assert ranks(2).run(go_on, place) == [6, 6]
     assert kept(place, 0) == kept(place, 1) == [5, 7]
+
+
+# --- what is removed -----------------------------------------------------------------------------
+
+
+def rank_one_dies_as_the_other_clears_up(place: Place) -> tuple[bool, int]:
+    """Behind its step, and before the boundary at which rank 0 removes what earlier lives left.
+    Whether that fired, and what is found by the next life."""
+    job = make_job()
+    attached = attach(job, place, local_every_seconds=0)
+    train(job, attached.ckpt, range(2))
+    job.iterate(2)
+    if rank() == 1:
+        attached.ckpt.abandon()
+    dist.barrier()
+    before = attached.ckpt._berth._is_clear
+    if rank() == 0:
+        attached.ckpt.step()
+    fired = (before, attached.ckpt._berth._is_clear) == (False, True)
+    attached.ckpt.abandon()
+    dist.barrier()
+    after = attach(make_job(seed=2), place, local_every_seconds=0)
+    version = after.ckpt.restore().version
+    after.ckpt.close()
+    return fired, version
+
+
+def test_who_has_just_died_keeps_its_slots(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    assert ranks(2).run(rank_one_dies_as_the_other_clears_up, place) == [(True, 2), (False, 2)]

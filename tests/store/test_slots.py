@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -394,3 +395,12 @@ def test_what_the_killed_left_goes_and_what_is_the_livings_stays(job: JobDirecto
 
 
 HOLD = "fd = take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+
+
+def test_surplus_is_what_no_rank_of_this_life_will_use(job: JobDirectory) -> None:
+    """Ranks 0 and 1 are here, with two slots each; none of them lives just now."""
+    for rank, index in itertools.product(range(4), range(3)):
+        Slot.create(job.slot_path(rank, index), "r", SEAL_BYTES, IMAGE_BYTES).close()
+    assert job.remove_surplus((0, 1), slots=2)
+    ours = [job.slot_path(rank, index) for rank in (0, 1) for index in (0, 1)]
+    assert sorted(job.segments()) == ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
 
 import pytest
@@ -102,6 +103,14 @@ def test_it_goes_on_when_the_trouble_is_over() -> None:
     inner, waits = Failing(OSError(errno.EIO, "eio"), 3), list[float]()
     assert retrying(inner, waits).size("x") == 42
     assert waits == [0.5, 1.0, 2.0]
+
+
+def test_waits_leave_the_training_s_random_stream_alone() -> None:
+    """An inline agent is in the trainer's process."""
+    before = random.getstate()
+    backend = RetryingBackend(Failing(OSError(errno.EIO, "eio"), 3), RetryPolicy(), lambda s: None)
+    assert backend.size("x") == 42
+    assert random.getstate() == before
 
 
 def test_it_gives_up_and_says_so() -> None:

@@ -134,7 +134,7 @@ class RetryingBackend:
         inner: Backend,
         policy: RetryPolicy,
         sleep: Callable[[float], None],
-        uniform: Callable[[], float] = random.random,
+        uniform: Callable[[], float] = random.Random().random,  # not the training's stream
         on_retry: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.inner = inner
