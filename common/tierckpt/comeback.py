@@ -6,6 +6,7 @@ means that nothing was found, and the words for the user.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -23,6 +24,7 @@ from .progress import Progress
 from .reports import Reports
 from .restore import Attempt, Restored, Restorer, load
 from .state import TrainingState
+from .together import Together
 
 
 class Comeback:
@@ -47,12 +49,14 @@ class Comeback:
         self._group, self._state, self._lives, self._reports = group, state, lives, reports
         self._begin_seconds = begin_seconds
         self._calls_alone = config.boundary == "explicit"
-        lives.look()
+        self._together = Together(group)
+        with self._together:
+            lives.look(self._together)
         self._inventory_seconds = time.perf_counter() - begin_seconds
         open_store = functools.partial(PersistentStore, **config.persistent.options())
         self._new = NewTensors(state)
         self._restorer = Restorer(
-            group,
+            self._together,
             lives.found,
             self._reject,
             lives.parities,
@@ -66,9 +70,22 @@ class Comeback:
 
         None when there is nothing: a life has begun afresh then. Raises RestoreError, on all ranks,
         where that would be wrong: something was asked for, or may be where nobody could look, or
-        the live state, at `live_version`, is no fresh one; and where there is something of a newer
-        format and `version` does not say to go back behind it.
+        the live state, at `live_version`, is no fresh one; where there is something of a newer
+        format and `version` does not say to go back behind it; and where a rank fails by itself.
         """
+        with contextlib.ExitStack() as on_failure:
+            with self._together:
+                attempt = self._find(version)
+                if attempt is None:
+                    self._nothing_found(version, live_version)
+                else:
+                    on_failure.callback(attempt.close)
+                    if version is None:
+                        self._tell_what_is_lost(attempt.plan.id)
+            on_failure.pop_all()
+        return attempt
+
+    def _find(self, version: int | None) -> Attempt | None:
         if self._lives.newer and version is None:
             raise RestoreError(
                 f"a newer tierckpt was here: {'; '.join(self._lives.newer)}. Nothing was changed, "
@@ -79,12 +96,7 @@ class Comeback:
         for problem in (*self._lives.problems, *self._lives.unseen):
             self._restorer.rejected.append(problem)
             self._reject(problem)
-        attempt = self._restorer.find(version)
-        if attempt is None:
-            self._nothing_found(version, live_version)
-        elif version is None:
-            self._tell_what_is_lost(attempt.plan.id)
-        return attempt
+        return self._restorer.find(version)
 
     def _tell_what_is_lost(self, found: VersionId) -> None:
         """Going far back must not look like the ordinary course."""
@@ -136,14 +148,20 @@ class Comeback:
     ) -> tuple[Lineage, Restored]:
         """Load what `find` found; returns its lineage and what was done. Collective.
 
-        `load_adapter` is given the adapter's own. Raises what `restore.load` raises.
+        `load_adapter` is given the adapter's own; where it raises, that is the attempt's trouble.
+        Raises what `restore.load` raises.
         """
         begin = time.perf_counter()
-        manifest, notices, adapter = load(self._state, attempt, self._group, strict, self._new)
-        load_adapter(adapter)
+        manifest, result, notices, adapter = load(
+            self._state, attempt, self._together, strict, self._new, self._calls_alone
+        )
+        try:
+            load_adapter(adapter)
+        except Exception as error:
+            attempt.fail(error)
+            self._state.torn = True
         for text in notices:
             self._reports.notice(text, logging.WARNING)
-        result = attempt.report(manifest, self._calls_alone)
         result.seconds["load"] = time.perf_counter() - begin
         return manifest.lineage, result
 

@@ -88,14 +88,16 @@ def open_image(
         slot = Slot.open(Path(place.where))
         if slot is None:
             raise FileNotFoundError(f"slot {place.where} is gone")
-        data = slot.manifest_bytes()
-        if data is None or (manifest := Manifest.decode(data)).key != key:
+        try:
+            data = slot.manifest_bytes()
+            if data is None or (manifest := Manifest.decode(data)).key != key:
+                raise CorruptShardError(f"slot {place.where} no longer holds {key}")
+            if slot.image_bytes < manifest.image_bytes:
+                raise CorruptShardError(f"the image of {key} in slot {place.where} is cut short")
+            return Image(manifest, slot.image(), slot.close)
+        except BaseException:
             slot.close()
-            raise CorruptShardError(f"slot {place.where} no longer holds {key}")
-        if slot.image_bytes < manifest.image_bytes:
-            slot.close()
-            raise CorruptShardError(f"the image of {key} in slot {place.where} is cut short")
-        return Image(manifest, slot.image(), slot.close)
+            raise
     store = LocalStore(place.where)
     manifest = Manifest.decode(store.read_manifest(key))
     if manifest.encoding is not None:

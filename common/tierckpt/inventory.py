@@ -10,7 +10,7 @@ import contextlib
 import secrets
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -116,22 +116,77 @@ def take_inventory(
     job: JobDirectory, store: LocalStore, host: str, persistent: PersistentConfig | None = None
 ) -> Inventory:
     """Look at memory and disk of this machine, and at the persistent level if it is given (one
-    rank's look is enough). Reads manifests only."""
-    found = [
-        Found(m.key, Place("memory", host, str(path)), m.lineage, m.life, complete=m.complete)
-        for path, m in job.sealed()
-    ]
-    damaged = ((Place("memory", host, str(path)), error) for path, error in job.damaged())
-    problems = [Problem.of(place, error) for place, error in damaged]
+    rank's look is enough). Reads manifests only. What fails is told in `unseen`, whatever it is:
+    the other ranks wait for what this one saw."""
+    found: list[Found] = []
+    problems: list[Problem] = []
     unseen: list[Problem] = []
-    directory = str(store.directory.resolve())
     keys: list[ShardKey] = []
+    parities: list[FoundParity] = []
+    with _told(Place("memory", host, str(job.path)), unseen):
+        look_at_memory(job, host, found, problems)
+    disk = Place("local", host, str(store.directory))
+    with _told(disk, unseen):
+        disk = replace(disk, where=str(store.directory.resolve()))
+        keys = look_at_local(store, disk, found, problems, unseen)
+    with _told(disk, unseen):
+        parities = look_at_parities(store, disk, problems)
+    if persistent is not None and persistent.path:
+        with _told(Place("persistent", EVERYWHERE, persistent.path), unseen):
+            look_at_persistent(persistent, found, problems, unseen)
+    there = [*keys, *(f.key for f in found), *(p.key for p in parities)]
+    return Inventory(
+        tuple(found),
+        tuple(problems),
+        tuple(unseen),
+        max((key.id.generation for key in there), default=0),
+        secrets.token_hex(24),
+        tuple(parities),
+    )
+
+
+def nothing_seen(host: str, error: Exception) -> Inventory:
+    """Of a rank that could not look at all."""
+    why = f"{type(error).__name__}: {error}"
+    unseen = Problem(Place("memory", host, f"node {host}"), why)
+    return Inventory((), (), (unseen,), 0, secrets.token_hex(24))
+
+
+@contextlib.contextmanager
+def _told(place: Place, unseen: list[Problem]) -> Iterator[None]:
+    """What is raised is one place that could not be seen; what was found there before counts."""
+    try:
+        yield
+    except Exception as error:
+        unseen.append(Problem.of(place, error, _kind_of(error)))
+
+
+def look_at_memory(
+    job: JobDirectory, host: str, found: list[Found], problems: list[Problem]
+) -> None:
+    """Add the slots of this machine."""
+    for path, m in job.sealed():
+        place = Place("memory", host, str(path))
+        found.append(Found(m.key, place, m.lineage, m.life, complete=m.complete))
+    for path, error in job.damaged():
+        problems.append(Problem.of(Place("memory", host, str(path)), error))
+
+
+def look_at_local(
+    store: LocalStore,
+    disk: Place,
+    found: list[Found],
+    problems: list[Problem],
+    unseen: list[Problem],
+) -> list[ShardKey]:
+    """Add the files of this machine; returns all that are named, readable or not."""
     try:
         keys = store.keys()
     except NotADirectoryError:
-        pass  # said at attach; there is nothing in there
+        return []  # said at attach; there is nothing in there
     except OSError as error:
-        unseen.append(Problem.of(Place("local", host, directory), error))
+        unseen.append(Problem.of(disk, error))
+        return []
     for key in keys:
         try:
             manifest = Manifest.decode(store.read_manifest(key))
@@ -142,25 +197,12 @@ def take_inventory(
         except FileNotFoundError:
             continue  # retired by an agent of the life before while we looked
         except (OSError, CorruptShardError, FormatError) as error:
-            problems.append(Problem.of(Place("local", host, f"{directory}/{key.stem}"), error))
+            problems.append(Problem.of(replace(disk, where=f"{disk.where}/{key.stem}"), error))
         else:
-            place = Place("local", host, directory, manifest.encoding is not None)
+            place = replace(disk, encoded=manifest.encoding is not None)
             told = (manifest.lineage, manifest.life, manifest.metric, manifest.complete)
             found.append(Found(key, place, *told))
-    parities = look_at_parities(store, Place("local", host, directory), problems)
-    if persistent is not None and persistent.path:
-        look_at_persistent(persistent, found, problems, unseen)
-    there = [*keys, *(f.key for f in found), *(p.key for p in parities)]
-    generations = [key.id.generation for key in there]
-    newest = max(generations, default=0)
-    return Inventory(
-        tuple(found),
-        tuple(problems),
-        tuple(unseen),
-        newest,
-        secrets.token_hex(24),
-        tuple(parities),
-    )
+    return keys
 
 
 def look_at_parities(store: LocalStore, place: Place, problems: list[Problem]) -> list[FoundParity]:

@@ -18,12 +18,14 @@ from .inventory import (
     Inventory,
     Problem,
     RestorePlan,
+    nothing_seen,
     plan_restore,
     take_inventory,
 )
 from .localstore import LocalStore
 from .naming import Lineage, VersionId, on_lineage
 from .slots import JobDirectory
+from .together import Together
 
 NAME_LETTERS = 16
 MOST_TOLD = 4
@@ -66,11 +68,15 @@ class Lives:
         """The version that this life started from."""
         return self.lineage[-1][1] if self.lineage else 0
 
-    def look(self) -> None:
-        """Take stock of all levels on all nodes; this is what a new life begins with."""
+    def look(self, together: Together | None = None) -> None:
+        """Take stock of all levels on all nodes; this is what a new life begins with. In a stretch
+        of `together`, if that is given."""
         shared = self._config.persistent if self._group.rank == 0 else None
-        mine = take_inventory(self._job, self._store, self._host, shared)
-        inventories: Sequence[Inventory] = self._group.all_gather_object(mine)
+        try:
+            mine = take_inventory(self._job, self._store, self._host, shared)
+        except Exception as error:  # the other ranks wait for it
+            mine = nothing_seen(self._host, error)
+        inventories: Sequence[Inventory] = (together or self._group).all_gather_object(mine)
         token = inventories[0].token
         self.name, self.secret = token[:NAME_LETTERS], token[NAME_LETTERS:]
         self.found = [i.found for i in inventories]

@@ -151,8 +151,10 @@ class Peers:
 
         try:
             heard = self._agent.ask("meet", "listening", MEET_SECONDS, where=where)
+            if heard["error"]:
+                return None, str(heard["error"])
+            return Address(str(heard["host"]), int(heard["port"])), ""
         except (TimeoutError, OSError) as error:
             return None, str(error)
-        if heard["error"]:
-            return None, heard["error"]
-        return Address(heard["host"], heard["port"]), ""
+        except Exception as error:  # an answer that is none: the other ranks wait for this one
+            return None, f"{type(error).__name__}: {error}"

@@ -99,6 +99,18 @@ class Run(NamedTuple):
     block_bytes: tuple[int, ...]
 
 
+Opened = tuple[ShardKey, Place, Future[tuple[Image, ShardHeader]]]
+
+
+def _give_up(opening: Future[tuple[Image, ShardHeader]], taken: Image | None) -> None:
+    """Close what was opened, or will be, unless it was taken."""
+    if opening.cancel() or opening.exception() is not None:
+        return
+    image, _ = opening.result()
+    if image is not taken:
+        image.close()
+
+
 class Reads:
     """What one rank reads of a version. One thread calls; `pool` is the caller's, as are images."""
 
@@ -120,7 +132,23 @@ class Reads:
 
     def open(self, version: VersionId, shards: int, life: str, sources: Iterable[Source]) -> None:
         """Open the shards, and begin to read them. What cannot be opened is told by `finish`."""
-        opened = []
+        opened: list[Opened] = []
+        try:
+            self._open(version, shards, life, sources, opened)
+        except BaseException:
+            for key, _, opening in opened:
+                _give_up(opening, self._images.get(key.shard))
+            raise
+
+    def _open(
+        self,
+        version: VersionId,
+        shards: int,
+        life: str,
+        sources: Iterable[Source],
+        opened: list[Opened],
+    ) -> None:
+        """What is being opened is in `opened`, whatever comes out."""
         for source in sources:
             key = ShardKey(version, source.shard, shards)
             there = self._kept.pop((key, source.place, life), None)

@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, wait
 
-from .errors import CorruptShardError, RestoreError
+from .errors import CorruptShardError
 from .images import Bring, Image, in_memory
 from .inventory import ParitySource, Rebuild, RestorePlan
 from .localstore import LocalStore
 from .mappedfile import MappedFile
 from .naming import ParityKey
 from .peer.parity import ParityManifest, Read, check_parity
-from .peer.rebuild import rebuild
+from .peer.rebuild import Rebuilding
 from .reading import Failure, OnRead
-from .sharing import Courier
+from .sharing import Courier, clear
 
 
 class Parities:
@@ -43,6 +43,8 @@ class Parities:
         self._mine: dict[ParityKey, tuple[ParityManifest, MappedFile]] = {}
         self._room: dict[int, Image] = {}
         """For the shards that are made here."""
+        self._begun: list[tuple[Rebuild, Rebuilding, dict[int, Read], dict[int, Read]]] = []
+        """With what reads the shards and the parities of the group."""
         self._failures: list[Failure] = []
         self._checks: list[tuple[ParitySource, Future[None]]] = []
         self._close: list[Callable[[], None]] = []
@@ -90,38 +92,45 @@ class Parities:
         """The manifests of this rank's, for the others."""
         return [(key, record.encode()) for key, (record, _) in self._mine.items()]
 
-    def make_room(self, records: Mapping[ParityKey, bytes]) -> str:
+    def make_room(self, records: Mapping[ParityKey, bytes], images: Mapping[int, Image]) -> str:
         """Take the memory for what this rank makes, before any rank waits for another; returns why
-        there is none, in words."""
+        there is none, in words. `images`: of what this rank has read, by shard."""
         for each in self._plan.rebuilds:
             record = ParityManifest.decode(records[each.parities[0].key])
+            views: dict[int, memoryview] = {}
             for shard in each.lost:
                 if self._plan.sources[shard].reader != self._courier.rank:
                     continue
-                manifest = record.manifests[each.group.index(shard)]
+                member = each.group.index(shard)
+                manifest = record.manifests[member]
                 try:
                     self._room[shard] = in_memory(manifest)
                 except (OSError, MemoryError) as error:
                     return f"no memory for shard {shard} ({manifest.image_bytes} bytes): {error}"
+                views[member] = self._room[shard].view
+            left = [member for member, shard in enumerate(each.group) if shard not in each.lost]
+            made = Rebuilding(record, left, [s.member for s in each.parities], views)
+            self._begun.append((each, made, self._shards(each, images), self._parities(each)))
         return ""
 
-    def rebuild(
-        self, records: Mapping[ParityKey, bytes], images: dict[int, Image]
-    ) -> list[Failure]:
+    def rebuild(self, images: dict[int, Image], trouble: list[str]) -> list[Failure]:
         """Make this rank's part of what is lost, into `images`. Collective; after `make_room`.
 
         Returns the parities of groups of which something came out wrong here: one of them is
-        damaged, or a shard that it was made with.
+        damaged, or a shard that it was made with. Raises nothing of its own, as the others would
+        wait: what failed for another reason is added to `trouble`, in words.
         """
         suspected = []
-        for each in self._plan.rebuilds:
-            record = ParityManifest.decode(records[each.parities[0].key])
+        for each, begun, shards, parities in self._begun:
             made = {shard: self._room[shard] for shard in each.lost if shard in self._room}
-            views = {each.group.index(shard): image.view for shard, image in made.items()}
             try:
-                rebuild(record, self._shards(each, images), self._parities(each), views)
-            except (CorruptShardError, RestoreError) as error:
+                begun.run(shards, parities)
+            except CorruptShardError as error:
                 suspected += [Failure(s.key, s.place, str(error)) for s in each.parities]
+            except Exception as error:
+                if self._courier.broken:
+                    raise
+                trouble.append(f"shards {sorted(made)}: {type(error).__name__}: {error}")
             else:
                 images.update(made)
                 for shard in made:
@@ -131,7 +140,7 @@ class Parities:
     def _shards(self, each: Rebuild, images: Mapping[int, Image]) -> dict[int, Read]:
         readers = {s.shard: s.reader for s in self._plan.sources}
         return {
-            member: self._broadcast(readers[shard], self._here(images.get(shard)))
+            member: self._broadcast(readers[shard], self._image(shard, images))
             for member, shard in enumerate(each.group)
             if shard not in each.lost
         }
@@ -139,26 +148,29 @@ class Parities:
     def _parities(self, each: Rebuild) -> dict[int, Read]:
         return {s.member: self._broadcast(s.reader, self._parity(s.key)) for s in each.parities}
 
-    def _here(self, image: Image | None) -> Read | None:
-        return None if image is None else _reader_of(image.view, image.touch)
+    def _image(self, shard: int, images: Mapping[int, Image]) -> Read:
+        def read(offset: int, into: memoryview) -> None:
+            image = images[shard]  # not there where the rebuild failed that was to make it
+            _reader_of(image.view, image.touch)(offset, into)
 
-    def _parity(self, key: ParityKey) -> Read | None:
-        if key not in self._mine:
-            return None
-        _, file = self._mine[key]
-        return _reader_of(file.view, file.bring)
+        return read
 
-    def _broadcast(self, reader: int, read: Read | None) -> Read:
+    def _parity(self, key: ParityKey) -> Read:
+        def read(offset: int, into: memoryview) -> None:
+            _, file = self._mine[key]
+            _reader_of(file.view, file.bring)(offset, into)
+
+        return read
+
+    def _broadcast(self, reader: int, read: Read) -> Read:
         """A range, from the rank that has it to all; they ask for the same ones in one order."""
 
         def read_together(offset: int, into: memoryview) -> None:
             if reader == self._courier.rank:
                 try:
-                    if read is None:  # the rebuild that was to make it failed
-                        raise OSError
                     read(offset, into)
                 except Exception:  # told by the check of this source, as damage is
-                    into[:] = bytes(len(into))
+                    clear(into)
             self._courier.broadcast(into, reader)
 
         return read_together

@@ -39,6 +39,7 @@ from .restored import Restored, Volume
 from .shardfile import ShardHeader, decode_header
 from .sharing import Courier, Visit
 from .state import TrainingState
+from .together import Together
 
 __all__ = ["Attempt", "Restored", "Restorer", "all_finished", "load"]
 
@@ -95,7 +96,7 @@ class Attempt:
         return shard == rank and len(sources) == size and sources[shard].rebuilt
 
     def report(self, manifest: Manifest, calls_alone: bool) -> Restored:
-        """What was loaded; `manifest` is this rank's. `calls_alone`: its number is that of calls,
+        """What is loaded; `manifest` is this rank's. `calls_alone`: its number is that of calls,
         also where it was guessed what a boundary is."""
         calls, number = manifest.calls, manifest.iteration
         result = Restored(calls if calls_alone and calls is not None else number)
@@ -105,6 +106,10 @@ class Attempt:
         result.levels = self.plan.levels
         result.nbytes = self.nbytes
         return result
+
+    def fail(self, error: Exception) -> None:
+        """Behind the last byte: `all_finished` is told, as the other ranks wait there."""
+        self.trouble = self.trouble or f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Unmap everything."""
@@ -118,7 +123,7 @@ class Restorer:
 
     def __init__(
         self,
-        group: Group,
+        group: Together,
         inventories: Sequence[Sequence[Found]],
         on_reject: Callable[[str], None],
         parities: Sequence[Sequence[FoundParity]] = (),
@@ -148,7 +153,8 @@ class Restorer:
         self._on_reject = on_reject
 
     def find(self, version: int | None = None) -> Attempt | None:
-        """The newest version that proves sound on all ranks; None when there is none.
+        """The newest version that proves sound on all ranks; None when there is none. In a stretch
+        that all ranks end alike (`Together`).
 
         Raises RestoreError, on all ranks, when a newer one is there and cannot be decoded for want
         of a key or a module: to go back behind it would be the beginning of its end; and when one
@@ -265,10 +271,10 @@ class Restorer:
                 image.close()
 
     def _rebuild(
-        self, attempt: Attempt, pool: ThreadPoolExecutor, reads: Reads, trouble: Sequence[str]
+        self, attempt: Attempt, pool: ThreadPoolExecutor, reads: Reads, trouble: list[str]
     ) -> tuple[list[Failure], list[Failure]]:
         """Make the lost shards while threads still read; (what may be damaged, what is). Not where
-        a rank has `trouble`."""
+        a rank has `trouble`, to which this one's is added."""
         begin = time.perf_counter()
         parities = Parities(attempt.plan, attempt.courier, pool, self._on_read)
         with contextlib.closing(parities):
@@ -280,8 +286,10 @@ class Restorer:
             suspected = []
             if all(theirs for theirs, _ in everyone):
                 records = dict(r for _, each in everyone for r in each)
-                self._see_that_there_is_room(attempt.plan, parities.make_room(records))
-                suspected = parities.rebuild(records, attempt.images)
+                self._see_that_there_is_room(
+                    attempt.plan, parities.make_room(records, attempt.images)
+                )
+                suspected = parities.rebuild(attempt.images, trouble)
             self.rebuild_seconds += time.perf_counter() - begin
             return suspected, parities.finish()
 
@@ -441,43 +449,53 @@ def _own_of(image: Image, header: ShardHeader) -> OwnState:
 
 
 def load(
-    state: TrainingState, attempt: Attempt, group: Group, strict: bool, new: NewTensors
-) -> tuple[Manifest, list[str], Any]:
-    """Load a verified version; returns this rank's manifest, notices, and the adapter's own.
+    state: TrainingState,
+    attempt: Attempt,
+    group: Together,
+    strict: bool,
+    new: NewTensors,
+    calls_alone: bool,
+) -> tuple[Manifest, Restored, list[str], Any]:
+    """Load a verified version; returns this rank's manifest, what was loaded (see
+    `Attempt.report`), notices, and the adapter's own.
 
     Raises StateMismatchError on all ranks, with nothing changed on any, if the structure of any
     rank's live state differs and `strict` is True; RestoreError on all if any rank has no memory
-    for what it would have to create, or fails in some other way before the first change. Whatever
-    else comes out, a rank that is lost for one, leaves `state.torn` True if anything was changed.
+    for what it would have to create, or fails in some other way before the first change. What
+    fails on a rank after that is its `attempt.trouble`, see `all_finished`. Whatever else comes
+    out, a rank that is lost for one, leaves `state.torn` True if anything was changed.
     """
-    assert attempt.contents is not None
-    own = attempt.contents.own
-    manifest = Manifest.decode(own.manifest)
-    differences: list[str] = []
-    trouble = ""
-    try:
+    with group:
+        assert attempt.contents is not None
+        own = attempt.contents.own
+        manifest = Manifest.decode(own.manifest)
         saved = tree.decode(own.tree)
         loader = Loader(state, attempt.contents, group.rank, group.size, new)
         differences = loader.differences() + loader.extra_differences(saved)
         loader.prepare()
-    except Exception as error:  # a rank that raised alone would leave the others waiting for it
-        trouble = f"rank {group.rank}: {type(error).__name__}: {error}"
-    everyone = group.all_gather_object((differences, trouble))
-    failed = [theirs for _, theirs in everyone if theirs]
-    if failed:
-        raise RestoreError(f"{attempt.plan.id} cannot be loaded; nothing was changed: {failed[0]}")
-    found: list[str] = next((d for d, _ in everyone if d), [])
-    if found and strict:
-        raise StateMismatchError(f"Version {attempt.plan.id}", found)
-    attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
+        attempt.courier.make_room(attempt.contents.outlines)
+        grown = group.size > loader.shards
+        told = (differences, streams.digests_of(saved["rng"]) if grown else {})
+        everyone, digests = zip(*group.all_gather_object(told), strict=True)
+        found: list[str] = next((theirs for theirs in everyone if theirs), [])
+        if found and strict:
+            raise StateMismatchError(f"Version {attempt.plan.id}", found)
+        result = attempt.report(manifest, calls_alone)
+        attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
+        notices = [f"accepted (strict=False): {d}" for d in differences]
     state.torn = True
     with torch.no_grad():
         attempt.visit(loader.load_window)
-        trouble = attempt.trouble or _finish(loader, saved)
-    # Last: loading may have drawn.
-    loader.notices += streams.take_up(
-        saved["rng"], manifest.version, loader.shards, group, state.cuda_device()
-    )
-    attempt.trouble, state.torn = trouble, bool(trouble)
-    notices = loader.notices + [f"accepted (strict=False): {d}" for d in differences]
-    return manifest, notices, saved.get("adapter")
+        attempt.trouble = attempt.trouble or _finish(loader, saved)
+    try:  # last: loading may have drawn
+        notices += loader.notices + streams.take_up(
+            saved["rng"],
+            manifest.version,
+            group.rank,
+            digests[: loader.shards],
+            state.cuda_device(),
+        )
+    except Exception as error:
+        attempt.fail(error)
+    state.torn = bool(attempt.trouble)
+    return manifest, result, notices, saved.get("adapter")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -12,9 +12,16 @@ from .images import Image
 from .inventory import Source
 from .outline import Outline
 from .restored import Volume
+from .together import Together
 
 BROADCAST_BYTES = 64 * 1024 * 1024
 """A window: all that a rank holds of what others read."""
+
+
+def clear(window: memoryview) -> None:
+    """Make it zeros; takes no memory."""
+    torch.frombuffer(window, dtype=torch.uint8).zero_()
+
 
 Visit = Callable[[int, int, memoryview], None]
 """`visit(shard, offset, window)`."""
@@ -23,16 +30,21 @@ Visit = Callable[[int, int, memoryview], None]
 class Courier:
     """The group's broadcasts, counted. Training thread; all ranks call it alike."""
 
-    def __init__(self, group: Group, volume: Volume) -> None:
+    def __init__(self, group: Group | Together, volume: Volume) -> None:
         self.rank, self.size = group.rank, group.size
         self._group, self._volume = group, volume
         self.trouble = ""
         """Why what was verified cannot be shown any more, in words."""
+        self.broken = False
+        """A broadcast failed: there is nobody to go on with."""
         self._buffer: torch.Tensor | None = None
 
     def broadcast(self, window: memoryview, source: int) -> None:
         """Make `window` on every rank what it is on rank `source`."""
-        self._group.broadcast(torch.frombuffer(window, dtype=torch.uint8), source)
+        data = torch.frombuffer(window, dtype=torch.uint8)
+        self.broken = True
+        self._group.broadcast(data, source)
+        self.broken = False
         if source != self.rank:
             self._volume.received(len(window))
 
@@ -41,12 +53,18 @@ class Courier:
         told = dict.fromkeys(why for why in self._group.all_gather_object(self.trouble) if why)
         return "; ".join(list(told)[:4])
 
+    def make_room(self, outlines: Iterable[Outline]) -> None:
+        """Take the memory that showing these takes, while an error leaves nobody waiting."""
+        longest = (min(o.nbytes, max(BROADCAST_BYTES, o.header_bytes)) for o in outlines)
+        self._room(max(longest, default=0))
+
     def show(self, source: Source, outline: Outline, image: Image | None, visit: Visit) -> None:
         """Let all ranks visit a shard; `image` is there where `source.direct`, and at its reader.
 
         The whole header is in the first window. One that came from another rank is gone after the
         visit. What this rank maps may have left memory since it was verified: where it cannot be
-        read again the visits end, `trouble` says why, and the others get zeros in its place.
+        read again the visits end, `trouble` says why, and the others get zeros in its place. The
+        visits end, and `trouble` says why, also where one raises: the others go on.
         """
         nbytes, low = outline.nbytes, 0
         while low < nbytes:
@@ -59,18 +77,19 @@ class Courier:
             low = high
 
     def _visit(self, visit: Visit, shard: int, low: int, window: memoryview) -> None:
-        """Zeros in the place of a header are no error of this rank alone: the others go on."""
         try:
             visit(shard, low, window)
-        except FormatError as error:
+        except FormatError as error:  # zeros in its place
             self.trouble = f"shard {shard} has no header: {error}"
+        except Exception as error:
+            self.trouble = f"shard {shard} (rank {self.rank}): {type(error).__name__}: {error}"
 
     def _window(self, image: Image | None, low: int, high: int) -> memoryview:
         """Part of a shard, or room for it."""
         if image is not None and not self.trouble:
             try:
                 image.touch(low, high)
-            except OSError as error:
+            except Exception as error:
                 self.trouble = (
                     f"{image.manifest.key} was sound and cannot be read again (rank {self.rank}): "
                     f"{error}. What is live is neither old nor new: restore again, or start again"
@@ -79,7 +98,7 @@ class Courier:
                 return image.view[low:high]
         window = self._room(high - low)
         if image is not None:
-            window[:] = bytes(len(window))
+            clear(window)
         return window
 
     def _room(self, nbytes: int) -> memoryview:

@@ -30,38 +30,43 @@ import numpy as np
 import torch
 
 from .generators import load_rng
-from .group import Group
 
 KINDS = ("python", "numpy", "torch", "cuda")
+
+
+def digests_of(saved: Mapping[str, Any]) -> dict[str, str]:
+    """What the other ranks of a job that has grown need of a saved rank's streams.
+
+    Args:
+        saved: `rng` of a rank tree; see `generators.pack_rng`.
+    """
+    return {kind: _digest(saved[kind]) for kind in KINDS}
 
 
 def take_up(
     saved: Mapping[str, Any],
     version: int,
-    shards: int,
-    group: Group,
+    rank: int,
+    everyone: Sequence[Mapping[str, str]],
     device: torch.device | None = None,
 ) -> list[str]:
     """Set this process's generators after a restore; returns what could not be set.
 
-    Collective if the job has grown; training thread.
-
     Args:
-        saved: `rng` of the rank tree in shard `group.rank % shards`; see `generators.pack_rng`.
+        saved: `rng` of the rank tree that this rank has: of its own shard, or, where it had none,
+            of shard `rank` modulo the number of shards.
         version: that is being restored.
-        shards: how many ranks the checkpoint is of.
-        group: the ranks of this job.
+        rank: of this process.
+        everyone: `digests_of` every rank that the checkpoint is of, in order; may be empty where
+            the job has not grown.
         device: the CUDA device that this one trains on, if it does.
     """
     problems = load_rng(dict(saved), device)
-    if group.size > shards:
-        own = {kind: _digest(saved[kind]) for kind in KINDS}
-        everyone = group.all_gather_object(own)[:shards]
-        if group.rank >= shards:
-            for kind in KINDS:
-                seed = seed_of(kind, version, [states[kind] for states in everyone], group.rank)
-                if seed is not None:
-                    _reseed(kind, seed)
+    if everyone and rank >= len(everyone):
+        for kind in KINDS:
+            seed = seed_of(kind, version, [states[kind] for states in everyone], rank)
+            if seed is not None:
+                _reseed(kind, seed)
     return problems
 
 
