@@ -10,12 +10,13 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .config import Config
 from .errors import RestoreError
 from .group import Group
+from .inventory import Found, FoundParity
 from .lives import Lives
 from .naming import Lineage, VersionId
 from .newtensors import NewTensors
@@ -25,6 +26,9 @@ from .reports import Reports
 from .restore import Attempt, Restored, Restorer, load
 from .state import TrainingState
 from .together import Together
+
+Inventories = Sequence[Sequence[Found]]
+Parities = Sequence[Sequence[FoundParity]]
 
 
 class Comeback:
@@ -48,6 +52,8 @@ class Comeback:
         `time.perf_counter()`."""
         self._group, self._state, self._lives, self._reports = group, state, lives, reports
         self._begin_seconds = begin_seconds
+        self._version: int | None = None
+        """That was asked for."""
         self._calls_alone = config.boundary == "explicit"
         self._together = Together(group)
         with self._together:
@@ -63,7 +69,10 @@ class Comeback:
             bar,
             open_store,
             self._new.foresee,
+            self._look_again,
         )
+        self._told: set[str] = set()
+        """Problems that were rejected."""
 
     def find(self, version: int | None, live_version: int) -> Attempt | None:
         """The newest sound version, or `version`; the caller closes it. Collective.
@@ -86,7 +95,23 @@ class Comeback:
         return attempt
 
     def _find(self, version: int | None) -> Attempt | None:
-        if self._lives.newer and version is None:
+        self._version = version
+        self._judge_what_was_seen()
+        return self._restorer.find(version)
+
+    def _look_again(self, missing: str) -> tuple[Inventories, Parities]:
+        """Take stock once more: something was retired since."""
+        self._reports.notice(
+            f"{missing}: not there any more, or never seen by the rank that was to read it. "
+            "Looking once more",
+            logging.DEBUG if self._group.rank else logging.INFO,
+        )
+        self._lives.look(self._together)
+        self._judge_what_was_seen()
+        return self._lives.found, self._lives.parities
+
+    def _judge_what_was_seen(self) -> None:
+        if self._lives.newer and self._version is None:
             raise RestoreError(
                 f"a newer tierckpt was here: {'; '.join(self._lives.newer)}. Nothing was changed, "
                 "and nothing older was taken in its place",
@@ -94,9 +119,10 @@ class Comeback:
                 "it away, or another path, starts without it",
             )
         for problem in (*self._lives.problems, *self._lives.unseen):
-            self._restorer.rejected.append(problem)
-            self._reject(problem)
-        return self._restorer.find(version)
+            if problem not in self._told:
+                self._told.add(problem)
+                self._restorer.rejected.append(problem)
+                self._reject(problem)
 
     def _tell_what_is_lost(self, found: VersionId) -> None:
         """Going far back must not look like the ordinary course."""

@@ -75,13 +75,21 @@ class Failure:
     blame: Blame = Blame.COPY
     node: str = field(default_factory=socket.gethostname)
     """That it was found on."""
+    gone: bool = False
+    """It is not there: perhaps not any more, and something newer is (see `Restorer`)."""
 
     @staticmethod
     def of(key: ShardKey, place: Place, error: BaseException) -> Failure:
         """What `error` makes of a copy."""
         why = str(error) if isinstance(error, LOST) else f"{type(error).__name__}: {error}"
-        blame = Blame.of(place, error)
-        return Failure(key, place, why, isinstance(error, ModuleError), blame)
+        blame, undecodable = Blame.of(place, error), isinstance(error, ModuleError)
+        return Failure(key, place, why, undecodable, blame, gone=_is_gone(error))
+
+
+def _is_gone(error: BaseException) -> bool:
+    """True also where a network file system says so in its own way."""
+    stale = isinstance(error, OSError) and error.errno == errno.ESTALE
+    return stale or isinstance(error, FileNotFoundError)
 
 
 OnRead = Callable[[int], None]

@@ -44,6 +44,10 @@ from .together import Together
 __all__ = ["Attempt", "Restored", "Restorer", "all_finished", "load"]
 
 
+LookAgain = Callable[[str], tuple[Sequence[Sequence[Found]], Sequence[Sequence[FoundParity]]]]
+"""Given what is missing, in words; returns inventories and parities."""
+
+
 @dataclass
 class Attempt:
     """A verified version, ready to be loaded."""
@@ -130,9 +134,10 @@ class Restorer:
         progress: Progress | None = None,
         open_store: OpenStore = PersistentStore,
         foresee: Callable[[Iterable[ShardHeader]], None] = lambda headers: None,
+        look_again: LookAgain | None = None,
     ) -> None:
         """`foresee` is shown the headers of what this rank reads while threads read the rest; once
-        for each version that is tried."""
+        for each version that is tried. `look_again` takes stock anew, on all ranks."""
         self.group = group
         self.inventories = inventories
         self.parities = parities
@@ -142,6 +147,7 @@ class Restorer:
         self.volume = Volume()
         self._progress = progress or Progress(False)
         self._open_store, self._foresee = open_store, foresee
+        self._look_again = look_again
         self._kept: Kept = {}
         self._readers: dict[tuple[ShardKey, Place], int] = {}
         """Who has what of all that was fetched at the last try."""
@@ -232,7 +238,7 @@ class Restorer:
         _see_that_all_could_read(plan, troubles)
         # What is made of damaged bytes is wrong, too, and says nothing of those that are sound.
         failed = _with_ranks(failed_of) or _with_ranks(suspected_of)
-        self._reject(failed)
+        self._reject(self._still_found(failed))
         self._readers = _readers_of(plan)
         if failed:
             damaged = {f.key.shard for f in failures if not isinstance(f.key, ParityKey)}
@@ -302,6 +308,21 @@ class Restorer:
     def _on_read(self, nbytes: int) -> None:
         self.volume.read(nbytes)
         self._progress.advance(nbytes)
+
+    def _still_found(self, failed: list[tuple[int, Failure]]) -> list[tuple[int, Failure]]:
+        """Without copies that are no longer there when all look once more: an agent of the life
+        before has retired them, for a newer version that the next plan is to know.
+
+        That ends: what a look no longer finds was deleted, and what it finds is rejected here.
+        """
+        gone = [failure for _, failure in failed if failure.gone]
+        if not gone or self._look_again is None:
+            return failed
+        places = dict.fromkeys(f"{each.key.id} in {each.place.where}" for each in gone)
+        self.inventories, self.parities = self._look_again("; ".join(list(places)[:4]))
+        found = {(f.key, f.place) for each in self.inventories for f in each}
+        found |= {(p.key, p.place) for each in self.parities for p in each}
+        return [(r, f) for r, f in failed if not f.gone or (f.key, f.place) in found]
 
     def _reject(self, failed: Iterable[tuple[int, Failure]]) -> None:
         """Never again: a damaged copy by anybody, one that a rank could not get at by that rank."""

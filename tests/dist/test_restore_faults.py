@@ -22,7 +22,15 @@ import tierckpt.restore
 from tests import exact
 from tests.dist import test_peer_level as peer
 from tests.dist import test_persistent_level as persistent
-from tests.dist.training import Place, attach, crash_after, make_job, rank, working_in
+from tests.dist.training import (
+    Place,
+    attach,
+    crash_after,
+    make_job,
+    rank,
+    restored_into,
+    working_in,
+)
 from tierckpt.mappedfile import MappedFile
 from tierckpt.persistent.posix import PosixBackend
 
@@ -126,6 +134,65 @@ def test_a_part_that_nobody_sees_is_damage(ranks: Any, tmp_path: Path, shm_dir: 
         assert told["digest"] == before[number]["course"][8]
         assert len(told["rejected"]) == 2
         assert all("a part of it is missing" in text for text in told["rejected"])
+
+
+# --- retired between look and read ---------------------------------------------------------------
+
+
+def come_back_while_it_is_retired(
+    place: Place, shared: str, comes: str, goes: str
+) -> dict[str, Any]:
+    """An agent of the life before is still at work: after the plan was made, one version comes to
+    the persistent level, for which another is retired."""
+    job = make_job(seed=2)
+    attached = attach(job, place, memory_every_steps=0, **persistent.settings(shared))
+    plain, opened = tierckpt.reading.Reads.open, list[Any]()
+
+    def open_late(reads: Any, version: Any, *rest: Any) -> None:
+        opened.append(version.version)
+        if len(opened) == 1:
+            if rank() == 0:
+                move(Path(shared), comes, back=True)
+                move(Path(shared), goes)
+            attached.ckpt.group.barrier()
+        plain(reads, version, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tierckpt.reading.Reads, "open", open_late)
+        told = restored_into(job, attached)
+    attached.ckpt.abandon()
+    return told | {"opened": opened}
+
+
+def move(shared: Path, stem: str, back: bool = False) -> None:
+    """A version out of the level's sight, manifest first; or back, manifest last."""
+    aside = shared.parent / "aside"
+    aside.mkdir(exist_ok=True)
+    names = sorted(p.name for p in (aside if back else shared).glob(f"{stem}*")) if stem else []
+    for name in names if back else reversed(names):
+        (aside if back else shared).joinpath(name).rename((shared if back else aside) / name)
+
+
+@pytest.mark.parametrize(("newer", "version"), [(True, STEPS), (False, 4)])
+def test_what_was_retired_since_the_look_is_looked_for_once_more(
+    newer: bool, version: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """What it was retired for is restored; or what is left, where it was simply deleted."""
+    place, shared = Place.under(tmp_path, shm_dir), tmp_path / "shared"
+    keep = {"persistent_keep_last": 3}
+    before = ranks(2).run(persistent.train_and_close, place, str(shared), keep)
+    persistent.lose_the_nodes(place)
+    oldest, planned, newest = [n.stem for n in persistent.PersistentStore(str(shared)).versions()]
+    move(shared, newest)
+    if newer:
+        move(shared, oldest)
+    comes = newest if newer else ""
+    told = ranks(2).run(come_back_while_it_is_retired, place, str(shared), comes, planned)
+    for number, each in enumerate(told):
+        assert each["opened"] == [8, version]
+        assert each["restored"] == (version, {"persistent": 2})
+        assert each["digest"] == before[number]["course"][version]
+        assert each["rejected"] == ()
 
 
 # --- a rank that fails by itself -----------------------------------------------------------------
