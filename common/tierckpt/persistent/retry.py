@@ -14,6 +14,9 @@ from .objects import http_status
 
 Result = TypeVar("Result")
 
+_chance = random.Random()
+"""The global one is the training's, where the agent is in its process."""
+
 _TRANSIENT_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _TRANSIENT_ERRNO = {
     errno.EAGAIN,
@@ -134,7 +137,7 @@ class RetryingBackend:
         inner: Backend,
         policy: RetryPolicy,
         sleep: Callable[[float], None],
-        uniform: Callable[[], float] = random.Random().random,  # not the training's stream
+        uniform: Callable[[], float] = _chance.random,
         on_retry: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.inner = inner
