@@ -70,6 +70,7 @@ class Comeback:
             open_store,
             self._new.foresee,
             self._look_again,
+            lives.nodes,
         )
         self._told: set[str] = set()
         """Problems that were rejected."""

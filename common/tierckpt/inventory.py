@@ -107,6 +107,8 @@ class Inventory:
     """Where it could not be seen what is there at all, and why."""
     generation: int
     """The newest generation seen, also in what is not restorable."""
+    host: str = ""
+    """The node's."""
     token: str = ""
     """Random; of rank 0's are made the name and the secret of the life that begins now."""
     parities: tuple[FoundParity, ...] = ()
@@ -140,6 +142,7 @@ def take_inventory(
         tuple(problems),
         tuple(unseen),
         max((key.id.generation for key in there), default=0),
+        host,
         secrets.token_hex(24),
         tuple(parities),
     )
@@ -149,7 +152,7 @@ def nothing_seen(host: str, error: Exception) -> Inventory:
     """Of a rank that could not look at all."""
     why = f"{type(error).__name__}: {error}"
     unseen = Problem(Place("memory", host, f"node {host}"), why)
-    return Inventory((), (), (unseen,), 0, secrets.token_hex(24))
+    return Inventory((), (), (unseen,), 0, host, secrets.token_hex(24))
 
 
 @contextlib.contextmanager
@@ -356,15 +359,18 @@ def plan_restore(
     parities: Sequence[Sequence[FoundParity]] = (),
     readers: Readers = MappingProxyType({}),
     unreachable: Unreachable = frozenset(),
+    nodes: Sequence[str] = (),
 ) -> RestorePlan | None:
     """The newest version whose every shard is somewhere, or can be rebuilt, each shard from its
     cheapest place.
 
     All shards of a version are of one life. `bad` are copies found damaged; `version` asks for that
     one only; `readers` read the same copies again; nobody is to read what is `unreachable` to it
-    (see `_Sight`), and a copy is lost when nobody is left. None when there is no such version. Same
-    inputs, same plan: every rank calls this.
+    (see `_Sight`), and a copy is lost when nobody is left. `nodes` names every rank's; without it
+    each rank is on one of its own. None when there is no such version. Same inputs, same plan:
+    every rank calls this.
     """
+    nodes = nodes or [str(rank) for rank in range(len(inventories))]
     sight = _Sight(len(inventories), readers, unreachable)
     seen: dict[tuple[str, ShardKey], dict[Place, list[int]]] = {}
     lineages: dict[VersionId, Lineage] = {}
@@ -386,7 +392,7 @@ def plan_restore(
             made_of = _parities_of(keys[0], parities, life, bad, unreachable)
             there, rebuilds, lost = _put_together(keys, places_of, made_of)
             if not lost:
-                sources = tuple(_assign(keys, there, len(inventories), readers))
+                sources = tuple(_assign(keys, there, nodes))
                 return RestorePlan(id_, sources, life, rebuilds)
     return None
 
@@ -524,51 +530,58 @@ def _parity_source(
 
 
 def _assign(
-    keys: Sequence[ShardKey],
-    places_of: Mapping[ShardKey, Places],
-    ranks: int,
-    had: Readers,
-) -> Iterator[Source]:
-    """Pick a place and a reader for every shard; readers as evenly loaded as places allow.
+    keys: Sequence[ShardKey], places_of: Mapping[ShardKey, Places], nodes: Sequence[str]
+) -> list[Source]:
+    """Pick a place and a reader, or a maker, for every shard; ranks as evenly loaded as places
+    allow, and nodes as evenly as that allows (see `_Load`).
 
-    What all ranks see and few have to read is read by ranks far apart, which are of many nodes.
-    What was lost is made by the rank of its number, if that has no other to make: it is the one
-    that a rank of then is now (see `mending`).
+    Copies that only one rank is to read, which may have them already, count first. A shard is its
+    own rank's (see `mending`), where it has one that can and has nothing else to do; of what all
+    see only where there is one for each rank, as few might all be of one node.
     """
-    load, making = [0] * ranks, [0] * ranks
+    load, making = _Load(nodes), _Load(nodes)
+    readers: dict[ShardKey, int] = {}
     nearest = {
         key: min(places, key=lambda p: (LEVELS.index(p.level), p))
         for key, places in places_of.items()
     }
-    known = {
-        key: had[key, place]
-        for key, place in nearest.items()
-        if (key, place) in had and had[key, place] in places_of[key][place]
-    }
-    for reader in known.values():
-        load[reader] += 1
+    ranks = range(len(nodes))
+    far = [key for key, place in nearest.items() if place.host == EVERYWHERE]
+    far_homes = len(far) == len(nodes)
+    for key in sorted(nearest, key=lambda key: (len(places_of[key][nearest[key]]) > 1, key.shard)):
+        place = nearest[key]
+        home = key.shard if place.host != EVERYWHERE or far_homes else -1
+        readers[key] = load.give(places_of[key][place], home)
+    sources = []
     for key in keys:
-        places = places_of.get(key)
-        if places is None:
-            maker = _least(key.shard, range(ranks), making)
-            making[maker] += 1
-            yield Source(key.shard, REBUILT, maker, direct=False)
+        if key not in nearest:
+            maker = making.give(ranks, key.shard if len(keys) <= len(nodes) else -1)
+            sources.append(Source(key.shard, REBUILT, maker, direct=False))
             continue
         place = nearest[key]
-        everywhere = place.host == EVERYWHERE
-        readers = places[place]
-        home = key.shard * ranks // len(keys) if everywhere else key.shard
-        if key in known:
-            reader = known[key]
-        else:
-            reader = _least(home, readers, load)
-            load[reader] += 1
         # What has to be decoded is decoded once, and not by every rank.
-        direct = len(readers) == ranks and not everywhere and not place.encoded
-        yield Source(key.shard, place, reader, direct=direct)
+        seen_by_all = len(places_of[key][place]) == len(nodes) and place.host != EVERYWHERE
+        direct = seen_by_all and not place.encoded
+        sources.append(Source(key.shard, place, readers[key], direct=direct))
+    return sources
 
 
-def _least(home: int, readers: Sequence[int], load: Sequence[int]) -> int:
-    """`home`, if it is one of `readers` and has nothing to do yet; else who has least."""
-    free = home in readers and load[home] == 0
-    return home if free else min(readers, key=lambda r: (load[r], r))
+class _Load:
+    """What ranks have to do: each as much as any other, to one piece; and where that leaves a
+    choice, what is done on the node that has least to do."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self._nodes = nodes
+        self._of_rank = [0] * len(nodes)
+        self._of_node: Counter[str] = Counter()
+
+    def give(self, ranks: Sequence[int], home: int) -> int:
+        """One piece, to one of `ranks`: to `home`, if that is one and has nothing to do yet."""
+        free = home in ranks and self._of_rank[home] == 0
+        rank = home if free else min(ranks, key=self._weight)
+        self._of_rank[rank] += 1
+        self._of_node[self._nodes[rank]] += 1
+        return rank
+
+    def _weight(self, rank: int) -> tuple[int, int, int]:
+        return self._of_rank[rank], self._of_node[self._nodes[rank]], rank

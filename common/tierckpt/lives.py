@@ -48,6 +48,8 @@ class Lives:
         """What every rank found when it looked last."""
         self.parities: list[tuple[FoundParity, ...]] = []
         """The same, of what nodes keep for each other."""
+        self.nodes: list[str] = []
+        """Every rank's, by name."""
         self.problems: list[str] = []
         """What was found and cannot be read."""
         self.newer: list[str] = []
@@ -80,6 +82,7 @@ class Lives:
         token = inventories[0].token
         self.name, self.secret = token[:NAME_LETTERS], token[NAME_LETTERS:]
         self.found = [i.found for i in inventories]
+        self.nodes = [i.host for i in inventories]
         self.parities = [i.parities for i in inventories]
         self.problems = _told(p for i in inventories for p in i.problems)
         self.newer = _told(p for i in inventories for p in i.problems if p.newer)

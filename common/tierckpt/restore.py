@@ -135,9 +135,11 @@ class Restorer:
         open_store: OpenStore = PersistentStore,
         foresee: Callable[[Iterable[ShardHeader]], None] = lambda headers: None,
         look_again: LookAgain | None = None,
+        nodes: Sequence[str] = (),
     ) -> None:
         """`foresee` is shown the headers of what this rank reads while threads read the rest; once
-        for each version that is tried. `look_again` takes stock anew, on all ranks."""
+        for each version that is tried. `look_again` takes stock anew, on all ranks.
+        `nodes` names every rank's."""
         self.group = group
         self.inventories = inventories
         self.parities = parities
@@ -147,7 +149,7 @@ class Restorer:
         self.volume = Volume()
         self._progress = progress or Progress(False)
         self._open_store, self._foresee = open_store, foresee
-        self._look_again = look_again
+        self._look_again, self._nodes = look_again, nodes
         self._kept: Kept = {}
         self._readers: dict[tuple[ShardKey, Place], int] = {}
         """Who has what of all that was fetched at the last try."""
@@ -176,6 +178,7 @@ class Restorer:
                     self.parities,
                     self._readers,
                     frozenset(self._unreachable),
+                    self._nodes,
                 )
                 if self._undecodable and (plan is None or plan.id not in self._undecodable):
                     raise _cannot_decode(self._undecodable)

@@ -229,7 +229,7 @@ def test_a_rank_that_cannot_map_what_others_map_is_sent_it() -> None:
     key, place = inventory[1].key, inventory[1].place
     plan = plan_restore([inventory] * 2, unreachable=frozenset([(key, place, 1)]))
     assert plan is not None
-    assert [(s.reader, s.direct) for s in plan.sources] == [(0, True), (0, False)]
+    assert [(s.reader, s.direct) for s in plan.sources] == [(1, True), (0, False)]
 
 
 def found(version: int, shard: int, shards: int, level: str = "memory", where: str = "x") -> Found:

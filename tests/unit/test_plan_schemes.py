@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -167,7 +168,8 @@ def inventories_of(world: World) -> tuple[list[list[Found]], list[list[FoundPari
 
 def planned(world: World) -> RestorePlan | None:
     found, parities = inventories_of(world)
-    return plan_restore(found, world.bad(), parities=parities)
+    nodes = [f"node{node}" for node in world.ranks]
+    return plan_restore(found, world.bad(), parities=parities, nodes=nodes)
 
 
 @given(worlds())
@@ -275,6 +277,44 @@ def test_what_is_lost_is_made_by_its_own_rank_or_else_spread_evenly(world: World
         assert all(rank == shard for shard, rank in made.items())
 
 
+@given(worlds())
+@settings(max_examples=300)
+def test_what_is_lost_is_made_on_all_nodes_alike(world: World) -> None:
+    """By trying everything: no way to deal it out evenly over ranks leaves less to the node that
+    makes most."""
+    plan = planned(world)
+    if plan is None or len(plan.sources) <= len(world.ranks):
+        return  # each rank makes its own
+    makers = Counter(s.reader for s in plan.sources if s.rebuilt)
+    most = max(Counter(world.ranks[r] for r in makers.elements()).values(), default=0)
+    assert most == least_most(world.ranks, makers.total())
+
+
+def least_most(nodes: list[int], pieces: int) -> int:
+    """What the node that makes most makes, at the best, where each rank makes as much as others."""
+    each, more = divmod(pieces, len(nodes))
+    return min(
+        max(Counter([*nodes * each, *chosen]).values(), default=0)
+        for chosen in itertools.combinations(nodes, more)
+    )
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.booleans())
+def test_what_all_see_is_read_on_all_nodes_alike(
+    nodes: int, per_node: int, shards: int, dealt: bool
+) -> None:
+    """Nodes of as many ranks each, numbered node after node or in turns."""
+    ranks = nodes * per_node
+    names = [f"node{r % nodes if dealt else r // per_node}" for r in range(ranks)]
+    seen = [Found(ShardKey(VersionId(1, 1), s, shards), FAR, LINEAGE) for s in range(shards)]
+    plan = plan_restore([seen, *([] for _ in range(ranks - 1))], nodes=names)
+    assert plan is not None
+    loads = Counter(s.reader for s in plan.sources)
+    assert is_even(loads, range(ranks))
+    each = Counter({node: 0 for node in names}) + Counter(names[s.reader] for s in plan.sources)
+    assert max(each.values()) - min(each[node] for node in set(names)) <= 1
+
+
 def test_one_shard_that_cannot_be_made_is_fetched_alone() -> None:
     """Two groups of XOR; one lost a shard, which it makes, the other two, which it cannot."""
     codes = {v: {(0, 1, 2): Code(3, 2, 1), (3, 4, 5): Code(3, 2, 1)} for v in VERSIONS}
@@ -298,6 +338,7 @@ def is_even(load: Counter[int], ranks: Iterable[int]) -> bool:
 def test_few_files_for_many_ranks_are_read_on_all_nodes() -> None:
     """16 shards of a small job, for 64 ranks on 8 nodes: two on each node."""
     shards = [Found(ShardKey(VersionId(1, 1), s, 16), FAR, LINEAGE) for s in range(16)]
-    plan = plan_restore([shards, *([] for _ in range(63))])
+    nodes = [f"node{rank // 8}" for rank in range(64)]
+    plan = plan_restore([shards, *([] for _ in range(63))], nodes=nodes)
     assert plan is not None
     assert Counter(s.reader // 8 for s in plan.sources) == dict.fromkeys(range(8), 2)
