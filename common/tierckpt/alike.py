@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class Roll:
     """Host names of their machines."""
     domains: tuple[str, ...]
     """What dies together."""
+    token: str = ""
+    """Drawn for this attach, by rank 0."""
 
     def node(self, rank: int) -> Node:
         """The rank's node."""
@@ -47,6 +50,8 @@ class _Told:
     compared: tuple[tuple[str, str], ...] = ()
     where: tuple[str, str, str] = ("", "", "")
     """Node, host name, domain."""
+    token: str = ""
+    """See `Roll`."""
 
 
 def agree_on_settings(
@@ -62,7 +67,7 @@ def agree_on_settings(
         config = load_config(arguments, config_file=config_file)
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
-        mine = _Told("", tuple(_compared(config)), where)
+        mine = _Told("", tuple(_compared(config)), where, secrets.token_hex(8))
     except ConfigError as error:
         if group.size == 1:
             raise
@@ -71,7 +76,7 @@ def agree_on_settings(
     _check(everyone)
     assert config is not None, "or this rank had trouble"
     hosts, names, domains = zip(*(told.where for told in everyone), strict=True)
-    return config, Roll(hosts, names, domains)
+    return config, Roll(hosts, names, domains, everyone[0].token)
 
 
 def _compared(config: Config) -> Iterable[tuple[str, str]]:

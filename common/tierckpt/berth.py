@@ -1,7 +1,8 @@
-"""Berth: a rank's place in its node's shared memory, from attach to the end.
+"""Berth: a rank's place on its node, from attach to the end.
 
-That is the job's folder there, the lock which says that the rank lives, and the rank's slots, with
-what an earlier life left in them.
+In shared memory that is the job's folder, the lock which says that the rank lives, and the rank's
+slots, with what an earlier life left in them; on the local level, the node's claim on the directory
+that no other job has then.
 """
 
 from __future__ import annotations
@@ -10,24 +11,41 @@ import contextlib
 import logging
 
 from . import attach, inplace
+from .alike import Roll
+from .claims import Claims
 from .config import Config
 from .errors import ConfigError
 from .group import Group, Node
 from .pool import SlotPool
 from .reports import Reports
+from .slots import JobBusyError
 from .state import TrainingState
 
 
 class Berth:
     """Owns what it names. Training thread; `pool` has rules of its own."""
 
-    def __init__(self, config: Config, rank: int, slots: int, reports: Reports) -> None:
+    def __init__(
+        self, config: Config, group: Group, roll: Roll, slots: int, reports: Reports
+    ) -> None:
         """Take it: `slots` of them, those adopted that are there. What dead jobs left is removed.
 
-        Raises JobBusyError while another process has the place, ConfigError when there is none.
+        Collective. Raises JobBusyError while another process has this rank's place, ConfigError
+        when there is none; JobBusyError on all ranks alike, where another job has a directory.
         """
+        self._config, self._rank, self._reports = config, group.rank, reports
+        self._is_clear = False
+        self._claims: Claims | None = None
+        with contextlib.ExitStack() as undo:
+            self._take(slots, undo)
+            refusals: list[str] = group.all_gather_object(self._claim(roll, undo))
+            for text in filter(None, refusals):
+                raise JobBusyError(text)
+            undo.pop_all()
+
+    def _take(self, slots: int, undo: contextlib.ExitStack) -> None:
+        config, reports = self._config, self._reports
         self.job = attach.job_directory(config)
-        self._config, self._rank, self._reports = config, rank, reports
         try:
             self.job.create()
         except OSError as error:
@@ -37,15 +55,22 @@ class Berth:
             ) from error
         for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
             reports.notice(f"removed shared memory of the dead job {job}", logging.INFO)
-        self._lock_fd = self.job.lock_rank(rank)
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.job.remove_if_unused)
-            undo.callback(self._unlock)
-            place = inplace.place_for_slots(config)
-            self.pool = SlotPool(self.job, rank, slots, reports.notice_later, place)
-            self.pool.adopt()
-            undo.pop_all()
-        self._is_clear = False
+        self._lock_fd = self.job.lock_rank(self._rank)
+        undo.callback(self.job.remove_if_unused)
+        undo.callback(self._unlock)
+        place = inplace.place_for_slots(config)
+        self.pool = SlotPool(self.job, self._rank, slots, reports.notice_later, place)
+        undo.callback(lambda: self.pool.close(remove=False))
+        self.pool.adopt()
+
+    def _claim(self, roll: Roll, undo: contextlib.ExitStack) -> str:
+        """Once a node; why another job has the directory, else empty."""
+        node = roll.node(self._rank)
+        if node.first != self._rank or not self._config.uses("local"):
+            return ""
+        self._claims = Claims(self._config.directory, roll.token, node.index, self._reports.notice)
+        undo.callback(self._claims.release)
+        return self._claims.stake()
 
     def tell_of_room(self, state: TrainingState, group: Group, node: Node) -> None:
         """Say where the slots are, if not here, and what they lack for `state`: once a node."""
@@ -69,6 +94,7 @@ class Berth:
     def leave(self, remove: bool) -> None:
         """Give it up, when nobody is at work on a slot any more; with `remove` nothing stays."""
         self.pool.close(remove)
+        self._release()
         self._unlock(remove)
         if remove:
             self.job.remove_orphans()
@@ -77,8 +103,13 @@ class Berth:
     def let_go(self) -> None:
         """Give it up before anything was put there: what was found stays, and nothing else."""
         self.pool.close(remove=False)
+        self._release()
         self._unlock()
         self.job.remove_if_unused()
+
+    def _release(self) -> None:
+        if self._claims is not None:
+            self._claims.release()
 
     def _unlock(self, remove: bool = True) -> None:
         if remove:

@@ -125,7 +125,7 @@ class Checkpointer:
         with contextlib.ExitStack() as undo:  # or another try would meet what is left of this one
             undo.callback(self.group.close)
             self._open_books(on_event, callbacks, undo)
-            self._berth = Berth(self.config, self.group.rank, slots, self._reports)
+            self._berth = Berth(self.config, self.group, roll, slots, self._reports)
             undo.callback(self._berth.let_go)
             self._pool = self._berth.pool
             self._berth.tell_of_room(self.state, self.group, self._node)

@@ -135,7 +135,8 @@ class Config:
     path: str = "ckpts"
     """Directory of the local level, and, unless `job_id` says otherwise, the job's identity."""
     job_id: str = ""
-    """Whose successor may take over what is in memory; empty: made from `path`."""
+    """Whose successor may take over what is in memory; empty: made from `path`. Jobs with other ids
+    need other paths, too."""
     shm_dir: str = "/dev/shm"
     """Memory file system for the slots."""
     slots: int = 0

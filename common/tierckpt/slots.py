@@ -44,7 +44,8 @@ _SEAL_HEAD_BYTES = 24
 
 
 class JobBusyError(TierckptError):
-    """Another living process is the same rank of the same job on this machine."""
+    """Another living process is the same rank of the same job on this machine, or another job has
+    the local level's directory."""
 
 
 def job_id_of(path: str | os.PathLike[str]) -> str:
@@ -346,8 +347,7 @@ class JobDirectory:
     def _busy(self, rank: int, owner: str) -> JobBusyError:
         return JobBusyError(
             f"rank {rank} of job {self.job!r} is already running on this machine (process "
-            f"{owner}). Two jobs cannot write to one path: give this one another path, or another "
-            "job_id if it really is another job."
+            f"{owner}). Two jobs cannot write to one path: give this one another path."
         )
 
     def segments(self) -> list[Path]:

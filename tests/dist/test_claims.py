@@ -1,0 +1,54 @@
+"""A job whose nodes share a directory has it as one; another one is refused on all of its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.training import Place, attach, make_job, rank
+from tierckpt import claims
+from tierckpt.claims import PREFIX, Claims
+from tierckpt.slots import JobBusyError
+
+NODES = "ab"
+
+
+def refusal(place: Place) -> tuple[str, list[str]]:
+    """What is said, and whose claims are there then."""
+    claims.HERE_SECONDS = 0.2
+    with pytest.raises(JobBusyError) as caught:
+        attach(make_job(), place, node=NODES[rank()], local_every_steps=1)
+    return str(caught.value), marks(Path(place.path))
+
+
+def stay(place: Place) -> list[str]:
+    attached = attach(make_job(), place, node=NODES[rank()], local_every_steps=1)
+    there = marks(Path(place.path))
+    attached.ckpt.close()
+    return there
+
+
+def marks(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir() if p.name.startswith(PREFIX))
+
+
+def test_a_job_of_two_nodes_is_refused_where_another_one_is(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    other = Claims(place.path, "0ther", 0, lambda *_: None)
+    assert other.stake() == ""
+    pool = ranks(len(NODES))
+    try:
+        told = pool.run(refusal, place)
+    finally:
+        other.release()
+    assert [text for text, _ in told] == [told[0][0]] * len(NODES)
+    assert "another job is at work" in told[0][0]
+    assert [there for _, there in told] == [[f"{PREFIX}0ther.0"]] * len(NODES)
+    for there in pool.run(stay, place):
+        tokens = {name.split(".")[2] for name in there}
+        assert (len(there), len(tokens)) == (len(NODES), 1)
+    assert marks(Path(place.path)) == []
