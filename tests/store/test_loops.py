@@ -1,0 +1,123 @@
+"""Loops of one process, and what they do with the model: where copying and boundaries begin."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tierckpt import snapshot
+from tierckpt.snapshot import Snapshot
+from tierckpt.testing import TinyJob
+
+
+@pytest.fixture
+def settings(shm_dir: Path) -> dict[str, Any]:
+    return {"shm_dir": str(shm_dir)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ckpts"
+
+
+def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
+    path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the boundary it would take the interpreter from the forward pass, for nothing yet."""
+    monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
+    # Not "auto": on a busy machine that would begin to copy early.
+    with TinyJob(path, local_every_steps=0, release="backward", **settings) as job:
+        checkpointer, woken = job.checkpointer, list[int]()
+        checkpointer._underway.release_early = False  # as where an adapter releases by layer
+        submit = checkpointer._underway._copier.submit
+
+        def watched(snapshot: Snapshot) -> None:
+            woken.append(snapshot.head.version)
+            submit(snapshot)
+
+        monkeypatch.setattr(checkpointer._underway._copier, "submit", watched)
+        job.run(2)
+        assert woken == [1, 2]  # at once, as slots are to be made, which takes longer
+        job.run(3)
+        assert woken == [1, 2]
+        for parameter in job.model.parameters():
+            checkpointer.release([parameter])
+            assert woken == [1, 2, 3]
+        job.run(5)  # nothing is released but by the barrier
+        assert woken == [1, 2, 3, 4]
+        assert [e.version for e in job.heard("sealed")] == [1, 2, 3, 4]
+
+
+def test_a_hooked_model_can_be_copied_and_saved(tmp_path: Path, shm_dir: Path) -> None:
+    """An EMA copy of the model must not drag the checkpointer along, or call it."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tierckpt.Checkpointer(
+        model, optimizer, path=tmp_path / "c", shm_dir=shm_dir, boundary="forward"
+    ) as ckpt:
+        ckpt.restore()
+        twin = copy.deepcopy(model)
+        torch.save(model, tmp_path / "whole.pt")
+        loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+        for each in (twin, loaded):
+            assert torch.equal(each(torch.ones(3)), model(torch.ones(3)))
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        twin(torch.ones(3))
+        assert ckpt.version == 0  # the twin's forward pass is no boundary of ours
+        model(torch.ones(3))
+        assert ckpt.version == 1
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_a_loop_whose_forward_is_in_the_optimizers_closure(
+    keyword: bool, path: Path, settings: Any
+) -> None:
+    """No forward pass between two steps: the boundary is where the next step begins."""
+    with TinyJob(path, boundary="forward", **settings) as job:
+        inputs, target = torch.randn(8, 12), torch.zeros(8, dtype=torch.int64)
+
+        def closure() -> torch.Tensor:
+            job.optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(job.model(inputs), target)
+            loss.backward()
+            return loss
+
+        for _ in range(5):
+            job.optimizer.step(closure=closure) if keyword else job.optimizer.step(closure)
+        assert job.checkpointer.version == 4
+        job.checkpointer.wait()
+        assert [e.version for e in job.heard("sealed")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("given", ["the one that steps", "another one"])
+def test_an_optimizer_that_never_steps_is_told_of(
+    given: str,
+    path: Path,
+    settings: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop's optimizer is not the checkpointer's: nothing would ever be saved, silently."""
+    monkeypatch.setattr("tierckpt.iterations.STEPLESS_CALLS", 20)
+    model = torch.nn.Linear(2, 2)
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    watched = optimizer if given == "the one that steps" else other
+    with tierckpt.Checkpointer(model, watched, path=path, **settings) as checkpointer:
+        for call in range(1, 61):
+            model(torch.ones(1, 2)).sum().backward()
+            if call % 20 == 0:  # as many micro-batches as there may be without a word
+                optimizer.step()
+            checkpointer.step()
+        version = checkpointer.version
+    said = [r for r in caplog.records if "made no step" in r.getMessage()]
+    if given == "the one that steps":
+        assert (version, said) == (3, [])
+    else:
+        assert version == 0
+        assert [r.levelname for r in said] == ["ERROR"], "once, and loudly"

@@ -1,0 +1,120 @@
+"""Trouble beside the training costs versions, and neither the training nor its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store.tinycourse import STEPS, fingerprints, versions_on_disk
+from tierckpt import ending, patience
+from tierckpt.agentclient import AgentClient
+from tierckpt.testing import TinyJob, run_in_child
+
+
+@pytest.fixture(scope="module")
+def course() -> dict[int, str]:
+    return fingerprints()
+
+
+@pytest.fixture
+def settings(shm_dir: Path) -> dict[str, Any]:
+    return {"shm_dir": str(shm_dir)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ckpts"
+
+
+@pytest.mark.parametrize("when", ["from the beginning", "later"])
+def test_no_thread_to_reach_the_agent_costs_versions_on_disk_and_no_more(
+    when: str, path: Path, settings: Any, course: dict[int, str], monkeypatch: Any
+) -> None:
+    """As where a container allows no more threads; then it does again."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "tierckpt-agent-reach":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        if when == "from the beginning":
+            patch.setattr(threading.Thread, "start", refused)
+        job = TinyJob(path, local_every_steps=1, **settings)
+        job.run(2)
+        if when == "later":
+            assert job.checkpointer.wait()
+            patch.setattr(threading.Thread, "start", refused)
+            process = job.checkpointer._agent._process
+            assert process is not None
+            process.kill()
+            process.wait()
+        job.run(STEPS)
+    with job:
+        job.run(STEPS + 2)
+        assert job.checkpointer.wait()
+        job.run(STEPS + 4)
+    assert job.fingerprint() == course[STEPS + 4]
+    assert any("start new thread" in event.text() for event in job.events)
+    assert STEPS + 4 in versions_on_disk(path)
+
+
+def test_what_fails_after_the_seal_costs_that_version_and_not_the_training(
+    path: Path, settings: Any, course: dict[int, str], monkeypatch: Any
+) -> None:
+    with TinyJob(path, local_every_steps=1, **settings) as job:
+        job.run(2)
+        assert job.checkpointer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(AgentClient, "commit", lambda *_: 1 / 0)
+            job.run(4)
+            assert job.checkpointer.wait()
+        job.run(STEPS)
+        assert job.checkpointer.wait()
+        failed = [event.version for event in job.heard("failed", "local")]
+        assert failed == [3, 4]
+        assert all("ZeroDivisionError" in event.text() for event in job.heard("failed", "local"))
+    assert job.fingerprint() == course[STEPS]
+    assert STEPS in versions_on_disk(path)
+
+
+def end_with_a_dead_disk(path: Path, settings: dict[str, Any], report: Path) -> None:
+    """In a process of its own: the agent answers no more, as one that is stuck in the kernel."""
+    patience.QUIET_SECONDS = ending.NOTICE_SECONDS = 0.2
+    with TinyJob(path, **settings) as job:
+        job.run(2)
+        job.settle()
+        agent = job.checkpointer._agent
+        pid = agent.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        agent.close = partial(agent.close, 0.2)  # type: ignore[method-assign]
+        job.run(STEPS)
+    os.kill(pid, signal.SIGKILL)
+    told = [(e.name, e.version, e.level, e.message) for e in job.events if e.severity > 30]
+    report.write_text(json.dumps(told))
+
+
+def test_a_dead_disk_does_not_keep_the_job_from_ending(
+    path: Path, settings: Any, tmp_path: Path, course: dict[int, str]
+) -> None:
+    settings = {**settings, "when_busy": "skip", "slots": 3}
+    assert run_in_child(end_with_a_dead_disk, path, settings, tmp_path / "report") == 0
+    told = json.loads((tmp_path / "report").read_text())
+    assert STEPS not in versions_on_disk(path)
+    behind = [(v, text) for name, v, level, text in told if (name, level) == ("failed", "local")]
+    assert STEPS in [v for v, _ in behind]
+    assert all(f"{path} does not answer, and the job ends" in text for _, text in behind)
+    assert f"v{STEPS} is not durable everywhere" in told[-1][3]
+    with TinyJob(path, seed=99, **settings) as job:
+        assert job.restore() == STEPS
+        assert job.checkpointer.restored.levels == {"memory": 1}
+        assert job.fingerprint() == course[STEPS]
