@@ -83,6 +83,11 @@ def horovod() -> Any:
     return importlib.import_module("horovod.torch")
 
 
+def import_adapter() -> Any:
+    """`horovod_ckpt`, where there are ranks; the test process does without."""
+    return importlib.import_module("horovod_ckpt")
+
+
 def under_horovod() -> bool:
     """True in the ranks of a launcher."""
     return "horovod.torch" in sys.modules and bool(horovod().is_initialized())
@@ -344,6 +349,10 @@ def crash_after(job: Job, attached: Attached, iterations: int) -> dict[int, str]
     job.iterate(iterations)
     attached.ckpt.abandon()
     return course
+
+
+def no_boundary() -> None:
+    """For `course_of` without checkpoints."""
 
 
 def course_of(job: Job, iterations: range, boundary: Callable[[], None]) -> dict[int, Any]:
