@@ -180,6 +180,9 @@ class Agent:
                 left = self._patience(nobody_before)
                 with self._lock:
                     flushing = bool(self._flushing())
+                    idle = [] if self._serving else list(self._flushers.values())
+                for flusher in idle:
+                    flusher.rest()
                 over = left is not None and left <= 0
                 if over and (looked_again or not flushing):
                     return

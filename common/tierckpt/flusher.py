@@ -147,6 +147,8 @@ class Flusher:
         self._store: PersistentStore | None = None
         self._lease: Lease | None = None
         self._keeper = Keeper(lambda: self._make_store(RetryPolicy(tries=1)))
+        self._resting = False
+        """No trainer lives here for whom the lease would be kept between flushes."""
         self._throttle: Throttle | None = None
         """Of all flushes: the node's bandwidth is no larger for many small ones."""
         self._bases = Bases(lambda name: self._store is not None and self._store.exists(name))
@@ -169,6 +171,7 @@ class Flusher:
                 thread.start()  # RuntimeError: no more threads; nothing was ordered then
                 self._thread = thread
                 self._go_on()
+            self._resting = False
             self.held.add(order.keys)
             self._orders.append((order, answer))
 
@@ -182,8 +185,18 @@ class Flusher:
 
     def close(self) -> None:
         """The lease is renewed no more, and given back if all nodes are through."""
-        last = self._now[0].name if self._now is not None and not self.busy() else None
-        self._keeper.close(last)
+        self._keeper.close(self._last())
+
+    def rest(self) -> None:
+        """No trainer of this node lives: the lease is renewed by flushes alone, and given back if
+        all nodes are through. Until the next order; any thread; waits for nothing."""
+        with self._changed:
+            self._resting = True
+            self._keeper.rest(self._last())
+
+    def _last(self) -> VersionName | None:
+        """What was flushed last, if nothing is under way."""
+        return self._now[0].name if self._now is not None and not self.busy() else None
 
     # --- one version after the other -----------------------------------------------------------
 
@@ -338,8 +351,9 @@ class Flusher:
                 if held:
                     self._warn(f"v{order.version} waits: {error}", "waits for the lease")
             else:
-                if first:
-                    self._keeper.keep(order.life, owner)
+                with self._changed:
+                    if first and not self._resting:
+                        self._keeper.keep(order.life, owner)
                 return self._lease
             self._pause(pause)
             pause = min(2 * pause, HELD_RETRY_SECONDS)

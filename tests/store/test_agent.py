@@ -165,6 +165,9 @@ class Flush:
     def busy(self) -> bool:
         return True
 
+    def rest(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.store.processes import end, python
 from tests.store.s3server import KEY, SECRET, Proxy
 from tests.store.test_full_and_read_only import fill_up
 from tierckpt import ending, faults, patience
@@ -156,6 +157,40 @@ def test_trouble_that_passes_costs_nothing_and_is_told(
         told = [e for e in job.heard("notice") if "; try 2 in " in e.message]
         assert [e.message[:22] for e in told] == [f"persistent level: v{FLUSHED}: "]
         job.checkpointer.abandon()
+
+
+FLUSH_AND_STAND = """
+import sys
+from tierckpt.testing import TinyJob
+path, shared, memory = sys.argv[1:]
+far = {"persistent_path": shared, "persistent_every_steps": 1, "agent_linger_seconds": 1e6}
+with TinyJob(path, shm_dir=memory, **far) as job:
+    job.run(2)
+    job.checkpointer.save(now=True)
+    job.checkpointer._agent.wait(None, everything=True)
+    print(job.checkpointer._agent.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_job_has_the_place_no_longer_though_its_agent_lives(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    path, shared = tmp_path / "ckpts", tmp_path / "shared"
+    killed = python(FLUSH_AND_STAND, path, shared, shm_dir)
+    assert killed.stdout is not None
+    agent = int(killed.stdout.readline())
+    assert list(shared.glob("lease.*"))
+    killed.kill()
+    end(killed)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while list(shared.glob("lease.*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert b"tierckpt.agent" in Path(f"/proc/{agent}/cmdline").read_bytes()
+    with Job(path, str(shared), shm_dir) as job:
+        job.restore()
+        assert job.checkpointer._agent.pid in (None, agent), "and ends with its successor"
 
 
 # --- the place -----------------------------------------------------------------------------------

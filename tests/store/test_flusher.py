@@ -364,22 +364,63 @@ def test_only_the_first_node_has_the_lease_kept(node: MakeNode) -> None:
     zero, one = node(nodes=2), node(node=1, nodes=2)
     zero.flush(order(1, 0))
     one.flush(order(1, 1))
-    assert zero.flusher._keeper._thread is not None
+    keeping = zero.flusher._keeper._thread
+    assert keeping is not None
     assert one.flusher._keeper._thread is None
     zero.flusher.close()
-    assert not zero.flusher._keeper._thread.is_alive()
+    assert not keeping.is_alive()
 
 
+def test_no_lease_is_kept_for_those_who_are_dead(
+    node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they left to be flushed has it as long as that takes, and no longer."""
+    come, go_on = threading.Event(), threading.Event()
+    write_at = PosixBackend.write_at
+
+    def write(backend: PosixBackend, *rest: Any) -> None:
+        come.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        write_at(backend, *rest)
+
+    zero = node(nodes=2)
+    keeper = zero.flusher._keeper
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "write_at", write)
+        zero.start(order(1, 0))
+        zero.start(order(2, 0))
+        assert come.wait(PATIENCE_SECONDS)
+        keeping = keeper._thread
+        assert keeping is not None
+        zero.flusher.rest()
+        keeping.join(PATIENCE_SECONDS)
+        assert not keeping.is_alive()
+        go_on.set()
+        zero.wait()
+    assert [said["op"] for said in zero.answers] == ["flushed", "flushed"]
+    assert keeper._thread is None
+    zero.flush(order(3, 0))
+    assert keeper._thread is not None, "a trainer lives again"
+
+
+@pytest.mark.parametrize("killed", [True, False])
 @pytest.mark.parametrize("complete", [True, False])
 def test_the_lease_is_given_back_when_all_nodes_are_through(
-    complete: bool, node: MakeNode, place: Path, clock: Clock
+    complete: bool, killed: bool, node: MakeNode, place: Path, clock: Clock
 ) -> None:
-    """A job that ended as it should keeps its successor on other nodes waiting no longer."""
+    """A job that is no more keeps its successor on other nodes waiting no longer."""
     zero, one = node(nodes=2), node(node=1, nodes=2)
     zero.flush(order(1, 0))
     if complete:
         one.flush(order(1, 1))
-    zero.flusher.close()
+    if killed:  # and its agent waits for others to come back
+        zero.flusher.rest()
+        zero.flusher.rest()
+        giving_back = zero.flusher._keeper._ending
+        assert giving_back is not None
+        giving_back.join(PATIENCE_SECONDS)
+    else:
+        zero.flusher.close()
     next_job = PersistentStore(str(place)).lease("11fe", "job on node9", clock)
     with contextlib.nullcontext() if complete else pytest.raises(LeaseHeldError):
         next_job.ensure()
