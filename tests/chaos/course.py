@@ -28,6 +28,8 @@ AGENT_SECONDS = 90.0
 KEEP_LAST = 2
 OF_TRAINERS = ("kill_script", "kill_barrier", "kill_copy", "kill_seal", "kill_call")
 """How the marks begin that rules of trainers leave, and those of agents do not."""
+REFUSAL = "this job had complete checkpoints"
+"""How a restart says that nothing is complete any more, and that it does not begin afresh."""
 
 States = list[dict[int, dict[str, str]]]
 """By rank and version: digests of all that a next step depends on."""
@@ -100,6 +102,9 @@ class Course:
             self._start(life)
             if not self._live(life, promised):
                 self._log(life=self.life, ended="a restart from version 1 may round differently")
+                return
+            if not promised and self._refused():
+                self._log(life=self.life, ended="refused to begin afresh, rightly: nothing is owed")
                 return
             self._check_losses()
             if life.end is None:
@@ -312,9 +317,19 @@ class Course:
         if left := self._cluster.left_in_memory():
             raise FindingError(f"left in shared memory: {left}")
 
+    def _refused(self) -> bool:
+        """The job ended by itself, before it began: it was complete once, and is not any more. To
+        say so and not to begin afresh is right, and so is every further start that says the same.
+        """
+        return not self._starts() and any(
+            REFUSAL in log.read_text(errors="replace") for log in self._logs()
+        )
+
+    def _logs(self) -> list[Path]:
+        return sorted(self._cluster.folder.glob(f"life{self.life}-r*.log"))
+
     def _ends(self) -> str:
         """Why a life is over that should not be, from the logs."""
         statuses = [process.exitcode for process in self._cluster.ranks]
-        logs = sorted(self._cluster.folder.glob(f"life{self.life}-r*.log"))
-        tails = [f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs]
+        tails = [f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in self._logs()]
         return f"the life ended by itself, with {statuses}\n" + "\n".join(tails)

@@ -9,15 +9,18 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.chaos.course import REFUSAL, Course, FindingError
 from tests.chaos.driver import Run
 from tests.chaos.plan import AIMED, APART, LIVES, RANKS, STEPS, Shape, make_round
 from tests.chaos.truth import Truth
 from tests.horovod_here import horovod_missing
 from tests.thorough import points
+from tierckpt import comeback
 
 SEEDS = {"ddp": tuple(map(int, points(("11", "97924"), "11"))), "horovod": (32,)}
 OWED = {
@@ -88,6 +91,41 @@ def it_is_noticed_when_a_version_is_older_than_promised(run: Run) -> None:
 
 
 # --- the schedule --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owed", "said", "finding"),
+    [
+        (0, f"tierckpt.errors.RestoreError: {REFUSAL} (v4 was one), and has none any more", ""),
+        (
+            4,
+            f"tierckpt.errors.RestoreError: {REFUSAL} (v4 was one), and has none any more",
+            "by it",
+        ),
+        (0, "KeyError: 'a mistake of ours'", "by itself"),
+    ],
+)
+def test_a_refusal_is_right_where_nothing_is_owed(
+    owed: int, said: str, finding: str, tmp_path: Path
+) -> None:
+    """A life that ends before it began, by an error that all its ranks raise."""
+    assert REFUSAL in Path(comeback.__file__).read_text(), "it still says so"
+    cluster: Any = SimpleNamespace(
+        folder=tmp_path,
+        ranks=[SimpleNamespace(exitcode=1)] * RANKS,
+        expire_lease=lambda: None,
+    )
+    plan = next(r for r in map(make_round, range(99)) if r.lives[0].end is not None)
+    lines: list[dict[str, Any]] = []
+    course = Course(plan, cluster, [], [], lambda **line: lines.append(line))
+    course._start = lambda life: (tmp_path / "life1-r0.log").write_text(said)  # type: ignore
+    course._truth.owed = lambda: {"disks": owed}  # type: ignore[method-assign]
+    if finding:
+        with pytest.raises(FindingError, match=finding):
+            course.run()
+    else:
+        course.run()
+        assert "nothing is owed" in lines[-1]["ended"]
 
 
 def test_the_schedule_is_a_function_of_the_seed() -> None:
