@@ -64,6 +64,12 @@ class Result:
             return 0.0
         return self.useful_steps * self.step_seconds / self.wall_seconds
 
+    @property
+    def judged(self) -> bool:
+        """False where it did better than a training that nobody disturbs: that one's pace, taken
+        before and after, was not the machine's while ranks were killed."""
+        return self.goodput <= 1.0
+
 
 class Bench:
     """All jobs of one run; each has folders of its own, and leaves nothing running."""

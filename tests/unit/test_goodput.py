@@ -80,3 +80,23 @@ def test_the_targets_are_judged_rate_by_rate(modules: argparse.Namespace) -> Non
     rows[0].useful_steps = 940
     assert modules.goodreport.verdicts(rows)[-1].startswith("MISSED: 95 %")
     assert modules.goodreport.verdicts(rows[2:])[-1].startswith("not measured: 95 %")
+
+
+def test_more_than_the_reference_is_noise_and_judges_nothing(modules: argparse.Namespace) -> None:
+    """Nobody trains faster for being killed: the machine's pace was another one meanwhile."""
+    rows = [
+        result(modules, "ours", 60.0, 1110),
+        result(modules, "torch-save", 60.0, 900),
+        result(modules, "ours", 10.0, 700),
+        result(modules, "torch-save", 10.0, 1010),
+        result(modules, "ours", 30.0, 900),
+        result(modules, "torch-save", 30.0, 800),
+    ]
+    noise = modules.goodreport.NOISE
+    said = modules.goodreport.verdicts(rows)
+    assert [line.split(":")[0] for line in said] == ["not judged", "met", *["not judged"] * 2]
+    assert "every 10 s: torch-save" in said[0]
+    assert said[-1] == f"{noise} (95 % at a failure a minute)"
+    shown = modules.goodreport.table(rows)
+    assert shown.count(noise) == 2
+    assert "111.0 %" not in shown
