@@ -17,6 +17,7 @@ from tests import exact
 from tests.dist import test_horovod_barrier as barrier
 from tests.dist import test_horovod_callbacks as callbacks
 from tests.dist import test_horovod_crossing as crossing
+from tests.dist import test_horovod_several as several
 from tests.dist import test_horovod_training as training
 from tests.dist import test_horovod_ways_in as ways_in
 from tests.dist.rankpool import GLOO, MPIRUN, RankPool
@@ -86,12 +87,12 @@ def test_callbacks(pool: RankPool, place: Place) -> None:
 
 
 def test_training_in_a_process_set(pool: RankPool, place: Place) -> None:
-    ways_in.check_part(pool.run(ways_in.in_a_part_of_the_job, place))
+    several.check_part(pool.run(several.in_a_part_of_the_job, place))
 
 
 def test_two_process_sets_side_by_side(pool: RankPool, tmp_path: Path, shm_dir: Path) -> None:
-    told = pool.run(ways_in.side_by_side, str(tmp_path), str(shm_dir))
-    ways_in.check_side_by_side(told, tmp_path)
+    told = pool.run(several.side_by_side, str(tmp_path), str(shm_dir))
+    several.check_side_by_side(told, tmp_path)
 
 
 @pytest.mark.parametrize("ddp_first", [True, False], ids=["from DDP", "to DDP"])
