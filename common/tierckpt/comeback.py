@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from .config import Config
@@ -23,7 +24,7 @@ from .newtensors import NewTensors
 from .persistent import PersistentStore
 from .progress import Progress
 from .reports import Reports
-from .restore import Attempt, Restored, Restorer, load
+from .restore import Aside, Attempt, Restored, Restorer, load
 from .state import TrainingState
 from .together import Together
 
@@ -58,6 +59,7 @@ class Comeback:
         self._together = Together(group)
         with self._together:
             lives.look(self._together)
+            aside = Aside(Path(config.directory), _live_bytes(state))
         self._inventory_seconds = time.perf_counter() - begin_seconds
         open_store = functools.partial(PersistentStore, **config.persistent.options())
         self._new = NewTensors(state)
@@ -71,6 +73,7 @@ class Comeback:
             self._new.foresee,
             self._look_again,
             lives.nodes,
+            aside,
         )
         self._told: set[str] = set()
         """Problems that were rejected."""
@@ -211,6 +214,13 @@ class Comeback:
     def _reject(self, text: str) -> None:
         severity = logging.ERROR if self._group.rank == 0 else logging.DEBUG
         self._reports.emit("rejected", message=text, severity=severity)
+
+
+def _live_bytes(state: TrainingState) -> int:
+    """Of what a version has, in this rank's memory."""
+    walk = state.walk()
+    tensors = [*walk.params, *walk.buffers, *(tensor for tensor, *_ in walk.state)]
+    return sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cpu")
 
 
 __all__ = ["Comeback"]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,6 +39,8 @@ LOST = (
 Bring = Callable[[int, int], None]
 OpenStore = Callable[[str], PersistentStore]
 """From a place's address."""
+MakeRoom = Callable[[Manifest, Callable[[], None]], "Image"]
+"""For a shard; the second follows on closing it."""
 
 
 def already_there(low: int, high: int) -> None:
@@ -54,6 +58,8 @@ class Image:
         bring: Bring = already_there,
         touch: Bring = already_there,
         forget: Bring = already_there,
+        rest: Bring = already_there,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.manifest = manifest
         self.view = view
@@ -66,6 +72,11 @@ class Image:
         self.forget = forget
         """`forget(low, high)`: nobody looks at these bytes any more, nor at any before them; memory
         that they alone take goes back to the system."""
+        self.rest = rest
+        """`rest(low, high)`: nobody looks at these bytes before `touch`; by any thread."""
+        self.settle = settle
+        """`settle()`, when all is brought: what was put aside can be had again. Raises
+        SetAsideError."""
         self._close = close
 
     def close(self) -> None:
@@ -74,16 +85,25 @@ class Image:
         self._close()
 
 
+class SetAsideError(Exception):
+    """What was fetched is in a file of ours and cannot be had again. It is no copy's fault."""
+
+
 def open_image(
-    key: ShardKey, place: Place, life: str = "", open_store: OpenStore = PersistentStore
+    key: ShardKey,
+    place: Place,
+    life: str = "",
+    open_store: OpenStore = PersistentStore,
+    make_room: MakeRoom | None = None,
 ) -> Image:
     """Map the shard, or make room for it; `Image.bring` gets its bytes. `open_store` opens the
-    persistent level.
+    persistent level. What has to be fetched or decoded goes where `make_room` says: `in_memory`.
 
     Raises what is in LOST.
     """
+    make_room = make_room or in_memory
     if place.level == "persistent":
-        return _fetch(key, place, life, open_store)
+        return _fetch(key, place, life, open_store, make_room)
     if place.level == "memory":
         slot = Slot.open(Path(place.where))
         if slot is None:
@@ -101,13 +121,15 @@ def open_image(
     store = LocalStore(place.where)
     manifest = Manifest.decode(store.read_manifest(key))
     if manifest.encoding is not None:
-        return _decoded(open_encoded(store, manifest), lambda: None)
+        return _decoded(open_encoded(store, manifest), lambda: None, make_room)
     file = MappedFile(store.open_image(key))
     return Image(manifest, file.view, file.close, file.bring, file.bring)
 
 
-def _fetch(key: ShardKey, place: Place, life: str, open_store: OpenStore) -> Image:
-    """Memory for the shard, and how to fill it."""
+def _fetch(
+    key: ShardKey, place: Place, life: str, open_store: OpenStore, make_room: MakeRoom
+) -> Image:
+    """Room for the shard, and how to fill it."""
     shared = open_store(place.where)
     name = VersionName(key.id, key.shards, life)
 
@@ -122,9 +144,9 @@ def _fetch(key: ShardKey, place: Place, life: str, open_store: OpenStore) -> Ima
         if manifest.key != key:
             raise CorruptShardError(f"{place.where} has {manifest.key} in the place of {key}")
         if manifest.encoding is not None:
-            image = _decoded(Decoder(manifest, reader.read, other), shared.close)
+            image = _decoded(Decoder(manifest, reader.read, other), shared.close, make_room)
         else:
-            image = in_memory(manifest, shared.close)
+            image = make_room(manifest, shared.close)
     except BaseException:
         shared.close()
         raise
@@ -153,9 +175,9 @@ def _missing_here_or_anywhere(shared: PersistentStore, name: VersionName) -> Ite
         raise
 
 
-def _decoded(decoder: Decoder, close: Callable[[], None]) -> Image:
-    """Memory for an encoded shard, and how to fill it."""
-    image = in_memory(decoder.sealed, close)
+def _decoded(decoder: Decoder, close: Callable[[], None], make_room: MakeRoom) -> Image:
+    """Room for an encoded shard, and how to fill it."""
+    image = make_room(decoder.sealed, close)
 
     def bring(low: int, high: int) -> None:
         decoder.bring(low, high, image.view)
@@ -179,3 +201,32 @@ def in_memory(manifest: Manifest, then: Callable[[], None] = lambda: None) -> Im
         then()
 
     return Image(manifest, memoryview(room), close, forget=forget)
+
+
+def in_file(manifest: Manifest, folder: Path, then: Callable[[], None] = lambda: None) -> Image:
+    """Room in a file without a name in `folder`: of memory it takes what is being looked at, and
+    what the system can spare. Raises OSError where there is no room for it, or no such folder."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, manifest.image_bytes)  # or a full disk is SIGBUS
+        room = mmap.mmap(file.fileno(), manifest.image_bytes)
+        own = os.dup(file.fileno())
+    mapped = MappedFile(room)
+
+    def rest(low: int, high: int) -> None:
+        begin = low - low % mmap.PAGESIZE
+        if high > begin:
+            room.madvise(mmap.MADV_DONTNEED, begin, high - begin)  # of a shared file: lost to none
+
+    def settle() -> None:
+        try:
+            os.fsync(own)  # pages that could not be written come back as if they had been
+        except OSError as error:
+            raise SetAsideError(f"what was fetched cannot be kept in {folder}: {error}") from error
+
+    def close() -> None:
+        mapped.close()
+        os.close(own)
+        then()
+
+    view = mapped.view
+    return Image(manifest, view, close, touch=mapped.bring, forget=rest, rest=rest, settle=settle)

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from .errors import CorruptShardError
-from .images import LOST, Image, OpenStore, open_image
+from .images import LOST, Image, MakeRoom, OpenStore, open_image
 from .inventory import Place, Source
 from .manifest import digest, digest_at
 from .modules.module import ModuleError
@@ -129,11 +129,14 @@ class Reads:
         on_read: OnRead = lambda nbytes: None,
         open_store: OpenStore = PersistentStore,
         kept: Kept | None = None,
+        make_room: MakeRoom | None = None,
     ) -> None:
         """Images come into `images`, by shard; `on_read` hears of bytes read, from any thread.
-        What is in `kept` is taken from there, and not fetched again."""
+        What is in `kept` is taken from there, and not fetched again; what is fetched goes where
+        `make_room` says, see `open_image`."""
         self._pool, self._images, self._on_read = pool, images, on_read
         self._open_store, self._kept = open_store, {} if kept is None else kept
+        self._make_room = make_room
         self._checks: list[tuple[ShardKey, Place, list[Future[None]]]] = []
         self.headers: dict[int, ShardHeader] = {}
         """Of the shards that could be opened; checked."""
@@ -164,7 +167,8 @@ class Reads:
                 self._images[key.shard], self.headers[key.shard] = there
                 self._checks.append((key, source.place, []))
                 continue
-            opening = self._pool.submit(_open, key, source.place, life, self._open_store)
+            how = (life, self._open_store, self._make_room)
+            opening = self._pool.submit(_open, key, source.place, *how)
             opened.append((key, source.place, opening))
         for key, place, opening in opened:
             checks: list[Future[None]] = []
@@ -188,6 +192,8 @@ class Reads:
         failures = []
         for key, place, checks in self._checks:
             errors = [error for each in checks if (error := each.exception()) is not None]
+            if not errors:
+                errors = _settled(self._images[key.shard])
             failures += [Failure.of(key, place, error) for error in errors[:1]]
         return failures
 
@@ -201,6 +207,7 @@ class Reads:
                     f"bytes {offset} to {offset + nbytes} differ from their checksum"
                 )
             offset += nbytes
+        image.rest(run.low, offset)
         self._on_read(sum(run.block_bytes))
 
 
@@ -217,10 +224,10 @@ def runs_of(header: ShardHeader) -> Iterator[Run]:
 
 
 def _open(
-    key: ShardKey, place: Place, life: str, open_store: OpenStore
+    key: ShardKey, place: Place, life: str, open_store: OpenStore, make_room: MakeRoom | None
 ) -> tuple[Image, ShardHeader]:
     """A shard with its header checked. Raises what `open_image` raises, and what a check does."""
-    image = open_image(key, place, life, open_store)
+    image = open_image(key, place, life, open_store, make_room)
     try:
         return image, check_header(image)
     except BaseException:
@@ -245,6 +252,14 @@ def check_header(image: Image) -> ShardHeader:
     if lengths != (manifest.data_blocks, manifest.image_bytes):
         raise CorruptShardError("the header and the manifest do not belong together")
     return header
+
+
+def _settled(image: Image) -> list[BaseException]:
+    try:
+        image.settle()
+    except Exception as error:
+        return [error]
+    return []
 
 
 def _failed(error: Exception) -> Future[None]:

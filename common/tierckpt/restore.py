@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from . import streams, tree
 from .errors import RestoreError, StateMismatchError, StateTornError
 from .group import Group
-from .images import Image, OpenStore, open_image
+from .images import Image, OpenStore, in_file, in_memory, open_image
 from .inventory import Found, FoundParity, Place, RestorePlan, Source, plan_restore
 from .loading import Loader
 from .manifest import Manifest
@@ -46,6 +47,25 @@ __all__ = ["Attempt", "Restored", "Restorer", "all_finished", "load"]
 
 LookAgain = Callable[[str], tuple[Sequence[Sequence[Found]], Sequence[Sequence[FoundParity]]]]
 """Given what is missing, in words; returns inventories and parities."""
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Where a rank that fetches most of a version puts it, when most of that is live already: what
+    is live and what was fetched would be two copies, and the first is changed when all of the
+    second is sound."""
+
+    folder: Path
+    """On the local disk."""
+    live_bytes: int
+    """In this rank's memory, of what a version has."""
+
+    def make_room(self, manifest: Manifest, then: Callable[[], None]) -> Image:
+        """For a fetched shard: a file; memory where there can be none, or little is live."""
+        if 2 * self.live_bytes > manifest.image_bytes * manifest.shards:
+            with contextlib.suppress(OSError):
+                return in_file(manifest, self.folder, then)
+        return in_memory(manifest, then)
 
 
 @dataclass
@@ -136,10 +156,11 @@ class Restorer:
         foresee: Callable[[Iterable[ShardHeader]], None] = lambda headers: None,
         look_again: LookAgain | None = None,
         nodes: Sequence[str] = (),
+        aside: Aside | None = None,
     ) -> None:
         """`foresee` is shown the headers of what this rank reads while threads read the rest; once
         for each version that is tried. `look_again` takes stock anew, on all ranks.
-        `nodes` names every rank's."""
+        `nodes` names every rank's. `aside`: where to put what memory is not to hold twice."""
         self.group = group
         self.inventories = inventories
         self.parities = parities
@@ -149,7 +170,7 @@ class Restorer:
         self.volume = Volume()
         self._progress = progress or Progress(False)
         self._open_store, self._foresee = open_store, foresee
-        self._look_again, self._nodes = look_again, nodes
+        self._look_again, self._nodes, self._aside = look_again, nodes, aside
         self._kept: Kept = {}
         self._readers: dict[tuple[ShardKey, Place], int] = {}
         """Who has what of all that was fetched at the last try."""
@@ -217,7 +238,8 @@ class Restorer:
         mine = [s for s in plan.sources if s.reader == self.group.rank and not s.rebuilt]
         self._progress.begin(f"verifying v{plan.id.version}")
         with ThreadPoolExecutor(READERS, "tierckpt-restore") as pool:
-            reads = Reads(pool, images, self._on_read, self._open_store, self._kept)
+            room = self._aside.make_room if self._aside and _fetches_most(plan, mine) else None
+            reads = Reads(pool, images, self._on_read, self._open_store, self._kept, room)
             with _noted(trouble):
                 reads.open(plan.id, len(plan.sources), plan.life, mine)
             suspected: list[Failure] = []

@@ -3,7 +3,9 @@ what a restart takes, which is no second copy either."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt import reading, sharing
+from tierckpt import Checkpointer, reading, sharing
 from tierckpt.testing import TinyJob, run_in_child
 
 WIDTH, LAYERS = 512, 20
@@ -153,6 +155,72 @@ def come_back(report: Path, path: Path, settings: dict[str, Any]) -> None:
             "state": restored.nbytes,
         }
     report.write_text(json.dumps(told))
+
+
+PLAIN_LAYERS = 4 * LAYERS
+PLAIN_BYTES = 4 * PLAIN_LAYERS * WIDTH * (WIDTH + 1)
+"""84 MB, and no optimizer state: what is live is as much as what is fetched."""
+
+
+def plain_model() -> torch.nn.Module:
+    return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(PLAIN_LAYERS)])
+
+
+def with_plain_sgd(path: Path, settings: dict[str, Any]) -> Checkpointer:
+    model = plain_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Checkpointer(model, optimizer, path=path, boundary="explicit", **settings)
+
+
+def leave_plain_far_away(path: Path, settings: dict[str, Any]) -> None:
+    with with_plain_sgd(path, settings) as ckpt:
+        for _ in range(2):
+            ckpt.state.model(torch.ones(1, WIDTH)).sum().backward()
+            next(iter(ckpt.state.optimizers.values())).step()
+            ckpt.step()
+
+
+def come_back_plain(report: Path, path: Path, settings: dict[str, Any], full: bool) -> None:
+    """As `come_back`; the local disk may be full."""
+    if full:
+        os.posix_fallocate = no_room
+    sharing.BROADCAST_BYTES = reading.RUN_BYTES = WINDOW_BYTES
+    with with_plain_sgd(path, settings) as ckpt:
+        forget_peak()
+        before_bytes = peak_bytes()
+        restored = ckpt.restore()
+        told = {
+            "extra": peak_bytes() - before_bytes,
+            "levels": restored.levels,
+            "state": restored.nbytes,
+            "read": restored.read_bytes,
+        }
+    report.write_text(json.dumps(told))
+
+
+def no_room(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_plain_sgd_is_never_in_memory_twice(full: bool, tmp_path: Path, shm_dir: Path) -> None:
+    """What is live stays until all that was fetched is sound, and nothing is fetched twice. So it
+    is put aside on the local disk, or in memory where that is full."""
+    report, path, shared = tmp_path / "report", tmp_path / "ckpts", tmp_path / "shared"
+    settings = {
+        "shm_dir": str(shm_dir),
+        "persistent_path": str(shared),
+        "persistent_every_steps": 2,
+        "persistent_every_seconds": 0.0,
+    }
+    assert run_in_child(leave_plain_far_away, path, settings) == 0
+    shutil.rmtree(path)
+    assert run_in_child(come_back_plain, report, path, settings, full) == 0
+    told = json.loads(report.read_text())
+    assert told["levels"] == {"persistent": 1}
+    assert told["state"] == told["read"] == pytest.approx(PLAIN_BYTES, rel=0.01)
+    held_bytes = PLAIN_BYTES if full else 0
+    assert held_bytes <= told["extra"] <= held_bytes + RESTART_BYTES
 
 
 def test_one_rank_that_fetches_all_never_has_it_twice(tmp_path: Path, shm_dir: Path) -> None:

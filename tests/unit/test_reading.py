@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.peershards import shard_of
 from tierckpt import reading
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.group import SingleGroup
-from tierckpt.images import Image
+from tierckpt.images import Image, in_file
 from tierckpt.inventory import Place, RestorePlan, Source
 from tierckpt.manifest import Manifest
 from tierckpt.modules.module import ModuleError
@@ -53,7 +54,7 @@ class Disk:
             self.manifests[number] = replace(Manifest.decode(record), shard=number)
             self.brought[number] = []
 
-    def open_image(self, key: Any, place: Place, life: str, open_store: Any) -> Image:
+    def open_image(self, key: Any, place: Place, life: str, *rest: Any) -> Image:
         number = key.shard
         if number in self.broken:
             raise FileNotFoundError(f"shard {number} cannot be opened")
@@ -155,6 +156,30 @@ def test_a_mistake_of_ours_is_no_damage(disk: Disk, pool: ThreadPoolExecutor) ->
     assert (failure.key.shard, failure.blame) == (0, Blame.RANK)
     assert failure.why.startswith("TypeError: ")
     assert sorted(images) == [1, 2]
+
+
+def test_what_was_put_aside_comes_back_and_a_disk_that_lost_it_is_no_copys_fault(
+    disk: Disk, pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = in_file(disk.manifests[0], tmp_path)
+    image.view[:] = disk.stored[0]
+    image.rest(0, SHARD_BYTES)
+    image.settle()
+    image.touch(100, 9000)
+    assert image.view == disk.stored[0]
+    assert list(tmp_path.iterdir()) == [], "it has no name"
+
+    def fail(number: int) -> None:
+        raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr("tierckpt.images.os.fsync", fail)
+    monkeypatch.setattr(reading, "open_image", lambda *_: image)
+    reads = Reads(pool, {})
+    reads.open(VersionId(1, 1), SHARDS, "", sources([0])[:1])
+    (failure,) = reads.finish()
+    assert failure.blame is Blame.RANK
+    assert f"cannot be kept in {tmp_path}" in failure.why
+    image.close()
 
 
 def wrapped(cause: Exception) -> PersistentError:
