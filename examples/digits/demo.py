@@ -24,6 +24,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 HERE = Path(__file__).resolve().parent
 Record = dict[str, object]
+Journals = dict[int, list[Record]]
+"""What each rank wrote of a run."""
 
 
 # Each starts two processes, and starts them again when one dies.
@@ -38,7 +40,7 @@ LAUNCHERS = {
 
 def run(
     launcher: str, name: str, steps: int, work: Path, options: list[str], progress: Progress
-) -> dict[int, list[Record]]:
+) -> Journals:
     """Run one job; returns the journal lines of both ranks."""
     folder = work / name.replace(" ", "-")
     folder.mkdir(parents=True)
@@ -102,7 +104,7 @@ def curve(journal: list[Record]) -> dict[int, str]:
     return losses
 
 
-def stalls_ms(journals: dict[int, list[Record]]) -> list[float]:
+def stalls_ms(journals: Journals) -> list[float]:
     """Training thread's time in every checkpoint to memory, all ranks."""
     return [
         1e3 * r["seconds"]["stall"]  # type: ignore[index]
@@ -112,12 +114,12 @@ def stalls_ms(journals: dict[int, list[Record]]) -> list[float]:
     ]
 
 
-def step_ms(journals: dict[int, list[Record]]) -> float:
+def step_ms(journals: Journals) -> float:
     """Median step of rank 0, after a warm-up."""
     return 1e3 * statistics.median(r["step_seconds"] for r in journals[0][20:] if "step" in r)  # type: ignore[type-var]
 
 
-def restart(journals: dict[int, list[Record]]) -> dict[str, float | str]:
+def restart(journals: Journals) -> dict[str, float | str]:
     """Seconds from the kill until the first new step is done, and where the state came from."""
     killed = next(r for r in journals[1] if "killed" in r)
     at = float(str(killed["at"]))
@@ -170,8 +172,24 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("demo.png"))
     args = parser.parse_args()
     console = Console()
-    work = Path(tempfile.mkdtemp(prefix="tierckpt-demo-"))
     kill_step = args.steps * 3 // 5
+    plain, calm, killed = three_runs(args.launcher, args.steps, kill_step, console)
+    same = all(curve(plain[r]) == curve(calm[r]) == curve(killed[r]) for r in (0, 1))
+    console.print()
+    console.print(f"loss curves of both ranks equal, bit for bit, in all three runs: {same}")
+    tell_the_cost(plain, calm, console)
+    tell_of_the_restart(killed, console)
+    picture(args.picture, curve(plain[0]), curve(killed[0]), kill_step, stalls_ms(calm))
+    console.print(f"picture: {args.picture.resolve()}")
+    if not same:
+        sys.exit("The curves differ: that is a bug, please report it.")
+
+
+def three_runs(
+    launcher: str, steps: int, kill_step: int, console: Console
+) -> tuple[Journals, Journals, Journals]:
+    """Without checkpoints, with one at every step, and the same with rank 1 killed."""
+    work = Path(tempfile.mkdtemp(prefix="tierckpt-demo-"))
     columns = (
         TextColumn("{task.description:28}"),
         BarColumn(),
@@ -181,20 +199,20 @@ def main() -> None:
     )
     try:
         with Progress(*columns, console=console) as progress:
-            plain = run(args.launcher, "no checkpoints", args.steps, work, ["--plain"], progress)
-            calm = run(args.launcher, "a checkpoint every step", args.steps, work, [], progress)
+            plain = run(launcher, "no checkpoints", steps, work, ["--plain"], progress)
+            calm = run(launcher, "a checkpoint every step", steps, work, [], progress)
             kill = ["--kill-step", str(kill_step)]
-            killed = run(args.launcher, "the same, and a SIGKILL", args.steps, work, kill, progress)
+            killed = run(launcher, "the same, and a SIGKILL", steps, work, kill, progress)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    return plain, calm, killed
 
-    same = all(curve(plain[r]) == curve(calm[r]) == curve(killed[r]) for r in (0, 1))
+
+def tell_the_cost(plain: Journals, calm: Journals, console: Console) -> None:
+    """Of a checkpoint, and of one at every step."""
     ms = stalls_ms(calm)
-    back = restart(killed)
     saved = [r for r in calm[0] if r.get("event") == "committed"]
     overhead = 100 * (step_ms(calm) / step_ms(plain) - 1)
-    console.print()
-    console.print(f"loss curves of both ranks equal, bit for bit, in all three runs: {same}")
     console.print(
         f"stall per checkpoint: median {statistics.median(ms):.2f} ms, "
         f"p99 {sorted(ms)[int(0.99 * len(ms))]:.2f} ms "
@@ -204,15 +222,16 @@ def main() -> None:
         f"median step: {step_ms(plain):.1f} ms without checkpoints, {step_ms(calm):.1f} ms "
         f"with one at every step: {overhead:+.1f}%"
     )
+
+
+def tell_of_the_restart(killed: Journals, console: Console) -> None:
+    """From where the job went on, and how long that took."""
+    back = restart(killed)
     console.print(
         f"killed in step {back['killed']}, resumed at step {back['step']} from {back['level']}: "
         f"{back['total']:.1f} s from the kill to the next finished step, restore() took "
         f"{1e3 * float(back['restore']):.0f} ms of it (the rest is starting processes)"
     )
-    picture(args.picture, curve(plain[0]), curve(killed[0]), kill_step, ms)
-    console.print(f"picture: {args.picture.resolve()}")
-    if not same:
-        sys.exit("The curves differ: that is a bug, please report it.")
 
 
 if __name__ == "__main__":

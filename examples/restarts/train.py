@@ -67,6 +67,18 @@ def digest(model: nn.Module) -> str:
     return said.hexdigest()[:16]
 
 
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Forward, backward and the optimizer's step; returns the loss."""
+    x, y = batch
+    loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 class Journal:
     """A rank's JSON lines, by which it can be seen that a restart changed nothing."""
 
@@ -82,8 +94,8 @@ class Journal:
             self._file.write(json.dumps(values) + "\n")
 
 
-def main() -> int:
-    """Train; returns the exit status."""
+def options() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--step-seconds", type=float, default=0.1, help="time to break something")
@@ -91,7 +103,12 @@ def main() -> int:
         "--halted-status", type=int, default=0, help="exit status when it was cut short"
     )
     parser.add_argument("--journal", type=Path, help="folder for one JSON line a step and rank")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Train; returns the exit status."""
+    args = options()
     rank, ranks = place()
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     model = DistributedDataParallel(build_model())
@@ -109,11 +126,7 @@ def main() -> int:
     if rank == 0:
         print(f"{ranks} ranks go on from step {int(start)}; shards from {levels}", flush=True)
     for step in range(start, args.steps):
-        x, y = batch(step, rank)
-        loss = nn.functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        loss = train_step(model, optimizer, batch(step, rank))
         ckpt.step()
         journal.write(step=step, loss=loss.item().hex(), digest=digest(model))
         if ckpt.should_exit():  # alike on all ranks; the last checkpoint is taken

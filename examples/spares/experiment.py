@@ -174,60 +174,78 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--spares", type=int, default=4)
     args = parser.parse_args()
-    ranks = args.nodes
-    console = Console()
-    steps = (args.spares + 2) * EPOCH
     work = Path(tempfile.mkdtemp(prefix="tierckpt-spares-"))
     shm = Path(tempfile.mkdtemp(prefix="tierckpt-spares-", dir="/dev/shm"))
     try:
-        calm = Cluster(work / "calm", shm / "calm")
-        broken = Cluster(work / "broken", shm / "broken")
+        calm, broken = (Cluster(work / name, shm / name) for name in ("calm", "broken"))
         for cluster in (calm, broken):
             cluster.work.mkdir()
             cluster.shm.mkdir()
-        console.print(f"undisturbed: {ranks} ranks, {steps} steps")
-        calm.start([f"node{i}" for i in range(ranks)], steps)
-        calm.finish()
-        nodes = [f"node{i}" for i in range(ranks)]
-        spares = [f"spare{i}" for i in range(args.spares)]
-        lost = []
-        for failure in range(args.spares + 1):
-            broken.start(nodes, steps)
-            at = (failure + 1) * EPOCH - EPOCH // 2
-            broken.wait_until(at)
-            victim = nodes[(3 * failure + 1) % len(nodes)]
-            broken.lose(victim)
-            lost.append(int(str([x["step"] for x in broken.lines(0) if "step" in x][-1])))
-            place = nodes.index(victim)
-            if spares:
-                nodes[place] = spares.pop(0)
-                console.print(f"lost {victim} in step {lost[-1]}; {nodes[place]} takes its place")
-            else:
-                nodes.pop(place)
-                console.print(f"lost {victim} in step {lost[-1]}; no spare is left")
-        broken.start(nodes, steps)
-        broken.finish()
-        starts = [x for x in broken.lines(0) if "start" in x]
-        for number, begun in enumerate(starts[1:]):
-            console.print(
-                f"life {number + 2}: {begun['ranks']} ranks went on from step {begun['start']}, "
-                f"lost in step {lost[number]}; shards from {begun['levels']}; "
-                f"restore() took {1e3 * float(str(begun['seconds'])):.0f} ms"
-            )
-        same = all(
-            set(curve(broken, r, ranks).items()) <= set(curve(calm, r, ranks).items())
-            for r in range(ranks)
-        )
-        title = f"{ranks} nodes, {args.spares} spares"
-        picture(args.picture, title, curve(calm, 0, ranks), curve(broken, 0, ranks), lost)
-        console.print(f"loss of all {ranks} ranks as if nothing had happened, bit for bit: {same}")
-        console.print(f"picture: {args.picture.resolve()}")
-        peer = [begun["levels"] for begun in starts[1:]]
-        if not same or not all("peer" in levels for levels in peer):  # type: ignore[operator]
-            sys.exit("That is not what was promised: please report it.")
+        experiment(calm, broken, args, Console())
     finally:
         shutil.rmtree(shm, ignore_errors=True)
         shutil.rmtree(work, ignore_errors=True)
+
+
+def experiment(calm: Cluster, broken: Cluster, args: argparse.Namespace, console: Console) -> None:
+    """Both runs, and what came of them; ends with an error where that is not what was promised."""
+    ranks: int = args.nodes
+    nodes = [f"node{i}" for i in range(ranks)]
+    steps = (args.spares + 2) * EPOCH
+    console.print(f"undisturbed: {ranks} ranks, {steps} steps")
+    calm.start(nodes, steps)
+    calm.finish()
+    spares = [f"spare{i}" for i in range(args.spares)]
+    lost = lose_again_and_again(broken, nodes, spares, steps, console)
+    levels = tell_of_lives(broken, lost, console)
+
+    of_calm, of_broken = ([curve(c, r, ranks) for r in range(ranks)] for c in (calm, broken))
+    pairs = zip(of_calm, of_broken, strict=True)
+    same = all(mine.items() <= undisturbed.items() for undisturbed, mine in pairs)
+    title = f"{ranks} nodes, {args.spares} spares"
+    picture(args.picture, title, of_calm[0], of_broken[0], lost)
+    console.print(f"loss of all {ranks} ranks as if nothing had happened, bit for bit: {same}")
+    console.print(f"picture: {args.picture.resolve()}")
+    if not same or not all("peer" in each for each in levels):
+        sys.exit("That is not what was promised: please report it.")
+
+
+def lose_again_and_again(
+    cluster: Cluster, nodes: list[str], spares: list[str], steps: int, console: Console
+) -> list[int]:
+    """Train to the end, and lose a node in every epoch but the last; returns the steps in which.
+
+    A spare takes the node's place as long as there is one; then the job goes on with fewer.
+    """
+    nodes, lost = list(nodes), []
+    for failure in range(len(spares) + 1):
+        cluster.start(nodes, steps)
+        cluster.wait_until((failure + 1) * EPOCH - EPOCH // 2)
+        victim = nodes[(3 * failure + 1) % len(nodes)]
+        cluster.lose(victim)
+        lost.append(int(str([x["step"] for x in cluster.lines(0) if "step" in x][-1])))
+        place = nodes.index(victim)
+        if failure < len(spares):
+            nodes[place] = spares[failure]
+            console.print(f"lost {victim} in step {lost[-1]}; {nodes[place]} takes its place")
+        else:
+            nodes.pop(place)
+            console.print(f"lost {victim} in step {lost[-1]}; no spare is left")
+    cluster.start(nodes, steps)
+    cluster.finish()
+    return lost
+
+
+def tell_of_lives(cluster: Cluster, lost: list[int], console: Console) -> list[dict[str, int]]:
+    """How each life after a failure began; returns from which levels, and how many shards each."""
+    starts = [x for x in cluster.lines(0) if "start" in x][1:]
+    for number, begun in enumerate(starts):
+        console.print(
+            f"life {number + 2}: {begun['ranks']} ranks went on from step {begun['start']}, "
+            f"lost in step {lost[number]}; shards from {begun['levels']}; "
+            f"restore() took {1e3 * float(str(begun['seconds'])):.0f} ms"
+        )
+    return [begun["levels"] for begun in starts]  # type: ignore[misc]
 
 
 if __name__ == "__main__":

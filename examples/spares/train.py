@@ -29,20 +29,24 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, (x[:, :8].sum(1) > 0).long()
 
 
-def main() -> None:
-    """Train until `steps`, or until this process is killed."""
-    work, meeting, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+def build_model() -> nn.Module:
+    """BatchNorm and dropout are what makes resuming hard."""
     torch.manual_seed(1)
-    net = nn.Sequential(
+    return nn.Sequential(
         nn.Linear(WIDTH, WIDTH),
         nn.BatchNorm1d(WIDTH),
         nn.ReLU(),
         nn.Dropout(0.2),
         nn.Linear(WIDTH, 2),
     )
-    model = DistributedDataParallel(net)
+
+
+def main() -> None:
+    """Train until `steps`, or until this process is killed."""
+    work, meeting, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    model = DistributedDataParallel(build_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1000 + rank)
     journal = (work / f"journal-r{rank}.jsonl").open("a", buffering=1)
