@@ -87,7 +87,7 @@ def test_nothing_is_left_and_the_next_try_works(
     before, threads = our_hooks(model, optimizer), set(threading.enumerate())
     with monkeypatch.context() as patch:
         if point.startswith("hooks of optimizers"):
-            patch.setattr("tierckpt.state._refuse_hollow", lambda optimizer: None)
+            patch.setattr("tierckpt.refusals._refuse_hollow", lambda optimizer: None)
         fail(patch, point)
         with pytest.raises(BrokenError, match=point):
             tierckpt.Checkpointer(model, optimizer, **settings)
