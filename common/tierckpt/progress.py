@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +17,10 @@ PATIENCE_SECONDS = 1.0
 
 
 class Progress:
-    """A bar on standard error, or nothing. `advance` is for any thread, the rest for one."""
+    """A bar on standard error, or nothing. `advance` is for any thread, the rest for one.
+
+    Raises nothing: a terminal that is gone takes the bar along, and not the restore.
+    """
 
     def __init__(self, shown: bool, patience_seconds: float = PATIENCE_SECONDS) -> None:
         """With `shown` False, every call does nothing."""
@@ -29,12 +34,20 @@ class Progress:
     @staticmethod
     def wanted(rank: int, asked: bool | None) -> bool:
         """Whether this rank shows one: rank 0 alone, when asked to, or on a terminal if None."""
-        return rank == 0 and (sys.stderr.isatty() if asked is None else asked)
+        return rank == 0 and (_on_a_terminal() if asked is None else asked)
+
+    @contextlib.contextmanager
+    def _careful(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except (Exception, SystemExit):  # the second: an older console, for a broken pipe
+                self._shown = False
 
     def begin(self, phase: str, total_bytes: int = 0) -> None:
         """A phase begins; 0 bytes: nobody knows how many."""
         if self._shown:
-            with self._lock:
+            with self._careful():
                 self._phase, self._done, self._total = phase, 0, total_bytes
                 self._task = None
                 self._show()
@@ -42,17 +55,17 @@ class Progress:
     def advance(self, nbytes: int) -> None:
         """So many bytes more are through."""
         if self._shown:
-            with self._lock:
+            with self._careful():
                 self._done += nbytes
                 self._show()
 
     def close(self) -> None:
         """Take the bar away."""
-        with self._lock:
+        with self._careful():
             self._shown = False
-            if self._bar is not None:
-                self._bar.stop()
-                self._bar = None
+            bar, self._bar = self._bar, None
+            if bar is not None:
+                bar.stop()
 
     def _show(self) -> None:
         if self._bar is None:
@@ -67,16 +80,29 @@ class Progress:
         self._bar.update(self._task, completed=self._done)
 
 
+def _on_a_terminal() -> bool:
+    """False also where standard error is closed, or was never there."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
 def _bar() -> rich.progress.Progress:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            """Not to close the script's standard output and end it, as a command's console does."""
+            raise BrokenPipeError
 
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
-        console=Console(file=sys.stderr),
+        console=Quiet(file=sys.stderr),
         transient=True,
         redirect_stdout=False,  # a script's own streams are not ours to replace
         redirect_stderr=False,

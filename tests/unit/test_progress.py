@@ -58,3 +58,28 @@ def test_what_takes_long_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shown", [True, False])
 def test_what_is_over_soon_shows_nothing(shown: bool) -> None:
     assert shown_by(Progress(shown, patience_seconds=1e6 if shown else 0.0)) == ""
+
+
+class Gone(Terminal):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "the terminal is gone")
+
+
+def test_a_terminal_that_is_gone_takes_the_bar_along_and_not_the_restore(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its rank alone would raise, and the others would wait for it."""
+    monkeypatch.setenv("TERM", "xterm")
+    progress = Progress(True, patience_seconds=0.0)
+    with redirect_stderr(Gone()):
+        progress.begin("verifying v7")
+        progress.advance(1000)
+        progress.close()
+
+
+def test_without_standard_error_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert not Progress.wanted(0, None)
