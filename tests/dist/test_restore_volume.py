@@ -114,7 +114,7 @@ def rebuilt(place: Place, scheme: str = "xor") -> dict[str, Any]:
         return volume(place, peer.settings(scheme)) | {"held": held}
 
 
-@pytest.mark.parametrize(("now", "held"), [(3, [[], [1], [2]]), (2, [[2], [1]]), (1, [[1, 2]])])
+@pytest.mark.parametrize(("now", "held"), [(3, [[], [1], [2]]), (2, [[1], [2]]), (1, [[1, 2]])])
 def test_what_is_rebuilt_is_in_one_ranks_memory(
     now: int, held: list[list[int]], ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
