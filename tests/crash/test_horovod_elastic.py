@@ -247,7 +247,9 @@ def test_hosts_come_and_go(make_job: MakeJob) -> None:
     job.left_nothing()
 
 
-@pytest.mark.parametrize("lost", [pytest.param([1], marks=on_demand("two of three say as much")), [1, 2]])
+@pytest.mark.parametrize(
+    "lost", [pytest.param([1], marks=on_demand("two of three say as much")), [1, 2]]
+)
 def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> None:
     """At once. The rest go on, renumbered, from what three had in memory, if one of them was in the
     middle of a batch; one that comes then brings nothing along."""
