@@ -59,22 +59,20 @@ class Comeback:
         self._together = Together(group)
         with self._together:
             lives.look(self._together)
-            aside = Aside(Path(config.directory), _live_bytes(state))
-        self._inventory_seconds = time.perf_counter() - begin_seconds
-        open_store = functools.partial(PersistentStore, **config.persistent.options())
-        self._new = NewTensors(state)
-        self._restorer = Restorer(
-            self._together,
-            lives.found,
-            self._reject,
-            lives.parities,
-            bar,
-            open_store,
-            self._new.foresee,
-            self._look_again,
-            lives.nodes,
-            aside,
-        )
+            self._inventory_seconds = time.perf_counter() - begin_seconds
+            self._new = NewTensors(state)
+            self._restorer = Restorer(
+                self._together,
+                lives.found,
+                self._reject,
+                lives.parities,
+                bar,
+                functools.partial(PersistentStore, **config.persistent.options()),
+                self._new.foresee,
+                self._look_again,
+                lives.nodes,
+                Aside(Path(config.directory), _live_bytes(state)),
+            )
         self._told: set[str] = set()
         """Problems that were rejected."""
 

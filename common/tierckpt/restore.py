@@ -108,8 +108,11 @@ class Attempt:
             shard = source.shard
             outline = self.contents.outlines[shard]
             self.courier.show(source, outline, self.images.get(shard), visit_one)
-            if shard in self.images and not source.direct and not self._to_mend(shard):
-                self.images.pop(shard).close()
+            try:
+                if shard in self.images and not source.direct and not self._to_mend(shard):
+                    self.images.pop(shard).close()
+            except Exception as error:  # told at the end: others wait for the next shard
+                self.courier.fail(shard, error)
         sent = any(not source.direct for source in self.plan.sources)
         self.trouble = self.courier.trouble_of_any() if sent else self.courier.trouble
 

@@ -56,7 +56,12 @@ class Courier:
     def make_room(self, outlines: Iterable[Outline]) -> None:
         """Take the memory that showing these takes, while an error leaves nobody waiting."""
         longest = (min(o.nbytes, max(BROADCAST_BYTES, o.header_bytes)) for o in outlines)
-        self._room(max(longest, default=0))
+        self._buffer = torch.empty(max(longest, default=0), dtype=torch.uint8)
+
+    def fail(self, shard: int, error: Exception) -> None:
+        """This rank cannot go on; it goes on sending and receiving, and `trouble` says why."""
+        why = f"shard {shard} (rank {self.rank}): {type(error).__name__}: {error}"
+        self.trouble = self.trouble or why
 
     def show(self, source: Source, outline: Outline, image: Image | None, visit: Visit) -> None:
         """Let all ranks visit a shard; `image` is there where `source.direct`, and at its reader.
@@ -82,7 +87,7 @@ class Courier:
         except FormatError as error:  # zeros in its place
             self.trouble = f"shard {shard} has no header: {error}"
         except Exception as error:
-            self.trouble = f"shard {shard} (rank {self.rank}): {type(error).__name__}: {error}"
+            self.fail(shard, error)
 
     def _window(self, image: Image | None, low: int, high: int) -> memoryview:
         """Part of a shard, or room for it."""
