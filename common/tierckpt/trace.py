@@ -19,6 +19,7 @@ Kinds of entries, which are their `cat`:
 | `trace` | training | this recorder writes its file |
 | `slot` | copier | finding a slot, and waiting for it |
 | `copy` | the thread that did it | a block (on a GPU: a batch of them), copied and hashed |
+| `tree` | the thread that did it | the same of the rank tree, which belongs to no layer |
 | `seal` | the thread that did it | header, manifest and seal |
 | `release` | launches | the reduction of these parameters was launched |
 | `allreduce` | allreduce | from there to its end, where the adapter can tell |

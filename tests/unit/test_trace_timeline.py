@@ -109,6 +109,14 @@ def test_the_share_of_hidden_copying(timeline: Timeline) -> None:
     assert both.share(both.computing_us) == 0.75
 
 
+def test_the_rank_tree_is_copied_too(timeline: Timeline) -> None:
+    """It may be as large as the model; what of it nothing hides must be seen."""
+    timeline.add([Span("tree", 0, at, at + 30) for at in (1_000_350, 1_000_800)])
+    one = hidden(timeline, 0)
+    assert (one.copy_us, one.computing_us) == (3 * 400 + 60, 3 * 300 + 30)
+    assert summarize(timeline).durations["tree"] == Stats(2, 30, 30.0, 30)
+
+
 def test_gaps_between_updates_leave_lives_apart(timeline: Timeline) -> None:
     assert list(update_gaps(timeline, 0)) == [900, 900]
     timeline.add([Span("begin", 0, 1_002_100, 1_002_100)])

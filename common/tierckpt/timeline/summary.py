@@ -20,7 +20,7 @@ SIZE_FACTOR = 4
 SMALLEST_BUCKET_BYTES = 1024
 
 STALLS = ("boundary", "barrier")
-KINDS = ("boundary", "barrier", "slot", "copy", "seal", "write", "commit", "trace")
+KINDS = ("boundary", "barrier", "slot", "copy", "tree", "seal", "write", "commit", "trace")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def update_gaps(timeline: Timeline, rank: int) -> Iterator[int]:
 
 def hidden(timeline: Timeline, rank: int) -> Hidden:
     """What one rank's copies were hidden under."""
-    copies = _intervals(timeline.of("copy", rank=rank))
+    copies = _intervals(timeline.of("copy", "tree", rank=rank))
     moving = timeline.communication(rank)
     backward, computing = windows(timeline, rank)
     return Hidden(
