@@ -155,9 +155,12 @@ class TorchState(State):  # type: ignore[misc]
 
         Horovod asks for that by a broadcast at each commit, and all ranks wait for it. Here the
         question goes with the checkpointer's own agreement: a broadcast follows only when some rank
-        has heard of something, one commit later, or where commits are rare.
+        has heard of something, one commit later, or where commits are rare. Between the backward
+        passes of a step nobody asks: an interrupt there would throw their work away.
         """
         self.save()
+        if self.checkpointer is not None and self.checkpointer.accumulating:
+            return
         if self.checkpointer is None or self.checkpointer.agreed_vote != NOTHING_HEARD:
             self.check_host_updates()
 
