@@ -15,14 +15,11 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.elastic import ElasticSampler
 
-from tierckpt import ConfigError, ResumableSampler, tree
-from tierckpt.extras import EXTRA_STATES
+from tierckpt import ConfigError, ResumableSampler
+from tierckpt.extras import EXTRA_STATES, PLAIN_VALUES, PlainValues
 from tierckpt.state import label_optimizers
 
 from .sending import send_loose_parameters, send_model, send_optimizer_state
-
-VALUES = "attributes"
-"""What the plain values are called among the checkpoint's objects."""
 
 
 class Attributes:
@@ -42,10 +39,10 @@ class Attributes:
         self._optimizers = [n for n, v in given.items() if isinstance(v, torch.optim.Optimizer)]
         rest = [n for n in given if n not in (*self._models, *self._optimizers)]
         self._objects = [n for n in rest if _is_object(given[n])]
-        self.values = Values(owner, [n for n in rest if n not in self._objects])
+        self.values = PlainValues(owner, [n for n in rest if n not in self._objects])
         if not self._models or not self._optimizers:
             raise ConfigError(_lacking(given, self._models))
-        for name in {VALUES, EXTRA_STATES} & set(self._objects):
+        for name in {PLAIN_VALUES, EXTRA_STATES} & set(self._objects):
             raise ConfigError(_taken(name, "the checkpoint"))
         label_optimizers(self.optimizers)
         self.values.check()
@@ -133,28 +130,6 @@ def _is_object(value: Any) -> bool:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-class Values:
-    """The plain values, as one object of the checkpoint."""
-
-    def __init__(self, owner: object, names: Iterable[str]) -> None:
-        self._owner = owner
-        self._names = tuple(names)
-
-    def check(self) -> None:
-        """Raise UnsupportedStateError, with the attribute's name, for what cannot be stored."""
-        for name, value in self.state_dict().items():
-            tree.pack(value, f"TorchState's attribute {name!r}", tree.Arena().keep)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As they are now, by name; the caller does not change them."""
-        return {name: getattr(self._owner, name) for name in self._names}
-
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Set them."""
-        for name, value in values.items():
-            setattr(self._owner, name, value)
 
 
 def _lacking(given: Mapping[str, Any], models: Iterable[str]) -> str:

@@ -33,9 +33,10 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 from horovod.torch.elastic import ElasticSampler, run
 
 from tierckpt import Callbacks, ConfigError, Restored, RestoreError
+from tierckpt.extras import PLAIN_VALUES
 from tierckpt.scripts import close_at_exit
 
-from .attributes import VALUES, Attributes, refuse_names
+from .attributes import Attributes, refuse_names
 from .checkpointer import Checkpointer
 from .live import NOT_SOUND, Condition, Live, left_by, left_half_way
 
@@ -227,7 +228,7 @@ class TorchState(State):  # type: ignore[misc]
         )
         # Behind the checks of what can be stored: a value that cannot be any more was told of at
         # each commit, and what comes back is sound.
-        checkpointer.register(VALUES, held.values)
+        checkpointer.register(PLAIN_VALUES, held.values)
         checkpointer.quiet = self._host_messages.empty
         return checkpointer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from .modulenames import named_modules
 
 EXTRA_STATES = "modules' extra state"
 """What `ExtraStates` is called among the `extra` objects."""
+PLAIN_VALUES = "attributes"
+"""What `PlainValues` is called among them. Only elastic jobs have it: a checkpoint with it restores
+without it, and the other way round; see `Loader`."""
 
 
 def check_extra(name: str, obj: Any) -> None:
@@ -96,4 +99,36 @@ class ExtraStates:
                 module.set_extra_state(state[name])
 
 
-__all__ = ["EXTRA_STATES", "ExtraStates", "check_extra", "load_extra", "pack_extra"]
+class PlainValues:
+    """An elastic state's plain values (`epoch=0`), which are attributes of `owner`, as one of the
+    `extra` objects."""
+
+    def __init__(self, owner: object, names: Iterable[str]) -> None:
+        self._owner = owner
+        self.names = tuple(names)
+
+    def check(self) -> None:
+        """Raise UnsupportedStateError, with the attribute's name, for what cannot be stored."""
+        for name, value in self.state_dict().items():
+            tree.pack(value, f"TorchState's attribute {name!r}", tree.Arena().keep)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As they are now, by name; the caller does not change them."""
+        return {name: getattr(self._owner, name) for name in self.names}
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Set those that are still there; what `values` has not stays as it is."""
+        for name in self.names:
+            if name in values:
+                setattr(self._owner, name, values[name])
+
+
+__all__ = [
+    "EXTRA_STATES",
+    "PLAIN_VALUES",
+    "ExtraStates",
+    "PlainValues",
+    "check_extra",
+    "load_extra",
+    "pack_extra",
+]

@@ -11,8 +11,9 @@ import torch
 from . import tree
 from .copyplan import as_bytes
 from .errors import StateTornError
-from .extras import load_extra
+from .extras import PLAIN_VALUES, PlainValues, load_extra
 from .layout import Piece, TensorSpec
+from .manifest import Manifest
 from .modulenames import FIXED, parameter_of, path_of
 from .newtensors import NewTensors
 from .outline import Contents
@@ -34,6 +35,7 @@ class Loader:
         self.specs = contents.specs
         self.own_specs = {spec.name: spec for spec in contents.own.specs}
         self._missing = contents.missing
+        self._iteration = Manifest.decode(contents.own.manifest).iteration
         self._header: ShardHeader | None = None
         """Of the shard that is being loaded."""
         self._offsets: list[int] = []
@@ -100,11 +102,36 @@ class Loader:
         return found
 
     def extra_differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """The same for the user's objects."""
-        have = set(saved["extra"]) | set(saved["extra_per_rank"])
-        want = set(self.state.extra) | set(self.state.extra_per_rank)
+        """The same for the user's objects. Plain values may be on one side only: else what an
+        elastic job wrote would not restore in another one, nor the other way round."""
+        have, want = set(saved["extra"]), set(self.state.extra)
+        if self._told_of_values(saved):
+            have, want = have - {PLAIN_VALUES}, want - {PLAIN_VALUES}
+        have, want = have | set(saved["extra_per_rank"]), want | set(self.state.extra_per_rank)
         found = [f"extra {n!r} is in the checkpoint, not given now" for n in sorted(have - want)]
         return found + [f"extra {n!r} is given, not in the checkpoint" for n in sorted(want - have)]
+
+    def _told_of_values(self, saved: Mapping[str, Any]) -> bool:
+        """False where what has the name of the plain values is something else, on either side."""
+        live = self.state.extra.get(PLAIN_VALUES)
+        told = saved["extra"].get(PLAIN_VALUES)
+        return isinstance(live, PlainValues | None) and isinstance(told, dict | None)
+
+    def _left_values(self, saved: Mapping[str, Any]) -> list[str]:
+        """Which plain values are on one side only. They are alike on all ranks: rank 0 says it."""
+        if self.rank or not self._told_of_values(saved):
+            return []
+        live, told = self.state.extra.get(PLAIN_VALUES), saved["extra"].get(PLAIN_VALUES)
+        given, had = live.names if live else (), told or {}
+        it = f"the checkpoint, of iteration {self._iteration},"
+        found = []
+        if kept := ", ".join(name for name in given if name not in had):
+            why = "was not written by an elastic job" if told is None else "was made without them"
+            found.append(f"plain values stay as they are ({kept}): {it} {why}")
+        if gone := ", ".join(str(name) for name in had if name not in given):
+            why = "this job is not elastic" if live is None else "TorchState was not given them"
+            found.append(f"plain values of {it} are not loaded ({gone}): {why}")
+        return found
 
     # --- loading -------------------------------------------------------------------------------
 
@@ -188,6 +215,7 @@ class Loader:
             for name, obj in getattr(self.state, which).items():
                 if name in told:
                     _give(obj, told[name], f"{which}[{name!r}]")
+        self.notices += self._left_values(saved)
         if self.shards != self.size and saved["extra_per_rank"]:
             names = ", ".join(sorted(saved["extra_per_rank"]))
             self.notices.append(
