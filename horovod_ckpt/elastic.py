@@ -207,6 +207,7 @@ class TorchState(State):  # type: ignore[misc]
         ckpt = self._attach()
         try:
             self.restored = self._bring_together(ckpt)
+            ckpt.state.drop_gradients()  # a rank that is new has none
             self._attributes.deal_anew()
             self._call_back(ckpt)
         except BaseException:  # another rank is gone, for one, and Horovod calls this again

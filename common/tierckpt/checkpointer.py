@@ -36,7 +36,7 @@ from .hooks import Hooks
 from .iterations import MIXED, Iterations, Unattached
 from .levels import Levels
 from .mending import mend
-from .naming import Lineage, VersionId
+from .naming import Lineage, VersionId, on_lineage
 from .peers import Groups, redundancy_groups
 from .pinning import mark_everywhere
 from .policy import VOTE_WIDTH, Schedule
@@ -92,6 +92,8 @@ class Checkpointer:
     """See `own_vote`; 0 until there was one."""
     restored: Restored
     """What the last `restore()` did."""
+    _went_back = False
+    """It was asked for an older version than there is."""
 
     def __init__(
         self,
@@ -262,8 +264,10 @@ class Checkpointer:
         """
         if not now:
             self._agreement.ask()
-            return
-        self._save_now()
+        elif why := self._no_moment():
+            self._reports.notice(f"save(now=True) takes nothing: {why}", logging.ERROR)
+        else:
+            self._save_now()
 
     def pin(self, version: int) -> tuple[str, ...]:
         """Have retention leave a version alone, on every level that has it; returns these levels.
@@ -381,40 +385,60 @@ class Checkpointer:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
 
         All ranks call it. When the local level cannot be written, or does not answer (see
-        `ending`), the memory level is left in place, and an event says so.
+        `ending`), the memory level is left in place, and an event says so. No checkpoint is taken
+        of what is none: where an optimizer's step or a restore did not come to its end, or ranks
+        are not at the same step. Nor where `restore(version=...)` went back and no step was made:
+        what is newer stays.
         """
         if self._closed:
             return
         self._halting.be_calm()
+        remove = self._finish()
+        self._reports.emit("closed", message=self.exit_reason or "the training's end")
+        self._shut_down(remove)
+
+    def _finish(self) -> bool:
+        """All that the end waits for. True when nothing has to stay in memory. Collective."""
         safe = False
         try:
-            end = self._begin_ending()
-            if self._local_enabled() and not self._nothing_new():
-                self._save_now(end.last_call)
-            if end.disk_has_all(self.wait):
-                self._levels.onward.backlog.flush_last()
-                end.await_others()
-                self._collect()
-            durable = self._nothing_new() or self._agreement.local.safe == self._id()
-            # A job that ends early comes back; without a disk, what is in memory is all it has.
-            safe = durable or not (self._local_enabled() or self._halting.reason < Reason.NONE)
+            if why := self._no_moment():
+                self._reports.notice(f"no final checkpoint is taken: {why}", logging.ERROR)
+                self._commit_newest()
+                return False
+            if self._went_back and self.steps_made == self._lives.began_at:
+                text = f"no step was made behind v{self.version}: what is newer stays as it is"
+                self._say(text, logging.INFO)
+                return False
+            safe = self._make_durable()
         except Exception as error:
             self._reports.notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
+        # The life before, if nobody restored it, may be all there is of it.
+        before = not self._lives.lineage and any(self._berth.job.sealed())
         try:
-            safe = all(self.group.all_gather_object(safe))
+            everyone = self.group.all_gather_object((safe, before))
         except Exception as error:
-            safe = False
+            everyone = [(False, before)]
             self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
-        if not safe:
+        if not (safe := all(safe for safe, _ in everyone)):
             self._reports.notice(
                 f"v{self.version} is not durable everywhere; what is in memory stays there "
                 f"({self._berth.job.path})",
                 logging.ERROR,
             )
-        elif not self._lives.lineage and self._pool.holds_anything():
-            safe = False  # the life before is in there, and nobody restored it
-        self._reports.emit("closed", message=self.exit_reason or "the training's end")
-        self._shut_down(remove=safe)
+        return safe and not any(before for _, before in everyone)
+
+    def _make_durable(self) -> bool:
+        """The final checkpoint, where there is something new. False when it did not get there."""
+        end = self._begin_ending()
+        if self._local_enabled() and not self._nothing_new():
+            self._save_now(end.last_call)
+        if end.disk_has_all(self.wait):
+            self._levels.onward.backlog.flush_last()
+            end.await_others()
+            self._collect()
+        durable = self._nothing_new() or self._agreement.local.safe == self._id()
+        # A job that ends early comes back; without a disk, what is in memory is all it has.
+        return durable or not (self._local_enabled() or self._halting.reason < Reason.NONE)
 
     def _begin_ending(self) -> ending.Ending:
         nbytes = attach.shard_bytes(self.state, self.group.size) * len(self._node.ranks)
@@ -428,10 +452,13 @@ class Checkpointer:
         if self._closed:
             return
         if commit_newest:
-            self.wait(WAIT_SECONDS)
-            if self._demand.commit_newest():
-                self.wait(WAIT_SECONDS)
+            self._commit_newest()
         self._shut_down(remove=False)
+
+    def _commit_newest(self) -> None:
+        self.wait(WAIT_SECONDS)
+        if self._demand.commit_newest():
+            self.wait(WAIT_SECONDS)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """`copy.deepcopy(model)` and `torch.save(model)` take the hooks along, and not us."""
@@ -549,6 +576,8 @@ class Checkpointer:
             lineage, result = comeback.load(attempt, strict, self.load_adapter)
             self._go_on_from(lineage, result)
             all_finished(attempt, self.group)
+            self._went_back = version is not None and comeback.has_newer(attempt)
+            self.state.drop_gradients()  # of an iteration that was cut short, or of none
             books = (self._agreement, self._pool, self._reports)
             if not mend(attempt, self.group, self._levels, *books):
                 self._schedule.requested = frozenset(("memory", "local"))
@@ -595,6 +624,10 @@ class Checkpointer:
     def _warn(self, text: str) -> None:
         self._say(text, logging.WARNING)
 
+    def _no_moment(self) -> str:
+        steps = self._iterations
+        return ending.no_moment(self.group, self.steps_made, self.state.torn, steps.stepping)
+
     def _made_step(self, label: str) -> bool:
         """False when the step that just ended was none of the training's."""
         return True
@@ -604,8 +637,10 @@ class Checkpointer:
         begun = self._lives.began_at
         if self._iterations.steps or self.version != begun:
             return False
-        durable = self._agreement.local.safe
-        return begun == 0 or (durable is not None and durable.version == begun)
+        durable, past = self._agreement.local.safe, self._lives.lineage
+        if durable is None or durable.version != begun:
+            return begun == 0
+        return on_lineage(durable, past)
 
     # --- attaching and ending ------------------------------------------------------------------
 

@@ -96,6 +96,11 @@ class Comeback:
             on_failure.pop_all()
         return attempt
 
+    def has_newer(self, attempt: Attempt) -> bool:
+        """Whether anything of a newer version was seen; alike on all ranks."""
+        found = (each.key.id for inventory in self._lives.found for each in inventory)
+        return any(id_ > attempt.plan.id for id_ in found)
+
     def _find(self, version: int | None) -> Attempt | None:
         self._version = version
         self._judge_what_was_seen()

@@ -9,16 +9,36 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .agentclient import AgentClient
 from .config import Config
+from .group import Group
 from .halting import Halting
 from .patience import most_quiet_seconds
 from .reports import Reports
 
 NOTICE_SECONDS = 5.0
 """When a wait for the disk, for other nodes or for the persistent level is longer, it is said."""
+
+
+def no_moment(group: Group, steps_made: int, torn: bool, stepping: Iterable[str]) -> str:
+    """Why what is live now is no version: it is not of one moment on all ranks; empty if it is.
+    Collective. `stepping` names optimizers whose step began and did not end."""
+    mine = ""
+    if torn:
+        mine = "a restore did not come to its end, so the live state is torn"
+    elif names := ", ".join(sorted(stepping)):
+        mine = f"the step of {names} did not come to its end"
+    everyone = group.all_gather_object((steps_made, mine))
+    troubles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why]
+    counts = [steps for steps, _ in everyone]
+    if not troubles and min(counts) < max(counts):
+        ahead, behind = counts.index(max(counts)), counts.index(min(counts))
+        return (
+            f"rank {ahead} has {counts[ahead]} steps behind it, and rank {behind} {counts[behind]}"
+        )
+    return next(iter(troubles), "")
 
 
 class Ending:
@@ -80,4 +100,4 @@ class Ending:
             self._reports.notice(why, logging.ERROR)
 
 
-__all__ = ["Ending"]
+__all__ = ["Ending", "no_moment"]

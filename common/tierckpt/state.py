@@ -126,6 +126,16 @@ class TrainingState:
         own.update(id(p) for p in params.values() if self._forward_changes_it(p))
         return Walk(list(params.values()), state, odd, self.live_buffers(), own)
 
+    def drop_gradients(self) -> None:
+        """As in a process that has just begun: the next backward pass would add to what is left of
+        an iteration that a restore has undone."""
+        modules = (p for m in self._modules for p in m._parameters.values() if p is not None)
+        groups = (
+            group for optimizer in self.optimizers.values() for group in optimizer.param_groups
+        )
+        for param in (*modules, *(p for group in groups for p in group["params"])):
+            param.grad = None
+
     def forward_changes(self, patterns: str) -> None:
         """Say which parameters the forward pass changes: see `Config.forward_changes`. Raises
         ConfigError for a pattern that is none's name."""

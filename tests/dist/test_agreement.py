@@ -462,3 +462,38 @@ def rank_one_dies_as_the_other_clears_up(place: Place) -> tuple[bool, int]:
 def test_who_has_just_died_keeps_its_slots(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     place = Place.under(tmp_path, shm_dir)
     assert ranks(2).run(rank_one_dies_as_the_other_clears_up, place) == [(True, 2), (False, 2)]
+
+
+# --- what is no version --------------------------------------------------------------------------
+
+
+def close_one_step_apart(place: Place) -> tuple[dict[int, str], list[str]]:
+    """Rank 1 was interrupted behind its backward pass, and rank 0 behind its step."""
+    job = make_job()
+    attached = attach(job, place, local_every_steps=100)
+    digests = train(job, attached.ckpt, range(3))
+    job.loss(3).backward()
+    if rank() == 0:
+        job.optimizers[0].step()
+    attached.ckpt.close()
+    return digests, [event.message for event in attached.events if event.name == "notice"]
+
+
+def find_again(place: Place) -> tuple[int, str]:
+    job = make_job(seed=2)
+    attached = attach(job, place)
+    restored = attached.ckpt.restore()
+    digest = job.digest()
+    attached.ckpt.close()
+    return restored.version, digest
+
+
+def test_shards_of_different_steps_are_no_version(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2).run(close_one_step_apart, place)
+    for digests, notices in told:
+        assert any("rank 0 has 4 steps behind it, and rank 1 3" in text for text in notices)
+    found = ranks(2).run(find_again, place)
+    assert found == [(3, digests[3]) for digests, _ in told]

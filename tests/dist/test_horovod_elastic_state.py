@@ -90,6 +90,30 @@ def test_restore_goes_back_to_the_last_commit(ranks: Any, tmp_path: Path, shm_di
     assert list(shm_dir.rglob("*")) == []
 
 
+def gradients_behind(place: Place) -> list[int]:
+    """How many gradients are left behind a call of restore(), a failure, and a change of hosts."""
+    script = Script(place, seed=1).start()
+    script.train_to(2)
+    left = []
+    for again in (script.state.restore, script.fail, script.hosts_change):
+        script.forward().backward()
+        again()
+        if script.state.checkpointer is None:
+            script.state.sync()
+        left.append(sum(p.grad is not None for p in script.state.model.parameters()))
+        script.train_to(script.state.batch + 1)
+    script.end()
+    return left
+
+
+def test_no_gradient_of_an_iteration_cut_short_is_left(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """A loop that clears them behind its steps would add to them, on the ranks that are left."""
+    place = Place.under(tmp_path, shm_dir)
+    assert ranks(2, HOROVODRUN).run(gradients_behind, place) == [[0, 0, 0]] * 2
+
+
 # --- several models ------------------------------------------------------------------------------
 
 

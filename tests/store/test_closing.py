@@ -1,0 +1,148 @@
+"""The end of a job, where what is live is no version, or others are worth more than it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.store.tinycourse import STEPS, fingerprints, in_shm, versions_on_disk
+from tierckpt.testing import TinyJob
+
+
+@pytest.fixture(scope="module")
+def course() -> dict[int, str]:
+    return fingerprints()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ckpts"
+
+
+@pytest.fixture
+def settings(shm_dir: Path) -> dict[str, Any]:
+    return {"shm_dir": str(shm_dir), "agent": "inline"}
+
+
+def back_from(path: Path, settings: dict[str, Any]) -> tuple[int, dict[str, int], str]:
+    """What a successor finds, and its state."""
+    with TinyJob(path, seed=99, **settings) as job:
+        restored = job.restore()
+        return int(restored), restored.levels, job.fingerprint()
+
+
+def said(job: TinyJob, text: str) -> bool:
+    return any(text in event.message for event in job.events)
+
+
+def test_a_look_at_an_older_version_costs_no_newer_one(
+    path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    """Also not one that is in memory only."""
+    settings |= {"local_keep_last": 3}
+    job = TinyJob(path, local_every_steps=2, **settings).run(STEPS + 1)
+    job.checkpointer.wait()
+    job.checkpointer.abandon()
+    before = versions_on_disk(path), len(in_shm(shm_dir))
+    with TinyJob(path, seed=99, **settings) as looking:
+        assert looking.restore(version=STEPS - 2) == STEPS - 2
+        assert looking.fingerprint() == course[STEPS - 2]
+    assert said(looking, "what is newer stays")
+    assert (versions_on_disk(path), len(in_shm(shm_dir))) == before
+    assert back_from(path, settings) == (STEPS + 1, {"memory": 1}, course[STEPS + 1])
+
+
+def test_but_who_trains_on_from_it_has_given_up_the_rest(
+    path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    settings |= {"local_keep_last": 3}
+    with TinyJob(path, **settings) as job:
+        job.run(STEPS)
+    with TinyJob(path, seed=99, **settings) as second:
+        second.restore(version=STEPS - 2)
+        second.run(STEPS - 1)
+    assert in_shm(shm_dir) == []
+    assert back_from(path, settings) == (STEPS - 1, {"local": 1}, course[STEPS - 1])
+
+
+def fail_half_way(job: TinyJob) -> None:
+    """An optimizer that has changed some of its parameters when it raises."""
+    job.checkpointer.wait()
+
+    def step(*_: Any, **__: Any) -> None:
+        for param in [*job.model.parameters()][:2]:
+            torch.nn.init.zeros_(param)
+        raise MemoryError
+
+    adam = importlib.import_module("torch.optim.adam")
+    with mock.patch.object(adam, "adam", step), pytest.raises(MemoryError):
+        job.train_one()
+
+
+@pytest.mark.parametrize("level", ["memory", "local"])
+def test_half_of_a_step_is_no_version(
+    level: str, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    """The newest one in memory goes to disk; what was not taken at its boundary is not taken."""
+    every = {"memory_every_steps": 3} if level == "memory" else {}
+    with TinyJob(path, local_every_steps=100, **every, **settings) as job:
+        job.run(STEPS)
+        fail_half_way(job)
+        job.checkpointer.save(now=True)
+    assert said(job, "takes nothing: rank 0: the step of optimizer did not come to its end")
+    assert said(job, "no final checkpoint is taken")
+    newest = STEPS if level == "local" else 6
+    assert versions_on_disk(path) == [newest]
+    assert in_shm(shm_dir)
+    restored, _, state = back_from(path, settings)
+    assert (restored, state) == (newest, course[newest])
+
+
+def test_a_torn_state_is_no_version(
+    path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    with TinyJob(path, **settings) as job:
+        job.run(STEPS)
+    with TinyJob(path, seed=99, **settings) as second:
+        second.restore()
+        second.run(STEPS + 1)
+        second.checkpointer.state.torn = True
+    assert said(second, "the live state is torn")
+    restored, _, state = back_from(path, settings)
+    assert (restored, state) == (STEPS + 1, course[STEPS + 1])
+
+
+def test_who_restored_nothing_leaves_what_was_there(
+    path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    """Also in a slot that it does not use itself."""
+    settings |= {"local_every_steps": 0}
+    job = TinyJob(path, slots=3, **settings).run(STEPS)
+    job.checkpointer.wait()
+    job.checkpointer.abandon()
+    slots = {slot: manifest.version for slot, manifest in job.checkpointer._berth.job.sealed()}
+    newest = max(slots, key=lambda slot: slots[slot])
+    newest.rename(third := newest.with_name("r00000.2.kept"))
+    for slot in newest.parent.glob("r00000.[0-2]"):
+        slot.unlink()
+    third.rename(third.with_suffix(""))
+    left = in_shm(shm_dir)
+    with TinyJob(path, slots=2, **settings):
+        pass
+    assert sorted(in_shm(shm_dir)) == sorted(left)
+    assert back_from(path, {**settings, "slots": 3}) == (STEPS, {"memory": 1}, course[STEPS])
+
+
+def test_a_restore_drops_gradients(path: Path, settings: Any) -> None:
+    """The next backward pass would add to them, where a loop clears them behind its steps."""
+    with TinyJob(path, **settings) as job:
+        job.run(STEPS)
+        for param in job.model.parameters():
+            param.grad = torch.full_like(param, torch.nan)
+        job.restore()
+        assert [p.grad for p in job.model.parameters()] == [None] * len([*job.model.parameters()])
