@@ -25,18 +25,22 @@ from tierckpt.copyplan import Binding
 
 many_buckets = {"bucket_cap_mb": 0.003}
 
+PATIENCE_SECONDS = 20.0
+
 SILENT = {"fused SGD": partial(sgd, fused=True), "fused AdamW": fused_adamw}
 
 
 @only_layers_release()
 def restored_from_slow_copies(kind: str, barrier: bool, place: Place) -> tuple[int, list[str]]:
-    """Every block is copied late: without the barrier the optimizer would be first."""
+    """Every block is copied late; without the barrier, when the optimizer has made its step."""
     options = {"optimizer": SILENT[kind], "net": partial(Net, layers=8)}
     with pytest.MonkeyPatch.context() as patch:
         copy_block = Binding.copy_block
 
         def slowly(self: Binding, *args: Any) -> bytes:
-            time.sleep(0.03)
+            end = time.monotonic() + (0.03 if barrier else PATIENCE_SECONDS)
+            while time.monotonic() < end and not attached.ckpt._iterations.steps:
+                time.sleep(0.001)
             return copy_block(self, *args)
 
         patch.setattr(Binding, "copy_block", slowly)
