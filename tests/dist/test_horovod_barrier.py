@@ -273,10 +273,9 @@ def gone_on_after(cut: str, name: str, place: Place) -> dict[str, Any]:
         pass
     for module in job.model.modules():
         module._backward_hooks.clear()
-    gradients = [p.grad for p in job.bare.parameters()]
     restored = attached.ckpt.restore()
     held = held_by_horovod()
-    same = [p.grad is g for p, g in zip(job.bare.parameters(), gradients, strict=True)]
+    gradients = sum(p.grad is not None for p in job.bare.parameters())
     found = job.digest() == expected[restored.version]
     course = {v: c for v, c in course.items() if v <= restored.version}
     course.update(train(job, attached.ckpt, range(restored, LAST)))
@@ -287,7 +286,7 @@ def gone_on_after(cut: str, name: str, place: Place) -> dict[str, Any]:
         "restored": (restored.version, found),
         "version": version,
         "held": held,
-        "same gradients": all(same),
+        "gradients": gradients,
         "complaints": [e.text() for e in attached.events if e.severity > 20],
     }
 
@@ -307,7 +306,7 @@ def check_gone_on(told: list[dict[str, Any]]) -> None:
         assert found["different"] == []
         assert found["version"] == LAST
         assert found["held"] == []
-        assert found["same gradients"]
+        assert found["gradients"] == 0
 
 
 @pytest.mark.parametrize(("name", "cut"), CUT_SHORT)
@@ -316,8 +315,8 @@ def test_training_goes_on_from_a_restore_after_an_iteration_cut_short(
 ) -> None:
     """From the version that was being copied, where the copier was quick; else the one before.
 
-    Whatever each rank had launched when it was cut short, Horovod holds on to none of it, and ranks
-    that launched only to let the others end keep the gradients they had.
+    Whatever each rank had launched when it was cut short, Horovod holds on to none of it, and no
+    gradient of it is left on any.
     """
     pool = ranks(2, HOROVODRUN)
     check_gone_on(pool.run(gone_on_after, cut, name, Place.under(tmp_path, shm_dir)))
