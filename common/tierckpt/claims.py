@@ -20,8 +20,6 @@ dead; the job goes on.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -32,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from . import folders
+from .filelock import try_lock
 from .group import host_id
 
 PREFIX, NEW_SUFFIX = ".claim.", ".new"
@@ -130,7 +129,7 @@ class Claims:
             fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
                 os.pwrite(fd, json.dumps(asdict(self._mine)).encode(), 0)
-                if _lock(fd):
+                if try_lock(fd):
                     os.rename(new, self._path)
                     self._fd, _held_here[self._path] = fd, os.getpid()
                     return
@@ -162,7 +161,7 @@ class Claims:
         except OSError:  # just gone; or another user's, who could not write here
             return None
         try:
-            if _lock(fd):
+            if try_lock(fd):
                 path.unlink(missing_ok=True)
                 return None
             claim = Claim(**json.loads(os.pread(fd, MOST_BYTES, 0)))
@@ -201,17 +200,6 @@ def launch_of(environment: Mapping[str, str]) -> str:
 _held_here: dict[Path, int] = {}
 """Claims of this process (with its id, as it may be forked): closing a second descriptor of a file
 would drop the lock, and its own locks do not keep a process out."""
-
-
-def _lock(fd: int) -> bool:
-    """False where another process has the lock. Raises OSError where there are no locks."""
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        raise
-    return True
 
 
 __all__ = ["Claims"]

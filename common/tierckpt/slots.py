@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CorruptShardError, FormatError, TierckptError
+from .filelock import try_lock
 from .imagefile import LINK_SUFFIX, ImageFile, remove_image, remove_link
 from .localstore import LocalStore
 from .manifest import DIGEST_BYTES, Manifest
@@ -231,7 +232,7 @@ def take_lock(path: Path) -> int | None:
     with _gate(path.parent, fcntl.LOCK_SH) as folder:
         while True:
             fd = os.open(path.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
-            if not _try_lock(fd):
+            if not try_lock(fd):
                 os.close(fd)
                 return None
             # Its last owner may have removed the file between our open and our lock.
@@ -264,18 +265,8 @@ _locked_here: dict[Path, int] = {}
 own process, and closing any descriptor of the file would drop them."""
 
 
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        raise
-    return True
-
-
 def _lockable(fd: int) -> bool:
-    if not _try_lock(fd):
+    if not try_lock(fd):
         return False
     fcntl.lockf(fd, fcntl.LOCK_UN)
     return True

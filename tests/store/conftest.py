@@ -5,11 +5,13 @@ import multiprocessing.forkserver
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.store.persistentshards import ENDPOINT, SERVED, s3_options
 from tests.store.s3server import Proxy, proxied, serving
+from tests.store.tinycourse import fingerprints
 from tests.store.tmpfs import SIZE_BYTES, mount, unmount
 from tierckpt.persistent.objects import ObjectBackend
 
@@ -20,6 +22,24 @@ def fork_server() -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tierckpt.testing.jobs"])
     multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture
+def settings(shm_dir: Path) -> dict[str, Any]:
+    """Of a job whose memory is this test's own."""
+    return {"shm_dir": str(shm_dir)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where its checkpoints go."""
+    return tmp_path / "ckpts"
+
+
+@pytest.fixture(scope="module")
+def course() -> dict[int, str]:
+    """See `fingerprints`."""
+    return fingerprints()
 
 
 @pytest.fixture

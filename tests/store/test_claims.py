@@ -207,7 +207,7 @@ def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
 ) -> None:
     """Another one looks between the making of the file and its lock."""
     removed = []
-    lock = claims._lock
+    lock = claims.try_lock
 
     def late(fd: int) -> bool:
         if not removed:
@@ -215,7 +215,7 @@ def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
             removed[0].unlink()
         return lock(fd)
 
-    monkeypatch.setattr(claims, "_lock", late)
+    monkeypatch.setattr(claims, "try_lock", late)
     assert mine().stake() == ""
     assert removed
     assert marks(tmp_path) == [f".claim.{TOKEN}.0"]

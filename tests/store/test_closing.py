@@ -10,18 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.store.tinycourse import STEPS, fingerprints, in_shm, versions_on_disk
+from tests.store.tinycourse import STEPS, in_shm, versions_on_disk
 from tierckpt.testing import TinyJob
-
-
-@pytest.fixture(scope="module")
-def course() -> dict[int, str]:
-    return fingerprints()
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ckpts"
 
 
 @pytest.fixture

@@ -15,16 +15,6 @@ from tierckpt.snapshot import Snapshot
 from tierckpt.testing import TinyJob
 
 
-@pytest.fixture
-def settings(shm_dir: Path) -> dict[str, Any]:
-    return {"shm_dir": str(shm_dir)}
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ckpts"
-
-
 def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
     path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

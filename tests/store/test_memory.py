@@ -136,6 +136,17 @@ WINDOW_BYTES = 2**20
 """Of what a rank shows the others, and of what each thread reads: smaller here, as the state is."""
 
 
+def far_away(tmp_path: Path, shm_dir: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """Places for a report and for checkpoints, and settings with a persistent level."""
+    settings = {
+        "shm_dir": str(shm_dir),
+        "persistent_path": str(tmp_path / "shared"),
+        "persistent_every_steps": 2,
+        "persistent_every_seconds": 0.0,
+    }
+    return tmp_path / "report", tmp_path / "ckpts", settings
+
+
 def leave_far_away(path: Path, settings: dict[str, Any]) -> None:
     with TinyJob(path, model=deep_model(), **settings) as job:
         job.run(2)
@@ -206,13 +217,7 @@ def no_room(*args: Any) -> None:
 def test_plain_sgd_is_never_in_memory_twice(full: bool, tmp_path: Path, shm_dir: Path) -> None:
     """What is live stays until all that was fetched is sound, and nothing is fetched twice. So it
     is put aside on the local disk, or in memory where that is full."""
-    report, path, shared = tmp_path / "report", tmp_path / "ckpts", tmp_path / "shared"
-    settings = {
-        "shm_dir": str(shm_dir),
-        "persistent_path": str(shared),
-        "persistent_every_steps": 2,
-        "persistent_every_seconds": 0.0,
-    }
+    report, path, settings = far_away(tmp_path, shm_dir)
     assert run_in_child(leave_plain_far_away, path, settings) == 0
     shutil.rmtree(path)
     assert run_in_child(come_back_plain, report, path, settings, full) == 0
@@ -225,13 +230,7 @@ def test_plain_sgd_is_never_in_memory_twice(full: bool, tmp_path: Path, shm_dir:
 
 def test_one_rank_that_fetches_all_never_has_it_twice(tmp_path: Path, shm_dir: Path) -> None:
     """Optimizer state, two thirds of it, takes memory as what was fetched gives it back."""
-    report, path, shared = tmp_path / "report", tmp_path / "ckpts", tmp_path / "shared"
-    settings = {
-        "shm_dir": str(shm_dir),
-        "persistent_path": str(shared),
-        "persistent_every_steps": 2,
-        "persistent_every_seconds": 0.0,
-    }
+    report, path, settings = far_away(tmp_path, shm_dir)
     assert run_in_child(leave_far_away, path, settings) == 0
     shutil.rmtree(path)
     assert run_in_child(come_back, report, path, settings) == 0

@@ -14,16 +14,6 @@ from tierckpt.testing.jobs import tiny_model
 
 
 @pytest.fixture
-def settings(shm_dir: Path) -> dict[str, Any]:
-    return {"shm_dir": str(shm_dir)}
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ckpts"
-
-
-@pytest.fixture
 def closed(path: Path, settings: Any) -> Path:
     with TinyJob(path, **settings) as job:
         job.run(3)

@@ -11,28 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.store.tinycourse import STEPS, fingerprints, in_shm, versions_on_disk
+from tests.store.tinycourse import STEPS, in_shm, versions_on_disk
 from tierckpt.errors import RestoreError
 from tierckpt.naming import FORMAT_MAJOR
 from tierckpt.snapshot import Snapshot
 from tierckpt.testing import TinyJob, run_in_child
 from tierckpt.testing.jobs import fired, train
-
-
-@pytest.fixture(scope="module")
-def course() -> dict[int, str]:
-    return fingerprints()
-
-
-@pytest.fixture
-def settings(shm_dir: Path) -> dict[str, Any]:
-    return {"shm_dir": str(shm_dir)}
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ckpts"
-
 
 # --- the plain way -------------------------------------------------------------------------------
 

@@ -12,25 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.store.tinycourse import STEPS, fingerprints, versions_on_disk
+from tests.store.tinycourse import STEPS, versions_on_disk
 from tierckpt import ending, patience
 from tierckpt.agentclient import AgentClient
 from tierckpt.testing import TinyJob, run_in_child
-
-
-@pytest.fixture(scope="module")
-def course() -> dict[int, str]:
-    return fingerprints()
-
-
-@pytest.fixture
-def settings(shm_dir: Path) -> dict[str, Any]:
-    return {"shm_dir": str(shm_dir)}
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "ckpts"
 
 
 @pytest.mark.parametrize("when", ["from the beginning", "later"])
