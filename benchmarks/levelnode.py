@@ -25,6 +25,7 @@ from limits import Limits, direct_file
 from shards import make_sound, manifest, shared
 from tierckpt.agent import lower_priority
 from tierckpt.held import open_shard
+from tierckpt.jobdirectory import JobDirectory
 from tierckpt.localstore import LocalStore
 from tierckpt.naming import ShardKey, VersionId
 from tierckpt.peer.address import Address
@@ -34,7 +35,7 @@ from tierckpt.persistent import PersistentStore, ShardSource, VersionFacts, Vers
 from tierckpt.pool import SlotPool
 from tierckpt.redundancy.codes import Code
 from tierckpt.redundancy.groups import RedundancyGroup
-from tierckpt.slots import JobDirectory, seal_area_bytes
+from tierckpt.slots import seal_area_bytes
 
 AGENT_NICE = 10  # the setting's default
 CHUNK_BYTES = 8 << 20

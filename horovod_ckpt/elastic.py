@@ -333,13 +333,7 @@ class TorchState(State):  # type: ignore[misc]
         if ckpt is None:
             return
         self._live = left_by(ckpt, condition)
-        # The copy under way is still good: nothing changed yet. Its slot may need another rank's
-        # word, and that rank may be the one that is gone.
-        try:
-            ckpt.complete()
-        except Exception as error:
-            logger.info("the newest version could not be completed: %s", error)
-        ckpt.abandon()
+        ckpt.abandon()  # not without the copy under way, which is still good
 
 
 class _Checkpointer(Checkpointer):

@@ -51,7 +51,7 @@ from . import packets
 from .desk import Desk, DeskSettings
 from .flusher import Flusher, PersistentSettings
 from .held import Held
-from .slots import JobDirectory, take_lock
+from .jobdirectory import JobDirectory, take_lock
 
 if TYPE_CHECKING:
     from .protector import Protector
@@ -102,6 +102,12 @@ class Place:
     def address(self) -> Path:
         """Of the socket that it listens at."""
         return self.job.path / f"agent{self.index}.socket"
+
+    def owner(self) -> int | None:
+        """Process id of the agent that is here, or was until it was killed."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(self.lock.read_text())
+        return None
 
     def connect(self) -> socket.socket | None:
         """A connection to the agent that listens here, at once; None when there is none."""

@@ -281,6 +281,7 @@ class AgentClient:
                 with contextlib.suppress(OSError):
                     self._reach_now()
                 time.sleep(0.005)
+            served_by = self.pid
             if self._channel is not None and self._say_goodbye(deadline):
                 # The last of its trainers leaves: wait, so that nothing is left when we return.
                 while self.settings.place().lock.exists() and time.monotonic() < deadline:
@@ -288,6 +289,7 @@ class AgentClient:
                 if self._process is not None:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         self._process.wait(EXIT_SECONDS)
+            self._call_off(served_by, deadline)
         for thread in (self._reacher, self._thread):
             if thread is not None:
                 thread.join(timeout_seconds)
@@ -311,6 +313,20 @@ class AgentClient:
                     last = bool(message.get("last"))
         self._drop()
         return last and self._inline is None
+
+    def _call_off(self, served_by: int | None, deadline_seconds: float) -> None:
+        """Of an agent that was started beside the one that served us: once that has gone, it would
+        take its place, and wait for somebody to speak to. It ends at a signal until it looks for a
+        place; then it finds none, or has it and is told."""
+        process = self._process
+        if process is None or process.pid == served_by or process.poll() is not None:
+            return
+        process.terminate()
+        while process.poll() is None and time.monotonic() < deadline_seconds:
+            if self.settings.place().owner() == process.pid and self._connect():
+                self._say_goodbye(deadline_seconds)
+                return
+            time.sleep(0.005)
 
     def _reach(self) -> None:
         """Do what can be done at once to be connected, and leave the rest to a thread.

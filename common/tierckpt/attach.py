@@ -19,9 +19,9 @@ from .desk import DeskSettings
 from .errors import NodeHealthError
 from .group import Group, Node
 from .imagefile import images_of
+from .jobdirectory import JobDirectory, job_id_of, rank_of
 from .modulenames import named_modules
 from .pool import too_small
-from .slots import JobDirectory, job_id_of, rank_of
 from .state import TrainingState
 
 SHOWN = 3

@@ -16,9 +16,9 @@ from .claims import Claims
 from .config import Config
 from .errors import ConfigError
 from .group import Group, Node
+from .jobdirectory import JobBusyError
 from .pool import SlotPool
 from .reports import Reports
-from .slots import JobBusyError
 from .state import TrainingState
 
 

@@ -399,7 +399,7 @@ class Checkpointer:
 
     def _finish(self) -> bool:
         """All that the end waits for. True when nothing has to stay in memory. Collective."""
-        safe = False
+        end, safe = None, False
         try:
             if why := self._no_moment():
                 self._reports.notice(f"no final checkpoint is taken: {why}", logging.ERROR)
@@ -409,15 +409,17 @@ class Checkpointer:
                 text = f"no step was made behind v{self.version}: what is newer stays as it is"
                 self._say(text, logging.INFO)
                 return False
-            safe = self._make_durable()
+            end = self._begin_ending()
+            safe = self._make_durable(end)
         except Exception as error:
             self._reports.notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
         # The life before, if nobody restored it, may be all there is of it.
         before = not self._lives.lineage and any(self._berth.job.sealed())
+        together = True
         try:
             everyone = self.group.all_gather_object((safe, before))
         except Exception as error:
-            everyone = [(False, before)]
+            everyone, together = [(False, before)], False
             self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
         if not (safe := all(safe for safe, _ in everyone)):
             self._reports.notice(
@@ -425,20 +427,30 @@ class Checkpointer:
                 f"({self._berth.job.path})",
                 logging.ERROR,
             )
+        self._await_others(end, together)
         return safe and not any(before for _, before in everyone)
 
-    def _make_durable(self) -> bool:
+    def _make_durable(self, end: ending.Ending) -> bool:
         """The final checkpoint, where there is something new. False when it did not get there."""
-        end = self._begin_ending()
         if self._local_enabled() and not self._nothing_new():
             self._save_now(end.last_call)
         if end.disk_has_all(self.wait):
             self._levels.onward.backlog.flush_last()
-            end.await_others()
-            self._collect()
         durable = self._nothing_new() or self._agreement.local.safe == self._id()
         # A job that ends early comes back; without a disk, what is in memory is all it has.
         return durable or not (self._local_enabled() or self._halting.reason < Reason.NONE)
+
+    def _await_others(self, end: ending.Ending | None, together: bool) -> None:
+        """Other nodes and stores. Ranks leave `together`, where none takes longer than its group
+        waits: all know by now what is durable."""
+        try:
+            if end is not None and end.disk_answers:
+                end.await_others()
+                self._collect()
+            if together:
+                self.group.barrier()
+        except Exception as error:
+            self._reports.notice(f"not all ranks end together: {error!r}", logging.INFO)
 
     def _begin_ending(self) -> ending.Ending:
         nbytes = attach.shard_bytes(self.state, self.group.size) * len(self._node.ranks)
@@ -447,10 +459,16 @@ class Checkpointer:
     def abandon(self, commit_newest: bool = False) -> None:
         """End without a final checkpoint, leaving everything for a successor; not collective.
 
-        With `commit_newest` the newest version in memory is written to local first.
+        In the middle of an iteration, too: the version that is being copied is completed first,
+        where that takes a few seconds at most and no optimizer has begun its step. With
+        `commit_newest` the newest version in memory is written to local.
         """
         if self._closed:
             return
+        try:
+            self._underway.last_chance()
+        except Exception as error:
+            self._reports.notice(f"the newest version was given up: {error!r}", logging.WARNING)
         if commit_newest:
             self._commit_newest()
         self._shut_down(remove=False)

@@ -1,8 +1,8 @@
 """Claims: one job at a time writes to a directory of the local level, whichever machine it is on.
 
-Ranks of one number keep each other out on one machine (`slots`). A directory that several machines
-see needs more: two jobs there would go on from each other's versions. So each node's first rank
-leaves a file in it and keeps that locked while it lives:
+Ranks of one number keep each other out on one machine (`jobdirectory`). A directory that several
+machines see needs more: two jobs there would go on from each other's versions. So each node's first
+rank leaves a file in it and keeps that locked while it lives:
 
     .claim.<token>.<node>      the token is drawn for each attach, and alike on all ranks
 
@@ -29,8 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import folders
-from .filelock import try_lock
+from . import filelock, folders
 from .group import host_id
 
 PREFIX, NEW_SUFFIX = ".claim.", ".new"
@@ -119,7 +118,7 @@ class Claims:
         if fd is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
-            _held_here.pop(self._path, None)
+            filelock.let_go(self._path)
             os.close(fd)
 
     def _make(self) -> None:
@@ -129,9 +128,10 @@ class Claims:
             fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
                 os.pwrite(fd, json.dumps(asdict(self._mine)).encode(), 0)
-                if try_lock(fd):
+                if filelock.try_lock(fd):
                     os.rename(new, self._path)
-                    self._fd, _held_here[self._path] = fd, os.getpid()
+                    self._fd = fd
+                    filelock.hold(self._path)
                     return
             except FileNotFoundError:  # somebody took it for a dead one's
                 pass
@@ -154,14 +154,14 @@ class Claims:
 
     def _look(self, path: Path) -> Claim | None:
         """None where it is nobody's, or of what this job's launcher started earlier."""
-        if _held_here.get(path) == os.getpid():
+        if filelock.held_here(path):
             return self._mine
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # just gone; or another user's, who could not write here
             return None
         try:
-            if try_lock(fd):
+            if filelock.try_lock(fd):
                 path.unlink(missing_ok=True)
                 return None
             claim = Claim(**json.loads(os.pread(fd, MOST_BYTES, 0)))
@@ -195,11 +195,6 @@ def launch_of(environment: Mapping[str, str]) -> str:
     address = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
     port = environment.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
     return f"Horovod {address}:{port}" if address and port else ""
-
-
-_held_here: dict[Path, int] = {}
-"""Claims of this process (with its id, as it may be forked): closing a second descriptor of a file
-would drop the lock, and its own locks do not keep a process out."""
 
 
 __all__ = ["Claims"]

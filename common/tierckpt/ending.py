@@ -44,6 +44,9 @@ def no_moment(group: Group, steps_made: int, torn: bool, stepping: Iterable[str]
 class Ending:
     """One `close()`. Training thread; not collective."""
 
+    disk_answers = False
+    """The node's disk has all that was on its way there."""
+
     def __init__(
         self, config: Config, agent: AgentClient, reports: Reports, halting: Halting, nbytes: int
     ) -> None:
@@ -58,7 +61,7 @@ class Ending:
     def disk_has_all(self, wait: Callable[[float], bool]) -> bool:
         """Until all is committed, at most until `last_call`. False when it is not, which an event
         then says of each version. `wait` is `Checkpointer.wait`."""
-        done = wait(max(self.last_call - time.monotonic(), 0.0))
+        self.disk_answers = done = wait(max(self.last_call - time.monotonic(), 0.0))
         for id_ in () if done else self._agent.committing():
             why = f"{self._config.directory} does not answer, and the job ends"
             self._reports.not_committed_later(id_, why)

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
+from pathlib import Path
+
+_held: dict[Path, int] = {}
+"""By path of a locked file, the process that has the lock: a forked child has none of them."""
 
 
 def try_lock(fd: int) -> bool:
@@ -21,4 +26,27 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-__all__ = ["try_lock"]
+def lockable(fd: int) -> bool:
+    """True where `try_lock` would get it; no longer locked, if it was by this process."""
+    if not try_lock(fd):
+        return False
+    fcntl.lockf(fd, fcntl.LOCK_UN)
+    return True
+
+
+def hold(path: Path) -> None:
+    """This process has the lock of the file at `path`, which does not keep itself out."""
+    _held[path] = os.getpid()
+
+
+def held_here(path: Path) -> bool:
+    """True from `hold` to `let_go`; not in a child that was forked meanwhile."""
+    return _held.get(path) == os.getpid()
+
+
+def let_go(path: Path) -> None:
+    """The inverse of `hold`."""
+    _held.pop(path, None)
+
+
+__all__ = ["held_here", "hold", "let_go", "lockable", "try_lock"]

@@ -162,6 +162,7 @@ class Iterations:
         Whoever asks for the forward pass as the boundary has that, whatever was before.
         """
         self.pass_boundary()
+        self.stepping.clear()  # of one that an exception ended, which the restore has undone
         self.guessed = restored.guessed and self._mode != "explicit"
         if self._mode == "auto":
             self.explicit = self._called or restored.counts_calls

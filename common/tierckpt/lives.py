@@ -12,19 +12,11 @@ from collections.abc import Iterable, Sequence
 
 from .config import Config
 from .group import Group
-from .inventory import (
-    Found,
-    FoundParity,
-    Inventory,
-    Problem,
-    RestorePlan,
-    nothing_seen,
-    plan_restore,
-    take_inventory,
-)
+from .inventory import Found, FoundParity, Inventory, Problem, nothing_seen, take_inventory
+from .jobdirectory import JobDirectory
 from .localstore import LocalStore
 from .naming import Lineage, VersionId, on_lineage
-from .slots import JobDirectory
+from .restoreplan import RestorePlan, plan_restore
 from .together import Together
 
 NAME_LETTERS = 16

@@ -16,12 +16,9 @@ small. One writer per shard index and kind, any number of readers, all in any th
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import mmap
 import os
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,10 +26,8 @@ from pathlib import Path
 
 from . import faults, folders
 from .errors import CorruptShardError
-from .naming import PAGE_BYTES, Key, ParityKey, ShardKey
-
-WRITE_BYTES = 8 * 1024 * 1024
-"""Size of one write: large enough for the device, small enough to be interrupted."""
+from .lockedfile import LockedFile, unlocked
+from .naming import Key, ParityKey, ShardKey
 
 KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
 MANIFEST_SUFFIX = ".manifest"
@@ -147,9 +142,9 @@ class LocalStore:
         for path in self.directory.glob(f".{mine}"):
             stem = path.name.removeprefix(".").removesuffix(".manifest.tmp")
             files = [self.directory / f"{stem}{suffix}" for suffix in _suffixes(kind)]
-            if any(data.exists() and not _unlocked(data) for data in files):
+            if any(data.exists() and not unlocked(data) for data in files):
                 continue  # a living writer is about to rename this manifest
-            if path != self._spare_of(kind, shard) and _unlocked(path):
+            if path != self._spare_of(kind, shard) and unlocked(path):
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
                     removed.append(path.name)
@@ -157,7 +152,7 @@ class LocalStore:
         for path in found:
             key = kind.parse(path.stem)
             # In this order: a writer that lets go of the lock has made its manifest before.
-            if key and _unlocked(path) and not self._manifest(key).exists():
+            if key and unlocked(path) and not self._manifest(key).exists():
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
                     removed.append(path.name)
@@ -304,7 +299,7 @@ class Draft:
                 self._temp.unlink(missing_ok=True)
                 os.link(file, self._temp)
             faults.point("file", op="open")
-            self._file = _LockedFile(self._temp)
+            self._file = LockedFile(self._temp)
         except OSError:
             self._remove()
             raise
@@ -363,96 +358,6 @@ class Draft:
                 path.unlink(missing_ok=True)
 
 
-_files_lock = threading.Lock()
-_written_here: set[tuple[int, int]] = set()
-"""Device and inode of the files that this process is writing. POSIX locks do not exclude their own
-process, and closing any descriptor of such a file would drop its lock."""
-
-
-class _LockedFile:
-    """A file being written, past the page cache where the file system takes that.
-
-    Locked from the first byte until the manifest is there (see `clean`); the kernel drops the lock
-    if we are killed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        with _files_lock:
-            try:
-                self._fd, self.direct = os.open(path, flags | os.O_DIRECT, 0o644), True
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # tmpfs of older kernels, some network file systems
-                    raise
-                self._fd, self.direct = os.open(path, flags, 0o644), False
-            found = os.fstat(self._fd)
-            self._file = (found.st_dev, found.st_ino)
-            _written_here.add(self._file)
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        except OSError:
-            self.close()
-            raise
-
-    def __enter__(self) -> _LockedFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close and unlock."""
-        with _files_lock:
-            _written_here.discard(self._file)
-            os.close(self._fd)
-
-    def write(self, image: memoryview, start: int) -> None:
-        """Write `image` at byte `start` of the file."""
-        offset = 0
-        while offset < len(image):
-            faults.point("file", op="write", offset=start + offset)
-            try:
-                part = image[offset : offset + WRITE_BYTES]
-                offset += os.pwrite(self._fd, part, start + offset)
-            except OSError as error:
-                if not (self.direct and error.errno == errno.EINVAL):
-                    raise
-                self._leave_direct()
-            else:
-                if self.direct and (start + offset) % PAGE_BYTES:
-                    self._leave_direct()  # a short write; the rest is no longer aligned
-
-    def sync(self, nbytes: int) -> None:
-        """Make the file `nbytes` long, and durable."""
-        if os.fstat(self._fd).st_size != nbytes:
-            os.ftruncate(self._fd, nbytes)
-        faults.point("file", op="fsync")
-        os.fdatasync(self._fd)  # its length, too; its name is for `commit`
-
-    def _leave_direct(self) -> None:
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self.direct = False
-
-
 def _suffixes(kind: type[ShardKey]) -> tuple[str, ...]:
     """Extensions that the bytes' file may have."""
     return (kind.SUFFIX, ENCODED_SUFFIX) if kind is ShardKey else (kind.SUFFIX,)
-
-
-def _unlocked(path: Path) -> bool:
-    """True when no process, this one included, is writing the file."""
-    with _files_lock, contextlib.ExitStack() as opened:
-        try:
-            # Opened without access first, which no lock notices, and which says what file it is.
-            name = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            opened.callback(os.close, name)
-            found = os.fstat(name)
-            if (found.st_dev, found.st_ino) in _written_here:
-                return False
-            fd = os.open(f"/proc/self/fd/{name}", os.O_RDWR | os.O_CLOEXEC)
-            opened.callback(os.close, fd)
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True

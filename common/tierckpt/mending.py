@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .images import Image
-from .inventory import Found, FoundParity, RestorePlan
+from .inventory import Found, FoundParity
 from .naming import ParityKey, ShardKey, VersionId
 from .policy import BROKEN, DONE
 from .pool import NoSlotError, SlotPool
 from .redundancy.groups import RedundancyGroup
+from .restoreplan import RestorePlan
 from .slots import Slot, seal_area_bytes
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from .best import Best
 from .config import Config
 from .flusher import FlushOrder
 from .group import Group, Node
+from .jobdirectory import JobDirectory
 from .lives import Lives
 from .naming import VersionId
 from .peers import Peers
 from .policy import DONE
-from .slots import JobDirectory
 
 Order = functools.partial[FlushOrder]
 """How a node's agent is told to flush a version; what is about that version is still to come."""

@@ -16,9 +16,10 @@ import threading
 from collections.abc import Callable, Iterable
 
 from .imagefile import ImageFile, Mappings, images_of
+from .jobdirectory import JobDirectory, rank_of
 from .localstore import LocalStore
 from .naming import VersionId
-from .slots import JobDirectory, Slot, rank_of
+from .slots import Slot
 
 
 class NoSlotError(Exception):

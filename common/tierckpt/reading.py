@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 from .errors import CorruptShardError
 from .images import LOST, Image, MakeRoom, OpenStore, open_image
-from .inventory import Place, Source
+from .inventory import Place
 from .manifest import digest, digest_at
 from .modules.module import ModuleError
 from .naming import ShardKey, VersionId
 from .persistent import PersistentStore
+from .restoreplan import Source
 from .shardfile import ShardHeader, decode_header
 
 READERS = 4

@@ -15,13 +15,13 @@ from concurrent.futures import Executor, Future, wait
 
 from .errors import CorruptShardError
 from .images import Bring, Image, in_memory
-from .inventory import ParitySource, Rebuild, RestorePlan
 from .localstore import LocalStore
 from .mappedfile import MappedFile
 from .naming import ParityKey
 from .peer.parity import ParityManifest, Read, check_parity
 from .peer.rebuild import Rebuilding
 from .reading import Failure, OnRead
+from .restoreplan import ParitySource, Rebuild, RestorePlan
 from .sharing import Courier, clear
 
 

@@ -26,7 +26,7 @@ from . import streams, tree
 from .errors import RestoreError, StateMismatchError, StateTornError
 from .group import Group
 from .images import Image, OpenStore, in_file, in_memory, open_image
-from .inventory import Found, FoundParity, Place, RestorePlan, Source, plan_restore
+from .inventory import Found, FoundParity, Place
 from .loading import Loader
 from .manifest import Manifest
 from .naming import ParityKey, ShardKey, VersionId
@@ -37,6 +37,7 @@ from .progress import Progress
 from .reading import READERS, Blame, Failure, Kept, Reads
 from .rebuilding import Parities
 from .restored import Restored, Volume
+from .restoreplan import RestorePlan, Source, plan_restore
 from .shardfile import ShardHeader, decode_header
 from .sharing import Courier, Visit
 from .state import TrainingState

@@ -9,9 +9,9 @@ import torch
 from .errors import FormatError
 from .group import Group
 from .images import Image
-from .inventory import Source
 from .outline import Outline
 from .restored import Volume
+from .restoreplan import Source
 from .together import Together
 
 BROADCAST_BYTES = 64 * 1024 * 1024

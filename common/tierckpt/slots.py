@@ -1,21 +1,10 @@
 """Slots: reusable shared-memory buffers, each holding one shard in file layout.
 
-The `memory` level is the sealed slots themselves: they are files in a memory file system, so they
-outlive a process that is killed, and its successor finds them by name:
-
-    <shm_dir>/tierckpt-<uid>/<job>/r<rank>.<k>       a slot
-    <shm_dir>/tierckpt-<uid>/<job>/r<rank>.lock      held by the living trainer of that rank
-
 A slot is a seal area (one or more pages) and the shard's image, which may also be a file of its own
 in the local level's directory (see `imagefile`). The seal area holds the length of
 the manifest, zero while the slot is not sealed, and the manifest. Sealing writes the manifest
 first and its length last, and a manifest carries its own checksum, so a process killed at any
-instruction leaves either a sealed slot or an unsealed one.
-
-Locks are POSIX record locks: the kernel drops them when the process dies, and forked children (a
-DataLoader's workers, which outlive a killed parent for seconds) do not inherit them. Whoever takes
-one holds the folder's gate for a moment, and whoever removes what nobody has locked has the gate
-to itself: nobody comes back to what is just being removed.
+instruction leaves either a sealed slot or an unsealed one. `jobdirectory` says where slots are.
 """
 
 from __future__ import annotations
@@ -23,18 +12,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
-import re
-import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CorruptShardError, FormatError, TierckptError
-from .filelock import try_lock
-from .imagefile import LINK_SUFFIX, ImageFile, remove_image, remove_link
+from .filelock import lockable
+from .imagefile import ImageFile, remove_image
 from .localstore import LocalStore
 from .manifest import DIGEST_BYTES, Manifest
 from .naming import PAGE_BYTES, round_up
@@ -42,18 +26,6 @@ from .naming import PAGE_BYTES, round_up
 _MAGIC = b"TCKPSLOT"
 _SEAL_HEAD_BYTES = 24
 """Magic, length of the seal area, length of the manifest."""
-
-
-class JobBusyError(TierckptError):
-    """Another living process is the same rank of the same job on this machine, or another job has
-    the local level's directory."""
-
-
-def job_id_of(path: str | os.PathLike[str]) -> str:
-    """The default job id: whoever writes to the same place is the same job, now or restarted."""
-    real = os.path.realpath(path)
-    slug = re.sub(r"[^A-Za-z0-9_.]+", "_", os.path.basename(real)) or "root"
-    return f"{slug[:40]}-{hashlib.sha256(real.encode()).hexdigest()[:12]}"
 
 
 def seal_area_bytes(blocks: int, lives: int = 1) -> int:
@@ -191,7 +163,7 @@ class Slot:
 
     def in_use_elsewhere(self) -> bool:
         """True while another process (an agent writing it out) holds the segment."""
-        return not _lockable(self.fd)
+        return not lockable(self.fd)
 
     def close(self) -> None:
         """Unmap and close; the segment stays."""
@@ -224,239 +196,6 @@ def unpin(fd: int) -> None:
     fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
-def take_lock(path: Path) -> int | None:
-    """Make and lock the file, with this process's id in it, until the descriptor is closed.
-
-    None when another process holds it. Raises FileNotFoundError when the folder is gone.
-    """
-    with _gate(path.parent, fcntl.LOCK_SH) as folder:
-        while True:
-            fd = os.open(path.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
-            if not try_lock(fd):
-                os.close(fd)
-                return None
-            # Its last owner may have removed the file between our open and our lock.
-            if os.fstat(fd).st_nlink:
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, str(os.getpid()).encode(), 0)
-                return fd
-            os.close(fd)
-
-
-@contextlib.contextmanager
-def _gate(folder: Path, how: int) -> Iterator[int]:
-    """Hold the folder itself locked, LOCK_SH or LOCK_EX, after waiting for it; gives a descriptor.
-
-    Raises FileNotFoundError when the folder is gone.
-    """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, how)
-        if not os.fstat(fd).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-        yield fd
-    finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing would not do: a child may have been forked
-        os.close(fd)
-
-
-_locked_here: dict[Path, int] = {}
-"""Lock files that this process holds (by path, the process's id): POSIX locks do not exclude their
-own process, and closing any descriptor of the file would drop them."""
-
-
-def _lockable(fd: int) -> bool:
-    if not try_lock(fd):
-        return False
-    fcntl.lockf(fd, fcntl.LOCK_UN)
-    return True
-
-
-@dataclass(frozen=True)
-class JobDirectory:
-    """The folder in the memory file system that holds one job's segments on this machine."""
-
-    root: Path
-    job: str
-    node: str = ""
-    """Set where several "nodes" share a machine: each has a memory of its own."""
-
-    @staticmethod
-    def at(shm_dir: str | os.PathLike[str], job: str, node: str = "") -> JobDirectory:
-        """The folder of `job` under `shm_dir`, private to this user."""
-        # Absolute: agents work in another directory.
-        return JobDirectory(Path(os.path.abspath(shm_dir)) / f"tierckpt-{os.getuid()}", job, node)
-
-    @property
-    def path(self) -> Path:
-        """Where the segments are."""
-        return self.root / (f"{self.job}@{self.node}" if self.node else self.job)
-
-    def create(self) -> None:
-        """Make the folder, readable by this user alone."""
-        self.root.mkdir(mode=0o700, exist_ok=True)
-        if self.root.stat().st_uid != os.getuid():
-            raise PermissionError(
-                f"{self.root} belongs to another user; set shm_dir to another place"
-            )
-        self.path.mkdir(mode=0o700, exist_ok=True)
-
-    def lock_rank(self, rank: int, patience_seconds: float = 15.0) -> int:
-        """Become the living trainer of `rank`; returns a descriptor for `unlock_rank`.
-
-        A predecessor that was killed a moment ago may take the kernel some time to tear down, so
-        this waits `patience_seconds` before it raises JobBusyError.
-        """
-        path = self.lock_path(rank)
-        if _locked_here.get(path) == os.getpid():
-            raise JobBusyError(
-                f"this process has a checkpointer for rank {rank} of job {self.job!r} already. One "
-                "for all optimizers of a job: optimizer={'name': ..., 'other name': ...} (Horovod: "
-                "horovod_ckpt.install with all that hvd.DistributedOptimizer returned); or close "
-                "the other one first, or give this one another path"
-            )
-        deadline = time.monotonic() + patience_seconds
-        while True:
-            self.create()
-            try:
-                fd = take_lock(path)
-            except FileNotFoundError:  # whoever had the folder before has just removed it
-                continue
-            if fd is not None:
-                break
-            if time.monotonic() > deadline:
-                raise self._busy(rank, path.read_text(errors="replace").strip() or "unknown")
-            time.sleep(0.05)
-        _locked_here[path] = os.getpid()
-        return fd
-
-    def unlock_rank(self, rank: int, fd: int) -> None:
-        """The inverse of `lock_rank`."""
-        _locked_here.pop(self.lock_path(rank), None)
-        os.close(fd)
-
-    def _busy(self, rank: int, owner: str) -> JobBusyError:
-        return JobBusyError(
-            f"rank {rank} of job {self.job!r} is already running on this machine (process "
-            f"{owner}). Two jobs cannot write to one path: give this one another path."
-        )
-
-    def segments(self) -> list[Path]:
-        """Files of all slots of this job, of any rank."""
-        return sorted(p for p in _listdir(self.path) if re.fullmatch(r"r\d{5,}\.\d+", p.name))
-
-    def images(self) -> set[Path]:
-        """Images of this job's slots that are files elsewhere, whether they are there or not."""
-        return {link.resolve() for link in _links(self.path)}
-
-    def slot_path(self, rank: int, index: int) -> Path:
-        """File of slot `index` of `rank`."""
-        return self.path / f"r{rank:05d}.{index}"
-
-    def lock_path(self, rank: int) -> Path:
-        """File that the living trainer of `rank` holds locked."""
-        return self.path / f"r{rank:05d}.lock"
-
-    def sealed(self) -> Iterator[tuple[Path, Manifest]]:
-        """Every sealed slot of this job on this machine."""
-        for path in self.segments():
-            manifest = read_seal(path)
-            if manifest is not None:
-                yield path, manifest
-
-    def damaged(self) -> Iterator[tuple[Path, CorruptShardError | FormatError]]:
-        """Every slot that says it is sealed and whose manifest cannot be read, and why."""
-        for path in self.segments():
-            try:
-                _read_seal(path)
-            except (CorruptShardError, FormatError) as error:
-                yield path, error
-            except OSError:
-                continue
-
-    def alive(self) -> bool:
-        """True while any trainer or agent of this job lives."""
-        return any(not _path_lockable(p) for p in _listdir(self.path) if not p.is_symlink())
-
-    def lives(self, rank: int) -> bool:
-        """True while a trainer of that rank does, on this machine."""
-        return not _path_lockable(self.lock_path(rank))
-
-    def newest_seconds(self) -> float:
-        """Unix time of the last sign of life."""
-        times = [self.path.stat().st_mtime] if self.path.exists() else [0.0]
-        times += [m.created_seconds for _, m in self.sealed()]
-        return max(times)
-
-    def remove(self) -> None:
-        """Delete the folder and all segments in it."""
-        for path in _listdir(self.path):  # in this order a slot goes before its link
-            if path.is_symlink():
-                remove_link(path)
-            else:
-                path.unlink(missing_ok=True)
-        self.remove_if_unused()
-
-    def remove_surplus(self, ranks: Collection[int], slots: int) -> bool:
-        """Delete segments that a life with these `ranks` on this machine, and so many `slots` for
-        each, will never use: other ranks', and those beyond. False when an agent still reads one.
-
-        One of `ranks` that lives no more, from just now, has left there what its successor needs.
-        """
-        done = True
-        with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
-            for path in self.segments():
-                rank, index = rank_of(path.name), int(path.name.partition(".")[2])
-                if index < slots and (rank in ranks or self.lives(rank)):
-                    continue
-                if _path_lockable(path):
-                    remove_segment(path)
-                else:
-                    done = False
-        return done
-
-    def remove_orphans(self) -> None:
-        """Delete segments and locks of ranks that no living trainer on this machine is (the life
-        before had more ranks, or had them elsewhere), and what agents left that were killed."""
-        with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
-            paths = {*self.segments(), *(link.with_suffix("") for link in _links(self.path))}
-            locks = {path for path in _listdir(self.path) if path.suffix == ".lock"}
-            agents = {lock for lock in locks if lock.name.startswith("agent")}
-            for rank in {rank_of(path.name) for path in (*paths, *(locks - agents))}:
-                if not self.lives(rank):
-                    for path in (path for path in paths if rank_of(path.name) == rank):
-                        remove_segment(path)
-                    self.lock_path(rank).unlink(missing_ok=True)
-            for lock in agents:
-                if _path_lockable(lock):
-                    lock.with_suffix(".socket").unlink(missing_ok=True)
-                    lock.unlink(missing_ok=True)
-
-    def remove_if_unused(self) -> None:
-        """Delete the folder unless somebody else still has something in it."""
-        for path in (self.path, self.root):
-            with contextlib.suppress(OSError):
-                path.rmdir()
-
-    def others(self) -> list[JobDirectory]:
-        """Folders of this user's other jobs."""
-        return [
-            JobDirectory(self.root, p.name)
-            for p in _listdir(self.root)
-            if p.is_dir() and p.name != self.path.name
-        ]
-
-    def remove_dead_jobs(self, linger_seconds: float) -> list[str]:
-        """Delete other jobs' segments when nobody of the job lives and nobody came back in time."""
-        removed = []
-        for other in self.others():
-            with contextlib.suppress(FileNotFoundError), _gate(other.path, fcntl.LOCK_EX):
-                if not other.alive() and time.time() - other.newest_seconds() > linger_seconds:
-                    other.remove()
-                    removed.append(other.job)
-        return removed
-
-
 def _anonymous(name: str) -> int:
     try:
         return os.memfd_create(f"tierckpt-{name}")
@@ -465,20 +204,16 @@ def _anonymous(name: str) -> int:
         raise OSError(errno.ENOSYS, text) from error
 
 
-def rank_of(name: str) -> int:
-    """Whose slot has that name."""
-    return int(name[1:].partition(".")[0])
-
-
 def read_seal(path: Path) -> Manifest | None:
     """The manifest of the slot at `path` without mapping its image; None when not sealed."""
     try:
-        return _read_seal(path)
+        return seal_of(path)
     except (OSError, CorruptShardError, FormatError):
         return None
 
 
-def _read_seal(path: Path) -> Manifest | None:
+def seal_of(path: Path) -> Manifest | None:
+    """The same, but raises why it cannot be read: OSError, CorruptShardError, FormatError."""
     with path.open("rb") as file:
         head = file.read(_SEAL_HEAD_BYTES)
         if head[:8] != _MAGIC:
@@ -488,29 +223,3 @@ def _read_seal(path: Path) -> Manifest | None:
         if not 0 < length <= area - _SEAL_HEAD_BYTES:
             return None
         return Manifest.decode(file.read(length))
-
-
-def _path_lockable(path: Path) -> bool:
-    if _locked_here.get(path) == os.getpid():
-        return False
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENXIO):  # the last: a socket
-            return True
-        raise
-    try:
-        return _lockable(fd)
-    finally:
-        os.close(fd)
-
-
-def _listdir(path: Path) -> list[Path]:
-    try:
-        return sorted(path.iterdir())
-    except FileNotFoundError:
-        return []
-
-
-def _links(path: Path) -> list[Path]:
-    return [p for p in _listdir(path) if p.name.endswith(LINK_SUFFIX) and p.is_symlink()]

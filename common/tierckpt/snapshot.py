@@ -218,10 +218,11 @@ class Snapshot:
         if not bound:
             self.fail(SnapshotError("no slot could be claimed in time; another rank is stuck"))
 
-    def wait_done(self) -> None:
-        """Return when it is sealed or has failed, and `on_done` has heard of it."""
+    def wait_done(self, timeout_seconds: float | None = None) -> bool:
+        """Return when it is sealed or has failed, and `on_done` has heard of it; False when that
+        took too long."""
         with self._changed:
-            self._changed.wait_for(lambda: self._reported)
+            return self._changed.wait_for(lambda: self._reported, timeout_seconds)
 
     # --- copier thread, and the training thread inside the barrier ------------------------------
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 EARLY_AFTER = 3
 """So many slow barriers in a row make `release="auto"` copy from the forward pass on."""
 SLOW_BARRIER_SECONDS = 1e-3
+LAST_CHANCE_SECONDS = 5.0
+"""After an exception a copy that needs longer is given up: what it waits for may never come."""
 
 
 class Underway:
@@ -112,6 +114,14 @@ class Underway:
             self.snapshot.barrier()
             self.snapshot.wait_done()
         self.finish()
+
+    def last_chance(self) -> None:
+        """The job ends here, in the middle of an iteration perhaps. No optimizer has begun its
+        step, so what is being copied is as it was: let it be completed, if that takes not long."""
+        if self.snapshot is not None:
+            self.snapshot.release_all()
+            if self.snapshot.wait_done(LAST_CHANCE_SECONDS):
+                self.finish()
 
     def give_up(self, why: str) -> None:
         """It fails, and what it waits for need not come."""

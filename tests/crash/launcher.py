@@ -28,9 +28,9 @@ from typing import Any, NoReturn
 
 from tests.crash.scenario import RANKS, VARIABLE, Scenario
 from tierckpt import faults
+from tierckpt.jobdirectory import JobDirectory, job_id_of
 from tierckpt.localstore import LocalStore
 from tierckpt.naming import ShardKey
-from tierckpt.slots import JobDirectory, job_id_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 40.0

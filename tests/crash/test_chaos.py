@@ -19,7 +19,7 @@ from tests.chaos.driver import Run
 from tests.chaos.plan import AIMED, APART, LIVES, RANKS, STEPS, Shape, make_round
 from tests.chaos.truth import Truth
 from tests.horovod_here import horovod_missing
-from tests.thorough import points
+from tests.thorough import on_demand, points
 from tierckpt import comeback
 
 SEEDS = {"ddp": tuple(map(int, points(("11", "97924"), "11"))), "horovod": (32,)}
@@ -41,7 +41,16 @@ def fork_server() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
-@pytest.mark.parametrize("launcher", ["ddp", pytest.param("horovod", marks=NO_HOROVOD)])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "ddp",
+        pytest.param(
+            "horovod",
+            marks=[NO_HOROVOD, on_demand("90 s; test_horovod_elastic has Horovod's failures")],
+        ),
+    ],
+)
 def test_a_job_that_is_broken_again_and_again(launcher: str, tmp_path: Path, shm_dir: Path) -> None:
     run = Run(launcher, tmp_path, shm_dir)
     for seed in SEEDS[launcher]:

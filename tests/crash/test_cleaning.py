@@ -25,7 +25,7 @@ def test_a_commit_that_ends_while_files_are_cleaned_up_keeps_its_data(
             held.rename(manifest)
         return True
 
-    monkeypatch.setattr(localstore, "_unlocked", unlocked_now)
+    monkeypatch.setattr(localstore, "unlocked", unlocked_now)
     store.clean(key.shard)
     assert store.keys() == [key]
     store.open_image(key).close()

@@ -178,6 +178,7 @@ def test_all_workers_are_killed(make_job: MakeJob, undisturbed: Run) -> None:
     job.left_nothing()
 
 
+@on_demand("20 s; kills, and hosts that come, have tests of their own here")
 def test_a_dead_workers_host_is_used_again(make_job: MakeJob) -> None:
     """Where Horovod is told to: the other worker goes on alone, then with a new one on that host;
     twice."""

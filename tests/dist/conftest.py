@@ -36,6 +36,7 @@ def environment(kind: str, size: int) -> dict[str, str]:
     settings = {
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(COLLECTIVE_SECONDS // 2),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(COLLECTIVE_SECONDS),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "86400",  # a pool may be paused for long
     }
     if size > 2:
         # Which gradients are fused depends on time, and sums of three on what they are fused with.
@@ -54,14 +55,14 @@ def shared_pools() -> Iterator[dict[tuple[int, str], RankPool]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def launchers_end_with_the_module(
+def launchers_rest_behind_the_module(
     shared_pools: dict[tuple[int, str], RankPool],
 ) -> Iterator[None]:
     """Horovod's ranks keep talking to each other when they have nothing to do: up to a core."""
     yield
     for pool in shared_pools.values():
         if pool.kind in LAUNCHERS:
-            pool.kill()
+            pool.pause()
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +71,7 @@ def ranks(
 ) -> Ranks:
     """`ranks(2)`, `ranks(2, HOROVODRUN)`: a pool of two ranks, shared by all tests.
 
-    Of pools under a launcher only the one asked for last is kept, and to the module's end.
+    Of pools under a launcher only the one asked for last runs, and to the module's end.
     """
 
     def of(size: int, kind: str = GLOO) -> RankPool:
@@ -78,7 +79,7 @@ def ranks(
         if kind in LAUNCHERS:
             for other, pool in shared_pools.items():
                 if other != (size, kind) and pool.kind in LAUNCHERS:
-                    pool.kill()
+                    pool.pause()
         if (size, kind) not in shared_pools:
             folder = tmp_path_factory.mktemp(f"{kind}{size}-")
             environments = [environment(kind, size)] * size

@@ -69,6 +69,8 @@ class RankPool:
         """The ranks, or the launcher."""
         self._commands: list[int] = []
         self._calls = self._starts = 0
+        self._paused: list[int] = []
+        """Process ids of ranks that are stopped."""
 
     def run(
         self, scenario: Callable[..., Any], *args: Any, timeout_seconds: float = 150, **kwargs: Any
@@ -76,6 +78,7 @@ class RankPool:
         """Call `scenario` on every rank; what they returned, in rank order."""
         if not self._started:
             self._start()
+        self._go_on()
         self._calls += 1
         call = self.folder / f"call{self._calls}"
         names = (scenario.__module__, scenario.__qualname__)
@@ -160,8 +163,23 @@ class RankPool:
         tails = [log.read_text(errors="replace")[-6000:] for log in logs if log.exists()]
         return f"rank {rank} {what}; the end of its output:\n" + "\n".join(tails)
 
+    def pause(self) -> None:
+        """Let the ranks take no time until the next call: Horovod's keep talking to each other."""
+        home = self.folder / f"start{self._starts}"
+        if self._started and not self._paused:
+            self._paused = [int(_pid_of(home, rank).read_text()) for rank in range(self.size)]
+        for pid in self._paused:
+            os.kill(pid, signal.SIGSTOP)
+
+    def _go_on(self) -> None:
+        for pid in self._paused:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._paused.clear()
+
     def kill(self) -> None:
         """End all ranks at once."""
+        self._go_on()
         for commands in self._commands:
             os.close(commands)  # which kills the rank
         for process in self._started:
@@ -177,8 +195,7 @@ class RankPool:
 
 
 LEAVING_SECONDS = 45.0
-"""An agent finishes its work before it ends; one that was started and then not needed ends after
-`agent.FIRST_CLIENT_SECONDS`."""
+"""An agent finishes its work before it ends."""
 
 STACKS = "stacks"
 """The command to print what every thread is doing."""
@@ -186,6 +203,10 @@ STACKS = "stacks"
 
 def _commands_of(home: Path, rank: int) -> Path:
     return home / f"commands{rank}"
+
+
+def _pid_of(home: Path, rank: int) -> Path:
+    return home / f"pid{rank}"
 
 
 def _log_of(folder: Path, rank: int) -> Path:
@@ -321,6 +342,7 @@ def _main(kind: str, size: str, home: str, rank: str = "") -> None:
     os.dup2(log, 2)
     os.close(log)
     faulthandler.enable()
+    _pid_of(Path(home), number).write_text(str(os.getpid()))
     _serve(kind, int(size), Path(home), number)
 
 

@@ -82,6 +82,7 @@ def test_what_people_use_today_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
+@on_demand("35 s; the table for DDP is made by the same code")
 def test_horovods_table(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     names = "nothing,torch-save,hvd-commit,ours-off,ours-commit"

@@ -10,7 +10,7 @@ import pytest
 from tests.dist.training import Place, attach, make_job, rank
 from tierckpt import claims
 from tierckpt.claims import PREFIX, Claims
-from tierckpt.slots import JobBusyError
+from tierckpt.jobdirectory import JobBusyError
 
 NODES = "ab"
 

@@ -139,6 +139,7 @@ def heard_in_order(place: Place) -> list[str]:
     ckpt = attach(job, place, callbacks=[Order()]).ckpt
     job.optimizer.register_step_post_hook(partial(_note, line))
     train(job, ckpt, range(2))
+    line.append("the end")
     ckpt.abandon()
     return line
 
@@ -152,9 +153,10 @@ def _note(line: list[str], *_: Any) -> None:
 def test_the_order_is_that_of_the_iteration(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Launches, the barrier with what it sealed, the step, the boundary."""
+    """Launches, the barrier with what it sealed, the step, the boundary; what is left at the end."""
     for line in ranks(2, kind).run(heard_in_order, Place.under(tmp_path, shm_dir)):
         assert line == [
             *("launched", "stepped", "boundary 1"),
             *("launched", "sealed 1", "stepped", "boundary 2"),
+            *("the end", "sealed 2"),
         ]

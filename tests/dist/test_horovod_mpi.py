@@ -72,7 +72,7 @@ def test_install(pool: RankPool, place: Place) -> None:
 
 
 def test_the_drop_in(pool: RankPool, place: Place) -> None:
-    assert pool.run(ways_in.all_in_one, place, positional=True) == [(True, 3, 2)] * 3
+    assert pool.run(ways_in.all_in_one, place, positional=True) == [(True, 3, 3)] * 3
 
 
 def test_a_script_with_another_import(pool: RankPool, place: Place) -> None:

@@ -103,7 +103,7 @@ def test_the_drop_in_takes_horovods_arguments_and_knows_the_model(
 ) -> None:
     pool = ranks(2, HOROVODRUN)
     told = pool.run(all_in_one, Place.under(tmp_path, shm_dir), positional)
-    assert told == [(True, 3, 2)] * 2
+    assert told == [(True, 3, 3)] * 2
 
 
 class Empty(Net):

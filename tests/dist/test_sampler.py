@@ -18,7 +18,7 @@ import tierckpt
 from tests.dist.training import WIDTH, Place, attach, make_job
 
 LENGTH = 35
-EPOCHS = 3
+EPOCHS = 2
 BATCH = {2: 2, 3: 3}
 """By number of ranks."""
 PLAIN, STATEFUL = "torch.utils.data.DataLoader", "torchdata.stateful_dataloader.StatefulDataLoader"

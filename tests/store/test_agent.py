@@ -25,9 +25,9 @@ from tierckpt import agent, agentclient
 from tierckpt.agent import PROTOCOL, Place
 from tierckpt.agentclient import AgentClient, AgentSettings
 from tierckpt.desk import DeskSettings
+from tierckpt.jobdirectory import JobDirectory
 from tierckpt.naming import VersionId
 from tierckpt.protector import PartySettings
-from tierckpt.slots import JobDirectory
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0
@@ -62,8 +62,8 @@ def node(shm_dir: Path, tmp_path: Path) -> Callable[..., tuple[AgentSettings, De
     return settings
 
 
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def until(true: Callable[[], Any], patience_seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + patience_seconds
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -97,6 +97,23 @@ def test_all_trainers_of_a_node_have_the_same_agent(node: Any) -> None:
     assert alive(pid), "it serves the other"
     second.close()
     until(lambda: not alive(pid))
+
+
+def test_an_agent_that_came_too_late_to_serve_does_not_wait_for_somebody_else(node: Any) -> None:
+    """Two ranks may each start one, and the job be over before the second has looked around."""
+    first, second = AgentClient(*node(0)), AgentClient(*node(1))
+    reach(first)
+    with second._lock:
+        second._start_process()
+    late = second._process
+    assert late is not None
+    late.send_signal(signal.SIGSTOP)
+    reach(second)
+    (first.settings.place().job.path / "r00000.0").touch()  # it stays while there are slots
+    first.close()
+    threading.Timer(0.2, late.send_signal, [signal.SIGCONT]).start()
+    second.close()
+    until(lambda: not alive(late.pid), agent.FIRST_CLIENT_SECONDS / 2)
 
 
 @pytest.mark.parametrize("when", ["before it looked", "later"])

@@ -17,7 +17,7 @@ import pytest
 from tests.store.processes import end, python
 from tierckpt import claims
 from tierckpt.claims import PREFIX, Claims, launch_of
-from tierckpt.slots import JobBusyError
+from tierckpt.jobdirectory import JobBusyError
 from tierckpt.testing import TinyJob
 
 TOKEN, OTHERS = "00aa", "11bb"

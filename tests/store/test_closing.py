@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from tests.store.tinycourse import STEPS, in_shm, versions_on_disk
+from tierckpt import Checkpointer
 from tierckpt.testing import TinyJob
 
 
@@ -105,6 +108,72 @@ def test_a_torn_state_is_no_version(
     assert said(second, "the live state is torn")
     restored, _, state = back_from(path, settings)
     assert (restored, state) == (STEPS + 1, course[STEPS + 1])
+
+
+def test_what_is_durable_does_not_depend_on_how_long_others_take(
+    path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    """Ranks ask each other first: in half an hour a store may take, their group gives up."""
+    with (
+        mock.patch("tierckpt.ending.Ending.await_others", side_effect=TimeoutError("a slow store")),
+        TinyJob(path, **settings) as job,
+    ):
+        job.run(STEPS)
+    assert said(job, "not all ranks end together: TimeoutError('a slow store')")
+    assert not said(job, "not durable everywhere")
+    assert in_shm(shm_dir) == []
+    assert back_from(path, settings) == (STEPS, {"local": 1}, course[STEPS])
+
+
+@pytest.fixture
+def by_layer() -> Iterator[None]:
+    """Nothing is copied before a gradient's reduction was launched; here, none ever is."""
+    with mock.patch.object(Checkpointer, "releases_by_layer", True):
+        yield
+
+
+def fail_in_the_forward_pass(job: TinyJob) -> None:
+    def forward(*_: Any) -> None:
+        raise ConnectionError("the data is gone")
+
+    job.run(STEPS)
+    job.model[0].register_forward_pre_hook(forward)
+    with pytest.raises(ConnectionError), job:
+        job.run(STEPS + 1)
+
+
+@pytest.mark.usefixtures("by_layer")
+def test_an_exception_costs_no_version_that_is_not_copied_yet(
+    path: Path, settings: Any, course: dict[int, str]
+) -> None:
+    job = TinyJob(path, **settings)
+    fail_in_the_forward_pass(job)
+    restored, levels, state = back_from(path, settings)
+    assert (restored, state) == (STEPS, course[STEPS])
+    assert levels == {"memory": 1}
+
+
+@pytest.mark.usefixtures("by_layer")
+def test_but_it_does_not_wait_for_a_copy_that_does_not_come(
+    path: Path, settings: Any, course: dict[int, str]
+) -> None:
+    job = TinyJob(path, **settings).run(STEPS - 1)
+    go_on = threading.Event()
+
+    def choose_slot(*_: Any) -> Callable[..., Any]:
+        return lambda *_: go_on.wait()
+
+    try:
+        with (
+            mock.patch.object(job.checkpointer._levels.handover, "chooser", choose_slot),
+            mock.patch("tierckpt.underway.LAST_CHANCE_SECONDS", 0.01),
+            mock.patch("tierckpt.snapshot.JOIN_PATIENCE_SECONDS", 0.01),
+        ):
+            fail_in_the_forward_pass(job)
+    finally:
+        go_on.set()
+    restored, _, state = back_from(path, settings)
+    assert (restored, state) == (STEPS - 1, course[STEPS - 1])
 
 
 def test_who_restored_nothing_leaves_what_was_there(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tierckpt import RestoreError, reading
-from tierckpt.slots import JobDirectory
+from tierckpt.jobdirectory import JobDirectory
 from tierckpt.testing import TinyJob
 
 STEPS = 4

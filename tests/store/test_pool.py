@@ -18,9 +18,10 @@ from tests.store.shards import manifest
 from tierckpt.attach import held_bytes
 from tierckpt.config import Config
 from tierckpt.group import Node
+from tierckpt.jobdirectory import JobDirectory
 from tierckpt.naming import PAGE_BYTES, VersionId
 from tierckpt.pool import NoSlotError, SlotPool
-from tierckpt.slots import JobDirectory, Slot, pin, seal_area_bytes, unpin
+from tierckpt.slots import Slot, pin, seal_area_bytes, unpin
 from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 IMAGE_BYTES = 2 * PAGE_BYTES

@@ -21,10 +21,11 @@ from tests.store.test_full_and_read_only import fill_up
 from tierckpt import faults, imagefile
 from tierckpt.errors import NodeHealthError
 from tierckpt.imagefile import ImageFile, filesystem_of, memory_kind
+from tierckpt.jobdirectory import JobDirectory
 from tierckpt.localstore import LocalStore
 from tierckpt.naming import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.pool import SlotPool
-from tierckpt.slots import JobDirectory, Slot, seal_area_bytes
+from tierckpt.slots import Slot, seal_area_bytes
 from tierckpt.testing import TinyJob
 from tierckpt.testing.jobs import fired, run_in_child, train
 
@@ -294,7 +295,7 @@ def test_after_a_reboot_files_without_slots_are_removed_but_not_a_living_ranks(
         each.close(remove=False)
     shutil.rmtree(pool.job.path)
     rank_8 = python(
-        "import sys; from pathlib import Path; from tierckpt.slots import JobDirectory\n"
+        "import sys; from pathlib import Path; from tierckpt.jobdirectory import JobDirectory\n"
         "job = JobDirectory(Path(sys.argv[1]), 'job'); job.lock_rank(8)\n"
         "print('locked', flush=True); sys.stdin.read()",
         pool.job.root,

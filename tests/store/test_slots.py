@@ -15,18 +15,9 @@ import pytest
 from tests.store.processes import end, python
 from tests.store.shards import IMAGE_BYTES, manifest
 from tierckpt.errors import TierckptError
+from tierckpt.jobdirectory import JobBusyError, JobDirectory, _path_lockable, job_id_of
 from tierckpt.manifest import Manifest
-from tierckpt.slots import (
-    JobBusyError,
-    JobDirectory,
-    Slot,
-    _path_lockable,
-    job_id_of,
-    pin,
-    read_seal,
-    seal_area_bytes,
-    unpin,
-)
+from tierckpt.slots import Slot, pin, read_seal, seal_area_bytes, unpin
 
 SEAL_BYTES = seal_area_bytes(1)
 LENGTH = slice(16, 24)
@@ -165,7 +156,7 @@ def test_our_own_pin_is_not_elsewhere(slot: Slot) -> None:
 # --- whose they are ------------------------------------------------------------------------------
 
 HOLD_RANK = (
-    "import sys; from tierckpt.slots import JobDirectory\n"
+    "import sys; from tierckpt.jobdirectory import JobDirectory\n"
     "job = JobDirectory.at(sys.argv[1], sys.argv[2]); job.create(); job.lock_rank(0)\n"
     "print('locked', flush=True); sys.stdin.read()"
 )
@@ -381,7 +372,9 @@ def test_what_the_killed_left_goes_and_what_is_the_livings_stays(job: JobDirecto
     first, agent = job.lock_rank(0), "agent0.lock"
     for name in ("r00003.lock", "agent1.lock", "agent1.socket", "agent0.socket"):
         (job.path / name).touch()
-    hold = f"import sys; from tierckpt.slots import take_lock; from pathlib import Path\n{HOLD}"
+    hold = (
+        f"import sys; from tierckpt.jobdirectory import take_lock; from pathlib import Path\n{HOLD}"
+    )
     holder = python(hold, job.path / agent)
     try:
         assert holder.stdout is not None

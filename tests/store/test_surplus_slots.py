@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.slots import JobDirectory, Slot, pin, take_lock
+from tierckpt.jobdirectory import JobDirectory, take_lock
+from tierckpt.slots import Slot, pin
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0

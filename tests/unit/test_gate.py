@@ -48,8 +48,7 @@ def test_with_everything_the_last_word_is_that_of_the_tests(gate: Gate) -> None:
     done = gate(mpirun="", mpicxx="", make='echo "$2 $REQUIRE_MPI $REQUIRE_HOROVOD $REQUIRE_S3"')
     assert done.returncode == 0, done.stdout
     said = done.stdout.splitlines()
-    assert sorted(said[:-1]) == [f"{x} 1 1 1" for x in ("bench", "horovod", "lint", "venv")]
-    assert said[-1] == "test 1 1 1"
+    assert said == [f"{x} 1 1 1" for x in ("venv", "horovod", "s3-for-tests", "test")]
 
 
 def test_where_mpi_cannot_be_installed_the_last_line_says_so(gate: Gate) -> None:
@@ -82,7 +81,7 @@ def test_what_was_installed_is_required(gate: Gate, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "test 1", done.stdout
 
 
-@pytest.mark.parametrize("failing", ["horovod", "bench"])
+@pytest.mark.parametrize("failing", ["horovod", "s3-for-tests"])
 def test_what_fails_beside_lint_ends_it_and_hides_nothing(
     failing: str, gate: Gate, tmp_path: Path
 ) -> None:
@@ -101,6 +100,26 @@ def test_what_fails_beside_lint_ends_it_and_hides_nothing(
 def test_what_lint_finds_fails_the_gate_before_the_tests(gate: Gate) -> None:
     make = 'echo "$2"; [ "$2" != lint ] || { echo "found by lint"; exit 2; }'
     done = gate(mpirun="", mpicxx="", make=make)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert "found by lint" in done.stdout
     assert "test" not in done.stdout.splitlines()
+
+
+def test_what_fails_in_the_benchmarks_is_the_last_word(gate: Gate) -> None:
+    make = 'echo "$2"; [ "$2" != bench ] || { echo "a broken benchmark"; exit 2; }'
+    done = gate(mpirun="", mpicxx="", make=make)
+    assert done.returncode == 1
+    *_, tests, name, said, last = done.stdout.splitlines()
+    assert (tests, name, said) == ("test", "bench", "a broken benchmark")
+    assert last == "[ci] FAILED: make bench, for the reason above"
+
+
+def test_what_the_tests_find_does_not_wait_for_the_benchmarks(gate: Gate, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    make = f"""echo "$2"; case $2 in
+        bench) : > {begun}; exec sleep 1000;;
+        test) while [ ! -e {begun} ]; do :; done; exit 3;;
+    esac"""
+    done = gate(mpirun="", mpicxx="", make=make)
+    assert done.returncode == 3
+    assert done.stdout.splitlines()[-1] == "test"

@@ -19,6 +19,7 @@ HEAVY = ("torch", "numpy")
         "tierckpt.events",
         "tierckpt.inventory",
         "tierckpt.folders",
+        "tierckpt.jobdirectory",
         "tierckpt.localstore",
         "tierckpt.policy",
         "tierckpt.slots",

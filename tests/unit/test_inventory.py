@@ -10,16 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.config import PersistentConfig
-from tierckpt.inventory import (
-    EVERYWHERE,
-    LEVELS,
-    Found,
-    Place,
-    Problem,
-    look_at_persistent,
-    plan_restore,
-)
+from tierckpt.inventory import EVERYWHERE, LEVELS, Found, Place, Problem, look_at_persistent
 from tierckpt.naming import Lineage, ShardKey, VersionId, newest_first
+from tierckpt.restoreplan import plan_restore
 
 HOSTS = ("a", "b")
 

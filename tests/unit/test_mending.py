@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tierckpt.inventory import EVERYWHERE, Found, FoundParity, Place, RestorePlan, plan_restore
+from tierckpt.inventory import EVERYWHERE, Found, FoundParity, Place
 from tierckpt.mending import parities_to_mend, shards_to_mend
 from tierckpt.naming import ParityKey, ShardKey, VersionId
 from tierckpt.redundancy.codes import Code
 from tierckpt.redundancy.groups import RedundancyGroup
+from tierckpt.restoreplan import RestorePlan, plan_restore
 
 ID = VersionId(1, 5)
 RANKS = 4

@@ -19,6 +19,7 @@ from tierckpt.config import load_config
 from tierckpt.desk import DeskSettings
 from tierckpt.flusher import FlushOrder
 from tierckpt.group import SingleGroup
+from tierckpt.jobdirectory import JobDirectory
 from tierckpt.lives import Lives
 from tierckpt.localstore import LocalStore
 from tierckpt.naming import Lineage, VersionId
@@ -26,7 +27,6 @@ from tierckpt.onward import Onward, flush_order
 from tierckpt.patience import QUIET_SECONDS
 from tierckpt.peers import Peers
 from tierckpt.policy import BROKEN, DONE
-from tierckpt.slots import JobDirectory
 
 LEVELS = ("memory", "local", "persistent")
 

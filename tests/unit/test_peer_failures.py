@@ -518,10 +518,12 @@ def test_what_is_too_little_to_be_woken_for_is_progress_all_the_same() -> None:
 
 def test_whole_windows_wake_the_receiver_not_every_packet() -> None:
     woken: list[int] = []
+    waited = threading.Event()
     window = bytearray(wire.WAKE_BYTES * 8)
     with links(30) as (sender, receiver):
 
         def send_in_bits() -> None:
+            waited.wait(30)  # or all may be there before anybody looks
             for low in range(0, len(window), 1024):
                 sender._socket.sendall(window[low : low + 1024])
 
@@ -530,6 +532,7 @@ def test_whole_windows_wake_the_receiver_not_every_packet() -> None:
 
         def counted(nbytes: int, *args: Any) -> float:
             woken.append(nbytes)
+            waited.set()
             return look(nbytes, *args)
 
         receiver._await_bytes = counted  # type: ignore[method-assign]

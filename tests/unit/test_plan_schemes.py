@@ -10,16 +10,10 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierckpt.inventory import (
-    EVERYWHERE,
-    Found,
-    FoundParity,
-    Place,
-    RestorePlan,
-    plan_restore,
-)
+from tierckpt.inventory import EVERYWHERE, Found, FoundParity, Place
 from tierckpt.naming import ParityKey, ShardKey, VersionId
 from tierckpt.redundancy.codes import Code
+from tierckpt.restoreplan import RestorePlan, plan_restore
 
 LINEAGE = ((1, 0),)
 VERSIONS = (1, 2)

@@ -21,7 +21,7 @@ from tierckpt import reading
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.group import SingleGroup
 from tierckpt.images import Image, in_file
-from tierckpt.inventory import Place, RestorePlan, Source
+from tierckpt.inventory import Place
 from tierckpt.manifest import Manifest
 from tierckpt.modules.module import ModuleError
 from tierckpt.naming import VersionId
@@ -31,6 +31,7 @@ from tierckpt.progress import Progress
 from tierckpt.reading import RUN_BYTES, Blame, Reads, runs_of
 from tierckpt.restore import Attempt
 from tierckpt.restored import Volume
+from tierckpt.restoreplan import RestorePlan, Source
 from tierckpt.shardfile import decode_header
 from tierckpt.sharing import Courier
 

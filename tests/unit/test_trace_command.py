@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tierckpt import cli
-from tierckpt.timeline.plot import MOST_ROWS, row_names, typical_version
+from tierckpt.timeline.command import load
+from tierckpt.timeline.plot import MOST_ROWS, TREE_ROW, row_names, step_of, typical_version
 from tierckpt.timeline.spans import Span, Timeline, TimelineError
 from tierckpt.trace import ALLREDUCE, COPIER, TRAINING, Trace
 
@@ -35,6 +36,7 @@ def write_trace(folder: Path, rank: int, versions: int = 3) -> Path:
         layers = {"layers": ["body.0.weight", "body.0.bias"], "bytes": 4000}
         span("allreduce", 300, 500, ALLREDUCE, **layers)
         span("copy", 310, 410, COPIER, **layers)
+        span("tree", 420, 430, COPIER)
         span("barrier", 800, 850 + version, TRAINING)
         span("update", 900, 990, TRAINING)
         at += 1000 * US
@@ -54,7 +56,7 @@ def test_a_summary_says_the_numbers(traces: list[str], capsys: pytest.CaptureFix
     assert ["1 KiB to 4 KiB", "6", "0.200", "0.200", "0.200", "0.200"] in rows
     assert ["between weight updates", "4", "0.910", "0.910", "0.910"] in rows
     assert ["barrier", "6", "0.051", "0.052", "0.053"] in rows
-    assert ["hidden under allreduces", "0.600", "100.0 %"] in rows
+    assert ["hidden under allreduces", "0.660", "100.0 %"] in rows
 
 
 def test_a_summary_can_leave_out_the_first_steps(
@@ -74,7 +76,7 @@ def test_a_merge_is_one_file(
     assert cli.main(["trace", "merge", str(out), "--ours", *traces]) == 0
     events = json.loads(out.read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
-    assert "merged.json: 32 spans of 2 rank(s)" in capsys.readouterr().out
+    assert "merged.json: 38 spans of 2 rank(s)" in capsys.readouterr().out
 
 
 def test_a_picture_is_made(traces: list[str], tmp_path: Path) -> None:
@@ -190,6 +192,15 @@ def test_many_layers_are_drawn_by_what_they_are_in() -> None:
     assert len(set(row_names(spans_of(layers)).values())) == 16  # layer0.0 and so on
     layers += [f"layer{i}.9.norm.weight" for i in range(4)]
     assert set(row_names(spans_of(layers)).values()) == {f"layer{i}" for i in range(4)}
+
+
+def test_each_ranks_own_state_has_a_row_of_its_own(tmp_path: Path) -> None:
+    timeline = load([write_trace(tmp_path, 0)], None)
+    step = step_of(timeline, 0, 2)
+    assert [s.layers for s in step if s.kind == "tree"] == [(TREE_ROW,)]
+    rows = row_names([*spans_of([f"p{i}" for i in range(MOST_ROWS - 1)]), *step])
+    assert len(set(rows.values())) == MOST_ROWS + 1
+    assert rows[TREE_ROW] == TREE_ROW
 
 
 def test_what_cannot_be_put_together_shares_the_last_row() -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from ..errors import CorruptShardError, FormatError
-from ..localstore import WRITE_BYTES, CommitTimes, Draft, LocalStore
+from ..localstore import CommitTimes, Draft, LocalStore
+from ..lockedfile import WRITE_BYTES
 from ..manifest import Manifest
 from ..naming import PAGE_BYTES, ShardKey, round_up
 from .decoder import Decoder, Read

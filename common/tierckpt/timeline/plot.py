@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,14 @@ COLOURS = {
     "boundary": "#54a24b",
     "allreduce": "#4c78a8",
     "copy": "#f58518",
+    "tree": "#eeca3b",
     "barrier": "#e02020",
     "update": "#9d9d9d",
 }
+
+
+TREE_ROW = "each rank's own state"
+"""What is in the rank tree belongs to no layer."""
 
 
 def plot(timeline: Timeline, path: Path, version: int | None, ranks: Sequence[int]) -> int:
@@ -95,6 +101,7 @@ def step_of(timeline: Timeline, rank: int, version: int) -> list[Span]:
     end_us = updates[0].end_us if updates else barrier.end_us
     inside = [
         *timeline.of("copy", rank=rank, version=version),
+        *(replace(s, layers=(TREE_ROW,)) for s in timeline.of("tree", rank=rank, version=version)),
         *timeline.communication(rank),
         barrier,
         *updates[:1],
@@ -106,10 +113,10 @@ def row_names(spans: Sequence[Span]) -> dict[str, str]:
     """The row of every layer, in the order of the allreduces: modules, not too many of them.
 
     `body.0.weight` and `body.0.bias` share the row `body.0`; where that leaves too many, names are
-    cut shorter still, and what then is left over shares the last row.
+    cut shorter still, and what then is left over shares the last row. The rank tree has its own.
     """
     by_time = sorted(spans, key=lambda s: (s.kind != "allreduce", s.begin_us))
-    layers = list(dict.fromkeys(layer for s in by_time for layer in s.layers))
+    layers = list(dict.fromkeys(n for s in by_time if s.kind != "tree" for n in s.layers))
     deepest = max((layer.count(".") for layer in layers), default=0)
     for depth in range(deepest, 0, -1):
         rows = {n: ".".join(n.split(".")[:-1][:depth]) or n for n in layers}
@@ -119,7 +126,8 @@ def row_names(spans: Sequence[Span]) -> dict[str, str]:
         rows = {n: n.split(".")[0] for n in layers}
     kept = list(dict.fromkeys(rows.values()))[: MOST_ROWS - 1]
     few = len(set(rows.values())) <= MOST_ROWS
-    return {n: row if few or row in kept else "others" for n, row in rows.items()}
+    shown = {n: row if few or row in kept else "others" for n, row in rows.items()}
+    return shown | {n: n for s in spans if s.kind == "tree" for n in s.layers}
 
 
 def _draw(axis: Axes, step: Sequence[Span], rows: dict[str, str]) -> None:

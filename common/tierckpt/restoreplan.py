@@ -1,0 +1,321 @@
+"""Which of what is left a restart uses, and who reads it: pure, from what `inventory` found.
+
+All ranks share their inventories once and then plan alike, without talking again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from .errors import RestoreError
+from .inventory import EVERYWHERE, LEVELS, Found, FoundParity, Place
+from .naming import Lineage, ParityKey, ShardKey, VersionId, newest_first
+from .redundancy.codes import Code, Segment
+from .redundancy.schedule import plan_rebuild
+
+REBUILT = Place("peer", EVERYWHERE, "rebuilt")
+"""Of what was lost and is made again."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one shard comes from."""
+
+    shard: int
+    place: Place
+    reader: int
+    """The rank that reads and verifies it, or makes it."""
+    direct: bool
+    """Every rank sees the same copy: each maps it itself; otherwise the reader broadcasts it."""
+
+    @property
+    def rebuilt(self) -> bool:
+        """It is nowhere: its reader makes it and holds it."""
+        return self.place == REBUILT
+
+
+@dataclass(frozen=True)
+class ParitySource:
+    """Where the parity beside one member's shard is, and the rank that reads and checks it."""
+
+    member: int
+    """On the ring."""
+    key: ParityKey
+    place: Place
+    reader: int
+    segments: tuple[int, ...]
+    """Which of it are read; nothing is made of the others."""
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """Lost shards of one redundancy group, and what they are made from."""
+
+    group: tuple[int, ...]
+    lost: tuple[int, ...]
+    """Shard numbers."""
+    parities: tuple[ParitySource, ...]
+    """Those that it takes; members that are not lost have their shards elsewhere in the plan."""
+    left: frozenset[ParityKey] = frozenset()
+    """All that there are and that nobody found damaged."""
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """Which version to restore, and each shard's source, by shard number."""
+
+    id: VersionId
+    sources: tuple[Source, ...]
+    life: str = ""
+    rebuilds: tuple[Rebuild, ...] = ()
+
+    @property
+    def levels(self) -> dict[str, int]:
+        """How many shards come from which level."""
+        names = [s.place.level for s in self.sources]
+        return {level: names.count(level) for level in LEVELS if level in names}
+
+
+Bad = frozenset[tuple[ShardKey, Place]]
+Readers = Mapping[tuple[ShardKey, Place], int]
+"""Who read a copy at an earlier try, and has it."""
+Unreachable = frozenset[tuple[ShardKey, Place, int]]
+"""Copies that a rank could not get at, and that rank; others may."""
+
+
+def plan_restore(
+    inventories: Sequence[Sequence[Found]],
+    bad: Bad = frozenset(),
+    version: int | None = None,
+    parities: Sequence[Sequence[FoundParity]] = (),
+    readers: Readers = MappingProxyType({}),
+    unreachable: Unreachable = frozenset(),
+    nodes: Sequence[str] = (),
+) -> RestorePlan | None:
+    """The newest version whose every shard is somewhere, or can be rebuilt, each shard from its
+    cheapest place.
+
+    All shards of a version are of one life. `bad` are copies found damaged; `version` asks for that
+    one only; `readers` read the same copies again; nobody is to read what is `unreachable` to it
+    (see `_Sight`), and a copy is lost when nobody is left. `nodes` names every rank's; without it
+    each rank is on one of its own. None when there is no such version. Same inputs, same plan:
+    every rank calls this.
+    """
+    nodes = nodes or [str(rank) for rank in range(len(inventories))]
+    sight = _Sight(len(inventories), readers, unreachable)
+    seen: dict[tuple[str, ShardKey], dict[Place, list[int]]] = {}
+    lineages: dict[VersionId, Lineage] = {}
+    for rank, inventory in enumerate(inventories):
+        for item in inventory:
+            lineages[item.key.id] = item.lineage
+            if (item.key, item.place) not in bad:
+                places = seen.setdefault((item.life, item.key), {})
+                places.setdefault(item.place, []).append(rank)
+    lineages.update({p.key.id: p.lineage for each in parities for p in each})
+    lives = {(life, k.id, k.shards) for life, k in seen}
+    lives |= {(p.life, p.key.id, p.key.shards) for each in parities for p in each}
+    for id_ in newest_first(lineages.items()):
+        if version is not None and id_.version != version:
+            continue
+        for life, shards in sorted({(life, n) for life, i, n in lives if i == id_}):
+            keys = [ShardKey(id_, s, shards) for s in range(shards)]
+            places_of = {k: p for k in keys if (p := sight.of(k, seen.get((life, k), {})))}
+            made_of = _parities_of(keys[0], parities, life, bad, unreachable)
+            there, rebuilds, lost = _put_together(keys, places_of, made_of)
+            if not lost:
+                sources = tuple(_assign(keys, there, nodes))
+                return RestorePlan(id_, sources, life, rebuilds)
+    return None
+
+
+class _Sight:
+    """Which ranks are to read which copies.
+
+    Who could not get at one shard of a version on the persistent level is asked for no other shard
+    of it there, or one that lacks the mount would be tried shard after shard; and for no other
+    version as long as there is a rank to which all went well. Who has a copy from an earlier try
+    keeps it. Near levels are told copy by copy.
+    """
+
+    def __init__(self, ranks: int, had: Readers, unreachable: Unreachable) -> None:
+        self._everyone: Sequence[int] = range(ranks)
+        self._had, self._unreachable = had, unreachable
+        far = [(key, place, rank) for key, place, rank in unreachable if _is_far(place)]
+        self._without = {(key.id, place, rank) for key, place, rank in far}
+        self._trouble = {(place, rank) for _, place, rank in far}
+        self._of_all: dict[tuple[VersionId, Place], Sequence[int]] = {}
+
+    def of(self, key: ShardKey, seen: Mapping[Place, Sequence[int]]) -> Places:
+        """Of the places where ranks saw the shard, those that are left, with who may read there."""
+        readers = {place: self._readers(key, place, ranks) for place, ranks in seen.items()}
+        return {place: ranks for place, ranks in readers.items() if ranks}
+
+    def _readers(self, key: ShardKey, place: Place, seers: Sequence[int]) -> Sequence[int]:
+        holder = self._had.get((key, place))
+        if holder is not None and (key, place, holder) not in self._unreachable:
+            return [holder]
+        if place.host != EVERYWHERE:
+            return [rank for rank in seers if (key, place, rank) not in self._unreachable]
+        if (key.id, place) not in self._of_all:
+            self._of_all[key.id, place] = self._all_but_those_in_trouble(key.id, place)
+        return self._of_all[key.id, place]
+
+    def _all_but_those_in_trouble(self, version: VersionId, place: Place) -> Sequence[int]:
+        if not self._trouble:
+            return self._everyone
+        left = [rank for rank in self._everyone if (version, place, rank) not in self._without]
+        return [rank for rank in left if (place, rank) not in self._trouble] or left
+
+
+def _is_far(place: Place) -> bool:
+    return place.level == "persistent"
+
+
+Places = dict[Place, Sequence[int]]
+"""Where a shard is, and which ranks may read it there."""
+
+
+def _put_together(
+    keys: Sequence[ShardKey], places_of: Mapping[ShardKey, Places], parities: Parities
+) -> tuple[dict[ShardKey, Places], tuple[Rebuild, ...], set[int]]:
+    """Where to take shards from, what to make, and which of them there is no way to.
+
+    What other nodes' can make is not fetched from far away, nor what is near: the rest alone.
+    """
+    near = {
+        key: there
+        for key, places in places_of.items()
+        if (there := {place: ranks for place, ranks in places.items() if not _is_far(place)})
+    }
+    rebuilds, lost = plan_rebuilds(keys, near, parities)
+    if lost:
+        near |= {key: places_of[key] for key in keys if key.shard in lost and key in places_of}
+        rebuilds, lost = plan_rebuilds(keys, near, parities)
+    return near, rebuilds, lost
+
+
+def plan_rebuilds(
+    keys: Sequence[ShardKey], there: Container[ShardKey], parities: Parities
+) -> tuple[tuple[Rebuild, ...], set[int]]:
+    """How to make the shards of `keys` that are not `there`; and which of them cannot be made."""
+    lost = {key.shard for key in keys if key not in there}
+    rebuilds = []
+    load: Counter[int] = Counter()
+    for (group, k, m), parity_keys in parities.items():
+        gone = tuple(shard for shard in group if shard in lost)
+        if not gone:
+            continue
+        members = {group.index(shard) for shard in gone}
+        no_parity = set(range(len(group))) - {group.index(key.shard) for key in parity_keys}
+        try:
+            tasks = plan_rebuild(Code(len(group), k, m), members, no_parity, restore_parities=False)
+        except RestoreError:
+            continue
+        needed = sorted(s for task in tasks for s in task.sources if s.parity)
+        sources = tuple(
+            _parity_source(key, places, load, [s for s in needed if group[s.member] == key.shard])
+            for key, places in sorted(parity_keys.items())
+            if any(group[s.member] == key.shard for s in needed)
+        )
+        rebuilds.append(Rebuild(group, gone, sources, frozenset(parity_keys)))
+        lost -= set(gone)
+    return tuple(rebuilds), lost
+
+
+ParityPlaces = dict[ParityKey, dict[Place, list[int]]]
+"""Where each is, and which ranks may read it there."""
+Parities = dict[tuple[tuple[int, ...], int, int], ParityPlaces]
+"""By group and code."""
+
+
+def _parities_of(
+    key: ShardKey,
+    parities: Sequence[Sequence[FoundParity]],
+    life: str,
+    bad: Bad,
+    unreachable: Unreachable,
+) -> Parities:
+    """What there is of the version that `key` is of."""
+    found: Parities = {}
+    for rank, inventory in enumerate(parities):
+        for p in inventory:
+            same = (p.life, p.key.id, p.key.shards) == (life, key.id, key.shards)
+            lost = (p.key, p.place) in bad or (p.key, p.place, rank) in unreachable
+            if same and not lost:
+                places = found.setdefault((p.group, p.k, p.m), {}).setdefault(p.key, {})
+                places.setdefault(p.place, []).append(rank)
+    return dict(sorted(found.items()))
+
+
+def _parity_source(
+    key: ParityKey,
+    places: Mapping[Place, Sequence[int]],
+    load: Counter[int],
+    segments: Sequence[Segment],
+) -> ParitySource:
+    """Read by the rank that has least to read of those that see it."""
+    place = min(places)
+    reader = min(places[place], key=lambda rank: (load[rank], rank))
+    load[reader] += 1
+    return ParitySource(segments[0].member, key, place, reader, tuple(s.index for s in segments))
+
+
+def _assign(
+    keys: Sequence[ShardKey], places_of: Mapping[ShardKey, Places], nodes: Sequence[str]
+) -> list[Source]:
+    """Pick a place and a reader, or a maker, for every shard; ranks as evenly loaded as places
+    allow, and nodes as evenly as that allows (see `_Load`).
+
+    Copies that only one rank is to read, which may have them already, count first. A shard is its
+    own rank's (see `mending`), where it has one that can and has nothing else to do; of what all
+    see only where there is one for each rank, as few might all be of one node.
+    """
+    load, making = _Load(nodes), _Load(nodes)
+    readers: dict[ShardKey, int] = {}
+    nearest = {
+        key: min(places, key=lambda p: (LEVELS.index(p.level), p))
+        for key, places in places_of.items()
+    }
+    ranks = range(len(nodes))
+    far = [key for key, place in nearest.items() if place.host == EVERYWHERE]
+    far_homes = len(far) == len(nodes)
+    for key in sorted(nearest, key=lambda key: (len(places_of[key][nearest[key]]) > 1, key.shard)):
+        place = nearest[key]
+        home = key.shard if place.host != EVERYWHERE or far_homes else -1
+        readers[key] = load.give(places_of[key][place], home)
+    sources = []
+    for key in keys:
+        if key not in nearest:
+            maker = making.give(ranks, key.shard if len(keys) <= len(nodes) else -1)
+            sources.append(Source(key.shard, REBUILT, maker, direct=False))
+            continue
+        place = nearest[key]
+        # What has to be decoded is decoded once, and not by every rank.
+        seen_by_all = len(places_of[key][place]) == len(nodes) and place.host != EVERYWHERE
+        direct = seen_by_all and not place.encoded
+        sources.append(Source(key.shard, place, readers[key], direct=direct))
+    return sources
+
+
+class _Load:
+    """What ranks have to do: each as much as any other, to one piece; and where that leaves a
+    choice, what is done on the node that has least to do."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self._nodes = nodes
+        self._of_rank = [0] * len(nodes)
+        self._of_node: Counter[str] = Counter()
+
+    def give(self, ranks: Sequence[int], home: int) -> int:
+        """One piece, to one of `ranks`: to `home`, if that is one and has nothing to do yet."""
+        free = home in ranks and self._of_rank[home] == 0
+        rank = home if free else min(ranks, key=self._weight)
+        self._of_rank[rank] += 1
+        self._of_node[self._nodes[rank]] += 1
+        return rank
+
+    def _weight(self, rank: int) -> tuple[int, int, int]:
+        return self._of_rank[rank], self._of_node[self._nodes[rank]], rank
