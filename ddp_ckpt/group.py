@@ -54,11 +54,11 @@ class TorchGroup:
     def all_gather_object(self, value: Any) -> list[Any]:
         """See Group."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.cat(self._all_gather(torch.tensor([mine.numel()]))).tolist()
+        sizes = torch.cat(self._all_gather(torch.tensor([mine.numel()], device="cpu"))).tolist()
         # gloo gathers equal sizes, and one rank may have much more to say than all others: what
         # all say, padded to that, would be ranks times as much. So that rank broadcasts the rest.
         width = min(max(sizes), max(GATHER_BYTES, 2 * sum(sizes) // self.size))
-        padded = torch.zeros(width, dtype=torch.uint8)
+        padded = torch.zeros(width, dtype=torch.uint8, device="cpu")
         padded[: mine.numel()] = mine[:width]
         beginnings = self._all_gather(padded)
         return [
@@ -86,7 +86,7 @@ class TorchGroup:
     def all_reduce_min(self, values: list[int]) -> Pending:
         """See Group."""
         # Straight to the process group: dist.all_reduce's checks cost as much as the launch.
-        buffer = torch.tensor(values, dtype=torch.int64)
+        buffer = torch.tensor(values, dtype=torch.int64, device="cpu")
         return _PendingReduce(buffer, self._group.allreduce([buffer], self._minimum))
 
     def barrier(self) -> None:

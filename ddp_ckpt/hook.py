@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from tierckpt.iterations import Unattached
+from tierckpt.generators import load_rng, pack_rng
 
 from .arrivals import Arrivals
 from .modules import reduced_by
 from .reduction import Mean, Reduced
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
+    from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 else:
-    GradBucket = dist.GradBucket
+    BuiltinCommHookType, GradBucket = dist.BuiltinCommHookType, dist.GradBucket
 
 CommHook = Callable[[Any, GradBucket], Reduced]
 Release = Callable[[Iterable[torch.Tensor], Reduced, float], None]
+
+BUILT_IN = {
+    BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
+"""DDP's hooks in C++, and those in Python that compute the same."""
 
 
 class Hook:
@@ -78,30 +86,43 @@ class Hook:
             "return": torch.futures.Future[torch.Tensor],
         }
         ddp.register_comm_hook(None, tierckpt_hook)
+        # The reducer has it. DDP's list is copied and pickled with the module, and the copy's
+        # reducer would not have it.
+        ddp._comm_hooks.pop()
         # A hook that the user registers from now on is chained, instead of refused by DDP.
-        ddp.register_comm_hook = self.set_inner  # type: ignore[method-assign]
+        for name, chain in (
+            ("register_comm_hook", self.set_inner),
+            ("_register_builtin_comm_hook", self._set_built_in),
+        ):
+            setattr(ddp, name, _Instead(self, name, chain))
 
     @classmethod
     def of(cls, ddp: DistributedDataParallel) -> Hook | None:
         """The module's hook, registered if need be; None when the user has one registered."""
         if not cls.has_room(ddp):
             return None
-        known = getattr(ddp.register_comm_hook, "__self__", None)
-        return known if isinstance(known, Hook) else cls(ddp)
+        return cls._known(ddp) or cls(ddp)
 
     @staticmethod
-    def has_room(ddp: DistributedDataParallel) -> bool:
-        """False when the user has one registered."""
-        ours = isinstance(getattr(ddp.register_comm_hook, "__self__", None), Hook)
-        return ours or not getattr(ddp, "_comm_hooks", [])
+    def _known(ddp: DistributedDataParallel) -> Hook | None:
+        """The module's hook, if it is registered."""
+        instead = ddp.register_comm_hook
+        return instead.hook if isinstance(instead, _Instead) else None
 
-    @staticmethod
-    def states_of(ddp: DistributedDataParallel) -> list[Any]:
-        """What the hooks that it has remember, ours and others."""
-        known = getattr(ddp.register_comm_hook, "__self__", None)
-        inner = known.inner if isinstance(known, Hook) else None
-        registered = [state for _, state in getattr(ddp, "_comm_hooks", ())]
-        return [*registered, inner[0]] if inner else registered
+    @classmethod
+    def has_room(cls, ddp: DistributedDataParallel) -> bool:
+        """False when the user has one registered; only DDP's log tells of one that is built in."""
+        if cls._known(ddp) is not None:
+            return True
+        return not (ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
+
+    @classmethod
+    def states_of(cls, ddp: DistributedDataParallel) -> list[Any]:
+        """What the hooks of the user's that it has remember."""
+        known = cls._known(ddp)
+        if known is None:
+            return [state for _, state in ddp._comm_hooks]
+        return [known.inner[0]] if known.inner else []
 
     def leaves_out(self, param: torch.Tensor) -> bool:
         """Whether this module has the parameter, and is known not to reduce it."""
@@ -121,7 +142,8 @@ class Hook:
         DDP starts with provisional buckets and makes the final ones after its first backward pass,
         in the order in which gradients came. Other buckets are other sums: three ranks and more
         round differently in the first step after a restart. So the first pass is played: zero
-        gradients come in the saved order, and nothing is reduced.
+        gradients come in the saved order, and nothing is reduced. It is none of the user's: their
+        hooks on parameters are not called, and the random streams stay where they are.
         """
         ddp, params = self._ddp, self._params
         trained = [self._number[id(p)] for p in self._reduced if p.requires_grad]
@@ -132,17 +154,16 @@ class Hook:
             return
         self._priming = True
         try:
-            ddp.reducer.prepare_for_forward()
-            ddp.reducer.prepare_for_backward([])
-            for index in order:
-                torch.autograd.backward([params[index]], [torch.zeros_like(params[index])])
+            with _unheard(params):
+                ddp.reducer.prepare_for_forward()
+                ddp.reducer.prepare_for_backward([])
+                for index in order:
+                    torch.autograd.backward([params[index]], [torch.zeros_like(params[index])])
+                    self._arrivals.note(params[index])
         finally:
             self._priming = False
             for param in params:
                 param.grad = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Unattached, ())
 
     def let_go_of(self, release: Release) -> None:
         """Of one whose checkpointer was closed, unless another has come: the module outlives it."""
@@ -153,6 +174,42 @@ class Hook:
         """In place of DDP's `register_comm_hook`."""
         self.chained(state)
         self.inner = (state, hook)
+
+    def _set_built_in(self, kind: BuiltinCommHookType) -> None:
+        """In place of DDP's `_register_builtin_comm_hook`."""
+        self.set_inner(self._ddp.process_group, BUILT_IN[kind])
+
+
+class _Instead:
+    """Stands in a module for a method of DDP's; a copy of the module has DDP's own again."""
+
+    def __init__(self, hook: Hook, name: str, chain: Callable[..., None]) -> None:
+        self.hook = hook
+        self._name, self._chain = name, chain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._chain(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of the copy, which has no attributes yet when this is looked up.
+        return (getattr, (self.hook._ddp, self._name))
+
+
+@contextlib.contextmanager
+def _unheard(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """No hook on these parameters hears of gradients, and no random stream moves on."""
+    # Emptied and filled again: who registered a hook has a handle to the very dict.
+    found = [hooks for p in params for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    kept = [(hooks, dict(hooks)) for hooks in found if hooks]
+    streams = pack_rng().make()
+    try:
+        for hooks, _ in kept:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, entries in kept:
+            hooks.update(entries)
+        load_rng(streams)
 
 
 def _look_at_nothing(state: Any) -> None:

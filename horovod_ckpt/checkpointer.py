@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,11 +12,23 @@ import torch
 
 import tierckpt
 from tierckpt.config import load_config
+from tierckpt.naming import Lineage
 from tierckpt.state import label_optimizers
 
 from .group import current_group
-from .reductions import Reductions
+from .reductions import Reductions, accumulates
 
+ACCUMULATED = (
+    "v{version} has no gradients of the backward passes behind its step: restore() will return "
+    "{at}, and they are made again. Random streams and buffers have seen them already, so call "
+    "close() and save(now=True) behind a step where a resumed run is to be the same to the bit"
+)
+APART = (
+    "{names}: trained now, and not reduced by Horovod, which knows of what there was to train when "
+    "hvd.DistributedOptimizer was made. From now on they are kept for each rank. Where the loop "
+    "does not reduce them by hand, ranks differ: make hvd.DistributedOptimizer, and the "
+    "Checkpointer, anew when more is to be trained"
+)
 FOLDERS = ("events_dir", "trace_dir")
 """Settings that name a folder where each rank has a file."""
 
@@ -25,7 +38,8 @@ class Checkpointer(tierckpt.Checkpointer):
 
     Args:
         model: the module that is trained.
-        optimizer: what `hvd.DistributedOptimizer` returned: one, a sequence, or a dict.
+        optimizer: what `hvd.DistributedOptimizer` returned: one, a sequence, or a dict. Beside
+            these there may be plain ones, whose parameters are each rank's own.
         settings: as in `tierckpt.Checkpointer`.
 
     Its ranks are those of the optimizer's process set, numbered within it. Several process sets are
@@ -35,6 +49,8 @@ class Checkpointer(tierckpt.Checkpointer):
     Raises ConfigError in an elastic job, which is for `horovod_ckpt.elastic.TorchState`.
     """
 
+    _stepped_at = 0
+    """Calls of `step()` behind the newest boundary."""
     _is_elastic = False
     """True where somebody makes another one whenever ranks come or go."""
 
@@ -44,13 +60,20 @@ class Checkpointer(tierckpt.Checkpointer):
         if not self._is_elastic:
             _refuse_elastic_job()
         optimizers = label_optimizers(optimizer)
+        horovods: dict[str, Any] = {n: o for n, o in optimizers.items() if is_horovod(o)}
         for label, each in optimizers.items():
-            _check_optimizer(label, each)
-        process_set = _common_process_set(optimizers.values())
-        self._reductions = {name: Reductions(each) for name, each in optimizers.items()}
+            _check_optimizer(label, each, () if self._is_elastic else horovods.values())
+        process_set = _common_process_set(horovods.values())
+        self._reductions = {name: Reductions(each) for name, each in horovods.items()}
+        self._untrained: Sequence[torch.Tensor] = ()
+        if process_set.size() > 1:
+            self._untrained = _untrained(model, optimizers.values())
+            reduced = [p for each in horovods.values() for p in each._requires_update]
+            self.reduced = [*reduced, *self._untrained]
         self.releases_by_layer = all(r.known_before_step for r in self._reductions.values())
         settings = _with_folders_apart(settings, process_set)
         super().__init__(model, optimizer, group=current_group(process_set), **settings)
+        self.state.assumed_alike = {id(param) for param in self._untrained}
         self._name_reductions(process_set)
         for reductions in self._reductions.values():
             reductions.watch(self.release)
@@ -74,12 +97,54 @@ class Checkpointer(tierckpt.Checkpointer):
             reductions.settle(self.group)
         return super().restore(version, strict, progress)
 
+    def pack_adapter(self) -> Any:
+        """Nothing; but the last moment to see what is each rank's own."""
+        self._keep_apart_what_is_trained()
+
+    def _keep_apart_what_is_trained(self) -> None:
+        """Of what was frozen, or in none of the optimizers, and is not reduced now either."""
+        thawed = [p for p in self._untrained if p.requires_grad]
+        if not thawed:
+            return
+        held = _held([*self.state.optimizers.values(), *self._own_hooks.strangers])
+        trained = [p for p in thawed if id(p) in held & self.state.assumed_alike]
+        if not trained:
+            return
+        self.state.keep_apart(trained)
+        self._underway.capture.forget()
+        names = [self.state.name_of(p) for p in trained]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        self._say(APART.format(names=shown), logging.WARNING)
+
+    def _boundary(self, force: bool = False) -> None:
+        if self._iterations.steps:
+            self._stepped_at = self.iteration
+        elif force and self._accumulates():
+            self._say(ACCUMULATED.format(version=self.version, at=self._at()), logging.WARNING)
+        super()._boundary(force)
+
+    def _go_on_from(self, lineage: Lineage, result: tierckpt.Restored) -> None:
+        super()._go_on_from(lineage, result)
+        self._stepped_at = self.iteration
+
+    def _at(self) -> int:
+        """Passes whose gradients no step has used yet are made again."""
+        at = super()._at()
+        if not self._iterations.explicit or self._iterations.steps or not self._accumulates():
+            return at
+        return min(at, self._stepped_at)
+
+    def _accumulates(self) -> bool:
+        return any(accumulates(o) for o in self.state.optimizers.values() if is_horovod(o))
+
     def _before_step(self, label: str) -> None:
-        if not self._reductions[label].step_begins():
+        reductions = self._reductions.get(label)
+        if reductions is None or not reductions.step_begins():
             super()._before_step(label)
 
     def _made_step(self, label: str) -> bool:
-        return self._reductions[label].step_ended()
+        reductions = self._reductions.get(label)
+        return reductions is None or reductions.step_ended()
 
     def _shut_down(self, remove: bool) -> None:
         for reductions in self._reductions.values():
@@ -108,8 +173,25 @@ def _refuse_elastic_job() -> None:
         )
 
 
-def _check_optimizer(label: str, optimizer: Any) -> None:
+def _held(optimizers: Iterable[Any]) -> set[int]:
+    """Ids of the parameters that these step."""
+    return {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+
+
+def _untrained(model: torch.nn.Module, optimizers: Iterable[Any]) -> list[torch.Tensor]:
+    """Parameters that are frozen, or in none of the optimizers."""
+    held = _held(optimizers)
+    in_model = {id(p) for p in model.parameters()}
+    loose = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+    every = [*model.parameters(), *(p for p in loose if id(p) not in in_model)]
+    return [p for p in every if not p.requires_grad or id(p) not in held]
+
+
+def _check_optimizer(label: str, optimizer: Any, horovods: Iterable[Any]) -> None:
+    """Raise ConfigError for what cannot be given. A plain one may be beside `horovods`."""
     if not is_horovod(optimizer):
+        if horovods and _held(horovods).isdisjoint(_held([optimizer])):
+            return
         name = f"optimizer {label!r}" if label else "the optimizer"
         raise tierckpt.ConfigError(
             f"{name} is a {type(optimizer).__name__} of {type(optimizer).__module__}, not what "

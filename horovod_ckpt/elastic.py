@@ -7,13 +7,17 @@ state = horovod_ckpt.elastic.TorchState(model, optimizer, batch=0, tierckpt={"pa
 
 @hvd.elastic.run
 def train(state):
-    for state.batch in range(state.batch, batches):
+    while state.batch < batches:
         ...
+        state.batch += 1
         state.commit()
 
 Horovod's own makes a full copy of model and optimizer in every process, with training stopped, and
 loses it with the process. Ours copies while the next gradients are being reduced, each rank its
 share, and is found again after every process was lost.
+
+Values are committed as they are: with `for state.batch in range(state.batch, batches)` a restart
+would make the last batch again.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from tierckpt.scripts import close_at_exit
 from .attributes import Attributes, refuse_names
 from .checkpointer import Checkpointer
 from .live import NOT_SOUND, Condition, Live, left_by, left_half_way
+from .reductions import accumulates, forget_launches
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -125,6 +130,7 @@ class TorchState(State):  # type: ignore[misc]
         usual = {"model": model, "optimizer": optimizer}
         given = {name: value for name, value in usual.items() if value is not None}
         self._attributes = Attributes(self, {**given, **kwargs})
+        _refuse_process_sets(self._attributes.optimizers)
         self._close = close_at_exit(lambda: self.checkpointer)
 
     # --- what scripts and Horovod call ---------------------------------------------------------
@@ -220,6 +226,7 @@ class TorchState(State):  # type: ignore[misc]
 
     def _attach(self) -> _Checkpointer:
         held = self._attributes
+        forget_launches(held.optimizers.values())
         checkpointer = _Checkpointer(
             held.model,
             held.optimizers,
@@ -359,12 +366,8 @@ class _Checkpointer(Checkpointer):
 
     @property
     def accumulating(self) -> bool:
-        """True between the backward passes of a step; every rank must make every one of them.
-
-        Reductions under way would be no sign of it: one model's backward pass may launch those of
-        another one. Nor is each parameter: a rank may not have used it in every pass.
-        """
-        return any(map(_between_passes, self.state.optimizers.values()))
+        """True between the backward passes of a step; every rank must make every one of them."""
+        return any(map(accumulates, self.state.optimizers.values()))
 
     def step(self, metric: float | None = None) -> None:
         """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""
@@ -382,11 +385,6 @@ class _Checkpointer(Checkpointer):
             self._warn(MISPLACED)
 
 
-def _between_passes(optimizer: Any) -> bool:
-    passes: int = optimizer.backward_passes_per_step
-    return 0 < min(optimizer._allreduce_delay.values(), default=passes) < passes
-
-
 def _defaults() -> dict[str, Any]:
     """Ours for an elastic job, where the environment says nothing else.
 
@@ -396,6 +394,17 @@ def _defaults() -> dict[str, Any]:
     """
     defaults = {"halt_signals": "", "slots": 3}
     return {n: v for n, v in defaults.items() if f"TIERCKPT_{n.upper()}" not in os.environ}
+
+
+def _refuse_process_sets(optimizers: Mapping[str, Any]) -> None:
+    for name, each in optimizers.items():
+        chosen = getattr(each, "process_set", hvd.global_process_set)
+        if chosen is not hvd.global_process_set:
+            raise ConfigError(
+                f"the process set of optimizer {name!r} is {chosen.ranks}, and an elastic state is "
+                "of all ranks: Horovod makes no process set again when ranks come and go. Use "
+                "horovod_ckpt.Checkpointer in a job that is not elastic, or leave process_set out"
+            )
 
 
 def _check(settings: Mapping[str, Any]) -> None:

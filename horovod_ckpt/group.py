@@ -76,7 +76,7 @@ class HorovodGroup:
     def _new_number(self) -> int:
         """One that no rank has given to a group yet, the same on all: ranks that joined an elastic
         job later have counted fewer. Collective."""
-        mine = torch.tensor([HorovodGroup._numbers + 1])
+        mine = torch.tensor([HorovodGroup._numbers + 1], device="cpu")
         HorovodGroup._numbers = int(_finish(self._all_reduce(mine, hvd.Max, "number")))
         return HorovodGroup._numbers
 
@@ -94,7 +94,9 @@ class HorovodGroup:
         up here, before it restores: else the votes of different boundaries would meet.
         """
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        facts = torch.tensor([[mine.numel(), self._launched, self._width]], dtype=torch.int64)
+        facts = torch.tensor(
+            [[mine.numel(), self._launched, self._width]], dtype=torch.int64, device="cpu"
+        )
         sizes, launched, widths = self._all_gather(facts, "sizes").T.tolist()
         everyone = self._all_gather(mine, "objects")
         while self._launched < max(launched):
@@ -119,7 +121,7 @@ class HorovodGroup:
         before = self._votes[turn]
         if before is not None:
             before.wait()  # long done; Horovod refuses two of one name at a time
-        vote = torch.tensor(values, dtype=torch.int64)
+        vote = torch.tensor(values, dtype=torch.int64, device="cpu")
         handle = self._all_reduce(vote, hvd.Min, f"vote.{turn}")
         pending = self._votes[turn] = _PendingReduce(handle)
         return pending
@@ -132,7 +134,7 @@ class HorovodGroup:
         """See Group."""
         if not hvd.is_initialized():
             return False
-        here = torch.zeros(1, dtype=torch.int64)
+        here = torch.zeros(1, dtype=torch.int64, device="cpu")
         try:
             handle = self._all_reduce(here, hvd.Min, "meet")
             _finish(handle, time.monotonic() + timeout_seconds)

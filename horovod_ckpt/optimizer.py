@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -46,9 +46,8 @@ def DistributedOptimizer(
 
     Raises ConfigError when the model cannot be known, besides what Horovod and Checkpointer raise.
     """
-    known = dict(zip(HOROVODS[1:], args, strict=False))
     if model is None:
-        model = _model_of(known.get("named_parameters", settings.get("named_parameters")))
+        model = find_model(args, settings)
     horovods = {n: settings.pop(n) for n in HOROVODS if n in settings}
     distributed = hvd.DistributedOptimizer(optimizer, *args, **horovods)
     checkpointer = install(distributed, model, **settings)
@@ -67,6 +66,13 @@ def install(
     for each in checkpointer.state.optimizers.values():
         each.checkpointer = checkpointer  # type: ignore[attr-defined]
     return checkpointer
+
+
+def find_model(args: Sequence[Any], settings: Mapping[str, Any]) -> torch.nn.Module:
+    """The model, where `DistributedOptimizer` is called with these behind the optimizer, and none
+    is named. Raises ConfigError when it cannot be known."""
+    known = dict(zip(HOROVODS[1:], args, strict=False))
+    return _model_of(known.get("named_parameters", settings.get("named_parameters")))
 
 
 def _model_of(named: Any) -> torch.nn.Module:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from tierckpt.group import Group
 
@@ -44,6 +46,36 @@ class Launch:
         return torch.sparse_coo_tensor(indices, values, param.shape)
 
 
+_launches: weakref.WeakKeyDictionary[Any, Counter[Launch]] = weakref.WeakKeyDictionary()
+"""Of each optimizer: how often what was launched since Horovod was started. Kept when nobody
+watches any more: another checkpointer may bring an iteration to its end that ended the first."""
+
+
+def forget_launches(optimizers: Iterable[Any]) -> None:
+    """Horovod was started anew, and with it all that ranks have in common."""
+    for optimizer in optimizers:
+        _launches.pop(optimizer, None)
+
+
+def accumulates(optimizer: Any) -> bool:
+    """True between the backward passes of a step.
+
+    Reductions under way would be no sign of it: one model's backward pass may launch those of
+    another one. Nor is each parameter: a rank may not have used it in every pass.
+    """
+    passes: int = optimizer.backward_passes_per_step
+    return 0 < min(optimizer._allreduce_delay.values(), default=passes) < passes
+
+
+def _others_come_first(optimizer: Any) -> bool:
+    """Whether pre-hooks that are not ours may change weights before a step does."""
+    hooks = [
+        *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
+        *_global_optimizer_pre_hooks.values(),
+    ]
+    return any(not (getattr(h, "__module__", None) or "").startswith("tierckpt.") for h in hooks)
+
+
 class Reductions:
     """The gradient reductions of one Horovod optimizer. Training thread.
 
@@ -57,7 +89,6 @@ class Reductions:
         self._release: Callable[[Iterable[torch.Tensor]], None] | None = None
         self._entered = 0
         """Pre-hooks seen since the last whole step."""
-        self._launched: Counter[Launch] = Counter()
         self._launchers: list[_Launcher] = []
         self.known_before_step = bool(optimizer._grad_accs)
         """Horovod registers no hooks in a job of one."""
@@ -78,19 +109,12 @@ class Reductions:
         self._release = None
 
     def _saw(self, what: Any) -> None:
-        self._launched[self._told(what)] += 1
         if self._release is not None:
             self._release(what if isinstance(what, tuple) else (what,))
 
-    def _told(self, what: Any) -> Launch:
-        """A launch of just now: of a group, which is a tuple, or of one parameter."""
-        grouped = isinstance(what, tuple)
-        sparse = not grouped and what.grad.is_sparse and not self._optimizer.sparse_as_dense
-        return Launch(self._names(what), grouped, what.grad.sparse_dim() if sparse else 0)
-
-    def _names(self, what: Any) -> tuple[str, ...]:
-        names = self._optimizer._parameter_names
-        return tuple(names[p] for p in (what if isinstance(what, tuple) else (what,)))
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """Those whose gradients are reduced."""
+        return tuple(self._optimizer._requires_update)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every name that a reduction can have in Horovod's timeline, and its parameter.
@@ -115,8 +139,10 @@ class Reductions:
         """A pre-hook fired; True when weights are not changed before the next one fires."""
         self._entered += 1
         optimizer = self._optimizer
-        # With reductions under way, a step that synchronizes will first wait for them.
-        return bool(optimizer._should_synchronize and optimizer._handles)
+        # With reductions under way, a step that synchronizes will first wait for them. Hooks of
+        # others are called before that, and may change weights (`stepwatch`).
+        waits = bool(optimizer._should_synchronize and optimizer._handles)
+        return waits and not _others_come_first(optimizer)
 
     def step_ended(self) -> bool:
         """A post-hook fired; True when that was a step of the training.
@@ -137,13 +163,14 @@ class Reductions:
         reductions end, and they are waited for: until then Horovod may write into gradients, and
         until somebody asks for the results it holds on to them.
         """
-        everyone: list[Counter[Launch]] = group.all_gather_object(self._launched)
-        missing = functools.reduce(operator.or_, everyone) - self._launched
+        launched = _launches.get(self._optimizer, Counter())
+        everyone: list[Counter[Launch]] = group.all_gather_object(launched)
+        missing = functools.reduce(operator.or_, everyone) - launched
         # Handles are numbers, and Horovod begins anew with them when it is started again: one that
         # an elastic job's life before left behind may be somebody else's now.
-        ours = {launch.names for launch in self._launched}
+        ours = {launch.names for launch in launched}
         under_way = self._optimizer._handles.items()
-        handles = [handle for what, (handle, _) in under_way if self._names(what) in ours]
+        handles = [h for what, (h, _) in under_way if _names(self._optimizer, what) in ours]
         handles += [self._launch_zeros(launch) for launch in missing]
         for handle in handles:
             _drain(handle)
@@ -200,6 +227,7 @@ class _Launcher:
 
     def __call__(self, what: Any) -> Any:
         handle = self._launch(what)
+        _launches.setdefault(self._optimizer, Counter())[_told(self._optimizer, what)] += 1
         for tell in tuple(self.watching):
             tell(what)
         return handle
@@ -212,6 +240,18 @@ class _Launcher:
             delattr(self._optimizer, self._name)
         else:
             setattr(self._optimizer, self._name, self._before)
+
+
+def _told(optimizer: Any, what: Any) -> Launch:
+    """A launch of just now: of a group, which is a tuple, or of one parameter."""
+    grouped = isinstance(what, tuple)
+    sparse = not grouped and what.grad.is_sparse and not optimizer.sparse_as_dense
+    return Launch(_names(optimizer, what), grouped, what.grad.sparse_dim() if sparse else 0)
+
+
+def _names(optimizer: Any, what: Any) -> tuple[str, ...]:
+    names = optimizer._parameter_names
+    return tuple(names[p] for p in (what if isinstance(what, tuple) else (what,)))
 
 
 def _drain(handle: Any) -> None:

@@ -24,7 +24,8 @@ import horovod.torch
 import torch
 from horovod.torch import *  # noqa: F403
 
-from tierckpt.modulenames import named_buffers, named_parameters
+from tierckpt import ConfigError
+from tierckpt.modulenames import named_buffers, named_parameters, unwrap
 
 from . import elastic as _elastic
 from . import optimizer as _ours
@@ -54,6 +55,8 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
     settings are the attribute `checkpoint_settings` of what it returns.
     """
     if not in_elastic_job():
+        model = settings.get("model")
+        _refuse_second(_ours.find_model(args, settings) if model is None else model)
         made = _ours.DistributedOptimizer(optimizer, *args, **{**DEFAULTS, **settings})
         _made.add(made)
         return made
@@ -61,6 +64,19 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
     distributed = horovod.torch.DistributedOptimizer(optimizer, *args, **horovods)
     distributed.checkpoint_settings = {n: v for n, v in settings.items() if n not in THE_STATES}
     return distributed
+
+
+def _refuse_second(model: torch.nn.Module) -> None:
+    """Raise ConfigError for a model that has a checkpointer from an earlier call."""
+    open_ones = [each.checkpointer for each in _made if not each.checkpointer.closed]
+    if any(ckpt.state.model is unwrap(model) for ckpt in open_ones):
+        raise ConfigError(
+            "this model has a checkpointer already, from an earlier call of DistributedOptimizer, "
+            "and what that restored cannot be of a second optimizer. Make all of them with "
+            "horovod.torch.DistributedOptimizer and give them to horovod_ckpt.install, "
+            "{'name': optimizer, 'other name': ...}; to begin again, close() the attribute "
+            "`checkpointer` of the first"
+        )
 
 
 def broadcast_optimizer_state(
@@ -72,7 +88,8 @@ def broadcast_optimizer_state(
     `DistributedOptimizer`) make a step with zero gradients, in which weight decay moves them.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    with _restored_ones_kept([] if optimizer.state else params):
+    own = [t for p in params for t in optimizer.state.get(p, {}).values()]
+    with _restored_ones_kept(filter(torch.is_tensor, own) if optimizer.state else params):
         horovod.torch.broadcast_optimizer_state(optimizer, root_rank, model)
 
 
@@ -107,6 +124,11 @@ def _just_restored() -> list[torch.Tensor]:
             model = ckpt.state.model
             found += [t for _, t in named_parameters(model) + named_buffers(model)]
             found += list(optimizer._parameter_names)  # some may be in no module
+            # What optimizers have of parameters that are each rank's own; the rest is alike.
+            own = ckpt.state.walk().own_params
+            for each in ckpt.state.optimizers.values():
+                states = [kept for param, kept in each.state.items() if id(param) in own]
+                found += [t for kept in states for t in kept.values() if torch.is_tensor(t)]
     return found
 
 

@@ -22,6 +22,7 @@ from horovod_target import (
     available_bytes,
     cxx_compiler,
     job_count,
+    named_by,
 )
 
 PROGRESS_SECONDS = 20.0
@@ -117,6 +118,8 @@ def build_environment(target: Target, scratch: Path, jobs: int) -> dict[str, str
     compiler.write_text(f'#!/bin/sh\nexec {cxx_compiler()} "$@" -std=c++20 -g0\n')
     compiler.chmod(0o755)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_WITH")}
+    if not named_by("CC"):  # blank: CMake would look for a program of that name
+        environment.pop("CC", None)
     environment.update(
         TMPDIR=str(scratch),
         CXX=str(compiler),

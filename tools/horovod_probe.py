@@ -17,6 +17,8 @@ from pathlib import Path
 
 PATIENCE_SECONDS = 300.0
 ANSWER = "horovod_probe: "
+# Signals by which a process ends itself; of all others somebody else was the cause.
+CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS")
 # Variables of a launcher: with them the probe would wait for ranks that never come.
 LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
 
@@ -67,6 +69,8 @@ class Horovod:
     """Of `gloo` and `mpi`, what it was built with."""
     no_mpi4py: str = ""
     """Why mpi4py can't be used; empty: it can."""
+    untold: bool = False
+    """The probe was ended from outside, or took too long: that says nothing of Horovod."""
 
     @property
     def mpi_missing(self) -> str:
@@ -106,7 +110,7 @@ def probe(folder: Path | None = None) -> Horovod:
             timeout=PATIENCE_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return Horovod(missing=f"it did not start within {PATIENCE_SECONDS:.0f} s")
+        return Horovod(f"it did not start within {PATIENCE_SECONDS:.0f} s", untold=True)
     return understand(done.returncode, done.stdout, done.stderr)
 
 
@@ -117,6 +121,7 @@ def understand(status: int, out: str, err: str) -> Horovod:
         found = json.loads(answers[-1].removeprefix(ANSWER))
         return Horovod("", found["version"], tuple(found["transports"]), found["no_mpi4py"])
     if status < 0:
-        return Horovod(missing=f"its start was ended by {signal.Signals(-status).name}")
+        name = signal.Signals(-status).name
+        return Horovod(f"its start was ended by {name}", untold=name not in CRASHES)
     said = [line.strip() for line in err.splitlines() if line.strip()]
     return Horovod(missing=said[-1] if said else f"its start failed with status {status}")

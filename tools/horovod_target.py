@@ -130,21 +130,34 @@ def mpi_name(macros: str) -> str:
     return f"mpi-{defined.get('MPI_VERSION', '0')}.{defined.get('MPI_SUBVERSION', '0')}"
 
 
+def named_by(variable: str) -> str:
+    """The program that an environment variable names, maybe with options; empty: none.
+
+    Raises NotPossible for what no shell could read either.
+    """
+    value = os.environ.get(variable, "")
+    try:
+        return next(iter(shlex.split(value)), "")
+    except ValueError as error:
+        raise NotPossible(f"{variable} is {value!r}, which can't be read: {error}.") from error
+
+
 def cxx_compiler() -> str | None:
     """The C++ compiler's command: CXX, else the first that is there."""
-    chosen = os.environ.get("CXX")
-    if chosen:
-        return chosen if shutil.which(shlex.split(chosen)[0]) else None
+    if chosen := named_by("CXX"):
+        return os.environ["CXX"] if shutil.which(chosen) else None
     return next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 
 
 def require_tools() -> None:
     """Raises NotPossible, naming everything that a build needs and this machine lacks."""
-    c_compiler = shlex.split(os.environ.get("CC") or "gcc")[0]
+    cc, cxx = named_by("CC"), named_by("CXX")
     present = {
-        "a C++ compiler (g++)": cxx_compiler(),
-        "a C compiler (gcc)": shutil.which(c_compiler) or shutil.which("cc"),
-        "cmake": shutil.which(os.environ.get("HOROVOD_CMAKE", "cmake")),
+        f"{cxx} (which CXX names)" if cxx else "a C++ compiler (g++)": cxx_compiler(),
+        f"{cc} (which CC names)" if cc else "a C compiler (gcc)": (
+            shutil.which(cc) if cc else shutil.which("gcc") or shutil.which("cc")
+        ),
+        "cmake": shutil.which(os.environ.get("HOROVOD_CMAKE") or "cmake"),
         "make": shutil.which("make"),
         "Python's headers (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
     }

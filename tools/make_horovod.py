@@ -1,9 +1,9 @@
 """Make a Horovod that works with this Python's torch: make_horovod.py [--check] [--for-tests].
 
 Run by the Python that is to have it. Wheels are kept in the user's cache, each in a folder named
-after what it is bound to, and only those that worked. --check installs nothing: it tells what is
-there (status 1: nothing that works). --for-tests goes on without Horovod (status 0), and says
-loudly what that means.
+after what it is bound to, and none that is known not to work. --check installs nothing: it tells
+what is there (status 1: nothing that works). --for-tests goes on without Horovod (status 0), and
+says loudly what that means.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ KEPT = """\
 *** {found}. It stays as it is, because
 *** {reason}"""
 
+
+class Untried(NotPossible):
+    """Nothing could be learnt of a wheel."""
+
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -78,8 +83,8 @@ def main() -> None:
         if not arguments.for_tests:
             sys.exit(f"[horovod] no Horovod here:\n{reason}")
         print(WITHOUT.format(reason=starred(reason)), flush=True)
-    except KeyboardInterrupt:
-        sys.exit("[horovod] interrupted; nothing half-made is left")
+    except KeyboardInterrupt as end:
+        sys.exit(f"[horovod] interrupted; {str(end) or 'nothing half-made is left'}")
 
 
 def check() -> None:
@@ -124,7 +129,7 @@ def mend(again: bool) -> Horovod:
             wheel = cached_wheel(folder, target) or new_wheel(folder, target, again)
             say(f"installing {wheel.name}")
             install = ["--no-deps", "--no-index", "--force-reinstall", str(wheel)]
-            if not pip_install(Path(sys.executable), *install):
+            if not installed(*install):
                 raise NotPossible(f"pip could not install {wheel}, for the reason above.")
     found = probe()
     if reason := lack(found):
@@ -151,11 +156,20 @@ def describe(found: Horovod) -> str:
 def install_needs(target: Target) -> None:
     needs = [*NEEDS, *(NEEDS_FOR_MPI if target.mpi else ())]
     say(f"installing what it needs: {', '.join(needs)}")
-    if not pip_install(Path(sys.executable), *needs):
+    if not installed(*needs):
         raise NotPossible(
             "pip could not install what Horovod needs, for the reason above.\n"
             "Check the network and pip's index, then run make horovod again."
         )
+
+
+def installed(*arguments: str) -> bool:
+    """Have pip install that here; False if it failed. An interruption says what it leaves."""
+    try:
+        return pip_install(Path(sys.executable), *arguments)
+    except KeyboardInterrupt:
+        left = "what pip was installing may be here in part: make horovod puts it right"
+        raise KeyboardInterrupt(left) from None
 
 
 # --- the cache -----------------------------------------------------------------------------------
@@ -212,7 +226,10 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def cached_wheel(folder: Path, target: Target) -> Path | None:
-    """The cached wheel if it still works; one that does not is removed."""
+    """The cached wheel if it still works; one that does not is removed.
+
+    Raises Untried, and leaves it, where that can't be found out.
+    """
     for wheel in folder.glob("*.whl"):
         bad = fault(wheel, target)
         if not bad:
@@ -226,7 +243,8 @@ def cached_wheel(folder: Path, target: Target) -> Path | None:
 def new_wheel(folder: Path, target: Target, again: bool) -> Path:
     """Build a wheel, try it, then put it into the cache, whole or not at all.
 
-    Raises NotPossible. A build that failed, after minutes, is remembered by its log.
+    Raises NotPossible, where that is Untried with the wheel in the cache all the same. A build that
+    failed, after minutes, is remembered by its log.
     """
     log, failed_log = folder / "build.log", folder / "failed.log"
     if failed_log.exists() and not again:
@@ -239,6 +257,9 @@ def new_wheel(folder: Path, target: Target, again: bool) -> Path:
             built = build(target, source, scratch, log)
             if bad := fault(built, target):
                 raise NotPossible(f"it was built, but {bad}.")
+        except Untried:
+            built.replace(folder / built.name)  # the next one to use it tries it
+            raise
         except NotPossible as reason:
             log.replace(failed_log)
             raise NotPossible(f"{reason}\nThe whole log: {failed_log}") from reason
@@ -249,7 +270,7 @@ def new_wheel(folder: Path, target: Target, again: bool) -> Path:
 def fault(wheel: Path, target: Target) -> str:
     """What is wrong with the wheel, tried without installing it; empty: it works.
 
-    Raises OSError where there is no room to try it.
+    Raises OSError where there is no room to try it, Untried where that did not end by itself.
     """
     with tempfile.TemporaryDirectory(prefix="scratch-", dir=wheel.parent) as unpacked:
         try:
@@ -260,6 +281,12 @@ def fault(wheel: Path, target: Target) -> str:
                 raise
             return f"it can't be unpacked: {error}"
         found = probe(Path(unpacked))
+    if found.untold:
+        raise Untried(
+            f"{wheel.name} could not be tried: {found.missing}.\n"
+            "That says nothing of it (memory may have run out), so it is kept: make horovod tries "
+            "again."
+        )
     lacking = set(target.transports) - set(found.transports)
     return found.missing or (f"it is without {', '.join(lacking)}" if lacking else "")
 

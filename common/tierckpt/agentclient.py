@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from . import packets
@@ -76,6 +77,8 @@ class AgentClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._channel: socket.socket | None = None
+        self._packets: deque[bytes] = deque()
+        """Those that came and were not heeded yet."""
         self._incoming = packets.Joiner()
         self._welcome = False
         self._since = 0.0
@@ -185,17 +188,15 @@ class AgentClient:
         """
         with self._lock:
             self._send({"op": op, **values})
-        deadline, kept = time.monotonic() + timeout_seconds, []
-        try:
-            while time.monotonic() < deadline:
-                for message in self.poll():
-                    if message["op"] == answer:
-                        return message
-                    kept.append(message)
-                time.sleep(0.002)
-        finally:
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
             with self._lock:
-                self._heard = kept + self._heard
+                self._look()
+                for message in self._heard:
+                    if message["op"] == answer:
+                        self._heard.remove(message)
+                        return message
+            time.sleep(0.002)
         raise TimeoutError(f"the agent did not answer within {timeout_seconds:.0f} s")
 
     def behind(self) -> list[str]:
@@ -215,6 +216,15 @@ class AgentClient:
         """Versions that the agent has yet to commit, or to give up."""
         return sorted(self._pending)
 
+    def concerns(self, id_: VersionId) -> bool:
+        """Whether something of a version is under way, or was answered and not polled yet."""
+        with self._lock:
+            known = (*self._pending, *self._protecting, *self._flushing)
+            about = (m for m in self._heard if "version" in m)
+            return id_ in known or any(
+                id_ == VersionId(m["generation"], m["version"]) for m in about
+            )
+
     def pinned(self) -> set[str]:
         """Names of the slots that the agent reads."""
         with self._lock:
@@ -223,15 +233,19 @@ class AgentClient:
     def poll(self) -> list[dict[str, Any]]:
         """What the agent said since the last call. Never blocks."""
         with self._lock:
-            self._receive()
-            if self._unsent:
-                try:
-                    self._reach()
-                    self._flush()
-                except OSError as error:
-                    self._give_up(f"the agent cannot be started ({error})")
+            self._look()
             heard, self._heard = self._heard, []
             return heard
+
+    def _look(self) -> None:
+        """With the lock held: hear, and go on with what could not be said yet."""
+        self._receive()
+        if self._unsent:
+            try:
+                self._reach()
+                self._flush()
+            except OSError as error:
+                self._give_up(f"the agent cannot be started ({error})")
 
     def wait(
         self, timeout_seconds: float | None, poll_seconds: float = 0.002, everything: bool = False
@@ -241,14 +255,12 @@ class AgentClient:
         `everything`: nor any flush, nor an exchange with other nodes.
         """
         begin = time.monotonic()
-        kept: list[dict[str, Any]] = []
         while self._pending or (everything and self.behind()):
-            kept += self.poll()
+            with self._lock:
+                self._look()
             if timeout_seconds is not None and time.monotonic() - begin > timeout_seconds:
                 break
             time.sleep(poll_seconds)
-        with self._lock:
-            self._heard = kept + self._heard
         return not self._pending and not (everything and self.behind())
 
     def outlast(self, quiet_seconds: float, timeout_seconds: float | None = None) -> bool:
@@ -383,6 +395,7 @@ class AgentClient:
         if self._channel is None:
             return False
         self._since, self._incoming = time.monotonic(), packets.Joiner()
+        self._packets.clear()
         hello = {"op": "hello", "protocol": PROTOCOL, "desk": asdict(self.desk)}
         try:
             packets.send(self._channel, hello)
@@ -459,19 +472,28 @@ class AgentClient:
 
     def _receive(self) -> None:
         while self._channel is not None:
-            try:
-                data = self._channel.recv(packets.PACKET_BYTES)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError:
-                data = b""
-            if data:
-                if (message := self._incoming.add(data)) is not None:
+            ended = self._take_packets(self._channel)
+            while self._packets and self._channel is not None:
+                if (message := self._incoming.add(self._packets[0])) is not None:
                     self._hear(message)
-            elif self._welcome:
+                self._packets.popleft()  # rather heard twice than lost to an interrupt
+            if not ended or self._channel is None:
+                return
+            if self._welcome:
                 self._lose("the agent ended unexpectedly")
             else:  # it was just ending, or is of another version of tierckpt: see `_reach`
                 self._drop()
+
+    def _take_packets(self, channel: socket.socket) -> bool:
+        """What came; True when nothing will any more. In one call, whose loop is in C: between two
+        an interrupt could come, and have the packet that one returned."""
+        try:
+            self._packets.extend(iter(partial(channel.recv, packets.PACKET_BYTES), b""))
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            pass
+        return True
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["op"] == "welcome":

@@ -175,6 +175,11 @@ class Agreement:
     def _state(self, level: str, id_: VersionId | None) -> int:
         return DONE if id_ is None else self._known[level].get(id_, PENDING)
 
+    def undecided(self, level: str) -> list[VersionId]:
+        """Versions that are open there, and of which this rank was not told how they are doing."""
+        ledger: Ledger = getattr(self, level)
+        return [id_ for id_ in ledger.open if self._state(level, id_) == PENDING]
+
     def read(self) -> tuple[Vote, VersionId | None]:
         """What was agreed on since the last boundary, and the version that broke by it, if any."""
         if self._ballot is None:
@@ -232,9 +237,11 @@ class Agreement:
         Collective and waiting: for the end, and for a save on demand.
         """
         ledgers = (("memory", self.memory), ("local", self.local), ("peer", self.peer))
-        mine: dict[str, dict[VersionId, int]] = {
-            level: {i: self._state(level, i) for i in ledger.open} for level, ledger in ledgers
-        }
+        mine: dict[str, dict[VersionId, int]] = {}
+        for level, ledger in ledgers:
+            # What is safe here may be open on a rank that has read one vote less.
+            known = {} if ledger.safe is None else {ledger.safe: DONE}
+            mine[level] = {**known, **{i: self._state(level, i) for i in ledger.open}}
         everyone = self._group.all_gather_object({**mine, "shards": dict(self._shards)})
         for level, ledger in (("memory", self.memory), ("local", self.local)):
             for id_ in list(ledger.open):
@@ -279,13 +286,16 @@ class Agreement:
     def needed(self) -> list[VersionId]:
         """Versions whose slots are out of reach at the next boundary.
 
-        By then the newest one is sealed, and proves what is older superseded (see `last_word`);
-        but not before those that are still being copied are done.
+        One vote is about one version. The next boundary's is about the oldest one then open, and
+        proves what is older superseded (see `last_word`): usually the newest one now. Where a vote
+        was lost, or one found a version still being copied, votes are behind; they come up again at
+        a boundary that takes none.
         """
         opened = self.memory.open
         if not opened:
             return [self.memory.safe] if self.memory.safe else []
-        return [i for i in opened[:-1] if self._state("memory", i) == PENDING] + opened[-1:]
+        decided = len(opened) > 1 and self._state("memory", opened[0]) != PENDING
+        return opened[1:] if decided else opened[:]
 
 
 def _time_left(interval_seconds: float, passed_seconds: float) -> int:

@@ -30,6 +30,7 @@ SHOWN = 3
 
 def check_state(state: TrainingState) -> None:
     """Raise UnsupportedStateError for what could not be taken later."""
+    state.refuse_odd_keys()
     walk = state.walk()
     state.entries(walk)
     state.buffer_entries(walk)

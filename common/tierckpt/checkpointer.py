@@ -27,6 +27,7 @@ from .callbacks import CallbackList, Callbacks
 from .comeback import Comeback
 from .config import Config
 from .demand import Demand
+from .errors import PinError, RestoreError, TierckptError
 from .events import Callback, EventLog
 from .extras import check_extra
 from .group import Group, SingleGroup
@@ -52,6 +53,8 @@ from .tuning import Meter
 from .underway import Underway
 
 WAIT_SECONDS = 60.0
+MEET_SECONDS = 30.0
+"""At the end of a process: how long to wait for the other ranks before ending alone."""
 
 
 class Checkpointer:
@@ -228,7 +231,7 @@ class Checkpointer:
         self.iteration += 1
         if mixed:
             self._warn_of_two_counts()
-        if self._iterations.steps:
+        if self._iterations.steps and not self._closed:
             self._boundary()
 
     def _warn_of_two_counts(self) -> None:
@@ -262,6 +265,7 @@ class Checkpointer:
         `now=True` all ranks call it, between two steps, and it returns when the version is durable
         on this rank (or an event said why not).
         """
+        self._refuse_closed("save()", TierckptError)
         if not now:
             self._agreement.ask()
         elif why := self._no_moment():
@@ -275,11 +279,13 @@ class Checkpointer:
         Waits until what is under way to the levels is there, as long as that gets on. All ranks
         call it, between steps. Raises PinError, on all ranks, when no level has it, or one hangs.
         """
+        self._refuse_closed("pin()", PinError)
         where = (self.config, self.group, self._node)
         return mark_everywhere("pin", version, *where, self._agent)
 
     def unpin(self, version: int) -> tuple[str, ...]:
         """Leave a version to retention again; otherwise as `pin`."""
+        self._refuse_closed("unpin()", PinError)
         return mark_everywhere("unpin", version, self.config, self.group, self._node)
 
     def should_exit(self) -> bool:
@@ -317,17 +323,26 @@ class Checkpointer:
             strict: raise StateMismatchError when the structure differs; else load what fits.
             progress: show a bar on rank 0's standard error; None: if that is a terminal.
         """
+        self._refuse_closed("restore()", RestoreError)
         bar = Progress(Progress.wanted(self.group.rank, progress))
         with contextlib.closing(bar):
-            self.restored = self._restore(version, strict, bar)
+            try:
+                self.restored = self._restore(version, strict, bar)
+            except RestoreError:  # on all ranks
+                # The training may go on, and what is open was voted on for the last time.
+                self._agreement.settle()
+                raise
         self._callbacks.call("on_restored", self.restored)
         return self.restored
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Return when all that was taken is sealed and committed, or has failed; between steps.
 
-        Not collective. False when that took longer than `timeout_seconds`.
+        Not collective. False when that took longer than `timeout_seconds`, or nothing more can be
+        heard of it behind the end.
         """
+        if self._closed:
+            return not self._agent.committing()
         self.complete()
         some = ending.NOTICE_SECONDS
         if timeout_seconds is not None and timeout_seconds <= some:
@@ -370,6 +385,10 @@ class Checkpointer:
     def closed(self) -> bool:
         """True after `close()` or `abandon()`."""
         return self._closed
+
+    def _refuse_closed(self, what: str, error: type[TierckptError]) -> None:
+        if self._closed:
+            raise error(f"{what} after close() or abandon(): make another Checkpointer")
 
     @property
     def steps_made(self) -> int:
@@ -473,6 +492,17 @@ class Checkpointer:
             self._commit_newest()
         self._shut_down(remove=False)
 
+    def close_or_abandon(self) -> None:
+        """At the end of a process: `close()` if all ranks get here within MEET_SECONDS, else every
+        rank by itself makes durable what it has. A rank may have ended with an error that cannot be
+        seen from here, so this never enters a collective that could hang."""
+        if self._closed:
+            return
+        if self.group.meet(MEET_SECONDS):
+            self.close()
+        else:
+            self.abandon(commit_newest=True)
+
     def _commit_newest(self) -> None:
         self.wait(WAIT_SECONDS)
         if self._demand.commit_newest():
@@ -486,10 +516,15 @@ class Checkpointer:
         """For `with`."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close; after an exception only let go, so that the restarted job finds everything."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        """Close; after an exception only let go, so that the restarted job finds everything.
+        `sys.exit(0)` is none, but for ranks that may not all come to it."""
         if kind is None:
             self.close()
+        elif isinstance(error, SystemExit) and error.code in (None, 0):
+            self.close_or_abandon()
         else:
             self.abandon()
 

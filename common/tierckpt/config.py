@@ -233,8 +233,27 @@ class Config:
         for name in ("bytes_per_second", "nodes_at_once"):
             _at_least(f"persistent_{name}", getattr(persistent, name), 0)
         self._check_modules()
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Here, where it is known which setting it is."""
         if not self.path:
             raise ConfigError("path is empty; name the directory that checkpoints go to")
+        if not self.shm_dir:
+            raise ConfigError("shm_dir is empty; name a memory file system (default: /dev/shm)")
+        for name in ("path", "shm_dir", "events_dir", "trace_dir"):
+            _text(name, getattr(self, name))
+        _text("persistent_path", self.persistent.path)
+        for name in ("job_id", "node"):
+            _file_name(name, getattr(self, name))
+        folder_bytes = (len(self.job_id.encode()) or DEFAULT_ID_BYTES) + len(self.node.encode()) + 1
+        if folder_bytes > NAME_BYTES:
+            longer = max(("job_id", "node"), key=lambda name: len(getattr(self, name)))
+            raise ConfigError(
+                f"{longer} is too long ({len(getattr(self, longer))} letters): a folder is named "
+                f"after job_id and node, and its name can have {NAME_BYTES} bytes; they would make "
+                f"it {folder_bytes}"
+            )
 
     def _check_modules(self) -> None:
         """Packages and keys that are missing are told at the start, not by the first commit."""
@@ -278,6 +297,10 @@ TABLES = {
 AUTOMATIC = ("memory_every_steps", "local_every_steps", "persistent_every_steps")
 """Numbers that may be `auto`."""
 STORAGE_OPTIONS = "persistent_storage_options"
+NAME_BYTES = 255
+"""Of a file, on Linux."""
+DEFAULT_ID_BYTES = 53
+"""See `jobdirectory.job_id_of`."""
 
 
 def known_settings() -> dict[str, type]:
@@ -417,6 +440,25 @@ def _build(flat: Mapping[str, Any]) -> Config:
 def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
     if value not in valid:
         raise ConfigError(f"{name} is {value!r}; valid: {', '.join(valid)}")
+
+
+def _text(name: str, value: str) -> None:
+    """Paths go to the agent, and into manifests, as UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is {value!r}, which is no UTF-8: {error.reason}") from None
+    if "\0" in value:
+        raise ConfigError(f"{name} is {value!r}; no path has a NUL character in it")
+
+
+def _file_name(name: str, value: str) -> None:
+    _text(name, value)
+    if "/" in value or value in (".", ".."):
+        raise ConfigError(
+            f"{name} is {value!r}; folders are named after it: any text without '/' will do, but "
+            "for '.' and '..'"
+        )
 
 
 def _at_least(name: str, value: float | Literal["auto"], least: float) -> None:

@@ -6,15 +6,16 @@ over lists that were made once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
 
 from . import tree
 from .layout import BLOCK_BYTES, Layout, TensorSpec, plan_layout
+from .modulenames import named_buffers
 from .shardfile import encode_header
 from .slots import Slot
 from .state import TrainingState, Walk
@@ -36,12 +37,13 @@ def _growth_bytes(rank_state_bytes: int) -> int:
 class Plan:
     """A layout together with the live tensors behind it: what to copy, from where.
 
-    Good until the state's structure changes or a tensor moves: see `fits`. Everything that a
-    boundary does with it runs in C loops over lists made here, so that thousands of small tensors
-    do not become a stall.
+    Good until the state's structure changes, or a tensor moves or is another one in its memory: see
+    `fits`. Everything that a boundary does with it runs in C loops over lists made here, so that
+    thousands of small tensors do not become a stall.
     """
 
     def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
+        state.refuse_odd_keys()
         entries = state.entries(walk)
         own = [(n, t) for n, t, p in entries if id(p) in walk.own_params]
         entries = [entry for entry in entries if id(entry[2]) not in walk.own_params]
@@ -52,13 +54,19 @@ class Plan:
         self.has_odd = bool(walk.odd)
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self._containers = state.containers()
-        self._values = _values(self._containers)
-        self._own = [t for _, t in own]
+        self._keys, self._values = _keys(self._containers), list(_values(self._containers))
+        self._own = own
+        self._buffer_slots, self._held = state.buffer_slots(), state.live_buffers()
         self._counted = [(n, t) for n, t, _ in entries if not t.is_inference()]
         self._counted_tensors = [t for _, t in self._counted]
         self._tensors = walk.tensors
+        self._state_keys = [key for *_, key in walk.state]
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._groups = state.group_sizes()
+        self._params, self._param_kinds = walk.params, _known_kinds(walk.params)
+        self._state = [t for t, *_ in walk.state]
+        self._state_kinds = _known_kinds(self._state)
+        self._outlived = False
+        self._groups, self._members = state.group_sizes(), state.group_members()
         self._headers: dict[int, tuple[bytes, int]] = {}
         self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.own]
         self.striped_blocks = {i for i, b in enumerate(self.layout.blocks) if not b.own}
@@ -97,23 +105,44 @@ class Plan:
         return sources
 
     def fits(self, state: TrainingState) -> bool:
-        """True while the very same tensors are where they were when the plan was made."""
+        """True while the very same tensors are where they were when the plan was made, and as they
+        were. (What an optimizer keeps is looked at more closely by `state_stands`.)"""
         now = state.containers()
-        if len(now) != len(self._containers) or not all(map(is_, now, self._containers)):
+        if self._outlived or not _same_objects(now, self._containers) or _keys(now) != self._keys:
             return False
-        if self.has_odd:
-            tensors = state.walk().tensors
-            if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
-                return False
-        else:
-            values = _values(now)
-            if len(values) != len(self._values) or not all(map(is_, values, self._values)):
-                return False
         return (
-            list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
+            (self._odd_fits(state) if self.has_odd else all(map(is_, _values(now), self._values)))
+            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
+            and all(map(eq, _kinds(self._params), self._param_kinds))
             and state.group_sizes() == self._groups
-            and self.buffers.fit([*state.live_buffers(), *self._own])
+            and _same_objects(state.group_members(), self._members)
+            and self._buffers_fit(state)
         )
+
+    def _odd_fits(self, state: TrainingState) -> bool:
+        """Numbers among the state are other objects with every step, and lists have tensors."""
+        walk = state.walk()
+        return (
+            _same_objects(walk.tensors, self._tensors)
+            and [key for *_, key in walk.state] == self._state_keys
+        )
+
+    def _buffers_fit(self, state: TrainingState) -> bool:
+        """Follows buffers that were replaced by others like them, of the same names."""
+        slots, held = state.buffer_slots(), state.live_buffers()
+        if slots is self._buffer_slots and _same_objects(held, self._held) and self.buffers.stand():
+            return True
+        if not self.buffers.follow([*named_buffers(state.model), *self._own]):
+            return False
+        self._buffer_slots, self._held = slots, held
+        return True
+
+    def state_stands(self) -> bool:
+        """True while the optimizers' tensors have the shapes, strides and types that they had; else
+        the plan fits no more. That these change where the tensor stays takes some doing, and to
+        look takes longer than all else of `fits`: so it is done by the thread that copies."""
+        self._outlived = not all(map(eq, _kinds(self._state), self._state_kinds))
+        return not self._outlived
 
     def counters(self) -> list[int]:
         """Autograd's version counters of all striped tensors: a cheap check for torn copies."""
@@ -160,8 +189,35 @@ class Plan:
 _version_counter = attrgetter("_version")
 
 
-def _values(containers: list[dict[Any, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, containers)))
+def _keys(containers: list[dict[Any, Any]]) -> list[Any]:
+    return list(chain.from_iterable(containers))
+
+
+def _values(containers: list[dict[Any, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(map(dict.values, containers))
+
+
+def _same_objects(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and all(map(is_, now, then))
+
+
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+
+
+def _kinds(tensors: list[torch.Tensor]) -> Iterable[tuple[Any, ...]]:
+    """What can change of a tensor while it stays in its memory (`.data = `, `t_()`)."""
+    return zip(
+        map(_shape, tensors),
+        map(torch.Tensor.stride, tensors),
+        map(_dtype, tensors),
+        strict=True,
+    )
+
+
+def _known_kinds(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """For later; few objects, as a core's cache would not hold one for each tensor."""
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    return [known.setdefault(kind, kind) for kind in _kinds(tensors)]
 
 
 class _Buffers:
@@ -186,21 +242,24 @@ class _Buffers:
         self._look()
 
     def _look(self) -> None:
-        self._pointers = [t.data_ptr() for t in self._live]
+        self._pointers = list(map(torch.Tensor.data_ptr, self._live))
+        self._kinds = _known_kinds(self._live)
         self._flat = [tree.flat(t) for t in self._live]
         self._views = all(
             f.data_ptr() == p for f, p in zip(self._flat, self._pointers, strict=True)
         )
 
-    def fit(self, live: list[torch.Tensor]) -> bool:
-        """Follow buffers that were replaced by others like them; False when the layout changed."""
-        if len(live) != len(self._live):
+    def stand(self) -> bool:
+        """True while those that are known are where and as they were."""
+        return list(map(torch.Tensor.data_ptr, self._live)) == self._pointers and all(
+            map(eq, _kinds(self._live), self._kinds)
+        )
+
+    def follow(self, named: list[tuple[str, torch.Tensor]]) -> bool:
+        """Take these in their place, if they are like them; False when the layout changed."""
+        if [tree.spec_of(t, n) for n, t in named] != self.specs:
             return False
-        if all(map(is_, live, self._live)) and self._pointers == [t.data_ptr() for t in live]:
-            return True
-        if any(tree.spec_of(t, s.name) != s for t, s in zip(live, self.specs, strict=True)):
-            return False
-        self._live = live
+        self._live = [t for _, t in named]
         self._look()
         return True
 

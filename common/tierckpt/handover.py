@@ -20,6 +20,14 @@ from .reports import Reports
 from .slots import Slot, seal_area_bytes
 from .snapshot import Phase, Snapshot
 
+PATIENCE_SECONDS = 30.0
+"""So long, with `when_busy="wait"`, for a copy that no optimizer waits for any more."""
+CUT_SHORT = "an interrupt came before it was there"
+
+
+def _id_of(snapshot: Snapshot) -> VersionId:
+    return VersionId(snapshot.head.generation, snapshot.head.version)
+
 
 class Handover:
     """One rank's part. What it is given stays its owner's. Methods say which thread calls them."""
@@ -36,6 +44,8 @@ class Handover:
         self._agreement, self._reports = agreement, reports
         self.finished: deque[Snapshot] = deque()
         """Those that are over, and of which the training thread has not heard."""
+        self._begun: dict[VersionId, Snapshot] = {}
+        """Those that are not over, or of whose end the books have not heard yet."""
 
     def chooser(self, id_: VersionId, lives: int) -> Callable[[int, int], Slot]:
         """Who finds a slot for the version of this boundary, on the copier's thread: as long as it
@@ -52,9 +62,13 @@ class Handover:
 
         return choose
 
+    def begun(self, snapshot: Snapshot) -> None:
+        """It is being copied; training thread."""
+        self._begun[_id_of(snapshot)] = snapshot
+
     def done(self, snapshot: Snapshot) -> None:
         """Sealed or failed; on the thread that did it."""
-        id_ = VersionId(snapshot.head.generation, snapshot.head.version)
+        id_ = _id_of(snapshot)
         sealed = snapshot.phase is Phase.SEALED
         self._pool.filled(snapshot.slot, id_ if sealed else None)
         if "local" in snapshot.levels:
@@ -66,6 +80,40 @@ class Handover:
                 self._agreement.tell("local", id_, BROKEN)
         self._agreement.tell("memory", id_, DONE if sealed else BROKEN)
         self.finished.append(snapshot)
+        self._begun.pop(id_, None)  # last: before, an interrupt may have cut this short
+
+    def wait(self) -> None:
+        """Return when what is being copied is over, if that gets on; training thread."""
+        for snapshot in [*self._begun.values()]:
+            snapshot.wait_done(PATIENCE_SECONDS)
+
+    def take_stock(self) -> None:
+        """At a boundary: tell the books of what nobody is at work on any more, because an exception
+        that was no error (a KeyboardInterrupt) came between. It would stay open for ever."""
+        begun = dict(self._begun)
+        for id_, snapshot in begun.items():
+            if snapshot.wait_done(0.0):
+                self._make_up(id_, snapshot)
+        for id_ in self._agreement.undecided("memory"):
+            if id_ not in begun:
+                self.broken(id_)
+                self._reports.lost(id_.version, CUT_SHORT)
+        for id_ in self._agreement.undecided("local"):
+            if id_ not in begun and not self._agent.concerns(id_):
+                self._agreement.tell("local", id_, BROKEN)
+                self._reports.not_committed_later(id_, CUT_SHORT)
+        # Nobody is told that these are lost: they may be there.
+        for level, through in (("peer", BROKEN), ("persistent", DONE)):
+            for id_ in self._agreement.undecided(level):
+                if not self._agent.concerns(id_):
+                    self._agreement.tell(level, id_, through)
+
+    def _make_up(self, id_: VersionId, snapshot: Snapshot) -> None:
+        """`done` was cut short; whether the agent was told will be seen at the next boundary."""
+        sealed = snapshot.phase is Phase.SEALED
+        self._pool.filled(snapshot.slot, id_ if sealed else None)
+        self._agreement.tell("memory", id_, DONE if sealed else BROKEN)
+        self._begun.pop(id_, None)
 
     def broken(self, id_: VersionId) -> None:
         """There is no snapshot of a version that is in the ledgers; training thread."""

@@ -46,6 +46,11 @@ class Hooks:
                     undo.callback(hook.remove)
             self._undo = undo.pop_all()
 
+    @property
+    def strangers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers that were not given and step parameters of the model."""
+        return self._strangers.found()
+
     def close(self) -> None:
         """Be called no more; may be called again."""
         self._undo.close()

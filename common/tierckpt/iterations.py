@@ -10,13 +10,17 @@ calls it in all lives that follow: it may be killed before its first call.
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from .restored import Restored
+from .stepwatch import never_compiled
 
 AUTOMATIC_AFTER_STEPS = 16
 """So many steps of an optimizer without a call of `step()` mean that there will be none. (A loop
@@ -48,7 +52,13 @@ NO_FORWARD = (
     f"the optimizer made {2 * AUTOMATIC_AFTER_STEPS} steps, and the module given to the "
     "checkpointer was not called in training mode meanwhile: no boundary is seen, and no "
     "checkpoint is taken. Give it the module that the loop calls, not one that only holds it, or "
-    "call the checkpointer's step() once an iteration"
+    "call the checkpointer's step() once an iteration. Where a function that is compiled calls the "
+    'module, boundary="forward" lets that be seen'
+)
+IN_THE_GRAPH = (
+    'Tierckpt takes forward passes of this module for the boundary (boundary="forward", or step() '
+    "was not called). For one graph call the checkpointer's step() once an iteration and set "
+    'boundary="explicit", or give the checkpointer what torch.compile() returned'
 )
 GUESSING = (
     f"step() was not called in the first {AUTOMATIC_AFTER_STEPS} steps of the optimizer: from now "
@@ -115,6 +125,9 @@ class Iterations:
         self._labels: dict[int, str] = {}
         """Of the optimizers, by `id()`."""
         self._hooks: list[Any] = []
+        self._model: torch.nn.Module | None = None
+        """Whose forward passes are not heard of yet."""
+        self._process = os.getpid()
 
     def watch(
         self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
@@ -124,10 +137,23 @@ class Iterations:
             self._labels[id(optimizer)] = label
             self._hooks.append(optimizer.register_step_post_hook(self._counter(label)))
         if self._mode != "explicit":
-            self._hooks.append(model.register_forward_pre_hook(self._before_forward))
+            self._model = model
+        if self._mode == "forward":
+            self._listen()
+
+    @never_compiled("Tierckpt looks for the module that the loop calls")
+    def _listen(self) -> None:
+        """Hear of forward passes. Not before they may be boundaries: a module with a hook is
+        another one to who compiles or scripts it."""
+        if self._model is not None:
+            asked = self._mode == "forward"
+            for module in [self._model] if asked else _called_as(self._model):
+                self._hooks.append(module.register_forward_pre_hook(self._before_forward))
+            self._model = None
 
     def unwatch(self) -> None:
         """The inverse of `watch`."""
+        self._model = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -206,6 +232,7 @@ class Iterations:
             self._since[label] = self._since.get(label, 0) + 1
             self._seen[label] = self._seen.get(label, 0) + 1
             if self.automatic():
+                self._listen()
                 self._left_to_us()
             self._miss_boundary(self._since[label])
 
@@ -222,10 +249,12 @@ class Iterations:
             else:
                 self._tell(NO_CALLS_ANY_MORE, logging.WARNING)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled(IN_THE_GRAPH)
     def _before_forward(self, module: torch.nn.Module, *_: Any) -> None:
         if not self._since or self.stepping or not self.automatic():
             return
+        if os.getpid() != self._process:
+            return  # a forked child has the hook as well, and neither the agent nor its threads
         if module.training and torch.is_grad_enabled():
             self._guess()
 
@@ -245,6 +274,16 @@ class Iterations:
     def __reduce__(self) -> tuple[Any, ...]:
         """`copy.deepcopy(model)` and `torch.save(model)` take the hooks along, and not us."""
         return (Unattached, ())
+
+
+def _called_as(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What `torch.compile` made of the module before, else the module. A graph of one of torch's
+    own modules has no hook that comes later, and must not get one when it is made anew."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return [model]
+    compiled = [each for each in gc.get_objects() if type(each) is dynamo.OptimizedModule]
+    return [each for each in compiled if each._orig_mod is model] or [model]
 
 
 class Unattached:

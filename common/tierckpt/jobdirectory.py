@@ -41,7 +41,7 @@ def job_id_of(path: str | os.PathLike[str]) -> str:
     """The default job id: whoever writes to the same place is the same job, now or restarted."""
     real = os.path.realpath(path)
     slug = re.sub(r"[^A-Za-z0-9_.]+", "_", os.path.basename(real)) or "root"
-    return f"{slug[:40]}-{hashlib.sha256(real.encode()).hexdigest()[:12]}"
+    return f"{slug[:40]}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True)

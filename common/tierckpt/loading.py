@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Loader:
         """From which shard comes what was every rank's own."""
         self._own: dict[str, None] = {}
         """What came of that."""
+        state.refresh_names()  # layers may have been replaced since they were looked up
         self._live = self._find_live()
         self._targets: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -153,6 +154,9 @@ class Loader:
     def _find_sources(self) -> dict[str, int]:
         """This rank's own shard, but for parameters (and their state) that ranks have alike now:
         who differed then must not begin like that."""
+        own, assumed = {parameter_of(name) for name in self.own_specs}, self.state.assumed_alike
+        params = [p for p in self.state.walk().params if id(p) in assumed]
+        self.state.keep_apart(p for p in params if self.state.name_of(p) in own)
         walk = self.state.walk()
         alike = {self.state.name_of(p) for p in walk.params if id(p) not in walk.own_params}
         mine = self.rank % self.shards
@@ -237,11 +241,17 @@ class Loader:
             path = full.split("/", 1)[1]
             if full.startswith(f"{label}/") and self._param_fits(path):
                 found = wanted.setdefault(path, {})
-                found.update({k: _with_entries(v, found) for k, v in values.items()})
+                take = _taker(found)
+                found.update({k: tree.map_entries(v, take) for k, v in values.items()})
         for group in optimizer.param_groups:
             for param in group["params"]:
                 _replace_state(optimizer, param, wanted.get(self.state.name_of(param), {}))
+        kept: dict[Any, Any] = optimizer.state
+        for owner in [owner for owner in kept if not isinstance(owner, torch.Tensor)]:
+            del kept[owner]  # no version has any: see `refuse_odd_keys`
         for group, options in zip(optimizer.param_groups, saved["groups"][label], strict=False):
+            for key in group.keys() - options.keys() - self.state.first_options[label]:
+                del group[key]
             for key, value in options.items():
                 live = group.get(key)
                 if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -271,15 +281,8 @@ def _replace_state(
     kept.update({k: _on_device(v, param) for k, v in values.items()})
 
 
-def _with_entries(value: Any, tensors: dict[str, Any]) -> Any:
-    """`value` with tensors, taken out of `tensors`, in place of `Entry`s."""
-    if isinstance(value, tree.Entry):
-        return tensors.pop(value.key)
-    if isinstance(value, dict):
-        return type(value)((k, _with_entries(v, tensors)) for k, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value)(_with_entries(v, tensors) for v in value)
-    return value
+def _taker(tensors: dict[str, Any]) -> Callable[[tree.Entry], Any]:
+    return lambda entry: tensors.pop(entry.key)
 
 
 def _on_device(value: Any, param: torch.Tensor) -> Any:

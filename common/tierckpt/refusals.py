@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +73,16 @@ def refuse_odd_keys(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+def refuse_same_names(names: Iterable[str]) -> None:
+    """Two tensors of one name: only one of them would come back."""
+    name, times = max(Counter(names).items(), key=lambda item: item[1], default=("", 1))
+    if times > 1:
+        raise UnsupportedStateError(
+            f"{times} tensors of the state are called {name}; give those that keep them other "
+            "names, or keys, or a state_dict() and load_state_dict() and pass that as extra={...}."
+        )
+
+
 def refuse_model(model: torch.nn.Module) -> None:
     """Raise UnsupportedStateError for sharded models; the text names the module."""
     for name, module in model.named_modules():
@@ -99,4 +110,10 @@ def refuse_several_gpus(named: Sequence[tuple[str, torch.device]]) -> None:
             )
 
 
-__all__ = ["refuse_model", "refuse_odd_keys", "refuse_optimizer", "refuse_several_gpus"]
+__all__ = [
+    "refuse_model",
+    "refuse_odd_keys",
+    "refuse_optimizer",
+    "refuse_same_names",
+    "refuse_several_gpus",
+]

@@ -38,6 +38,7 @@ class Rounds:
 
     def hear(self) -> Vote:
         """What all ranks agreed on since the last boundary, and what the agent said."""
+        self._levels.handover.take_stock()
         agreed, broken = self._agreement.read()
         self._levels.onward.backlog.go_on()
         if broken is not None:
@@ -59,6 +60,9 @@ class Rounds:
         if decision.wait:
             self._agent.wait(None)
             self._levels.collect()
+            if len(self._agreement.memory.open) > 1:  # votes are behind, and would stay so
+                self._levels.handover.wait()
+                self._agreement.settle()
         return decision.take
 
     def vote(

@@ -226,9 +226,9 @@ class ResumableSampler(Sampler[list[int]]):
         """
         position = self.position
         if not position.shuffle:
-            return torch.arange(position.length)
+            return torch.arange(position.length, device="cpu")
         generator = torch.Generator().manual_seed(position.seed + position.epoch)
-        return torch.randperm(position.length, generator=generator)
+        return torch.randperm(position.length, generator=generator, device="cpu")
 
     def __iter__(self) -> _Pass:
         """The rest of the epoch, from what was trained on last."""

@@ -18,9 +18,6 @@ from .errors import ConfigError
 from .modulenames import unwrap
 from .state import label_optimizers
 
-MEET_SECONDS = 30.0
-"""At the end of a process: how long to wait for the other ranks before ending alone."""
-
 _served: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
@@ -78,9 +75,7 @@ def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], No
     Returns what was registered with `atexit`, which calls in reverse order: who starts the
     communication library anew has to register it again, to be called before that is shut down.
 
-    Close if all ranks get there; else every rank by itself makes durable what it has. A rank may
-    have ended with an error that cannot be seen from here, and scripts end their communication
-    before they end, so this never enters a collective that could hang.
+    As `Checkpointer.close_or_abandon` does it: scripts end their communication before they end.
     """
     pid = os.getpid()
 
@@ -88,10 +83,9 @@ def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], No
         checkpointer = current()
         if checkpointer is None or os.getpid() != pid:
             return  # or a forked child's copy
-        failed = getattr(sys, "last_value", None) is not None
-        if not failed and checkpointer.group.meet(MEET_SECONDS):
-            checkpointer.close()
+        if getattr(sys, "last_value", None) is not None:  # it failed
+            checkpointer.abandon()
         else:
-            checkpointer.abandon(commit_newest=not failed)
+            checkpointer.close_or_abandon()
 
     return atexit.register(close)

@@ -56,7 +56,7 @@ class Courier:
     def make_room(self, outlines: Iterable[Outline]) -> None:
         """Take the memory that showing these takes, while an error leaves nobody waiting."""
         longest = (min(o.nbytes, max(BROADCAST_BYTES, o.header_bytes)) for o in outlines)
-        self._buffer = torch.empty(max(longest, default=0), dtype=torch.uint8)
+        self._buffer = torch.empty(max(longest, default=0), dtype=torch.uint8, device="cpu")
 
     def fail(self, shard: int, error: Exception) -> None:
         """This rank cannot go on; it goes on sending and receiving, and `trouble` says why."""
@@ -108,5 +108,5 @@ class Courier:
 
     def _room(self, nbytes: int) -> memoryview:
         if self._buffer is None or len(self._buffer) < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._buffer.numpy().data[:nbytes]

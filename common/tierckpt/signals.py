@@ -38,6 +38,8 @@ STARTING_SECONDS = 1.0
 """The same before the first boundary."""
 END = b"\0"
 """What the thread reads when it is to end; there is no such signal."""
+_watching: weakref.WeakSet[Signals] = weakref.WeakSet()
+"""Those with a pipe, of which the interpreter's C handler writes to one."""
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
@@ -165,12 +167,16 @@ class Signals:
             target=self._watch, args=(self._pipe[0],), name="tierckpt-signals", daemon=True
         )
         self._thread.start()
+        _watching.add(self)
 
     def _stop_watching(self, read_fd: int, write_fd: int) -> None:
+        _watching.discard(self)
         with contextlib.suppress(ValueError):
             current = signal.set_wakeup_fd(-1)
             if current != write_fd:
                 signal.set_wakeup_fd(current)
+            elif heir := next((s._pipe for s in _watching if s._pipe is not None), None):
+                signal.set_wakeup_fd(heir[1], warn_on_full_buffer=False)
         os.write(write_fd, END)
         if self._thread is not None:
             self._thread.join()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 import weakref
@@ -169,7 +170,7 @@ class Snapshot:
 
     def _let_copy(self, blocks: Iterable[int]) -> None:
         """Any thread: a block is handed out once, whoever comes first."""
-        with self._changed:
+        with self._failing_where_cut_short(), self._changed:
             fresh = []
             for block in blocks:
                 if block in self._held:
@@ -198,13 +199,23 @@ class Snapshot:
     def barrier(self) -> None:
         """Return when the optimizer may change the tensors: sealed, or given up."""
         begin = time.perf_counter()
-        self._release_rest()
-        while self.work():
-            pass
-        with self._changed:
-            self._changed.wait_for(lambda: self._reported or self.phase is Phase.FAILED)
+        with self._failing_where_cut_short():
+            self._release_rest()
+            while self.work():
+                pass
+            with self._changed:
+                self._changed.wait_for(lambda: self._reported or self.phase is Phase.FAILED)
         self.clock.barrier += time.perf_counter() - begin
         self._record("barrier", begin)
+
+    @contextlib.contextmanager
+    def _failing_where_cut_short(self) -> Iterator[None]:
+        """A block that an interrupt (Ctrl-C) took out of our hands would be waited for for ever."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def _release_rest(self) -> None:
         """The barrier's beginning: release all, and see that there is a slot to copy to."""
@@ -236,23 +247,32 @@ class Snapshot:
 
     @contextlib.contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Around it: the slot is given back after the last one left."""
+        """Around what touches it, behind `_enter`."""
         try:
             yield
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, Exception):
-                raise  # a KeyboardInterrupt in the barrier
+                raise
         finally:
-            with self._changed:
-                self._in_flight -= 1
-            self._report()
+            self._leave()
+
+    def _leave(self) -> None:
+        """Behind it: the slot is given back after the last one left."""
+        with self._changed:
+            self._in_flight -= 1
+        self._report()
 
     def bind(self) -> None:
         """Claim a slot and void what it held; copier thread only."""
         if not self._enter():
             return
         with self._leaving():
+            if not self.plan.state_stands():
+                raise SnapshotError(
+                    "an optimizer's tensor was given another shape, stride or dtype in place; the "
+                    "next version has it as it is"
+                )
             self._tree = tree.EncodedTree(self.node, self.arena)
             self._tree_bytes = self._tree.nbytes
             self._header, self._data_bytes = self.plan.header(self._tree_bytes)
@@ -277,27 +297,39 @@ class Snapshot:
 
     def _work(self, todo: deque[int]) -> bool:
         """Copy a block of these, if there is one."""
-        with self._changed:
-            binding = self._binding
-            if self.phase is not Phase.OPEN or not todo or binding is None:
-                return False
-            block = todo.popleft()
-            self._in_flight += 1
-        with self._leaving():
-            begin = time.perf_counter()
-            copied = self._copy(binding, block)
-            middle = time.perf_counter()
-            found = digest(copied)
+        entered = False
+        try:
             with self._changed:
-                self._digests[block] = found
-                self.clock.copy += middle - begin
-                self.clock.checksum += time.perf_counter() - middle
-                self._left -= 1
-                last = self._left == 0
-            self._record_copy(block, begin)
-            if last:
-                self._seal()
+                binding = self._binding
+                if self.phase is not Phase.OPEN or not todo or binding is None:
+                    return False
+                self._in_flight += 1
+                entered = True  # from here on, an interrupt is the version's end
+                block = todo.popleft()
+            self._copy_and_digest(binding, block)
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise  # a KeyboardInterrupt in the barrier
+        finally:
+            if entered:
+                self._leave()
         return True
+
+    def _copy_and_digest(self, binding: Binding, block: int) -> None:
+        begin = time.perf_counter()
+        copied = self._copy(binding, block)
+        middle = time.perf_counter()
+        found = digest(copied)
+        with self._changed:
+            self._digests[block] = found
+            self.clock.copy += middle - begin
+            self.clock.checksum += time.perf_counter() - middle
+            self._left -= 1
+            last = self._left == 0
+        self._record_copy(block, begin)
+        if last:
+            self._seal()
 
     def _copy(self, binding: Binding, block: int) -> memoryview:
         number = block - len(self.plan.layout.blocks)
@@ -457,15 +489,13 @@ class Copier(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="tierckpt-copier", daemon=True)
-        self._queue: deque[Snapshot | None] = deque()
-        self._wake = threading.Semaphore(0)
+        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._expected: weakref.ref[Snapshot] | None = None
         self.start()
 
     def submit(self, snapshot: Snapshot) -> None:
         """Queue a snapshot."""
-        self._queue.append(snapshot)
-        self._wake.release()
+        self._queue.put(snapshot)
 
     def expect(self, snapshot: Snapshot) -> None:
         """One was begun, and may be submitted at once, later, or not for long: see `QUIET_SECONDS`.
@@ -474,17 +504,17 @@ class Copier(threading.Thread):
 
     def close(self) -> None:
         """End the thread after what is queued."""
-        self._queue.append(None)
-        self._wake.release()
+        self._queue.put(None)
         self.join(JOIN_PATIENCE_SECONDS)  # it is a daemon; another rank may never answer it
 
     def run(self) -> None:
         """The loop."""
         while True:
-            if not self._wake.acquire(timeout=QUIET_SECONDS):
+            try:
+                snapshot = self._queue.get(timeout=QUIET_SECONDS)
+            except queue.Empty:
                 self._look_at_expected()
                 continue
-            snapshot = self._queue.popleft()
             if snapshot is None:
                 return
             _carry_out(snapshot, snapshot.run)

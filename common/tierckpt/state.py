@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -26,7 +28,12 @@ from . import tree
 from .errors import ConfigError
 from .extras import EXTRA_STATES, ExtraStates, check_extra, pack_extra
 from .modulenames import named_buffers, named_parameters, unwrap
-from .refusals import refuse_odd_keys, refuse_optimizer, refuse_several_gpus
+from .refusals import (
+    refuse_odd_keys,
+    refuse_optimizer,
+    refuse_same_names,
+    refuse_several_gpus,
+)
 
 _GROUP_KEYS_NOT_STORED = ("params", "param_names")
 
@@ -71,8 +78,6 @@ class TrainingState:
         self.model = unwrap(model)
         self.optimizers = dict(optimizers)
         self.extra = dict(extra or {})
-        if of_modules := ExtraStates(self.model):
-            self.extra.setdefault(EXTRA_STATES, of_modules)
         self.extra_per_rank = dict(extra_per_rank or {})
         self.torn = False
         """A restore began to change it and did not get to its end."""
@@ -80,26 +85,43 @@ class TrainingState:
         """How often its structure was looked up (again)."""
         self._forward_changes: tuple[str, ...] = ()
         self._modules: list[torch.nn.Module] = []
-        self._buffer_slots: list[tuple[dict[str, Any], str]] | None = None
-        self._buffer_count = 0
+        self._buffer_slots: list[tuple[dict[str, Any], str]] = []
+        self._buffer_dicts: list[dict[str, Any]] = []
+        self._buffer_names: tuple[list[Any], ...] = ()
         self._names: dict[int, str] = {}
+        self.assumed_alike: set[int] = set()
+        """`id()`s of those of `reduced` that nobody trains, and so nobody reduces: alike, unless a
+        version has them as every rank's own."""
         self._reduced = None if reduced is None else {id(p): p for p in reduced}
         for optimizer in self.optimizers.values():
             refuse_optimizer(optimizer)
         for name, obj in {**self.extra, **self.extra_per_rank}.items():
             check_extra(name, obj)
+        self.first_options = {
+            label: {*_GROUP_KEYS_NOT_STORED}.union(*optimizer.param_groups)
+            for label, optimizer in self.optimizers.items()
+        }
+        """Keys that param groups had at the start. Others belong to the version that has them."""
         self.refresh_names()
 
     def refresh_names(self) -> None:
         """Look the modules and parameter names up again; after a structural change."""
         self.looks += 1
         self._modules = list(self.model.modules())
-        self._buffer_slots = None
+        self._buffer_names = ()
+        self._find_extra_states()
         self._names = {id(p): n for n, p in named_parameters(self.model)}
         for label, optimizer in self.optimizers.items():
             for g, group in enumerate(optimizer.param_groups):
                 for i, param in enumerate(group["params"]):
                     self._names.setdefault(id(param), f"{label}.group{g}.param{i}")
+
+    def _find_extra_states(self) -> None:
+        found = ExtraStates(self.model)
+        if isinstance(self.extra.get(EXTRA_STATES, found), ExtraStates):  # else: the user's own
+            self.extra[EXTRA_STATES] = found
+            if not found:
+                del self.extra[EXTRA_STATES]
 
     # --- walking -------------------------------------------------------------------------------
 
@@ -109,22 +131,22 @@ class TrainingState:
         state: list[tuple[torch.Tensor, torch.Tensor, int, str]] = []
         odd: list[tuple[torch.Tensor, int, str, Any]] = []
         for index, optimizer in enumerate(self.optimizers.values()):
-            refuse_odd_keys(optimizer)
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     params.setdefault(id(param), param)
-                    for key, value in sorted(optimizer.state.get(param, _NOTHING).items()):
+                    for key, value in sorted(_told(optimizer.state.get(param, _NOTHING))):
                         if isinstance(value, torch.Tensor):
                             state.append((value, param, index, key))
                             continue
                         # LBFGS keeps lists of tensors: striped like any, the list is odd.
-                        inner: list[tuple[str, torch.Tensor]] = []
-                        node = tree.pack(value, key, tree.entries_into(inner))
-                        state += [(tensor, param, index, path) for path, tensor in inner]
+                        entries = tree.Entries()
+                        node = tree.pack(value, key, entries)
+                        state += [(tensor, param, index, path) for path, tensor in entries.found]
                         odd.append((param, index, key, node))
         own = {id(p) for p in (*_renormed(self._modules), *self._not_reduced(params.values()))}
         own.update(id(p) for p in params.values() if self._forward_changes_it(p))
-        return Walk(list(params.values()), state, odd, self.live_buffers(), own)
+        held = {id(b): b for b in self.live_buffers() if b is not None}
+        return Walk(list(params.values()), state, odd, list(held.values()), own)
 
     def drop_gradients(self) -> None:
         """As in a process that has just begun: the next backward pass would add to what is left of
@@ -151,6 +173,13 @@ class TrainingState:
         patterns = self._forward_changes
         return bool(patterns) and any(fnmatchcase(self.name_of(param), p) for p in patterns)
 
+    def keep_apart(self, params: Iterable[torch.Tensor]) -> None:
+        """From now on these are every rank's own; for a new layout."""
+        for param in params:
+            if self._reduced is not None:
+                self._reduced.pop(id(param), None)
+            self.assumed_alike.discard(id(param))
+
     def _not_reduced(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those whose gradients, and so whose values, may differ between ranks."""
         if self._reduced is None:
@@ -176,19 +205,21 @@ class TrainingState:
             found += optimizer.state.values()
         return found
 
-    def live_buffers(self) -> list[torch.Tensor]:
-        """Every persistent buffer, once."""
-        count = sum([len(m._buffers) for m in self._modules])
-        if self._buffer_slots is None or count != self._buffer_count:
-            self._buffer_count = count
-            self._buffer_slots = [
-                (m._buffers, name)
-                for m in self._modules
-                for name in m._buffers
-                if name not in m._non_persistent_buffers_set
-            ]
-        found = [held.get(name) for held, name in self._buffer_slots]
-        return list({id(b): b for b in found if b is not None}.values())
+    def live_buffers(self) -> list[torch.Tensor | None]:
+        """What is in the `buffer_slots`; the same tensor several times where it is shared."""
+        return [held.get(name) for held, name in self.buffer_slots()]
+
+    def buffer_slots(self) -> list[tuple[dict[str, Any], str]]:
+        """Where persistent buffers are; the very same list as long as these places are the same."""
+        dicts = [m._buffers for m in self._modules]
+        left_out = [m._non_persistent_buffers_set for m in self._modules]
+        names = (list(chain.from_iterable(dicts)), list(map(len, dicts)), left_out)
+        if names != self._buffer_names or not all(map(is_, dicts, self._buffer_dicts)):
+            self._buffer_dicts = dicts
+            self._buffer_names = (*names[:2], list(map(set, left_out)))
+            each = zip(dicts, left_out, strict=True)
+            self._buffer_slots = [(held, n) for held, out in each for n in held if n not in out]
+        return self._buffer_slots
 
     # --- naming (at layout time only) ----------------------------------------------------------
 
@@ -219,6 +250,7 @@ class TrainingState:
         labels = list(self.optimizers)
         named = [(f"model/{self.name_of(p)}", p, p) for p in walk.params]
         named += [(f"{labels[i]}/{self.name_of(p)}/{k}", t, p) for t, p, i, k in walk.state]
+        refuse_same_names(name for name, *_ in named)
         for name, tensor, _ in named:
             tree.refuse_in_place(tensor, name)
         devices = [(name, tensor.device) for name, tensor, _ in named]
@@ -245,8 +277,17 @@ class TrainingState:
         }
 
     def group_sizes(self) -> list[int]:
-        """Cheap fingerprint of the groups' membership."""
+        """How many parameters are in each group, of all optimizers."""
         return [len(g["params"]) for o in self.optimizers.values() for g in o.param_groups]
+
+    def group_members(self) -> list[torch.Tensor]:
+        """Which, one group after the other."""
+        return [p for o in self.optimizers.values() for g in o.param_groups for p in g["params"]]
+
+    def refuse_odd_keys(self) -> None:
+        """Raise UnsupportedStateError for optimizer state that `walk` passes over."""
+        for optimizer in self.optimizers.values():
+            refuse_odd_keys(optimizer)
 
     # --- the rank tree -------------------------------------------------------------------------
 
@@ -280,6 +321,11 @@ class TrainingState:
 
 
 _NOTHING: dict[str, Any] = {}
+
+
+def _told(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """Those that have names: see `refuse_odd_keys`."""
+    return [(key, value) for key, value in values.items() if isinstance(key, str)]
 
 
 def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:

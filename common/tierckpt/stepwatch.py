@@ -7,17 +7,34 @@ registered, those for all optimizers first. So ours is one of these, and is put 
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 BeforeStep = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 """Takes the optimizer, and what its step was called with."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_compiled(reason: str) -> Callable[[Function], Function]:
+    """Have `torch.compile` leave the function as it is: what is compiled has a graph break there,
+    or, with `fullgraph=True`, an error that tells the reason where this torch can."""
+    tells = "reason" in inspect.signature(torch.compiler.disable).parameters
+
+    def marked(function: Function) -> Function:
+        disabled: Function = torch.compiler.disable(
+            function, **({"reason": reason} if tells else {})
+        )
+        return disabled
+
+    return marked
 
 
 class Stepwatch:
@@ -29,7 +46,7 @@ class Stepwatch:
         # A forked child has the hook as well, and no thread that copies what is waited for.
         weak, process = weakref.WeakMethod(before_step), os.getpid()
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        @never_compiled("Tierckpt waits here for copies; leave optimizer.step() out of the graph")
         def before_any_step(
             optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> None:
@@ -52,4 +69,4 @@ def _put_first(handle: Any) -> None:
         hooks.move_to_end(handle.id, last=False)
 
 
-__all__ = ["Stepwatch"]
+__all__ = ["Stepwatch", "never_compiled"]

@@ -45,6 +45,10 @@ class Strangers:
         if known[1]:
             self._barrier()
 
+    def found(self) -> list[torch.optim.Optimizer]:
+        """Those whose step was seen and changes the state."""
+        return [optimizer for optimizer, (_, is_one) in self._known.items() if is_one]
+
     def _is_one(self, optimizer: torch.optim.Optimizer) -> bool:
         """Decides, and says it when it is the first of its class."""
         if self._state.keeps_state_of(optimizer):

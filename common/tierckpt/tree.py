@@ -89,14 +89,33 @@ class Entry:
     key: str
 
 
-def entries_into(found: list[tuple[str, torch.Tensor]]) -> KeepTensor:
-    """A `KeepTensor` that keeps (path, tensor) in `found`, to be stored as entries."""
+class Entries:
+    """A `KeepTensor` that keeps (path, tensor) in `found`, to be stored as entries. Paths have no
+    slash, as they become the last part of an entry's name. Arrays are no entries, whatever their
+    size: they go into the JSON."""
 
-    def keep(tensor: torch.Tensor, path: str) -> dict[str, Any]:
-        found.append((path, tensor))
+    def __init__(self) -> None:
+        self.found: list[tuple[str, torch.Tensor]] = []
+
+    def __call__(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        """See `KeepTensor`."""
+        path = path.replace("/", r"\x2f")  # as repr could have written it, in no other key's place
+        self.found.append((path, tensor))
         return {TAG: "entry", "v": path}
 
-    return keep
+
+def map_entries(value: Any, change: Callable[[Entry], Any]) -> Any:
+    """An unpacked `value` with `change` of each `Entry` in its place."""
+    if isinstance(value, Entry):
+        return change(value)
+    if isinstance(value, dict):
+        items = {map_entries(k, change): map_entries(v, change) for k, v in value.items()}
+        return type(value)(items)
+    if isinstance(value, collections.deque):
+        return collections.deque((map_entries(v, change) for v in value), value.maxlen)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return type(value)(map_entries(v, change) for v in value)
+    return value
 
 
 class Later:
@@ -348,7 +367,7 @@ def _pack_array(value: np.ndarray, path: str, keep: KeepTensor) -> dict[str, Any
             "numpy; convert it first"
         )
     node = {TAG: "array", "dtype": text, "shape": list(value.shape)}
-    if value.nbytes <= INLINE_BYTES:
+    if value.nbytes <= INLINE_BYTES or isinstance(keep, Entries):
         return {**node, "b": base64.b64encode(value.tobytes()).decode()}
     # As bytes: numpy has types that torch lacks (strings, dates, structures, long doubles).
     raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)

@@ -83,9 +83,10 @@ class Underway:
 
         `boundary_seconds`: when its boundary began, by `time.perf_counter()`.
         """
-        self.snapshot = snapshot
         snapshot.trace = trace
         snapshot.begin = self._copier.submit
+        self.snapshot = snapshot  # from here on it is completed, whatever interrupts this
+        self._handover.begun(snapshot)
         self._copier.expect(snapshot)
         if snapshot.starts_at_once or not self._pool.complete:
             snapshot.start()

@@ -25,7 +25,9 @@ SAME = "loss curves of both ranks equal, bit for bit, in all three runs: True"
         "torchrun",
         pytest.param(
             "horovodrun",
-            marks=on_demand("half a minute; the same demo, and Horovod's failures are in tests/crash"),
+            marks=on_demand(
+                "half a minute; the same demo, and Horovod's failures are in tests/crash"
+            ),
         ),
     ],
 )

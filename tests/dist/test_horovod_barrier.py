@@ -170,6 +170,40 @@ def test_it_is_the_barrier_that_keeps_the_optimizer_off(
         assert torn
 
 
+def hook_before_the_step(place: Place, release: str) -> tuple[int, list[str]]:
+    """A script's own pre-hook, which Horovod's step calls before it waits for the reductions."""
+
+    def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.9)
+
+    with pytest.MonkeyPatch.context() as patch, copies_held_back(patch) as may_copy:
+        job = make_horovod_job(optimizer=silent)
+        attached = attach(job, place, release=release)
+        job.optimizer.register_step_pre_hook(decay)
+        for iteration in range(3):
+            job.iterate(iteration)
+            attached.ckpt.step()
+        expected = job.replicated()
+        may_copy.clear()
+        job.iterate(3)
+        attached.ckpt.abandon()
+    job = make_horovod_job(optimizer=silent, seed=2)
+    again = attach(job, place).ckpt
+    restored = again.restore()
+    again.abandon()
+    return int(restored), exact.differences(expected, job.replicated())
+
+
+@pytest.mark.parametrize("release", ["forward", "backward"])
+def test_hooks_of_others_come_behind_the_barrier(
+    release: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    assert ranks(2, HOROVODRUN).run(hook_before_the_step, place, release) == [(3, [])] * 2
+
+
 # --- iterations cut short ------------------------------------------------------------------------
 
 
@@ -320,3 +354,107 @@ def test_training_goes_on_from_a_restore_after_an_iteration_cut_short(
     """
     pool = ranks(2, HOROVODRUN)
     check_gone_on(pool.run(gone_on_after, cut, name, Place.under(tmp_path, shm_dir)))
+
+
+def gone_on_with_another_checkpointer(place: Place) -> tuple[int, str]:
+    """As a `with` block does, whose exception is caught."""
+    job = make_horovod_job()
+    first = attach(job, place).ckpt
+    train(job, first, range(3))
+    with pytest.raises(CutShortError):
+        in_the_backward_of_rank_0(job, 3)
+    for module in job.model.modules():
+        module._backward_hooks.clear()
+    first.abandon()
+    second = attach(job, place).ckpt
+    restored = second.restore()
+    train(job, second, range(restored, 6))
+    second.close()
+    return int(restored), exact.digest(job.replicated())
+
+
+def test_another_checkpointer_may_take_up_what_was_cut_short(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    one, other = ranks(2, HOROVODRUN).run(gone_on_with_another_checkpointer, place)
+    assert one == other
+    assert one[0] == 3
+
+
+def closed_after_a_step_cut_short(place: Place) -> tuple[int, list[str], int]:
+    job = make_horovod_job()
+    attached = attach(job, place, local_every_steps=1, when_busy="wait")
+    train(job, attached.ckpt, range(4))
+    with pytest.raises(CutShortError):
+        inside_the_step(job, 4)
+    restored = attached.ckpt.restore()
+    job.iterate(4)
+    attached.ckpt.step()
+    attached.ckpt.close()
+    found = make_horovod_job(seed=2)
+    again = attach(found, place).ckpt
+    version = again.restore().version
+    again.close()
+    return int(restored), [e.text() for e in attached.events if e.severity > 30], version
+
+
+def test_a_restore_ends_the_step_that_an_exception_left(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Or no final checkpoint could be taken any more."""
+    told = ranks(2, HOROVODRUN).run(closed_after_a_step_cut_short, Place.under(tmp_path, shm_dir))
+    assert told == [(4, [], 5)] * 2
+
+
+# --- between the backward passes of a step -------------------------------------------------------
+
+
+def ended_between_passes(place: Place, every: int, end: str) -> dict[str, Any]:
+    """A call of `step()` for each backward pass, two of which are a step."""
+    made: list[int] = []
+
+    def go_on(job: HorovodJob, ckpt: tierckpt.Checkpointer | None, passes: range) -> None:
+        for number in passes:
+            made.append(number)
+            job.loss(number).backward()
+            if number % 2:
+                job.step()
+                job.zero_grad()
+            if ckpt is not None:
+                ckpt.step()
+
+    alone = make_horovod_job(passes=2)
+    go_on(alone, None, range(8))
+    made.clear()
+    job = make_horovod_job(passes=2)
+    settings = {"memory_every_steps": every, "local_every_steps": every, "when_busy": "wait"}
+    attached = attach(job, place, **settings)
+    go_on(job, attached.ckpt, range(5))
+    if end == "close":
+        attached.ckpt.close()
+    else:
+        attached.ckpt.save(now=True)
+        attached.ckpt.abandon()
+    again = make_horovod_job(passes=2, seed=2)
+    ckpt = attach(again, place, **settings).ckpt
+    restored = ckpt.restore()
+    go_on(again, ckpt, range(restored, 8))
+    ckpt.close()
+    said = any("are made again" in e.message for e in attached.events if e.severity > 20)
+    return {"made": made, "same": again.digest() == alone.digest(), "said": said}
+
+
+@pytest.mark.parametrize("end", ["close", "save"])
+@pytest.mark.parametrize("every", [1, 10])
+def test_passes_that_no_step_has_used_are_made_again(
+    every: int, end: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """To the bit, where the version of the last step is there; else their gradients, at least."""
+    place = Place.under(tmp_path, shm_dir)
+    for number, told in enumerate(
+        ranks(2, HOROVODRUN).run(ended_between_passes, place, every, end)
+    ):
+        assert told["made"] == [0, 1, 2, 3, 4, *range(4, 8)]
+        assert told["same"] is (every == 1)
+        assert told["said"] is (every == 10 and number == 0)

@@ -153,7 +153,7 @@ def _note(line: list[str], *_: Any) -> None:
 def test_the_order_is_that_of_the_iteration(
     kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """Launches, the barrier with what it sealed, the step, the boundary; what is left at the end."""
+    """Launches, the barrier with what it sealed, the step, the boundary; the last at the end."""
     for line in ranks(2, kind).run(heard_in_order, Place.under(tmp_path, shm_dir)):
         assert line == [
             *("launched", "stepped", "boundary 1"),

@@ -111,6 +111,29 @@ def test_it_is_said_what_is_wrong_and_what_to_do(
             assert part in text
 
 
+def elastic_process_set(place: Place) -> str:
+    hvd, model = horovod(), Net()
+    some = hvd.add_process_set([0, 1])
+    try:
+        optimizer = hvd.DistributedOptimizer(
+            plain_sgd(model), named_parameters=model.named_parameters(), process_set=some
+        )
+        elastic = importlib.import_module("horovod_ckpt.elastic")
+        with pytest.raises(tierckpt.ConfigError) as caught:
+            elastic.TorchState(model, optimizer, tierckpt={"path": place.path})
+    finally:
+        hvd.remove_process_set(some)
+    return str(caught.value)
+
+
+def test_an_elastic_state_of_some_ranks_is_refused(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for text in ranks(3, HOROVODRUN).run(elastic_process_set, Place.under(tmp_path, shm_dir)):
+        assert "process set of optimizer 'optimizer' is [0, 1]" in text
+        assert "leave process_set out" in text
+
+
 class HalfMade(torch.nn.Module):
     """One that never came to be a module, and is alive all the same."""
 

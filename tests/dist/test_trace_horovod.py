@@ -107,7 +107,9 @@ def test_allreduces_are_found_by_whatever_names_horovod_gives(way: str, recorded
     step = step_of(timeline, 1, 3)
     reduced = [layer for s in step if s.kind == "allreduce" for layer in s.layers]
     assert set(reduced) == layers
-    assert set(row_names(step).values()) - {TREE_ROW} == {name.rpartition(".")[0] for name in layers}
+    assert set(row_names(step).values()) - {TREE_ROW} == {
+        name.rpartition(".")[0] for name in layers
+    }
     if way == "sparse and dense":  # its indices and its values
         sparse = [s for s in step if s.kind == "allreduce" and s.layers == ("table.weight",)]
         assert len(sparse) == 2

@@ -45,6 +45,7 @@ def settings(shm_dir: Path, tmp_path: Path) -> dict[str, Any]:
         "path": tmp_path / "c",
         "trace_dir": tmp_path / "traces",
         "events_dir": tmp_path / "events",
+        "boundary": "forward",  # whose hook is on the model from the beginning
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.store.tinycourse import STEPS, in_shm, versions_on_disk
-from tierckpt import Checkpointer
+from tierckpt import Checkpointer, PinError, RestoreError, TierckptError
 from tierckpt.testing import TinyJob
 
 
@@ -174,6 +175,69 @@ def test_but_it_does_not_wait_for_a_copy_that_does_not_come(
         go_on.set()
     restored, _, state = back_from(path, settings)
     assert (restored, state) == (STEPS - 1, course[STEPS - 1])
+
+
+def end_by_itself(job: TinyJob, code: Any) -> None:
+    def end(_: TinyJob) -> None:
+        sys.exit(code)
+
+    job.run(STEPS - 1)
+    job.on_step = end
+    with pytest.raises(SystemExit), job.checkpointer:
+        job.run(STEPS)
+
+
+@pytest.mark.parametrize(("code", "local"), [(None, True), (0, True), (1, False), ("why", False)])
+def test_a_script_that_ends_itself_well_is_closed(
+    code: object, local: bool, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    """Also from within the `with`; any other way out of it leaves all to a successor."""
+    job = TinyJob(path, local_every_steps=100, **settings)
+    end_by_itself(job, code)
+    assert job.checkpointer.closed
+    assert (versions_on_disk(path), bool(in_shm(shm_dir))) == ([STEPS] if local else [], not local)
+    level = "local" if local else "memory"
+    assert back_from(path, settings) == (STEPS, {level: 1}, course[STEPS])
+
+
+def test_but_not_without_the_other_ranks(
+    path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    """One may have failed: nothing waits for it, and what is in memory goes to disk."""
+    job = TinyJob(path, local_every_steps=100, **settings)
+    job.checkpointer.group.meet = lambda seconds: False  # type: ignore[method-assign]
+    end_by_itself(job, 0)
+    assert not job.heard("closed")
+    assert versions_on_disk(path) == [STEPS]
+    assert in_shm(shm_dir)
+
+
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_what_is_closed_refuses_at_once(
+    end: str, path: Path, settings: Any, course: dict[int, str]
+) -> None:
+    """And does no harm to a loop that goes on."""
+    job = TinyJob(path, **settings).run(STEPS - 1)
+    job.train_one()  # and the boundary of this step comes behind the end
+    job.iteration += 1
+    ckpt = job.checkpointer
+    getattr(ckpt, end)()
+    ckpt.step()
+    job.run(STEPS + 2)
+    calls: list[tuple[type[TierckptError], Callable[[], Any]]] = [
+        (TierckptError, ckpt.save),
+        (TierckptError, lambda: ckpt.save(now=True)),
+        (RestoreError, ckpt.restore),
+        (PinError, lambda: ckpt.pin(STEPS)),
+        (PinError, lambda: ckpt.unpin(STEPS)),
+    ]
+    for kind, call in calls:
+        with pytest.raises(kind, match=r"after close\(\) or abandon\(\)"):
+            call()
+    assert ckpt.wait() or end == "abandon"
+    ckpt.close()
+    ckpt.abandon()
+    assert job.fingerprint() == course[STEPS + 2]
 
 
 def test_who_restored_nothing_leaves_what_was_there(

@@ -121,6 +121,34 @@ def test_everything_that_is_missing_is_named_at_once(bare_path: Path) -> None:
     assert "apt-get install" in advice
 
 
+@pytest.mark.parametrize("variable", ["CXX", "CC"])
+def test_a_blank_compiler_is_none(
+    variable: str, bare_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("gcc", "g++", "cmake"):
+        program(bare_path / name, "")
+    monkeypatch.setenv(variable, " ")
+    with pytest.raises(NotPossible) as refused:
+        horovod_target.require_tools()
+    assert "compiler" not in str(refused.value)
+    assert horovod_target.cxx_compiler() == "g++"
+    assert "CC" not in horovod_build.build_environment(TARGET, bare_path, 1)
+
+
+@pytest.mark.parametrize("variable", ["CXX", "CC"])
+def test_a_compiler_that_was_chosen_and_is_missing_is_named(
+    variable: str, bare_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("gcc", "cc", "g++"):
+        program(bare_path / name, "")
+    monkeypatch.setenv(variable, "nosuch -m64")
+    with pytest.raises(NotPossible, match=rf"lacks nosuch \(which {variable} names\), cmake"):
+        horovod_target.require_tools()
+    monkeypatch.setenv(variable, "'nosuch")
+    with pytest.raises(NotPossible, match=f"^{variable} is \"'nosuch\", which can't be read"):
+        horovod_target.require_tools()
+
+
 def test_an_mpi_compiler_without_headers_is_refused(bare_path: Path) -> None:
     error = "hello.c:1:10: fatal error: mpi.h: No such file or directory"
     program(bare_path / "mpicxx", f"echo '{error}' >&2; exit 1")
@@ -380,6 +408,38 @@ def test_a_wheel_that_does_not_work_is_removed(
     assert reason in capsys.readouterr().out
 
 
+TOLD_NOTHING = pytest.mark.parametrize("status", [None, -9, -15], ids=str)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """`ended(status)`: every probe ends with it; None: does not end in time."""
+
+    def stand_in(status: int | None) -> None:
+        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+            if status is None:
+                raise subprocess.TimeoutExpired(command, 1.0)
+            return subprocess.CompletedProcess(command, status, "", "")
+
+        monkeypatch.setattr(horovod_probe.subprocess, "run", run)
+
+    return stand_in
+
+
+@TOLD_NOTHING
+def test_a_trial_that_somebody_else_ended_is_not_held_against_a_wheel(
+    status: int | None, folder: Path, ended: Callable[[int | None], None]
+) -> None:
+    wheel = wheel_file(folder)
+    ended(status)
+    with pytest.raises(NotPossible, match=r"could not be tried: (?s:.*) make horovod tries again"):
+        make_horovod.cached_wheel(folder, TARGET)
+    assert contents(folder) == [wheel.name]
+    ended(-11)
+    assert make_horovod.cached_wheel(folder, TARGET) is None
+    assert contents(folder) == []
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
 def test_a_damaged_wheel_is_found_without_starting_it(
     folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch
@@ -463,6 +523,23 @@ def test_a_stopped_build_is_not_cached_and_not_held_against_it(
     assert make_horovod.new_wheel(folder, TARGET, again=False).exists()
 
 
+@TOLD_NOTHING
+def test_a_wheel_that_could_not_be_tried_is_kept_for_the_next_run(
+    status: int | None,
+    folder: Path,
+    builds: Callable[[BaseException | None], list[Path]],
+    ended: Callable[[int | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    builds(None)
+    monkeypatch.setattr(make_horovod, "probe", horovod_probe.probe)
+    ended(status)
+    with pytest.raises(NotPossible, match="could not be tried"):
+        make_horovod.new_wheel(folder, TARGET, again=False)
+    monkeypatch.setattr(make_horovod, "probe", lambda unpacked: WORKS)
+    assert make_horovod.cached_wheel(folder, TARGET) is not None
+
+
 def test_a_failed_build_is_repeated_only_when_asked(
     folder: Path, builds: Callable[[BaseException | None], list[Path]]
 ) -> None:
@@ -509,6 +586,34 @@ def test_what_is_missing_is_said_and_counts_as_asked(
     assert status == expected
     assert "it is not installed" in said
     assert ("will NOT run" in said) == (option == "--for-tests")
+
+
+@pytest.mark.parametrize("at", ["needs", "build", "wheel"])
+def test_an_interruption_says_what_it_leaves(
+    at: str,
+    folder: Path,
+    builds: Callable[[BaseException | None], list[Path]],
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pip_install(python: Path, *arguments: str) -> bool:
+        if at == ("wheel" if arguments[-1].endswith(".whl") else "needs"):
+            raise KeyboardInterrupt
+        return True
+
+    builds(KeyboardInterrupt() if at == "build" else None)
+    monkeypatch.setattr(
+        make_horovod,
+        "probe",
+        lambda unpacked=None: WORKS if unpacked else Horovod(missing="it is not installed"),
+    )
+    monkeypatch.setattr(make_horovod, "this_target", lambda: TARGET)
+    monkeypatch.setattr(make_horovod, "pip_install", pip_install)
+    status, said = command()
+    assert status == 1
+    assert "[horovod] interrupted; " in said
+    assert ("nothing half-made is left" in said) == (at == "build")
+    assert ("may be here in part: make horovod puts it right" in said) == (at != "build")
 
 
 @pytest.mark.parametrize("place", ["TemporaryDirectory", "build"])

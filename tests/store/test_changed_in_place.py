@@ -1,0 +1,389 @@
+"""Tensors, parameters and layers that become others while a job runs, or before it restores."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tierckpt
+from tierckpt.errors import StateMismatchError, UnsupportedStateError
+
+
+class Net(nn.Module):
+    def __init__(self, rows: int = 6, columns: int = 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns))
+        self.register_buffer("seen", torch.arange(6.0))
+        self.register_buffer("late", None)
+        self.register_buffer("square", torch.arange(4.0).reshape(2, 2))
+        self.register_buffer("volatile", torch.zeros(6), persistent=False)
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Job:
+    """One process; every step is a version on disk."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, Any],
+        model: nn.Module,
+        make: Callable[[nn.Module], torch.optim.Optimizer] = momentum,
+        **more: Any,
+    ) -> None:
+        self.model, self.optimizer = model, make(model)
+        self.events: list[tierckpt.Event] = []
+        self.checkpointer = tierckpt.Checkpointer(
+            model,
+            self.optimizer,
+            path=path,
+            agent="inline",
+            local_every_steps=1,
+            when_busy="wait",
+            on_event=self.events.append,
+            **settings,
+            **more,
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.checkpointer.close()
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def run(self, steps: int) -> Job:
+        for _ in range(steps):
+            for param in self.params:
+                param.grad = torch.ones_like(param)
+            self.optimizer.step()
+            self.checkpointer.step()
+        return self
+
+    def failures(self) -> list[str]:
+        return [str(event.message) for event in self.events if event.name == "failed"]
+
+
+# --- a tensor that is another one where it was ---------------------------------------------------
+
+
+def resize_buffer(job: Job) -> None:
+    job.model.seen.resize_(3)
+
+
+def transpose_buffer(job: Job) -> None:
+    job.model.square.t_()
+
+
+def cut_parameter(job: Job) -> None:
+    job.model.weight.data = job.model.weight.data[:4]
+
+
+def view_parameter(job: Job) -> None:
+    job.model.weight.data = job.model.weight.data.view(3, 6)
+
+
+def retype_buffer(job: Job) -> None:
+    job.model.seen.data = job.model.seen.data.view(torch.int32)
+
+
+def transpose_parameter(job: Job) -> None:
+    job.model.weight.data = job.model.weight.data.t()
+
+
+def drop_none_and_register(job: Job) -> None:
+    del job.model.late
+    job.model.register_buffer("fresh", torch.full((3,), 7.0))
+
+
+def rename_buffer(job: Job) -> None:
+    buffers = job.model._buffers
+    buffers["fresh"] = buffers.pop("seen")
+
+
+def fill_another_slot(job: Job) -> None:
+    job.model.late, job.model.seen = job.model.seen, None
+
+
+def make_persistent(job: Job) -> None:
+    job.model.register_buffer("volatile", torch.full((6,), 5.0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        resize_buffer,
+        transpose_buffer,
+        cut_parameter,
+        transpose_parameter,
+        view_parameter,
+        retype_buffer,
+        drop_none_and_register,
+        rename_buffer,
+        fill_another_slot,
+        make_persistent,
+    ],
+)
+def test_the_next_version_has_it_as_it_is(
+    change: Callable[[Job], None], path: Path, settings: Any
+) -> None:
+    with Job(path, settings, Net(), plain) as job:
+        job.checkpointer.restore()
+        job.run(2)
+        change(job)
+        job.run(2)
+        wanted = {name: t.clone() for name, t in job.model.state_dict().items()}
+        assert job.failures() == []
+    with Job(path, settings, Net(), plain) as again:
+        change(again)
+        with torch.no_grad():
+            for tensor in again.model.state_dict().values():
+                tensor.zero_()
+        assert again.checkpointer.restore() == 4
+        found = again.model.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_an_optimizer_keeps_costs_one_version(path: Path, settings: Any) -> None:
+    """Looked at behind the boundary, by who copies; and said."""
+
+    def square() -> nn.Module:
+        return nn.Linear(3, 3, bias=False)
+
+    with Job(path, settings, square()) as job:
+        job.checkpointer.restore()
+        job.run(2)
+        kept = job.optimizer.state[job.params[0]]["momentum_buffer"]
+        kept.copy_(torch.arange(9.0).reshape(3, 3))
+        kept.t_()
+        job.run(2)
+        wanted = kept.clone()
+        assert [text for text in job.failures() if "shape, stride or dtype" in text]
+    with Job(path, settings, square()) as again:
+        assert again.checkpointer.restore() == 4
+        assert torch.equal(again.optimizer.state[again.params[0]]["momentum_buffer"], wanted)
+
+
+# --- parameters outside the model, and groups ----------------------------------------------------
+
+
+def test_a_parameter_outside_the_model_that_was_replaced(path: Path, settings: Any) -> None:
+    def make(_: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=0.1)
+
+    with Job(path, settings, nn.Module(), make) as job:
+        job.checkpointer.restore()
+        job.run(2)
+        job.optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.full((4,), 100.0))
+        job.run(2)
+        wanted = job.params[0].detach().clone()
+    with Job(path, settings, nn.Module(), make) as again:
+        assert again.checkpointer.restore() == 4
+        assert torch.equal(again.params[0], wanted)
+
+
+def test_parameters_that_changed_their_groups(path: Path, settings: Any) -> None:
+    def make(model: Any) -> torch.optim.Optimizer:
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.01}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    def swap(job: Job) -> None:
+        one, other = job.optimizer.param_groups
+        one["params"], other["params"] = other["params"], one["params"]
+
+    with Job(path, settings, nn.Linear(3, 3), make) as job:
+        job.checkpointer.restore()
+        job.run(2)
+        swap(job)
+        job.run(2)
+    with Job(path, settings, nn.Linear(3, 3), make) as again:
+        swap(again)
+        assert again.checkpointer.restore() == 4
+
+
+# --- layers that are replaced before a restore ---------------------------------------------------
+
+
+class Counted(nn.Linear):
+    """Keeps something beside parameters and buffers."""
+
+    count = 0
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(Counted(3, 3), nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3))
+
+
+def head(model: Any) -> torch.optim.Optimizer:
+    return momentum(model[2])
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_a_layer_replaced_since_the_start_is_restored(
+    replaced: int, path: Path, settings: Any
+) -> None:
+    with Job(path, settings, layers(), head) as job:
+        job.checkpointer.restore()
+        job.model(torch.randn(4, 3))
+        job.model[0].count = 5
+        job.run(2)
+        wanted = job.model.state_dict()
+    with Job(path, settings, layers(), head) as again:
+        again.model[replaced] = layers()[replaced]
+        assert again.checkpointer.restore() == 2
+        found = again.model.state_dict()
+        assert found.pop("0._extra_state") == wanted.pop("0._extra_state") == {"count": 5}
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_layer_replaced_while_it_runs_is_saved_with_what_it_keeps(
+    path: Path, settings: Any
+) -> None:
+    with Job(path, settings, layers(), head) as job:
+        job.checkpointer.restore()
+        job.run(2)
+        job.model[0] = Counted(3, 3)
+        job.model[0].count = 7
+        job.run(2)
+    with Job(path, settings, layers(), head) as again:
+        assert again.checkpointer.restore() == 4
+        assert again.model[0].count == 7
+
+
+def test_where_the_optimizer_still_has_the_old_layer_it_is_refused(
+    path: Path, settings: Any
+) -> None:
+    with Job(path, settings, layers(), head) as job:
+        job.checkpointer.restore()
+        job.run(2)
+    with Job(path, settings, layers(), head) as again:
+        again.model[2] = nn.Linear(3, 3)
+        with pytest.raises(StateMismatchError, match=r"optimizer\.group0\.param0"):
+            again.checkpointer.restore()
+
+
+# --- what optimizers keep that is no plain tensor ------------------------------------------------
+
+
+class Keeps(torch.optim.SGD):
+    """Keeps one thing more of each parameter."""
+
+    def __init__(self, model: nn.Module, more: Callable[[], Any]) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.more = more
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("more", self.more())
+        return loss
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        lambda: np.arange(5000.0),
+        lambda: {"a": [np.arange(5000), torch.ones(2)]},
+        lambda: {"a/b": torch.ones(3), r"a\x2fb": torch.zeros(3)},
+        lambda: deque([torch.arange(3), torch.ones(2)], maxlen=4),
+        lambda: (torch.ones(1), {"list": [torch.zeros(2), 3]}),
+    ],
+    ids=["array", "array inside", "slash in a key", "deque", "tuple"],
+)
+def test_it_comes_back_as_it_was(more: Callable[[], Any], path: Path, settings: Any) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Keeps(model, more)
+
+    with Job(path, settings, nn.Linear(3, 3), make) as job:
+        job.checkpointer.restore()
+        job.run(3)
+        assert job.failures() == []
+    with Job(path, settings, nn.Linear(3, 3), make) as again:
+        assert again.checkpointer.restore() == 3
+        for param in again.params:
+            assert again.optimizer.state[param].keys() == {"more"}
+            assert repr(again.optimizer.state[param]["more"]) == repr(more())
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    key = torch.ones(1)
+    optimizer.state[model.weight]["more"] = {key: 1, torch.zeros(1): 2}
+    with pytest.raises(UnsupportedStateError, match=r"2 tensors .* optimizer/weight/more key"):
+        tierckpt.Checkpointer(model, optimizer)
+
+
+def test_state_of_no_parameter_costs_versions_and_no_restore(path: Path, settings: Any) -> None:
+    with Job(path, settings, nn.Linear(3, 3), local_keep_last=9) as job:
+        job.checkpointer.restore()
+        job.run(2)
+        job.optimizer.state["global"]["n"] = 1  # type: ignore[index]
+        job.run(2)
+        said = [text for text in job.failures() if "extra=" in text]
+        assert len(said) == 2
+        assert "state['global'] belongs to no parameter" in said[0]
+        job.optimizer.state[job.params[0]][3] = 1
+        assert job.checkpointer.restore() == 2
+        assert set(job.optimizer.state) == set(job.params)
+        assert job.optimizer.state[job.params[0]].keys() == {"momentum_buffer"}
+
+
+def test_a_key_that_is_no_text_is_refused_beside_numbers(path: Path, settings: Any) -> None:
+    """Where there are numbers the state is walked anew each time, which passes over such a key."""
+    with Job(path, settings, nn.Linear(3, 3), lambda m: Keeps(m, lambda: 1)) as job:
+        job.checkpointer.restore()
+        job.run(2)
+        job.optimizer.state[job.params[0]][3] = 1
+        job.run(1)
+        assert [text for text in job.failures() if "under the key 3" in text]
+
+
+# --- options of later ----------------------------------------------------------------------------
+
+
+def test_going_back_drops_options_of_later(path: Path, settings: Any) -> None:
+    """Those that groups had at the start stay, as a scheduler that was made meanwhile needs."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = momentum(model)
+        optimizer.param_groups[0]["mine"] = 1
+        return optimizer
+
+    with Job(path, settings, nn.Linear(3, 3), local_keep_last=9) as job:
+        job.checkpointer.restore()
+        job.run(2)
+        job.optimizer.param_groups[0]["later"] = 1
+        job.run(1)
+        job.checkpointer.wait()
+        job.checkpointer.restore(version=2)
+        assert "later" not in job.optimizer.param_groups[0]
+        assert job.optimizer.param_groups[0]["params"] == job.params
+    with Job(path, settings, nn.Linear(3, 3), make) as again:
+        again.checkpointer.restore()
+        assert again.optimizer.param_groups[0]["mine"] == 1

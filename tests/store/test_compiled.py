@@ -1,0 +1,174 @@
+"""A model that has a checkpointer is compiled and scripted as one that has none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+import tierckpt
+from tierckpt.iterations import AUTOMATIC_AFTER_STEPS as GUESSED_AFTER
+
+
+class Own(nn.Module):
+    """A class of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torchs_own()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def torchs_own() -> nn.Module:
+    """One whose hooks are part of its graph."""
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def wrapped(model: nn.Module, **options: Any) -> nn.Module:
+    return torch.compile(model, backend="eager", **options)
+
+
+def in_place(model: nn.Module, **options: Any) -> nn.Module:
+    model.compile(backend="eager", **options)
+    return model
+
+
+MODELS = pytest.mark.parametrize("make", [Own, torchs_own])
+COMPILED = pytest.mark.parametrize("compiled", [wrapped, in_place])
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Loop:
+    """Trains what `prepare` makes of the model once it has its checkpointer."""
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        prepare: Callable[..., nn.Module],
+        shm_dir: Path,
+        tmp_path: Path,
+        boundary: str,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.events: list[tierckpt.Event] = []
+        bare = make()
+        self.optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+        self.ckpt = tierckpt.Checkpointer(
+            bare,
+            self.optimizer,
+            path=tmp_path / "c",
+            shm_dir=str(shm_dir),
+            boundary=boundary,
+            on_event=self.events.append,
+        )
+        try:
+            self.model = prepare(bare, **options)
+        except BaseException:
+            self.ckpt.abandon()
+            raise
+
+    def steps(self, count: int, rows: int = 2, after: Callable[[], None] = lambda: None) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.model(torch.ones(rows, 8)).square().mean().backward()
+            self.optimizer.step()
+            after()
+
+    @property
+    def errors(self) -> list[str]:
+        return [e.message for e in self.events if e.severity >= logging.ERROR]
+
+
+@pytest.mark.parametrize("boundary", ["auto", "explicit"])
+@MODELS
+def test_one_that_is_told_its_boundaries_is_one_graph(
+    make: Callable[[], nn.Module], boundary: str, shm_dir: Path, tmp_path: Path
+) -> None:
+    loop = Loop(make, wrapped, shm_dir, tmp_path, boundary, fullgraph=True)
+    loop.steps(3, after=loop.ckpt.step)
+    assert loop.ckpt.version == 3
+    assert not torch._dynamo.utils.counters["graph_break"]
+    loop.ckpt.abandon()
+
+
+@MODELS
+@COMPILED
+@pytest.mark.parametrize("boundary", ["auto", "forward"])
+def test_boundaries_of_one_that_is_compiled_later_are_seen(
+    boundary: str,
+    compiled: Callable[..., nn.Module],
+    make: Callable[[], nn.Module],
+    shm_dir: Path,
+    tmp_path: Path,
+) -> None:
+    loop = Loop(make, compiled, shm_dir, tmp_path, boundary)
+    loop.steps(GUESSED_AFTER + 3)
+    assert loop.ckpt.version == GUESSED_AFTER + 2
+    assert loop.errors == []
+    loop.ckpt.abandon()
+
+
+@MODELS
+def test_a_graph_that_is_made_anew_behind_the_first_guess_stays_whole(
+    make: Callable[[], nn.Module], shm_dir: Path, tmp_path: Path
+) -> None:
+    loop = Loop(make, wrapped, shm_dir, tmp_path, "auto", fullgraph=True)
+    loop.steps(GUESSED_AFTER + 1)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    loop.steps(2, rows=3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
+    assert loop.ckpt.version == GUESSED_AFTER + 2
+    loop.ckpt.abandon()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.8", reason="this torch tells no reasons")
+def test_a_graph_that_cannot_be_whole_tells_what_to_do(shm_dir: Path, tmp_path: Path) -> None:
+    loop = Loop(torchs_own, wrapped, shm_dir, tmp_path, "forward", fullgraph=True)
+    with pytest.raises(Exception, match="call the checkpointer's step\\(\\) once an iteration"):
+        loop.steps(1)
+    loop.ckpt.abandon()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # which torch itself uses to compile a step
+@pytest.mark.parametrize("boundary", ["auto", "forward"])
+def test_a_compiled_function_that_does_it_all_is_seen_or_told_of(
+    boundary: str, shm_dir: Path, tmp_path: Path
+) -> None:
+    """Where nobody asked for forward passes, a graph that torch keeps does not have them."""
+    loop = Loop(Own, lambda model: model, shm_dir, tmp_path, boundary)
+    step = torch.compile(lambda: loop.steps(1), backend="eager")
+    for _ in range(2 * GUESSED_AFTER + 1):
+        step()
+    told = ['boundary="forward" lets that be seen' in error for error in loop.errors]
+    if boundary == "forward":
+        assert (loop.ckpt.version, told) == (2 * GUESSED_AFTER, [])
+    else:
+        assert loop.ckpt.version > GUESSED_AFTER or told == [True]
+    loop.ckpt.abandon()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@MODELS
+def test_one_that_is_told_its_boundaries_can_be_scripted(
+    make: Callable[[], nn.Module], shm_dir: Path, tmp_path: Path
+) -> None:
+    loop = Loop(make, torch.jit.script, shm_dir, tmp_path, "auto")
+    loop.steps(3, after=loop.ckpt.step)
+    assert loop.ckpt.version == 3
+    loop.ckpt.abandon()

@@ -1,0 +1,65 @@
+"""A forked child of a process that trains: what it does with the model is its own business."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tierckpt
+from tierckpt.iterations import AUTOMATIC_AFTER_STEPS as GUESSED_AFTER
+
+
+def status_of_child(work: Callable[[], None]) -> int:
+    """Of a forked one that does that; ended if it hangs."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("boundary", ["auto", "forward"])
+def test_a_childs_steps_are_no_boundaries(boundary: str, shm_dir: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = tierckpt.Checkpointer(
+        model,
+        optimizer,
+        path=tmp_path / "c",
+        shm_dir=str(shm_dir),
+        local_every_seconds=0,
+        boundary=boundary,
+    )
+
+    def train(steps: int, its_optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(steps):
+            its_optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+            its_optimizer.step()
+
+    def child() -> None:
+        before = ckpt.version
+        train(2, optimizer)
+        train(2, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert ckpt.version == before
+
+    train(GUESSED_AFTER + 2, optimizer)
+    version = ckpt.version
+    # A step was made since: the next forward pass would be a boundary.
+    assert status_of_child(child) == 0
+    train(2, optimizer)
+    assert ckpt.version == version + 2
+    ckpt.close()
+    assert ckpt.log.counts.get("failed", 0) == 0

@@ -1,0 +1,54 @@
+"""Ledgers of ranks, one of which has read a vote less than another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tierckpt.agreement import Agreement
+from tierckpt.ballots import GroupBallots
+from tierckpt.config import load_config
+from tierckpt.group import SingleGroup
+from tierckpt.naming import VersionId
+from tierckpt.policy import DONE
+
+
+class Two(SingleGroup):
+    """A rank of two, and what the other one says in the only gathering there is."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.mine: Any = None
+        self.theirs: Any = None
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.mine = value
+        return [value, self.theirs or value]
+
+
+def books(path: Path) -> tuple[Agreement, Two]:
+    group = Two()
+    config = load_config({"path": str(path)}, {})
+    made = Agreement(group, GroupBallots(group), config, lambda *_: None, lambda: None)
+    for version in (4, 5):
+        made.open(VersionId(1, version), ("memory", "local"))
+        for level in ("memory", "local"):
+            made.tell(level, VersionId(1, version), DONE)
+    return made, group
+
+
+def test_what_one_rank_knows_to_be_safe_is_safe_for_one_that_has_not_read_it(path: Path) -> None:
+    """When they settle what is open: else each would keep another version, and none could be
+    restored."""
+    (ahead, first), (behind, second) = books(path), books(path)
+    for ledger in (ahead.memory, ahead.local):
+        ledger.resolve(DONE, VersionId(1, 4))
+    ahead.settle()
+    second.theirs = first.mine
+    behind.settle()
+    for level in ("memory", "local"):
+        ledgers = getattr(ahead, level), getattr(behind, level)
+        assert [(one.safe, one.open, one.broken) for one in ledgers] == [
+            (VersionId(1, 5), [], [])
+        ] * 2

@@ -1,0 +1,71 @@
+"""What folders are named after, and where they are: refused at load, by the setting's name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.config import DEFAULT_ID_BYTES, NAME_BYTES, load_config
+from tierckpt.errors import ConfigError
+from tierckpt.jobdirectory import JobDirectory, job_id_of
+
+NO_UTF8 = os.fsdecode(b"/tmp/\xff")
+
+
+@pytest.mark.parametrize("setting", ["job_id", "node"])
+@pytest.mark.parametrize("value", ["../zz", "a/b", "/", ".", "..", "a\0b"])
+def test_a_name_that_leads_elsewhere_is_refused(setting: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting} is "):
+        load_config({setting: value}, {})
+
+
+@pytest.mark.parametrize("setting", ["job_id", "node"])
+def test_one_that_is_too_long_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} is too long .300 letters.*255 bytes"):
+        load_config({setting: "x" * 300}, {})
+    with pytest.raises(ConfigError, match=f"{setting} is too long .200 letters.*255 bytes"):
+        load_config({"job_id": "y", "node": "y", setting: "é" * 200}, {})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"job_id": "x" * (NAME_BYTES - 1)},
+        {"node": "x" * (NAME_BYTES - 1 - DEFAULT_ID_BYTES)},
+        {"job_id": "é" * 60, "node": "x" * (NAME_BYTES - 1 - 120)},
+        {"job_id": "a b:c@d..e", "node": "rack-1.example"},
+    ],
+)
+def test_all_others_make_a_folder(names: dict[str, str], tmp_path: Path) -> None:
+    config = load_config({**names, "shm_dir": tmp_path, "path": "x" * 99}, {})
+    JobDirectory.at(tmp_path, config.job_id or job_id_of(config.path), config.node).create()
+
+
+def test_the_longest_default_is_known() -> None:
+    assert len(job_id_of("/tmp/" + "x" * 99)) == DEFAULT_ID_BYTES
+
+
+@pytest.mark.parametrize(
+    "setting", ["path", "shm_dir", "events_dir", "trace_dir", "persistent_path", "job_id", "node"]
+)
+def test_what_is_no_utf8_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting} is .*no UTF-8"):
+        load_config({setting: NO_UTF8.removeprefix("/tmp/")}, {})
+
+
+def test_a_path_that_leads_to_no_utf8_has_a_job_id(tmp_path: Path) -> None:
+    target = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(target)
+    os.symlink(target, tmp_path / "link")
+    assert job_id_of(tmp_path / "link") == job_id_of(os.fsdecode(target))
+
+
+@pytest.mark.parametrize(
+    "given", [{"arguments": {"shm_dir": ""}}, {"environment": {"TIERCKPT_SHM_DIR": ""}}]
+)
+def test_no_place_for_slots_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="shm_dir is empty"):
+        load_config(**{"environment": {}, **given})
