@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import claims
+from tierckpt import claims, filelock
 from tierckpt.claims import PREFIX, Claims, launch_of
 from tierckpt.jobdirectory import JobBusyError
 from tierckpt.testing import TinyJob
@@ -207,7 +207,7 @@ def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
 ) -> None:
     """Another one looks between the making of the file and its lock."""
     removed = []
-    lock = claims.try_lock
+    lock = filelock.try_lock
 
     def late(fd: int) -> bool:
         if not removed:
@@ -215,7 +215,7 @@ def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
             removed[0].unlink()
         return lock(fd)
 
-    monkeypatch.setattr(claims, "try_lock", late)
+    monkeypatch.setattr(filelock, "try_lock", late)
     assert mine().stake() == ""
     assert removed
     assert marks(tmp_path) == [f".claim.{TOKEN}.0"]
