@@ -219,5 +219,5 @@ def test_steps_skipped_by_the_gradient_scaler_are_no_versions(
     for expected, course, start, version in told:
         assert course == expected
         assert version == 6 - 2
-        # Version 4 was still being copied; version 3 is of the iteration before the overflow.
-        assert start == 4
+        # Version 4 was still being copied at the end, and is completed.
+        assert start == 6
