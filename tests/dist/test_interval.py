@@ -50,7 +50,7 @@ def test_the_dearest_rank_decides_for_all_and_intervals_move_in_both_directions(
         "every 20 steps (was 4)",
         "every 2 steps (was 20)",
     ]
-    assert one["sealed"] == [4, 8, 12, 20, 40, *range(48, 90, 2)]
+    assert one["sealed"] == [4, 8, 12, 20, 40, *range(48, 91, 2)]
 
 
 def with_measured_costs(place: Place) -> tuple[dict[str, Any], dict[int, str]]:
