@@ -62,7 +62,7 @@ def test_a_job_that_is_broken_again_and_again(launcher: str, tmp_path: Path, shm
     assert any(line["version"] > 0 for line in lines if "promised" in line), "nothing came back"
     for seed in SEEDS[launcher]:
         something_was_owed(seed, [line for line in lines if line["seed"] == seed])
-    if launcher == "ddp":
+    if launcher == "ddp" and points(["that it is noticed"]):  # two rounds more
         it_is_noticed_when_bits_differ(run)
         it_is_noticed_when_a_version_is_older_than_promised(run)
 

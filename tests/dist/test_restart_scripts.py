@@ -26,6 +26,7 @@ from tests.dist.restartjob import (
     undisturbed_curves,
 )
 from tests.slurmcluster import free_ports
+from tests.thorough import on_demand
 from tierckpt.persistent import PersistentStore
 
 RANKS = 2
@@ -131,6 +132,7 @@ def listening(port: int) -> bool:
     return False
 
 
+@on_demand("40 s; a lost node and a job that shrinks are in tests/crash/test_spares.py")
 def test_torchrun_shrinks_and_grows(job: RestartJob) -> None:
     """Three nodes, two, and three again; what the lost one had comes from the others."""
     port = free_ports(1)[0]
