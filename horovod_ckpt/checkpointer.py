@@ -107,7 +107,8 @@ class Checkpointer(tierckpt.Checkpointer):
         if not thawed:
             return
         held = _held([*self.state.optimizers.values(), *self._own_hooks.strangers])
-        trained = [p for p in thawed if id(p) in held & self.state.assumed_alike]
+        mistaken = held.keys() & self.state.assumed_alike
+        trained = [p for p in thawed if id(p) in mistaken]
         if not trained:
             return
         self.state.keep_apart(trained)
@@ -119,7 +120,7 @@ class Checkpointer(tierckpt.Checkpointer):
     def _boundary(self, force: bool = False) -> None:
         if self._iterations.steps:
             self._stepped_at = self.iteration
-        elif force and self._accumulates():
+        elif force and self.accumulating:
             self._say(ACCUMULATED.format(version=self.version, at=self._at()), logging.WARNING)
         super()._boundary(force)
 
@@ -130,11 +131,13 @@ class Checkpointer(tierckpt.Checkpointer):
     def _at(self) -> int:
         """Passes whose gradients no step has used yet are made again."""
         at = super()._at()
-        if not self._iterations.explicit or self._iterations.steps or not self._accumulates():
+        if not self._iterations.explicit or self._iterations.steps or not self.accumulating:
             return at
         return min(at, self._stepped_at)
 
-    def _accumulates(self) -> bool:
+    @property
+    def accumulating(self) -> bool:
+        """True between the backward passes of a step; every rank must make every one of them."""
         return any(accumulates(o) for o in self.state.optimizers.values() if is_horovod(o))
 
     def _before_step(self, label: str) -> None:
@@ -173,24 +176,23 @@ def _refuse_elastic_job() -> None:
         )
 
 
-def _held(optimizers: Iterable[Any]) -> set[int]:
-    """Ids of the parameters that these step."""
-    return {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+def _held(optimizers: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """The parameters that these step, by `id()`."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    return {id(p): p for group in groups for p in group["params"]}
 
 
 def _untrained(model: torch.nn.Module, optimizers: Iterable[Any]) -> list[torch.Tensor]:
     """Parameters that are frozen, or in none of the optimizers."""
     held = _held(optimizers)
-    in_model = {id(p) for p in model.parameters()}
-    loose = [p for o in optimizers for g in o.param_groups for p in g["params"]]
-    every = [*model.parameters(), *(p for p in loose if id(p) not in in_model)]
-    return [p for p in every if not p.requires_grad or id(p) not in held]
+    every = {id(p): p for p in model.parameters()} | held
+    return [p for i, p in every.items() if not p.requires_grad or i not in held]
 
 
 def _check_optimizer(label: str, optimizer: Any, horovods: Iterable[Any]) -> None:
     """Raise ConfigError for what cannot be given. A plain one may be beside `horovods`."""
     if not is_horovod(optimizer):
-        if horovods and _held(horovods).isdisjoint(_held([optimizer])):
+        if horovods and _held(horovods).keys().isdisjoint(_held([optimizer])):
             return
         name = f"optimizer {label!r}" if label else "the optimizer"
         raise tierckpt.ConfigError(

@@ -43,7 +43,7 @@ from tierckpt.scripts import close_at_exit
 from .attributes import Attributes, refuse_names
 from .checkpointer import Checkpointer
 from .live import NOT_SOUND, Condition, Live, left_by, left_half_way
-from .reductions import accumulates, forget_launches
+from .reductions import forget_launches
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -363,11 +363,6 @@ class _Checkpointer(Checkpointer):
     def half_way(self) -> bool:
         """True while there are gradients that no step has used."""
         return any(optimizer._handles for optimizer in self.state.optimizers.values())  # type: ignore[attr-defined]
-
-    @property
-    def accumulating(self) -> bool:
-        """True between the backward passes of a step; every rank must make every one of them."""
-        return any(map(accumulates, self.state.optimizers.values()))
 
     def step(self, metric: float | None = None) -> None:
         """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""

@@ -112,10 +112,6 @@ class Reductions:
         if self._release is not None:
             self._release(what if isinstance(what, tuple) else (what,))
 
-    def parameters(self) -> Iterable[torch.Tensor]:
-        """Those whose gradients are reduced."""
-        return tuple(self._optimizer._requires_update)
-
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every name that a reduction can have in Horovod's timeline, and its parameter.
 
