@@ -14,6 +14,7 @@ import tierckpt
 from tierckpt.config import load_config
 from tierckpt.naming import Lineage
 from tierckpt.state import label_optimizers
+from tierckpt.wording import some
 
 from .group import current_group
 from .reductions import Reductions, accumulates
@@ -114,8 +115,7 @@ class Checkpointer(tierckpt.Checkpointer):
         self.state.keep_apart(trained)
         self._underway.capture.forget()
         names = [self.state.name_of(p) for p in trained]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-        self._say(APART.format(names=shown), logging.WARNING)
+        self._say(APART.format(names=some(names)), logging.WARNING)
 
     def _boundary(self, force: bool = False) -> None:
         if self._iterations.steps:

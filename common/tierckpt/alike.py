@@ -17,6 +17,7 @@ from .config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
 from .errors import ConfigError
 from .group import Group, Node, host_id
 from .modules.pipeline import Pipeline
+from .wording import some
 
 PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
 OWN = frozenset((*PLACES, "peer_domain", "peer_interface", "peer_port"))
@@ -124,5 +125,4 @@ def _ranks(everyone: Sequence[_Told], wrong: _Told) -> str:
         for rank, told in enumerate(everyone)
         if (told.trouble, told.compared) == (wrong.trouble, wrong.compared)
     ]
-    more = f" and {len(same) - 8} more" if len(same) > 8 else ""
-    return f"rank{'s' if same[1:] else ''} {', '.join(map(str, same[:8]))}{more}"
+    return f"rank{'s' if same[1:] else ''} {some(same, 8)}"

@@ -23,9 +23,7 @@ from .jobdirectory import JobDirectory, job_id_of, rank_of
 from .modulenames import named_modules
 from .pool import too_small
 from .state import TrainingState
-
-SHOWN = 3
-"""So many buffers are named."""
+from .wording import some
 
 
 def check_state(state: TrainingState) -> None:
@@ -51,9 +49,8 @@ def left_out(state: TrainingState) -> str:
     ]
     if not names:
         return ""
-    more = f" and {len(names) - SHOWN} more" if names[SHOWN:] else ""
     return (
-        f"not persistent, hence in no checkpoint: {', '.join(names[:SHOWN])}{more}. Buffers that "
+        f"not persistent, hence in no checkpoint: {some(names)}. Buffers that "
         "a resumed run cannot compute anew are to be registered with persistent=True"
     )
 

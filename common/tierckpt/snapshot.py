@@ -41,6 +41,7 @@ from .modulenames import parameter_of
 from .naming import Lineage, VersionId
 from .shardfile import rank_state_blocks
 from .slots import Slot
+from .wording import some
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -404,12 +405,12 @@ class Snapshot:
         """Raise SnapshotError when somebody changed what was being copied."""
         if self.plan.counters() != self._counters:
             names = self.plan.changed_since(self._counters)
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             raise SnapshotError(
-                f"{shown}: changed between the boundary and the optimizer's step (the version "
-                "counters moved); change weights before the boundary, i.e. before step() of the "
-                "checkpointer. What the forward pass itself changes is to be a buffer, or named in "
-                f"the setting forward_changes='{_parameters(names)}': it is copied at the boundary"
+                f"{some(names)}: changed between the boundary and the optimizer's step (the "
+                "version counters moved); change weights before the boundary, i.e. before step() "
+                "of the checkpointer. What the forward pass itself changes is to be a buffer, or "
+                f"named in the setting forward_changes='{_parameters(names)}': it is copied at "
+                "the boundary"
             )
 
     def _write_head(self) -> None:

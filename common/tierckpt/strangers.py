@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from .state import TrainingState, optimizer_class
-
-SHOWN = 3
-"""So many of the parameters are named."""
+from .wording import some
 
 
 class Strangers:
@@ -57,9 +55,8 @@ class Strangers:
         name = optimizer_class(optimizer)
         if names and name not in self._told:
             self._told.add(name)
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             self._warn(
-                f"{name} changes {', '.join(names[:SHOWN])}{more}, and the checkpointer was not "
+                f"{name} changes {some(names)}, and the checkpointer was not "
                 "given it: its state is in no checkpoint, so a resumed run begins without. Give "
                 "it along, optimizer={'name': ..., 'other name': ...}. Its steps wait for copies "
                 "as those of the others do"

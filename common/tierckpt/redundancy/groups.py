@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..wording import some
 from .codes import Code
 from .field import MOST_SYMBOLS
 
@@ -142,8 +143,8 @@ def _cannot(scheme: Scheme, members: dict[str, list[int]], ranks: int, fullest: 
     least = scheme.least
     if len(members) < least:
         why = (
-            f"the job has {len(members)} ({_some(members)}), and no two members of a group may die "
-            "together"
+            f"the job has {len(members)} ({some([repr(name) for name in members], 4)}), and no "
+            "two members of a group may die together"
         )
     else:
         crowded = next(name for name, theirs in members.items() if len(theirs) == fullest)
@@ -168,9 +169,3 @@ def _instead(scheme: Scheme, size: int) -> Iterable[str]:
         yield "xor"
     if size < 2:
         yield "none"
-
-
-def _some(names: Iterable[str], shown: int = 4) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - shown} more" if len(listed) > shown else ""
-    return ", ".join(repr(name) for name in listed[:shown]) + more
