@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,19 +17,33 @@ from tierckpt.naming import Lineage
 from tierckpt.state import label_optimizers
 from tierckpt.wording import some
 
-from .group import current_group
-from .reductions import Reductions, accumulates
+from .group import HorovodGroup, current_group
+from .reductions import Reductions
 
 ACCUMULATED = (
     "v{version} has no gradients of the backward passes behind its step: restore() will return "
     "{at}, and they are made again. Random streams and buffers have seen them already, so call "
     "close() and save(now=True) behind a step where a resumed run is to be the same to the bit"
 )
+CUT = (
+    "v{version} has no gradients of the backward passes that {names} made since its last step, and "
+    "another optimizer has made a step since: a resumed run goes on without these gradients. Call "
+    "close() and save(now=True) where no optimizer is between its passes"
+)
+MISPLACED_BOUNDARIES = 8
+"""So many in a row, each with new steps behind it, that were no version."""
+MISPLACED = (
+    f"the last {MISPLACED_BOUNDARIES} boundaries came between the backward passes of a step "
+    "(backward_passes_per_step), where no version is taken, as the gradients so far would be in "
+    "no checkpoint. Call step() or commit() behind optimizer.step(), and with several optimizers "
+    "where none is between its passes"
+)
 APART = (
     "{names}: trained now, and not reduced by Horovod, which knows of what there was to train when "
     "hvd.DistributedOptimizer was made. From now on they are kept for each rank. Where the loop "
-    "does not reduce them by hand, ranks differ: make hvd.DistributedOptimizer, and the "
-    "Checkpointer, anew when more is to be trained"
+    "does not reduce them by hand, ranks differ: start the script again, and make "
+    "hvd.DistributedOptimizer when all that it is to train is; restore(strict=False) where the "
+    "parameter groups are then others"
 )
 FOLDERS = ("events_dir", "trace_dir")
 """Settings that name a folder where each rank has a file."""
@@ -52,6 +67,10 @@ class Checkpointer(tierckpt.Checkpointer):
 
     _stepped_at = 0
     """Calls of `step()` behind the newest boundary."""
+    _cut = False
+    """True while a version is taken between the backward passes of a step."""
+    _misplaced = 0
+    """Boundaries in a row that were passed over, though there was something new."""
     _is_elastic = False
     """True where somebody makes another one whenever ranks come or go."""
 
@@ -63,7 +82,7 @@ class Checkpointer(tierckpt.Checkpointer):
         optimizers = label_optimizers(optimizer)
         horovods: dict[str, Any] = {n: o for n, o in optimizers.items() if is_horovod(o)}
         for label, each in optimizers.items():
-            _check_optimizer(label, each, () if self._is_elastic else horovods.values())
+            _check_optimizer(label, each, horovods.values())
         process_set = _common_process_set(horovods.values())
         self._reductions = {name: Reductions(each) for name, each in horovods.items()}
         self._untrained: Sequence[torch.Tensor] = ()
@@ -118,11 +137,36 @@ class Checkpointer(tierckpt.Checkpointer):
         self._say(APART.format(names=some(names)), logging.WARNING)
 
     def _boundary(self, force: bool = False) -> None:
+        if not (force or self._is_elastic) and self._between_passes():
+            self._pass_over()
+            return
+        self._misplaced = 0
+        if self._cut:
+            self._tell_of_cut()
         if self._iterations.steps:
             self._stepped_at = self.iteration
-        elif force and self.accumulating:
-            self._say(ACCUMULATED.format(version=self.version, at=self._at()), logging.WARNING)
         super()._boundary(force)
+
+    def _pass_over(self) -> None:
+        """No version here: the gradients so far would be in none."""
+        self._misplaced += self._iterations.steps > 0
+        if self._misplaced == MISPLACED_BOUNDARIES:
+            self._warn(MISPLACED)
+
+    def _tell_of_cut(self) -> None:
+        if self._iterations.steps:
+            names = [name or "the optimizer" for name in self._accumulating()]
+            text = CUT.format(version=self.steps_made, names=some(names or ["an optimizer"]))
+        else:
+            text = ACCUMULATED.format(version=self.version, at=self._at())
+        self._say(text, logging.WARNING)
+
+    def _save_now(self, end: float = math.inf) -> None:
+        self._cut = self._between_passes()
+        try:
+            super()._save_now(end)
+        finally:
+            self._cut = False
 
     def _go_on_from(self, lineage: Lineage, result: tierckpt.Restored) -> None:
         super()._go_on_from(lineage, result)
@@ -131,14 +175,26 @@ class Checkpointer(tierckpt.Checkpointer):
     def _at(self) -> int:
         """Passes whose gradients no step has used yet are made again."""
         at = super()._at()
-        if not self._iterations.explicit or self._iterations.steps or not self.accumulating:
+        if not self._cut or not self._iterations.explicit or self._iterations.steps:
             return at
         return min(at, self._stepped_at)
 
-    @property
-    def accumulating(self) -> bool:
-        """True between the backward passes of a step; every rank must make every one of them."""
-        return any(accumulates(o) for o in self.state.optimizers.values() if is_horovod(o))
+    def _accumulating(self) -> list[str]:
+        """Optimizers that are between the backward passes of a step on this rank, which may have
+        had no batch for one that others made."""
+        return [name for name, each in self._reductions.items() if each.accumulating]
+
+    def _between_passes(self) -> bool:
+        """The same of the job, hence alike on all ranks.
+
+        They ask each other, but where every optimizer with several passes a step has just made
+        one: there it is between two steps in every loop.
+        """
+        here = bool(self._accumulating())
+        several = [name for name, each in self._reductions.items() if each.passes > 1]
+        if all(self._iterations.steps_of(name) == 1 for name in several):
+            return here
+        return self.group.any(here) if isinstance(self.group, HorovodGroup) else here
 
     def _before_step(self, label: str) -> None:
         reductions = self._reductions.get(label)

@@ -41,9 +41,8 @@ from tierckpt.extras import PLAIN_VALUES
 from tierckpt.scripts import close_at_exit
 
 from .attributes import Attributes, refuse_names
-from .checkpointer import Checkpointer
+from .checkpointer import Checkpointer, is_horovod
 from .live import NOT_SOUND, Condition, Live, left_by, left_half_way
-from .reductions import forget_launches
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -53,9 +52,6 @@ NOTHING_HEARD = 1
 RARE_SECONDS = 1.0
 """Commits that are further apart ask for new hosts at once: a broadcast is nothing to them, and an
 answer one commit later would be late."""
-MISPLACED_COMMITS = 8
-"""So many in a row, each with new steps behind it, that were no version."""
-
 INEXACT = (
     "no level has a complete version that the ranks that are left can reach: training goes on from "
     "what one of them has in its models, and sends to all. Weights and optimizer are those of the "
@@ -67,11 +63,6 @@ UNSOUND = (
     "left can reach. Nothing was trained on that. Start the job again where the memory, the disks "
     "or the persistent level of the lost nodes can be reached, or it begins afresh; "
     "peer_redundancy or persistent_path would have kept a version elsewhere"
-)
-MISPLACED = (
-    f"the last {MISPLACED_COMMITS} commits came between the backward passes of a step "
-    "(backward_passes_per_step), where none is taken, as the gradients so far would be in no "
-    "checkpoint. Call commit() behind optimizer.step()"
 )
 NO_COMMIT = (
     "TorchState.restore(): nothing was committed yet, so there is nothing to go back to, and "
@@ -130,6 +121,7 @@ class TorchState(State):  # type: ignore[misc]
         usual = {"model": model, "optimizer": optimizer}
         given = {name: value for name, value in usual.items() if value is not None}
         self._attributes = Attributes(self, {**given, **kwargs})
+        _refuse_plain_ones(self._attributes.optimizers)
         _refuse_process_sets(self._attributes.optimizers)
         self._close = close_at_exit(lambda: self.checkpointer)
 
@@ -166,7 +158,7 @@ class TorchState(State):  # type: ignore[misc]
         passes of a step nobody asks: an interrupt there would throw their work away.
         """
         self.save()
-        if self.checkpointer is not None and self.checkpointer.accumulating:
+        if self.checkpointer is not None and self.checkpointer.passed_over:
             return
         if self.checkpointer is None or self.checkpointer.agreed_vote != NOTHING_HEARD:
             self.check_host_updates()
@@ -226,7 +218,6 @@ class TorchState(State):  # type: ignore[misc]
 
     def _attach(self) -> _Checkpointer:
         held = self._attributes
-        forget_launches(held.optimizers.values())
         checkpointer = _Checkpointer(
             held.model,
             held.optimizers,
@@ -350,8 +341,8 @@ class _Checkpointer(Checkpointer):
     quiet: Callable[[], bool]
     """True while this rank has heard of no host that comes or goes."""
     _voted_seconds = float("-inf")
-    _misplaced = 0
-    """Commits in a row that were passed over, though there was something new."""
+    passed_over = False
+    """The last commit was no boundary."""
 
     def own_vote(self) -> int:
         """NOTHING_HEARD, or something smaller."""
@@ -366,18 +357,13 @@ class _Checkpointer(Checkpointer):
 
     def step(self, metric: float | None = None) -> None:
         """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""
-        if self.accumulating:
+        self.passed_over = self._between_passes()
+        if self.passed_over:
             self._pass_over()
             return
-        self._misplaced = 0
         if not self._iterations.steps and not self.half_way:
             self._iterations.count_one()
         super().step(metric)
-
-    def _pass_over(self) -> None:
-        self._misplaced += self._iterations.steps > 0
-        if self._misplaced == MISPLACED_COMMITS:
-            self._warn(MISPLACED)
 
 
 def _defaults() -> dict[str, Any]:
@@ -389,6 +375,18 @@ def _defaults() -> dict[str, Any]:
     """
     defaults = {"halt_signals": "", "slots": 3}
     return {n: v for n, v in defaults.items() if f"TIERCKPT_{n.upper()}" not in os.environ}
+
+
+def _refuse_plain_ones(optimizers: Mapping[str, Any]) -> None:
+    for name, each in optimizers.items():
+        if not is_horovod(each):
+            raise ConfigError(
+                f"optimizer {name!r} is a {type(each).__name__} of {type(each).__module__}, not "
+                "what hvd.DistributedOptimizer returned. Beside one of these, a plain one steps "
+                "what is each rank's own, which an elastic job, whose ranks come and go, cannot "
+                "give to those that come. Give it to hvd.DistributedOptimizer, and the state what "
+                "that returns (Horovod's does not share its state with the one it was made from)"
+            )
 
 
 def _refuse_process_sets(optimizers: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import mpi_ops
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from tierckpt.group import Group
@@ -46,25 +47,19 @@ class Launch:
         return torch.sparse_coo_tensor(indices, values, param.shape)
 
 
-_launches: weakref.WeakKeyDictionary[Any, Counter[Launch]] = weakref.WeakKeyDictionary()
-"""Of each optimizer: how often what was launched since Horovod was started. Kept when nobody
+_launches: weakref.WeakKeyDictionary[Any, tuple[Any, Counter[Launch]]] = weakref.WeakKeyDictionary()
+"""Of each optimizer: how often what was launched, and in which life of Horovod. Kept when nobody
 watches any more: another checkpointer may bring an iteration to its end that ended the first."""
 
 
-def forget_launches(optimizers: Iterable[Any]) -> None:
-    """Horovod was started anew, and with it all that ranks have in common."""
-    for optimizer in optimizers:
-        _launches.pop(optimizer, None)
-
-
-def accumulates(optimizer: Any) -> bool:
-    """True between the backward passes of a step.
-
-    Reductions under way would be no sign of it: one model's backward pass may launch those of
-    another one. Nor is each parameter: a rank may not have used it in every pass.
-    """
-    passes: int = optimizer.backward_passes_per_step
-    return 0 < min(optimizer._allreduce_delay.values(), default=passes) < passes
+def _launches_of(optimizer: Any) -> Counter[Launch]:
+    """Those since Horovod was started: where it was shut down in between, by an elastic job or by
+    the script, all that ranks had in common is gone."""
+    life = mpi_ops._handle_map  # made by `hvd.init()`, and kept here, so no other one is it
+    told = _launches.get(optimizer)
+    if told is None or told[0] is not life:
+        told = _launches[optimizer] = life, Counter()
+    return told[1]
 
 
 def _others_come_first(optimizer: Any) -> bool:
@@ -131,6 +126,21 @@ class Reductions:
 
     # --- steps ---------------------------------------------------------------------------------
 
+    @property
+    def passes(self) -> int:
+        """Backward passes a step."""
+        return int(self._optimizer.backward_passes_per_step)
+
+    @property
+    def accumulating(self) -> bool:
+        """True between the backward passes of a step.
+
+        Reductions under way would be no sign of it: one model's backward pass may launch those of
+        another one. Nor is each parameter: a rank may not have used it in every pass.
+        """
+        left = self._optimizer._allreduce_delay.values()
+        return 0 < min(left, default=self.passes) < self.passes
+
     def step_begins(self) -> bool:
         """A pre-hook fired; True when weights are not changed before the next one fires."""
         self._entered += 1
@@ -159,7 +169,7 @@ class Reductions:
         reductions end, and they are waited for: until then Horovod may write into gradients, and
         until somebody asks for the results it holds on to them.
         """
-        launched = _launches.get(self._optimizer, Counter())
+        launched = _launches_of(self._optimizer)
         everyone: list[Counter[Launch]] = group.all_gather_object(launched)
         missing = functools.reduce(operator.or_, everyone) - launched
         # Handles are numbers, and Horovod begins anew with them when it is started again: one that
@@ -223,7 +233,7 @@ class _Launcher:
 
     def __call__(self, what: Any) -> Any:
         handle = self._launch(what)
-        _launches.setdefault(self._optimizer, Counter())[_told(self._optimizer, what)] += 1
+        _launches_of(self._optimizer)[_told(self._optimizer, what)] += 1
         for tell in tuple(self.watching):
             tell(what)
         return handle

@@ -1,7 +1,7 @@
 """`import horovod_ckpt.torch as hvd` in place of `import horovod.torch as hvd`.
 
-Everything of Horovod's module under the same names, but four: `DistributedOptimizer` restores the
-newest checkpoint at once, takes checkpoints and closes at the end of the script;
+Everything of Horovod's module under the same names, but five: `DistributedOptimizer` restores the
+newest checkpoint at once, takes checkpoints and closes at the end of the script, or at `shutdown`;
 `broadcast_parameters` and `broadcast_optimizer_state` leave parameters and buffers that were just
 restored as they are; and `elastic.TorchState` commits to our levels. `named_parameters` must come
 straight from the whole model's `named_parameters()`, which tells whose buffers belong to the
@@ -26,6 +26,7 @@ from horovod.torch import *  # noqa: F403
 
 from tierckpt import ConfigError
 from tierckpt.modulenames import named_buffers, named_parameters, unwrap
+from tierckpt.scripts import close_now
 
 from . import elastic as _elastic
 from . import optimizer as _ours
@@ -64,6 +65,12 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
     distributed = horovod.torch.DistributedOptimizer(optimizer, *args, **horovods)
     distributed.checkpoint_settings = {n: v for n, v in settings.items() if n not in THE_STATES}
     return distributed
+
+
+def shutdown() -> None:
+    """Horovod's own; the final checkpoint is taken before, as none could be behind it."""
+    close_now()
+    horovod.torch.shutdown()
 
 
 def _refuse_second(model: torch.nn.Module) -> None:

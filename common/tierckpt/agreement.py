@@ -213,8 +213,7 @@ class Agreement:
         self._ballots.even_out()
 
     def void(self) -> None:
-        """Before a restart, collective: what was voted on last is forgotten."""
-        self.even_out()
+        """Before a restart: what was voted on last is forgotten."""
         self._ballot = None
 
     def close(self) -> None:

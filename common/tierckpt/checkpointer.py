@@ -500,8 +500,14 @@ class Checkpointer:
             return
         if self.group.meet(MEET_SECONDS):
             self.close()
-        else:
-            self.abandon(commit_newest=True)
+            return
+        text = (
+            "no final checkpoint is taken: not all ranks have come to this end, or they cannot be "
+            "asked any more, as the communication was shut down before (call close() first). What "
+            f"there is up to v{self.version} stays, also in memory ({self._berth.job.path})"
+        )
+        self._reports.notice(text, logging.WARNING)
+        self.abandon(commit_newest=True)
 
     def _commit_newest(self) -> None:
         self.wait(WAIT_SECONDS)
@@ -613,8 +619,10 @@ class Checkpointer:
 
     def _restore(self, version: int | None, strict: bool, bar: Progress) -> Restored:
         begin = time.perf_counter()
-        self._underway.give_up("restore() was called")
-        self._agreement.void()  # before waiting for the copier, which may wait for a vote
+        self.catch_up()  # the copier may wait for a vote
+        self._underway.last_chance()
+        self._underway.give_up("restore() was called, and it was not copied yet")
+        self._agreement.void()
         self._underway.finish()
         self._agent.wait(None)
         self._collect()

@@ -164,6 +164,10 @@ class Iterations:
         """Optimizer steps since the last boundary; several optimizers step side by side."""
         return max(self._since.values(), default=0)
 
+    def steps_of(self, label: str) -> int:
+        """The same of one optimizer."""
+        return self._since.get(label, 0)
+
     def pass_boundary(self) -> int:
         """Start counting anew; returns the steps that were made."""
         steps = self.steps

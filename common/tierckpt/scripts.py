@@ -19,6 +19,8 @@ from .modulenames import unwrap
 from .state import label_optimizers
 
 _served: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_ends: list[Callable[[], None]] = []
+"""What `close_at_exit` registered."""
 
 
 def serve(checkpointer: Checkpointer, restore: bool, ends_with_script: bool) -> None:
@@ -83,9 +85,23 @@ def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], No
         checkpointer = current()
         if checkpointer is None or os.getpid() != pid:
             return  # or a forked child's copy
-        if getattr(sys, "last_value", None) is not None:  # it failed
+        if _failed():
             checkpointer.abandon()
         else:
             checkpointer.close_or_abandon()
 
+    _ends.append(close)
     return atexit.register(close)
+
+
+def close_now() -> None:
+    """What is to be done when the process ends, for a script that shuts its communication library
+    down before: behind that, there is nobody to end together with."""
+    for close in tuple(_ends):
+        close()
+
+
+def _failed() -> bool:
+    """Whether the script is ending, or has ended, with an exception."""
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))

@@ -39,6 +39,11 @@ def interrupt() -> Any:
     return importlib.import_module("horovod.common.exceptions").HostsUpdatedInterrupt
 
 
+def start_anew() -> None:
+    """As far as Python sees it: Horovod forgets what was under way. Its ranks stay connected."""
+    horovod().init()
+
+
 class Script:
     """A training script's objects and its loop; told is what it heard of checkpoints."""
 
@@ -122,6 +127,7 @@ class Script:
         except failure():
             self.state.restore()
         assert self.state.checkpointer is None
+        start_anew()
 
     def hosts_change(self) -> None:
         """What Horovod's loop does with it when ranks come or go, and none is lost."""
@@ -129,6 +135,7 @@ class Script:
         with pytest.raises(interrupt()):
             self.state.check_host_updates()
         assert self.state.checkpointer is None
+        start_anew()
 
     def end(self) -> None:
         self.state.checkpointer.close()

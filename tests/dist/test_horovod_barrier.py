@@ -22,6 +22,7 @@ from tests.dist.training import (
     HorovodJob,
     Place,
     attach,
+    horovod,
     make_horovod_job,
     only_layers_release,
     rank,
@@ -382,6 +383,35 @@ def test_another_checkpointer_may_take_up_what_was_cut_short(
     assert one[0] == 3
 
 
+def gone_on_in_another_life(place: Place) -> tuple[int, str]:
+    """The script starts Horovod anew, and keeps model and optimizer."""
+    hvd = horovod()
+    job = make_horovod_job()
+    first = attach(job, place).ckpt
+    train(job, first, range(3))
+    with pytest.raises(CutShortError):
+        before_the_forward_of_rank_0(job, 3)
+    first.abandon()
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init()
+    second = attach(job, place).ckpt
+    restored = second.restore()
+    train(job, second, range(restored, 6))
+    second.close()
+    return int(restored), exact.digest(job.replicated())
+
+
+def test_what_was_cut_short_ends_with_horovods_life(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """A rank waits for none of what others had launched in the life before."""
+    place = Place.under(tmp_path, shm_dir)
+    one, other = ranks(2, HOROVODRUN).run(gone_on_in_another_life, place)
+    assert one == other
+    assert one[0] == 3
+
+
 def closed_after_a_step_cut_short(place: Place) -> tuple[int, list[str], int]:
     job = make_horovod_job()
     attached = attach(job, place, local_every_steps=1, when_busy="wait")
@@ -405,56 +435,3 @@ def test_a_restore_ends_the_step_that_an_exception_left(
     """Or no final checkpoint could be taken any more."""
     told = ranks(2, HOROVODRUN).run(closed_after_a_step_cut_short, Place.under(tmp_path, shm_dir))
     assert told == [(4, [], 5)] * 2
-
-
-# --- between the backward passes of a step -------------------------------------------------------
-
-
-def ended_between_passes(place: Place, every: int, end: str) -> dict[str, Any]:
-    """A call of `step()` for each backward pass, two of which are a step."""
-    made: list[int] = []
-
-    def go_on(job: HorovodJob, ckpt: tierckpt.Checkpointer | None, passes: range) -> None:
-        for number in passes:
-            made.append(number)
-            job.loss(number).backward()
-            if number % 2:
-                job.step()
-                job.zero_grad()
-            if ckpt is not None:
-                ckpt.step()
-
-    alone = make_horovod_job(passes=2)
-    go_on(alone, None, range(8))
-    made.clear()
-    job = make_horovod_job(passes=2)
-    settings = {"memory_every_steps": every, "local_every_steps": every, "when_busy": "wait"}
-    attached = attach(job, place, **settings)
-    go_on(job, attached.ckpt, range(5))
-    if end == "close":
-        attached.ckpt.close()
-    else:
-        attached.ckpt.save(now=True)
-        attached.ckpt.abandon()
-    again = make_horovod_job(passes=2, seed=2)
-    ckpt = attach(again, place, **settings).ckpt
-    restored = ckpt.restore()
-    go_on(again, ckpt, range(restored, 8))
-    ckpt.close()
-    said = any("are made again" in e.message for e in attached.events if e.severity > 20)
-    return {"made": made, "same": again.digest() == alone.digest(), "said": said}
-
-
-@pytest.mark.parametrize("end", ["close", "save"])
-@pytest.mark.parametrize("every", [1, 10])
-def test_passes_that_no_step_has_used_are_made_again(
-    every: int, end: str, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    """To the bit, where the version of the last step is there; else their gradients, at least."""
-    place = Place.under(tmp_path, shm_dir)
-    for number, told in enumerate(
-        ranks(2, HOROVODRUN).run(ended_between_passes, place, every, end)
-    ):
-        assert told["made"] == [0, 1, 2, 3, 4, *range(4, 8)]
-        assert told["same"] is (every == 1)
-        assert told["said"] is (every == 10 and number == 0)

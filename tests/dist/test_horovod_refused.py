@@ -180,3 +180,26 @@ def test_adasum_keeps_other_momentum_on_every_rank(ranks: Any) -> None:
     (weights, momentum), (same_weights, other) = ranks(2, MPIRUN).run(momentum_under_adasum)
     assert weights == same_weights
     assert momentum != other
+
+
+def elastic_beside_a_plain_one(place: Place) -> str:
+    hvd, model, own = horovod(), Net(), torch.nn.Linear(2, 2)
+    optimizer = hvd.DistributedOptimizer(
+        plain_sgd(model), named_parameters=model.named_parameters()
+    )
+    elastic = importlib.import_module("horovod_ckpt.elastic")
+    with pytest.raises(tierckpt.ConfigError) as caught:
+        elastic.TorchState(
+            model, optimizer, tierckpt={"path": place.path}, own=own, opt_own=plain_sgd(own)
+        )
+    return str(caught.value)
+
+
+def test_an_elastic_state_with_a_plain_optimizer_is_refused(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """When it is made, and not only when the ranks come together."""
+    place = Place.under(tmp_path, shm_dir)
+    for text in ranks(2, HOROVODRUN).run(elastic_beside_a_plain_one, place):
+        assert "optimizer 'opt_own' is a SGD of torch.optim.sgd" in text
+        assert "an elastic job, whose ranks come and go" in text

@@ -21,6 +21,7 @@ from tests.dist.training import (
     HorovodJob,
     Net,
     Place,
+    attach,
     horovod,
     import_adapter,
     make_horovod_job,
@@ -251,6 +252,51 @@ def test_a_script_with_another_import_resumes(
     first = run_script(tmp_path, shm_dir, "first", 6)
     second = run_script(tmp_path, shm_dir, "second", 8)
     check_script(first, second, plain)
+
+
+def shut_down_first(place: Place) -> dict[str, Any]:
+    """The script's last line is `hvd.shutdown()`."""
+    scripts = importlib.import_module("tierckpt.scripts")
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+    hvd = horovod()
+    job = make_horovod_job()
+    ckpt = attach(job, place, local_every_steps=100).ckpt
+    train(job, ckpt, range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scripts, "_ends", [])
+        atexit.unregister(scripts.close_at_exit(lambda: ckpt))
+        drop_in.shutdown()
+    up = hvd.is_initialized()
+    hvd.init()
+    told = {"closed": ckpt.closed, "left": place.segments(), "durable": len(place.shards())}
+    return {**told, "up": up}
+
+
+def shut_down_behind_our_back(place: Place) -> tuple[list[str], int]:
+    """By Horovod's own module."""
+    hvd = horovod()
+    job = make_horovod_job()
+    attached = attach(job, place, local_every_steps=100)
+    train(job, attached.ckpt, range(3))
+    hvd.shutdown()
+    attached.ckpt.close_or_abandon()
+    hvd.init()
+    return [e.message for e in attached.said("no final checkpoint")], len(place.segments())
+
+
+def test_the_replaced_shutdown_closes_first(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """Behind it there would be nobody to take a final checkpoint with."""
+    told = ranks(2, HOROVODRUN).run(shut_down_first, Place.under(tmp_path, shm_dir))
+    assert told == [{"closed": True, "left": [], "durable": 2, "up": False}] * 2
+
+
+def test_an_end_behind_a_shutdown_is_told(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    for messages, left in ranks(2, HOROVODRUN).run(shut_down_behind_our_back, place):
+        (said,) = messages
+        assert "the communication was shut down before" in said
+        assert "up to v3 stays, also in memory" in said
+        assert left
 
 
 Decaying = partial(torch.optim.SGD, lr=0.1, weight_decay=0.5)

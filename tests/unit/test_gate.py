@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,3 +124,18 @@ def test_what_the_tests_find_does_not_wait_for_the_benchmarks(gate: Gate, tmp_pa
     done = gate(mpirun="", mpicxx="", make=make)
     assert done.returncode == 3
     assert done.stdout.splitlines()[-1] == "test"
+
+
+def test_no_file_is_kept_from_the_linter() -> None:
+    """Its own list of folders to pass over has "dist" in it, as tests/ has."""
+    ruff = Path(sys.executable).with_name("ruff")
+    if not ruff.exists():
+        pytest.skip("ruff is not installed beside this Python")
+    root = GATE.parents[1]
+    told = subprocess.run(
+        [ruff, "check", ".", "--show-files"], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    linted = {Path(line).relative_to(root) for line in told.stdout.split()}
+    homes = ("benchmarks", "common", "ddp_ckpt", "examples", "horovod_ckpt", "tests", "tools")
+    ours = {p.relative_to(root) for home in homes for p in (root / home).rglob("*.py")}
+    assert ours <= linted

@@ -1,0 +1,192 @@
+"""Versions and the backward passes of a step: gradients that no step has used are in none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.dist.rankpool import HOROVODRUN
+from tests.dist.training import (
+    HorovodJob,
+    Net,
+    Place,
+    attach,
+    horovod,
+    make_horovod_job,
+    rank,
+)
+
+
+def ended_between_passes(place: Place, every: int, end: str) -> dict[str, Any]:
+    """A call of `step()` for each backward pass, two of which are a step."""
+    made: list[int] = []
+
+    def go_on(job: HorovodJob, ckpt: tierckpt.Checkpointer | None, passes: range) -> None:
+        for number in passes:
+            made.append(number)
+            job.loss(number).backward()
+            if number % 2:
+                job.step()
+                job.zero_grad()
+            if ckpt is not None:
+                ckpt.step()
+
+    alone = make_horovod_job(passes=2)
+    go_on(alone, None, range(8))
+    made.clear()
+    job = make_horovod_job(passes=2)
+    settings = {"memory_every_steps": every, "local_every_steps": every, "when_busy": "wait"}
+    attached = attach(job, place, **settings)
+    go_on(job, attached.ckpt, range(5))
+    if end == "close":
+        attached.ckpt.close()
+    else:
+        attached.ckpt.save(now=True)
+        attached.ckpt.abandon()
+    again = make_horovod_job(passes=2, seed=2)
+    ckpt = attach(again, place, **settings).ckpt
+    restored = ckpt.restore()
+    go_on(again, ckpt, range(restored, 8))
+    ckpt.close()
+    said = any("are made again" in e.message for e in attached.events if e.severity > 20)
+    return {"made": made, "same": again.digest() == alone.digest(), "said": said}
+
+
+@pytest.mark.parametrize("end", ["close", "save"])
+@pytest.mark.parametrize("every", [1, 10])
+def test_passes_that_no_step_has_used_are_made_again(
+    every: int, end: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """To the bit, where the version of the last step is there; else their gradients, at least."""
+    place = Place.under(tmp_path, shm_dir)
+    for number, told in enumerate(
+        ranks(2, HOROVODRUN).run(ended_between_passes, place, every, end)
+    ):
+        assert told["made"] == [0, 1, 2, 3, 4, *range(4, 8)]
+        assert told["same"] is (every == 1)
+        assert told["said"] is (every == 10 and number == 0)
+
+
+# --- several optimizers, each with passes of its own ---------------------------------------------
+
+
+@dataclass
+class Uneven(HorovodJob):
+    """Of two optimizers the second makes a step in every second iteration."""
+
+    lazy_rank: int = -1
+    """It has no batch for the passes whose gradients are not reduced yet."""
+
+    def iterate(self, iteration: int) -> str:
+        first, second = self.optimizers
+        first.zero_grad()
+        if iteration % 2 == 0:
+            second.zero_grad()
+        part = [p for group in second.param_groups for p in group["params"]]
+        before = [None if p.grad is None else p.grad.clone() for p in part]
+        lazy = rank() == self.lazy_rank and iteration % 2 == 0
+        for param in part:
+            param.requires_grad_(not lazy)
+        self.backward(iteration)
+        for param, gradient in zip(part, before, strict=True):
+            param.requires_grad_(True)
+            param.grad = gradient if lazy else param.grad
+        first.step()
+        if iteration % 2:
+            second.step()
+        return ""
+
+
+def make_uneven(lazy_rank: int, seed: int) -> Uneven:
+    hvd = horovod()
+    torch.manual_seed(seed)
+    model = Net()
+    torch.manual_seed(1000 * seed + rank())
+    named = list(model.named_parameters())
+    job = Uneven(model, [], lazy_rank=lazy_rank)
+    for passes, part in ((1, named[:4]), (2, named[4:])):
+        plain = torch.optim.Adam([p for _, p in part], lr=0.01)
+        job.optimizers.append(
+            hvd.DistributedOptimizer(plain, named_parameters=part, backward_passes_per_step=passes)
+        )
+    return job
+
+
+def cut_between_uneven_passes(place: Place, lazy_rank: int) -> dict[str, Any]:
+    """Five of eight iterations, a crash, and the rest by a new life."""
+    alone = make_uneven(lazy_rank, seed=1)
+    for iteration in range(8):
+        alone.iterate(iteration)
+    job = make_uneven(lazy_rank, seed=1)
+    attached = attach(job, place)
+    for iteration in range(5):
+        job.iterate(iteration)
+        attached.ckpt.step()
+    attached.ckpt.abandon()
+    again = make_uneven(lazy_rank, seed=2)
+    ckpt = attach(again, place).ckpt
+    restored = ckpt.restore()
+    for iteration in range(restored, 8):
+        again.iterate(iteration)
+        ckpt.step()
+    ckpt.abandon()
+    return {"at": int(restored), "same": again.digest() == alone.digest()}
+
+
+@pytest.mark.parametrize("lazy_rank", [-1, 1])
+def test_no_version_is_between_the_passes_of_any_optimizer(
+    lazy_rank: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Also where a rank that had no batch does not know of them."""
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(cut_between_uneven_passes, place, lazy_rank)
+    assert told == [{"at": 4, "same": True}] * 2
+
+
+def never_between_steps(place: Place, boundaries: int, end: Callable[..., None]) -> dict[str, Any]:
+    """Boundaries where the second optimizer has always made one pass of two."""
+    job = make_uneven(-1, seed=1)
+    attached = attach(job, place, local_every_steps=1)
+    for iteration in range(2 * boundaries - 1):
+        job.iterate(iteration)
+        if iteration % 2 == 0:
+            attached.ckpt.step()
+    end(attached.ckpt)
+    warnings = [e.message for e in attached.events if e.severity == logging.WARNING]
+    return {"taken": attached.versions("sealed", "memory"), "said": warnings}
+
+
+def close(ckpt: tierckpt.Checkpointer) -> None:
+    ckpt.close()
+
+
+def abandon(ckpt: tierckpt.Checkpointer) -> None:
+    ckpt.abandon()
+
+
+def test_boundaries_that_are_all_passed_over_are_told(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    first, other = ranks(2, HOROVODRUN).run(never_between_steps, place, 10, abandon)
+    assert first["taken"] == other["taken"] == []
+    (said,) = first["said"]
+    assert "the last 8 boundaries came between the backward passes" in said
+
+
+def test_a_final_version_between_passes_says_what_it_lacks(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """The weights of the end are what a training is for; none would be worse."""
+    place = Place.under(tmp_path, shm_dir)
+    first, other = ranks(2, HOROVODRUN).run(never_between_steps, place, 3, close)
+    assert first["taken"] == other["taken"] == [5]
+    (said,) = first["said"]
+    assert "v5 has no gradients of the backward passes that optimizer1 made" in said
