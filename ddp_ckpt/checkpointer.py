@@ -28,6 +28,12 @@ Given = TypeVar(
 )
 """One optimizer, or several."""
 
+APART = (
+    "{names}: trained now, and not reduced by DDP, as it was frozen when its module was made. From "
+    "now on it is kept for each rank. Where the loop does not reduce it by hand, ranks differ: "
+    "make the DDP module, and the Checkpointer, anew when something is frozen no more"
+)
+
 
 class Checkpointer(tierckpt.Checkpointer):
     """Checkpoints a model of DDP modules, or of none; see `tierckpt.Checkpointer` for the rest.
@@ -65,6 +71,7 @@ class Checkpointer(tierckpt.Checkpointer):
             self.reduced = [param for ddp in ddps.values() for param in reduced_by(ddp)]
         self._frozen = [param for param in self.reduced or () if not param.requires_grad]
         super().__init__(model, optimizer, group=group, **settings)
+        self.state.assumed_alike = {id(param) for param in self._frozen}
         for hook in self._hooks.values():
             hook.release, hook.chained = self.release, self._look_at_hook
             if comm_hook is not None:
@@ -111,24 +118,15 @@ class Checkpointer(tierckpt.Checkpointer):
             hook.mean.begin_iteration()
 
     def pack_adapter(self) -> Any:
-        """By the names of DDP modules: the order of its buckets, and how it took the mean."""
-        self._refuse_thawed()
+        """By the names of DDP modules: the order of its buckets, and how it took the mean. And the
+        last moment to see what is each rank's own."""
+        thawed = [param for param in self._frozen if param.requires_grad]
+        left_out = (p for p in thawed if any(h.leaves_out(p) for h in self._hooks.values()))
+        self._keep_apart(left_out, APART)
         return {
             name: {"buckets": hook.order(), "divided": hook.mean.divided()}
             for name, hook in self._hooks.items()
         }
-
-    def _refuse_thawed(self) -> None:
-        """Raise, which costs the version, for what DDP does not reduce although it has it."""
-        thawed = [param for param in self._frozen if param.requires_grad]
-        left_out = [p for p in thawed if any(h.leaves_out(p) for h in self._hooks.values())]
-        if left_out:
-            names = ", ".join(map(self.state.name_of, left_out[:3]))
-            raise tierckpt.UnsupportedStateError(
-                f"{names}{', ...' if left_out[3:] else ''}: trained now, and not reduced by DDP: "
-                "when its module was made it was frozen. So ranks differ. Make the module, and the "
-                "Checkpointer, anew when something is frozen no more"
-            )
 
     def load_adapter(self, value: Any) -> None:
         """Make DDP's buckets those of the saved run. For two ranks any buckets sum alike, but a

@@ -127,14 +127,7 @@ class Checkpointer(tierckpt.Checkpointer):
         if not thawed:
             return
         held = _held([*self.state.optimizers.values(), *self._own_hooks.strangers])
-        mistaken = held.keys() & self.state.assumed_alike
-        trained = [p for p in thawed if id(p) in mistaken]
-        if not trained:
-            return
-        self.state.keep_apart(trained)
-        self._underway.capture.forget()
-        names = [self.state.name_of(p) for p in trained]
-        self._say(APART.format(names=some(names)), logging.WARNING)
+        self._keep_apart((p for p in thawed if id(p) in held), APART)
 
     def _boundary(self, force: bool = False) -> None:
         if not (force or self._is_elastic) and self._between_passes():

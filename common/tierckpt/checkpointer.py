@@ -51,6 +51,7 @@ from .state import TrainingState, label_optimizers
 from .trace import open_trace
 from .tuning import Meter
 from .underway import Underway
+from .wording import some
 
 WAIT_SECONDS = 60.0
 MEET_SECONDS = 30.0
@@ -681,6 +682,17 @@ class Checkpointer:
     def _say(self, text: str, severity: int) -> None:
         """What all ranks would say, once."""
         self._reports.notice(text, logging.DEBUG if self.group.rank else severity)
+
+    def _keep_apart(self, trained: Iterable[torch.Tensor], why: str) -> None:
+        """For adapters, from `pack_adapter`: of what counts as alike as nobody trains it, these are
+        trained now and not reduced, hence every rank's own from here on. `why` has `{names}`."""
+        mistaken = [param for param in trained if id(param) in self.state.assumed_alike]
+        if not mistaken:
+            return
+        self.state.keep_apart(mistaken)
+        self._underway.capture.forget()
+        names = [self.state.name_of(param) for param in mistaken]
+        self._say(why.format(names=some(names)), logging.WARNING)
 
     def _warn(self, text: str) -> None:
         self._say(text, logging.WARNING)
