@@ -114,6 +114,7 @@ class Checkpointer:
         config_file: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> None:
+        self._process = os.getpid()
         self.group: Group = group or SingleGroup()
         refuse_model(model)
         optimizers = label_optimizers(optimizer)
@@ -232,7 +233,7 @@ class Checkpointer:
         self.iteration += 1
         if mixed:
             self._warn_of_two_counts()
-        if self._iterations.steps and not self._closed:
+        if self._iterations.steps and not self._closed and not self._is_a_copy():
             self._boundary()
 
     def _warn_of_two_counts(self) -> None:
@@ -326,7 +327,7 @@ class Checkpointer:
         """
         self._refuse_closed("restore()", RestoreError)
         bar = Progress(Progress.wanted(self.group.rank, progress))
-        with contextlib.closing(bar):
+        with contextlib.closing(bar), torch.inference_mode(False):
             try:
                 self.restored = self._restore(version, strict, bar)
             except RestoreError:  # on all ranks
@@ -390,6 +391,12 @@ class Checkpointer:
     def _refuse_closed(self, what: str, error: type[TierckptError]) -> None:
         if self._closed:
             raise error(f"{what} after close() or abandon(): make another Checkpointer")
+        if self._is_a_copy():
+            raise error(f"{what} in a forked child: the Checkpointer is its parent's")
+
+    def _is_a_copy(self) -> bool:
+        """This process was forked, and what there is of checkpoints is its parent's."""
+        return os.getpid() != self._process
 
     @property
     def steps_made(self) -> int:
@@ -410,7 +417,7 @@ class Checkpointer:
         are not at the same step. Nor where `restore(version=...)` went back and no step was made:
         what is newer stays.
         """
-        if self._closed:
+        if self._closed or self._is_a_copy():
             return
         self._halting.be_calm()
         remove = self._finish()
@@ -483,7 +490,7 @@ class Checkpointer:
         where that takes a few seconds at most and no optimizer has begun its step. With
         `commit_newest` the newest version in memory is written to local.
         """
-        if self._closed:
+        if self._closed or self._is_a_copy():
             return
         try:
             self._underway.last_chance()
@@ -497,7 +504,7 @@ class Checkpointer:
         """At the end of a process: `close()` if all ranks get here within MEET_SECONDS, else every
         rank by itself makes durable what it has. A rank may have ended with an error that cannot be
         seen from here, so this never enters a collective that could hang."""
-        if self._closed:
+        if self._closed or self._is_a_copy():
             return
         if self.group.meet(MEET_SECONDS):
             self.close()
@@ -589,7 +596,8 @@ class Checkpointer:
         self._agreement.open(id_, levels)
         if "persistent" in levels:
             self._levels.onward.flush_when_safe(id_, self._at())
-        return self._underway.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
+        with torch.inference_mode(False):  # an evaluation's; what is made here is used again
+            return self._underway.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
 
     def _head(self) -> Head:
         return Head(

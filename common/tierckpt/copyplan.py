@@ -7,7 +7,7 @@ over lists that were made once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -55,6 +55,9 @@ class Plan:
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self._containers = state.containers()
         self._keys, self._values = _keys(self._containers), list(_values(self._containers))
+        # Of odd state, what optimizers keep is looked at in another way.
+        of_modules = sum(map(len, state.module_containers()))
+        self._settled = of_modules if self.has_odd else len(self._values)
         self._own = own
         self._buffer_slots, self._held = state.buffer_slots(), state.live_buffers()
         self._counted = [(n, t) for n, t, _ in entries if not t.is_inference()]
@@ -111,7 +114,8 @@ class Plan:
         if self._outlived or not _same_objects(now, self._containers) or _keys(now) != self._keys:
             return False
         return (
-            (self._odd_fits(state) if self.has_odd else all(map(is_, _values(now), self._values)))
+            all(map(is_, islice(_values(now), self._settled), self._values))
+            and (not self.has_odd or self._odd_fits(state))
             and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
             and all(map(eq, _kinds(self._params), self._param_kinds))
             and state.group_sizes() == self._groups

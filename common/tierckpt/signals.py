@@ -122,8 +122,8 @@ class Signals:
 
     def _install(self, number: signal.Signals) -> None:
         previous = signal.getsignal(number)
-        owner = getattr(previous, "__self__", None)
-        if isinstance(owner, Signals) and owner._over:
+        owner = _owner(previous)
+        if owner is not None and owner._over:
             previous = owner._previous[number]
         elif previous is signal.SIG_IGN:
             self.left_alone[number] = "this process was told to ignore it"
@@ -150,7 +150,9 @@ class Signals:
 
     def _restore_handlers(self) -> None:
         for number, previous in self._previous.items():
-            # Somebody who chained to us stays where they are.
+            # Somebody who chained to us stays where they are; of us, who ended before is gone.
+            while (owner := _owner(previous)) is not None and owner._over:
+                previous = owner._previous[number]
             if signal.getsignal(number) == self._on_signal:
                 with contextlib.suppress(ValueError):  # closed on another thread than made
                     signal.signal(number, previous)
@@ -171,8 +173,10 @@ class Signals:
 
     def _stop_watching(self, read_fd: int, write_fd: int) -> None:
         _watching.discard(self)
+        ours = True
         with contextlib.suppress(ValueError):
             current = signal.set_wakeup_fd(-1)
+            ours = False
             if current != write_fd:
                 signal.set_wakeup_fd(current)
             elif heir := next((s._pipe for s in _watching if s._pipe is not None), None):
@@ -181,7 +185,13 @@ class Signals:
         if self._thread is not None:
             self._thread.join()
         os.close(read_fd)
-        os.close(write_fd)
+        if ours:
+            # Only the main thread may say otherwise, so signals are written to this number still,
+            # and whoever got it next would have them in a file.
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), write_fd)
+        else:
+            os.close(write_fd)
 
     def _watch(self, read_fd: int) -> None:
         """Sleep until SIGTERM comes; then see to it that the process gets to a boundary."""
@@ -195,6 +205,10 @@ class Signals:
                 if signal.SIGTERM in numbers and signal.SIGTERM in self._previous and not since:
                     since = time.monotonic()
             if since and not self._calm and time.monotonic() > self._deadline(since):
+                # Unless the script has a handler of its own by now, which does not call ours.
+                if self.came is None and _owner(signal.getsignal(signal.SIGTERM)) is None:
+                    since = 0.0
+                    continue
                 self._end(signal.SIGTERM)
 
     def _deadline(self, since: float) -> float:
@@ -211,6 +225,12 @@ class Signals:
         )
         # Handlers can only be put back by the main thread, which does not come.
         os._exit(128 + number)
+
+
+def _owner(handler: Any) -> Signals | None:
+    """Whose handler it is, of ours."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, Signals) else None
 
 
 def _caught(number: signal.Signals) -> bool:

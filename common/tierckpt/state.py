@@ -199,10 +199,15 @@ class TrainingState:
         A plan stays good while these and what is in them are the very same objects; looking that
         up costs some 30 nanoseconds a tensor, a walk twenty times as much.
         """
-        found: list[dict[Any, Any]] = [m._parameters for m in self._modules]
-        found += [m._modules for m in self._modules]
+        found = self.module_containers()
         for optimizer in self.optimizers.values():
             found += optimizer.state.values()
+        return found
+
+    def module_containers(self) -> list[dict[Any, Any]]:
+        """Those of them, the first ones, that are modules'."""
+        found: list[dict[Any, Any]] = [m._parameters for m in self._modules]
+        found += [m._modules for m in self._modules]
         return found
 
     def live_buffers(self) -> list[torch.Tensor | None]:

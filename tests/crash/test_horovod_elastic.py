@@ -263,12 +263,14 @@ def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> N
     assert job.fired() == len(lost)
     lives = job.journal(began=True, rank=0)
     left = 3 - len(lost)
-    assert [x["size"] for x in lives] == [3, left, left + 1]
+    # Where Horovod hears of two deaths one after the other, there is a life between them.
+    sizes = [x["size"] for x in lives]
+    assert sizes in ([3, left, left + 1], [3, 2, left, left + 1])
     assert lives[1]["levels"] in ({"memory": 3}, None)
-    assert lives[2]["levels"] is None
-    assert lives[1]["step"] in (2, 3)
+    assert lives[-1]["levels"] is None
+    assert all(x["step"] in (2, 3) for x in lives[1:-1])
     lines = job.journal()
-    for life in lives[1:]:
+    for life in lives[-2:]:
         before = [x for x in lines[: lines.index(life)] if "commit" in x]
         committed = next(x for x in reversed(before) if x["step"] == life["step"])
         together = job.journal(began=True, size=life["size"], step=life["step"])

@@ -172,3 +172,30 @@ def test_one_that_is_told_its_boundaries_can_be_scripted(
     loop.steps(3, after=loop.ckpt.step)
     assert loop.ckpt.version == 3
     loop.ckpt.abandon()
+
+
+def test_a_capturable_optimizer_comes_back(path: Path, shm_dir: Path) -> None:
+    """Its count of steps is a tensor beside the weights. Without a GPU a compiled one steps."""
+
+    def life(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, tierckpt.Checkpointer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+        settings = {"path": path, "shm_dir": str(shm_dir), "agent": "inline"}
+        return model, optimizer, tierckpt.Checkpointer(model, optimizer, **settings)
+
+    model, optimizer, ckpt = life(1)
+    step = torch.compile(optimizer.step, backend="eager")
+    with ckpt:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            step()
+            ckpt.step()
+    again, restored, ckpt = life(2)
+    with ckpt:
+        assert ckpt.restore().version == 3
+    assert torch.equal(again.weight, model.weight)
+    assert restored.param_groups[0]["capturable"]
+    for name, value in optimizer.state[model.weight].items():
+        assert torch.equal(restored.state[again.weight][name], value), name

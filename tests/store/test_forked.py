@@ -13,6 +13,7 @@ from torch import nn
 
 import tierckpt
 from tierckpt.iterations import AUTOMATIC_AFTER_STEPS as GUESSED_AFTER
+from tierckpt.testing import TinyJob
 
 
 def status_of_child(work: Callable[[], None]) -> int:
@@ -63,3 +64,38 @@ def test_a_childs_steps_are_no_boundaries(boundary: str, shm_dir: Path, tmp_path
     assert ckpt.version == version + 2
     ckpt.close()
     assert ckpt.log.counts.get("failed", 0) == 0
+
+
+ENDS: dict[str, Callable[[tierckpt.Checkpointer], None]] = {
+    "close": lambda ckpt: ckpt.close(),
+    "abandon": lambda ckpt: ckpt.abandon(),
+    "exit": lambda ckpt: ckpt.__exit__(SystemExit, SystemExit(0), None),
+    "block": lambda ckpt: ckpt.__exit__(None, None, None),
+    "step": lambda ckpt: ckpt.step(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_child_that_ends_takes_nothing_along(end: str, shm_dir: Path, tmp_path: Path) -> None:
+    """Slots are its parent's, which may be killed and come back for them."""
+    settings = {"shm_dir": shm_dir, "local_every_seconds": 0, "agent": "inline"}
+    parent = TinyJob(tmp_path / "c", **settings).run(5)
+    parent.checkpointer.wait()
+    assert status_of_child(lambda: ENDS[end](parent.checkpointer)) == 0
+    parent.checkpointer.abandon()
+    with TinyJob(tmp_path / "c", seed=1, **settings) as again:
+        assert again.checkpointer.restore().levels == {"memory": 1}
+        assert again.checkpointer.version == 5
+
+
+def test_a_childs_own_requests_are_refused(shm_dir: Path, tmp_path: Path) -> None:
+    settings = {"shm_dir": shm_dir, "local_every_seconds": 0, "agent": "inline"}
+
+    def child() -> None:
+        for ask in (job.checkpointer.save, job.checkpointer.restore):
+            with pytest.raises(tierckpt.TierckptError, match="in a forked child"):
+                ask()
+
+    with TinyJob(tmp_path / "c", **settings) as job:
+        job.run(2)
+        assert status_of_child(child) == 0

@@ -1,4 +1,4 @@
-"""Several checkpointers in a process: when one is closed, the others still hear signals."""
+"""Who hears a signal: of several checkpointers, of the script, and behind the end."""
 
 from __future__ import annotations
 
@@ -29,5 +29,76 @@ def test_a_process_that_hangs_ends_at_a_signal(closed: str, path: Path, shm_dir:
     process = python(PROGRAM, path, shm_dir, *closed)
     try:
         assert process.wait(50) == 128 + signal.SIGTERM
+    finally:
+        end(process)
+
+
+BOTH_CLOSED = """
+import os, signal, sys, time
+from tierckpt.testing import TinyJob
+path, shm_dir, *close = sys.argv[1:]
+jobs = [TinyJob(f"{path}/{n}", shm_dir=shm_dir, agent="inline").run(2) for n in range(2)]
+for n in close:
+    jobs[int(n)].checkpointer.close()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("order", ["01", "10"])
+def test_behind_the_last_end_a_signal_is_the_processs(
+    order: str, path: Path, shm_dir: Path
+) -> None:
+    process = python(BOTH_CLOSED, path, shm_dir, *order)
+    try:
+        assert process.wait(50) == -signal.SIGTERM
+    finally:
+        end(process)
+
+
+OWN_HANDLER = """
+import os, signal, sys, time
+from tierckpt.testing import TinyJob
+path, shm_dir = sys.argv[1:]
+job = TinyJob(path, shm_dir=shm_dir, agent="inline", halt_patience_seconds=0.2).run(2)
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(2)  # an evaluation, say
+job.checkpointer.close()
+sys.exit(7 if heard else 1)
+"""
+
+
+def test_a_handler_that_a_script_installs_later_is_obeyed(path: Path, shm_dir: Path) -> None:
+    process = python(OWN_HANDLER, path, shm_dir)
+    try:
+        assert process.wait(50) == 7
+    finally:
+        end(process)
+
+
+CLOSED_ELSEWHERE = """
+import os, signal, sys, threading
+from tierckpt.testing import TinyJob
+path, shm_dir = sys.argv[1:]
+job = TinyJob(path, shm_dir=shm_dir, agent="inline").run(2)
+closing = threading.Thread(target=job.checkpointer.close)
+closing.start()
+closing.join()
+signal.signal(signal.SIGUSR2, lambda *_: None)
+files = [open(f"{path}.{n}", "wb", buffering=0) for n in range(64)]
+os.kill(os.getpid(), signal.SIGUSR2)
+sys.exit(min(1, sum(os.path.getsize(file.name) for file in files)))
+"""
+
+
+def test_closed_on_another_thread_it_writes_to_no_file_of_the_scripts(
+    path: Path, shm_dir: Path
+) -> None:
+    """Python itself writes a byte for each signal, to the descriptor that it was given."""
+    process = python(CLOSED_ELSEWHERE, path, shm_dir)
+    try:
+        assert process.wait(50) == 0
     finally:
         end(process)

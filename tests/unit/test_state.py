@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -261,18 +262,25 @@ def with_weight(weight: torch.Tensor) -> TrainingState:
     return TrainingState(model, {})
 
 
+def nested(*parts: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a prototype
+        return torch.nested.nested_tensor(list(parts))
+
+
 @pytest.mark.parametrize(
     ("make", "way_out"),
     [
         (lambda: nn.Parameter(torch.eye(2).to_sparse()), "Keep it dense"),
         (lambda: nn.Parameter(torch.empty(2, 2, device="meta")), "Materialise"),
+        (lambda: nested(torch.ones(2), torch.ones(3)), "unbind()"),
         (lambda: torch.ones(1).expand(2, 2), "clone"),
         (lambda: torch.ones(2, 2, dtype=torch.complex64).conj(), "resolve_conj()"),
         (lambda: torch._neg_view(torch.ones(2, 2)), "resolve_neg()"),
         (nn.parameter.UninitializedParameter, "Run one forward pass"),
         (lambda: torch.ones(2).as_subclass(type("Odd", (torch.Tensor,), {})), "extra="),
     ],
-    ids=["sparse", "meta", "expanded", "conjugate", "negative", "lazy", "subclass"],
+    ids=["sparse", "meta", "nested", "expanded", "conjugate", "negative", "lazy", "subclass"],
 )
 def test_a_parameter_that_cannot_be_taken_is_named_with_a_way_out(
     make: Callable[[], torch.Tensor], way_out: str

@@ -1,0 +1,75 @@
+"""Events tell where a version's seconds went: what is made slow is what they say is slow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt import copyplan, localstore, snapshot
+from tierckpt.capture import Capture
+from tierckpt.testing import TinyJob
+
+SLOW_SECONDS = 0.1
+"""At least so much is told of what sleeps for so long, on however busy a machine."""
+
+
+def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(SLOW_SECONDS)
+        return function(*args, **kwargs)
+
+    return slow
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "event", "told"),
+    [
+        (Capture, "take", "sealed", "boundary"),
+        (copyplan.Binding, "copy_block", "sealed", "copy"),
+        (snapshot, "digest", "sealed", "checksum"),
+        (snapshot.Snapshot, "barrier", "sealed", "sealed_after"),
+        (localstore.LocalStore, "_write_manifest", "committed", "commit"),
+    ],
+)
+def test_what_is_slow_is_told(
+    owner: Any,
+    name: str,
+    event: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    path: Path,
+    shm_dir: Path,
+) -> None:
+    settings = {"shm_dir": shm_dir, "agent": "inline", "local_every_steps": 1}
+    with TinyJob(path, **settings) as job:
+        job.checkpointer._underway.release_early = told != "sealed_after"
+        original = getattr(owner, name)
+        slow = slowly(original)
+        static = isinstance(vars(owner).get(name), staticmethod)
+        monkeypatch.setattr(owner, name, staticmethod(slow) if static else slow)
+        job.run(3)
+        monkeypatch.setattr(owner, name, staticmethod(original) if static else original)
+    found = [e.seconds for e in job.events if e.name == event]
+    assert found
+    assert max(seconds[told] for seconds in found) >= SLOW_SECONDS
+    for seconds in found:
+        if event == "sealed":
+            assert seconds["stall"] == seconds["boundary"] + seconds["barrier"]
+
+
+def test_a_barrier_that_waits_is_told(
+    monkeypatch: pytest.MonkeyPatch, path: Path, shm_dir: Path
+) -> None:
+    """The step is at the barrier while what it must not tear is copied."""
+    slow = slowly(copyplan.Binding.copy_block)
+    with TinyJob(path, shm_dir=shm_dir, agent="inline") as job:
+        job.checkpointer._underway.release_early = False
+        with monkeypatch.context() as patch:
+            patch.setattr(copyplan.Binding, "copy_block", slow)
+            job.run(3)
+    sealed = [e.seconds for e in job.events if e.name == "sealed"]
+    assert max(seconds["barrier"] for seconds in sealed) >= SLOW_SECONDS
