@@ -143,7 +143,8 @@ class Hook:
         in the order in which gradients came. Other buckets are other sums: three ranks and more
         round differently in the first step after a restart. So the first pass is played: zero
         gradients come in the saved order, and nothing is reduced. It is none of the user's: their
-        hooks on parameters are not called, and the random streams stay where they are.
+        hooks on parameters are not called (those on autograd's own nodes are), and the random
+        streams stay where they are.
         """
         ddp, params = self._ddp, self._params
         trained = [self._number[id(p)] for p in self._reduced if p.requires_grad]

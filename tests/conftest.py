@@ -110,7 +110,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[None]:
-    """Fails the test that leaves a thread, a descriptor, a process or shared memory behind."""
+    """Fails the test that leaves a thread, a descriptor, a process or shared memory behind; but
+    for what lies under its own `shm_dir`, which tests look at that are about it."""
     before = belongings(shm_root)
     yield
     if SHARED & set(request.fixturenames):

@@ -56,6 +56,12 @@ from .wording import some
 WAIT_SECONDS = 60.0
 MEET_SECONDS = 30.0
 """At the end of a process: how long to wait for the other ranks before ending alone."""
+ORPHANS = (
+    "{names}: an optimizer steps this parameter, and the model has it no more (did the forward "
+    "pass put another one in its place?). A job that is started again, whose optimizer has the model's, "
+    "will refuse this state but for restore(strict=False). Change values in place, without "
+    "gradients, or make them a buffer; or give the optimizer the new parameter"
+)
 
 
 class Checkpointer:
@@ -96,6 +102,7 @@ class Checkpointer:
     """See `own_vote`; 0 until there was one."""
     restored: Restored
     """What the last `restore()` did."""
+    _told_of_orphans = False
     _went_back = False
     """It was asked for an older version than there is."""
 
@@ -597,7 +604,11 @@ class Checkpointer:
         if "persistent" in levels:
             self._levels.onward.flush_when_safe(id_, self._at())
         with torch.inference_mode(False):  # an evaluation's; what is made here is used again
-            return self._underway.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
+            taken = self._underway.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
+        if self.state.orphans and not self._told_of_orphans:
+            self._told_of_orphans = True
+            self._warn(ORPHANS.format(names=some(self.state.orphans)))
+        return taken
 
     def _head(self) -> Head:
         return Head(

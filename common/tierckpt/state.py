@@ -89,6 +89,9 @@ class TrainingState:
         self._buffer_dicts: list[dict[str, Any]] = []
         self._buffer_names: tuple[list[Any], ...] = ()
         self._names: dict[int, str] = {}
+        self._of_model: dict[int, str] = {}
+        self.orphans: list[str] = []
+        """What parameters were called that optimizers still step, and the model has no more."""
         self.assumed_alike: set[int] = set()
         """`id()`s of those of `reduced` that nobody trains, and so nobody reduces: alike, unless a
         version has them as every rank's own."""
@@ -110,11 +113,15 @@ class TrainingState:
         self._modules = list(self.model.modules())
         self._buffer_names = ()
         self._find_extra_states()
-        self._names = {id(p): n for n, p in named_parameters(self.model)}
+        before = self._of_model
+        self._of_model = {id(p): n for n, p in named_parameters(self.model)}
+        self._names = dict(self._of_model)
         for label, optimizer in self.optimizers.items():
             for g, group in enumerate(optimizer.param_groups):
                 for i, param in enumerate(group["params"]):
                     self._names.setdefault(id(param), f"{label}.group{g}.param{i}")
+        gone = [n for i, n in before.items() if i in self._names and i not in self._of_model]
+        self.orphans = [*self.orphans, *gone]
 
     def _find_extra_states(self) -> None:
         found = ExtraStates(self.model)

@@ -434,3 +434,16 @@ def test_a_replaced_layer_is_what_is_stored(
         assert job.checkpointer.restore().version == 6
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_a_parameter_that_takes_anothers_place_is_told_of_at_once(
+    path: Path, settings: dict[str, Any]
+) -> None:
+    """And once: the optimizer goes on with the old one, which no job started again will have."""
+    model = Net()
+    with Job(path, settings, model) as job:
+        for _ in range(3):
+            model.weight = nn.Parameter(torch.ones(6, 3))
+            job.run(1)
+        (said,) = [e for e in job.events if "in its place" in e.message]
+    assert said.message.startswith("weight: an optimizer steps this parameter")
