@@ -58,9 +58,9 @@ MEET_SECONDS = 30.0
 """At the end of a process: how long to wait for the other ranks before ending alone."""
 ORPHANS = (
     "{names}: an optimizer steps this parameter, and the model has it no more (did the forward "
-    "pass put another one in its place?). A job that is started again, whose optimizer has the model's, "
-    "will refuse this state but for restore(strict=False). Change values in place, without "
-    "gradients, or make them a buffer; or give the optimizer the new parameter"
+    "pass put another one in its place?). A job that is started again, whose optimizer has the "
+    "model's, will refuse this state but for restore(strict=False). Change values in place, "
+    "without gradients, or make them a buffer; or give the optimizer the new parameter"
 )
 
 

@@ -18,7 +18,7 @@ from .modulenames import FIXED, parameter_of, path_of
 from .newtensors import NewTensors
 from .outline import Contents
 from .shardfile import ShardHeader, decode_header
-from .state import TrainingState
+from .state import TrainingState, optimizer_class
 
 
 class Loader:
@@ -212,7 +212,11 @@ class Loader:
         for temp, live in self._reordered:
             live.copy_(temp)
         for label, optimizer in self.state.optimizers.items():
-            if label in self.structure:
+            if label not in self.structure:
+                continue
+            if other := self._of_another_kind(label, optimizer, saved):
+                self.notices.append(other)
+            else:
                 self._finish_optimizer(label, optimizer, saved)
         per_rank = saved["extra_per_rank"] if self.shards == self.size else {}
         for which, told in (("extra", saved["extra"]), ("extra_per_rank", per_rank)):
@@ -226,6 +230,21 @@ class Loader:
                 f"the checkpoint is of {self.shards} rank(s), this job has {self.size}: per-rank "
                 f"objects were left as they are: {names}"
             )
+
+    def _of_another_kind(
+        self, label: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+    ) -> str:
+        """Where it could not step with what is stored, why that is left out; else empty. (Adam's
+        state is good for AdamW, which has the same options.)"""
+        was, now = self.structure[label]["class"], optimizer_class(optimizer)
+        theirs = {name for options in saved["groups"][label] for name in options}
+        ours = {name for group in optimizer.param_groups for name in group}
+        if was == now or theirs == ours - {"params", "param_names"}:
+            return ""
+        name = f"optimizer {label!r}" if label else "the optimizer"
+        return (
+            f"{name} is a {now}, and the checkpoint's a {was}: its state and options were left out"
+        )
 
     def _finish_optimizer(
         self, label: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]

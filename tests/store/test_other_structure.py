@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import tierckpt
 from tierckpt.errors import StateMismatchError
 from tierckpt.testing import TinyJob
 from tierckpt.testing.jobs import tiny_model
@@ -76,3 +78,44 @@ def test_not_strict_loads_what_fits_and_leaves_the_rest(closed: Path, settings: 
         accepted = [e.message for e in job.heard("notice") if "accepted" in e.message]
         assert len(accepted) == 2
         job.run(6)
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+MAKERS: dict[str, Make] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.5),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "taken"),
+    [("SGD", "Adam", False), ("Adam", "SGD", False), ("Adam", "AdamW", True)],
+)
+def test_another_optimizers_state_is_taken_where_it_can_step_with_it(
+    before: str, after: str, taken: bool, path: Path, settings: Any
+) -> None:
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step()
+
+    given = {"agent": "inline", **settings}
+    model = torch.nn.Linear(2, 2)
+    optimizer = MAKERS[before](model.parameters())
+    with tierckpt.Checkpointer(model, optimizer, path=path, **given) as ckpt:
+        step(model, optimizer)
+        ckpt.step()
+    events: list[tierckpt.Event] = []
+    again = torch.nn.Linear(2, 2)
+    other = MAKERS[after](again.parameters())
+    options = set(other.param_groups[0])
+    with tierckpt.Checkpointer(again, other, path=path, on_event=events.append, **given) as ckpt:
+        assert ckpt.restore(strict=False).version == 1
+        assert torch.equal(again.weight, model.weight)
+        assert bool(other.state[again.weight]) is taken
+        assert set(other.param_groups[0]) == options
+        said = [e for e in events if "its state and options were left out" in e.message]
+        assert len(said) == (not taken)
+        step(again, other)
+        ckpt.step()
