@@ -198,7 +198,7 @@ def test_a_request_in_the_directory_ends_the_job(ranks: Any, tmp_path: Path, shm
     zero, one = ranks(2).run(requested, Place.under(tmp_path, shm_dir))
     assert zero == one
     assert zero[1] == [zero[0]], "one version, taken where all learned of it"
-    assert zero[0] >= 4
+    assert zero[0] >= 3, "no sooner than one boundary behind the request"
 
 
 # --- nodes that are not well ---------------------------------------------------------------------
