@@ -148,8 +148,8 @@ class Checkpointer(tierckpt.Checkpointer):
 
     def _tell_of_cut(self) -> None:
         if self._iterations.steps:
-            names = [name or "the optimizer" for name in self._accumulating()]
-            text = CUT.format(version=self.steps_made, names=some(names or ["an optimizer"]))
+            names = self._accumulating() or ["an optimizer"]  # another rank's
+            text = CUT.format(version=self.steps_made, names=some(names))
         else:
             text = ACCUMULATED.format(version=self.version, at=self._at())
         self._say(text, logging.WARNING)
@@ -209,6 +209,15 @@ def is_horovod(optimizer: Any) -> bool:
     return type(optimizer).__module__ == "horovod.torch.optimizer"
 
 
+def is_plain(label: str, optimizer: Any) -> str:
+    """In words, of one that is not Horovod's."""
+    kind = type(optimizer)
+    return (
+        f"optimizer {label!r} is a {kind.__name__} of {kind.__module__}, not what "
+        "hvd.DistributedOptimizer returned"
+    )
+
+
 def in_elastic_job() -> bool:
     """Whether Horovod's launcher lets ranks come and go."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
@@ -243,10 +252,8 @@ def _check_optimizer(label: str, optimizer: Any, horovods: Iterable[Any]) -> Non
     if not is_horovod(optimizer):
         if horovods and _held(horovods).keys().isdisjoint(_held([optimizer])):
             return
-        name = f"optimizer {label!r}" if label else "the optimizer"
         raise tierckpt.ConfigError(
-            f"{name} is a {type(optimizer).__name__} of {type(optimizer).__module__}, not what "
-            "hvd.DistributedOptimizer returned. Horovod's does not share its state with the one "
+            f"{is_plain(label, optimizer)}. Horovod's does not share its state with the one "
             "it was made from, so pass the one whose step() is called"
         )
     if hasattr(optimizer, "_starting_models"):

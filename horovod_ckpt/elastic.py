@@ -41,7 +41,7 @@ from tierckpt.extras import PLAIN_VALUES
 from tierckpt.scripts import close_at_exit
 
 from .attributes import Attributes, refuse_names
-from .checkpointer import Checkpointer, is_horovod
+from .checkpointer import Checkpointer, is_horovod, is_plain
 from .live import NOT_SOUND, Condition, Live, left_by, left_half_way
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
@@ -305,9 +305,6 @@ class TorchState(State):  # type: ignore[misc]
     def _roll_back(self, ckpt: _Checkpointer) -> None:
         newest = ckpt.version
         try:
-            # The copy under way is that of the last commit, and good: no step changed anything yet.
-            ckpt.catch_up()
-            ckpt.complete()
             restored = ckpt.restore()
         except HorovodInternalError:
             self._let_go(Condition.UNSOUND)  # the script has given up what is in the models
@@ -381,8 +378,7 @@ def _refuse_plain_ones(optimizers: Mapping[str, Any]) -> None:
     for name, each in optimizers.items():
         if not is_horovod(each):
             raise ConfigError(
-                f"optimizer {name!r} is a {type(each).__name__} of {type(each).__module__}, not "
-                "what hvd.DistributedOptimizer returned. Beside one of these, a plain one steps "
+                f"{is_plain(name, each)}. Beside one of these, a plain one steps "
                 "what is each rank's own, which an elastic job, whose ranks come and go, cannot "
                 "give to those that come. Give it to hvd.DistributedOptimizer, and the state what "
                 "that returns (Horovod's does not share its state with the one it was made from)"

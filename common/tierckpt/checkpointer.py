@@ -102,7 +102,6 @@ class Checkpointer:
     """See `own_vote`; 0 until there was one."""
     restored: Restored
     """What the last `restore()` did."""
-    _told_of_orphans = False
     _went_back = False
     """It was asked for an older version than there is."""
 
@@ -240,7 +239,7 @@ class Checkpointer:
         self.iteration += 1
         if mixed:
             self._warn_of_two_counts()
-        if self._iterations.steps and not self._closed and not self._is_a_copy():
+        if self._iterations.steps and not self._over:
             self._boundary()
 
     def _warn_of_two_counts(self) -> None:
@@ -398,12 +397,14 @@ class Checkpointer:
     def _refuse_closed(self, what: str, error: type[TierckptError]) -> None:
         if self._closed:
             raise error(f"{what} after close() or abandon(): make another Checkpointer")
-        if self._is_a_copy():
+        if self._over:
             raise error(f"{what} in a forked child: the Checkpointer is its parent's")
 
-    def _is_a_copy(self) -> bool:
-        """This process was forked, and what there is of checkpoints is its parent's."""
-        return os.getpid() != self._process
+    @property
+    def _over(self) -> bool:
+        """Nothing is to be done any more: it ended, or this is a forked child, and what there is of
+        checkpoints is its parent's."""
+        return self._closed or os.getpid() != self._process
 
     @property
     def steps_made(self) -> int:
@@ -424,7 +425,7 @@ class Checkpointer:
         are not at the same step. Nor where `restore(version=...)` went back and no step was made:
         what is newer stays.
         """
-        if self._closed or self._is_a_copy():
+        if self._over:
             return
         self._halting.be_calm()
         remove = self._finish()
@@ -497,7 +498,7 @@ class Checkpointer:
         where that takes a few seconds at most and no optimizer has begun its step. With
         `commit_newest` the newest version in memory is written to local.
         """
-        if self._closed or self._is_a_copy():
+        if self._over:
             return
         try:
             self._underway.last_chance()
@@ -511,7 +512,7 @@ class Checkpointer:
         """At the end of a process: `close()` if all ranks get here within MEET_SECONDS, else every
         rank by itself makes durable what it has. A rank may have ended with an error that cannot be
         seen from here, so this never enters a collective that could hang."""
-        if self._closed or self._is_a_copy():
+        if self._over:
             return
         if self.group.meet(MEET_SECONDS):
             self.close()
@@ -544,7 +545,7 @@ class Checkpointer:
         `sys.exit(0)` is none, but for ranks that may not all come to it."""
         if kind is None:
             self.close()
-        elif isinstance(error, SystemExit) and error.code in (None, 0):
+        elif ending.is_orderly(error):
             self.close_or_abandon()
         else:
             self.abandon()
@@ -605,9 +606,8 @@ class Checkpointer:
             self._levels.onward.flush_when_safe(id_, self._at())
         with torch.inference_mode(False):  # an evaluation's; what is made here is used again
             taken = self._underway.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
-        if self.state.orphans and not self._told_of_orphans:
-            self._told_of_orphans = True
-            self._warn(ORPHANS.format(names=some(self.state.orphans)))
+        if orphans := self.state.new_orphans():
+            self._warn(ORPHANS.format(names=some(orphans)))
         return taken
 
     def _head(self) -> Head:
@@ -639,11 +639,10 @@ class Checkpointer:
 
     def _restore(self, version: int | None, strict: bool, bar: Progress) -> Restored:
         begin = time.perf_counter()
+        # What is being copied is good: no step has changed anything yet.
         self.catch_up()  # the copier may wait for a vote
-        self._underway.last_chance()
-        self._underway.give_up("restore() was called, and it was not copied yet")
+        self.complete()
         self._agreement.void()
-        self._underway.finish()
         self._agent.wait(None)
         self._collect()
         comeback = Comeback(

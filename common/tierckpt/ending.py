@@ -22,6 +22,11 @@ NOTICE_SECONDS = 5.0
 """When a wait for the disk, for other nodes or for the persistent level is longer, it is said."""
 
 
+def is_orderly(error: BaseException | None) -> bool:
+    """True for `sys.exit(0)`, which ends a script and is no failure."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
 def no_moment(group: Group, steps_made: int, torn: bool, stepping: Iterable[str]) -> str:
     """Why what is live now is no version: it is not of one moment on all ranks; empty if it is.
     Collective. `stepping` names optimizers whose step began and did not end."""

@@ -257,13 +257,13 @@ class Iterations:
     def _before_forward(self, module: torch.nn.Module, *_: Any) -> None:
         if not self._since or self.stepping or not self.automatic():
             return
-        if os.getpid() != self._process:
-            return  # a forked child has the hook as well, and neither the agent nor its threads
         if module.training and torch.is_grad_enabled():
             self._guess()
 
     def _guess(self) -> None:
         """A boundary of a loop that does not tell any."""
+        if os.getpid() != self._process:
+            return  # a forked child has the hooks as well, and neither the agent nor its threads
         if self._mode == "auto":
             self._tell(GUESSING, logging.WARNING)
         self.guessed = True

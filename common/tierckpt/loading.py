@@ -241,9 +241,9 @@ class Loader:
         ours = {name for group in optimizer.param_groups for name in group}
         if was == now or theirs == ours - {"params", "param_names"}:
             return ""
-        name = f"optimizer {label!r}" if label else "the optimizer"
         return (
-            f"{name} is a {now}, and the checkpoint's a {was}: its state and options were left out"
+            f"optimizer {label!r} is a {now}, and the checkpoint's a {was}: its state and options "
+            "were left out"
         )
 
     def _finish_optimizer(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import attach
+from . import attach, ending
 from .checkpointer import Checkpointer
 from .config import load_config
 from .errors import ConfigError
@@ -79,13 +78,13 @@ def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], No
 
     As `Checkpointer.close_or_abandon` does it: scripts end their communication before they end.
     """
-    pid = os.getpid()
 
     def close() -> None:
         checkpointer = current()
-        if checkpointer is None or os.getpid() != pid:
-            return  # or a forked child's copy
-        if _failed():
+        if checkpointer is None:
+            return
+        error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+        if error is not None and not ending.is_orderly(error):  # the script failed
             checkpointer.abandon()
         else:
             checkpointer.close_or_abandon()
@@ -99,9 +98,3 @@ def close_now() -> None:
     down before: behind that, there is nobody to end together with."""
     for close in tuple(_ends):
         close()
-
-
-def _failed() -> bool:
-    """Whether the script is ending, or has ended, with an exception."""
-    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
-    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))

@@ -121,16 +121,13 @@ class Signals:
     # --- handlers ------------------------------------------------------------------------------
 
     def _install(self, number: signal.Signals) -> None:
-        previous = signal.getsignal(number)
-        owner = _owner(previous)
-        if owner is not None and owner._over:
-            previous = owner._previous[number]
-        elif previous is signal.SIG_IGN:
+        found = signal.getsignal(number)
+        if found is signal.SIG_IGN:
             self.left_alone[number] = "this process was told to ignore it"
-        elif previous is None or (previous is signal.SIG_DFL and _caught(number)):
+        elif found is None or (found is signal.SIG_DFL and _caught(number)):
             self.left_alone[number] = "a handler that is not Python's is there (faulthandler's?)"
-        if number not in self.left_alone:
-            self._previous[number] = previous
+        else:
+            self._previous[number] = _behind_the_ended(found, number)
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -150,12 +147,10 @@ class Signals:
 
     def _restore_handlers(self) -> None:
         for number, previous in self._previous.items():
-            # Somebody who chained to us stays where they are; of us, who ended before is gone.
-            while (owner := _owner(previous)) is not None and owner._over:
-                previous = owner._previous[number]
+            # Somebody who chained to us stays where they are.
             if signal.getsignal(number) == self._on_signal:
                 with contextlib.suppress(ValueError):  # closed on another thread than made
-                    signal.signal(number, previous)
+                    signal.signal(number, _behind_the_ended(previous, number))
 
     # --- the thread ----------------------------------------------------------------------------
 
@@ -231,6 +226,13 @@ def _owner(handler: Any) -> Signals | None:
     """Whose handler it is, of ours."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, Signals) else None
+
+
+def _behind_the_ended(handler: Any, number: int) -> Any:
+    """Itself; or what was there before, where it is one of ours that is closed."""
+    while (owner := _owner(handler)) is not None and owner._over:
+        handler = owner._previous[signal.Signals(number)]
+    return handler
 
 
 def _caught(number: signal.Signals) -> bool:

@@ -90,8 +90,7 @@ class TrainingState:
         self._buffer_names: tuple[list[Any], ...] = ()
         self._names: dict[int, str] = {}
         self._of_model: dict[int, str] = {}
-        self.orphans: list[str] = []
-        """What parameters were called that optimizers still step, and the model has no more."""
+        self._orphans: list[str] = []
         self.assumed_alike: set[int] = set()
         """`id()`s of those of `reduced` that nobody trains, and so nobody reduces: alike, unless a
         version has them as every rank's own."""
@@ -120,8 +119,14 @@ class TrainingState:
             for g, group in enumerate(optimizer.param_groups):
                 for i, param in enumerate(group["params"]):
                     self._names.setdefault(id(param), f"{label}.group{g}.param{i}")
-        gone = [n for i, n in before.items() if i in self._names and i not in self._of_model]
-        self.orphans = [*self.orphans, *gone]
+        here, held = self._of_model, self._names
+        self._orphans += [n for i, n in before.items() if i in held and i not in here]
+
+    def new_orphans(self) -> list[str]:
+        """What parameters were called that optimizers still step, and the model has no more; each
+        is told once."""
+        found, self._orphans = self._orphans, []
+        return found
 
     def _find_extra_states(self) -> None:
         found = ExtraStates(self.model)

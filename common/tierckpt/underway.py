@@ -117,8 +117,8 @@ class Underway:
         self.finish()
 
     def last_chance(self) -> None:
-        """The job ends here or goes back, in the middle of an iteration perhaps. No optimizer has
-        begun its step, so what is being copied is as it was: it is completed, if that is quick."""
+        """The job ends here, in the middle of an iteration perhaps. No optimizer has begun its
+        step, so what is being copied is as it was: let it be completed, if that takes not long."""
         if self.snapshot is not None:
             self.snapshot.release_all()
             if self.snapshot.wait_done(LAST_CHANCE_SECONDS):

@@ -357,16 +357,24 @@ def test_training_goes_on_from_a_restore_after_an_iteration_cut_short(
     check_gone_on(pool.run(gone_on_after, cut, name, Place.under(tmp_path, shm_dir)))
 
 
-def gone_on_with_another_checkpointer(place: Place) -> tuple[int, str]:
-    """As a `with` block does, whose exception is caught."""
+def gone_on_with_another_checkpointer(
+    place: Place, cut: Callable[[HorovodJob, int], None], anew: bool
+) -> tuple[int, str]:
+    """As a `with` block does, whose exception is caught; the script keeps model and optimizer, and
+    starts Horovod `anew`, or does not."""
     job = make_horovod_job()
     first = attach(job, place).ckpt
     train(job, first, range(3))
     with pytest.raises(CutShortError):
-        in_the_backward_of_rank_0(job, 3)
+        cut(job, 3)
     for module in job.model.modules():
         module._backward_hooks.clear()
     first.abandon()
+    if anew:
+        hvd = horovod()
+        hvd.barrier()
+        hvd.shutdown()
+        hvd.init()
     second = attach(job, place).ckpt
     restored = second.restore()
     train(job, second, range(restored, 6))
@@ -374,40 +382,19 @@ def gone_on_with_another_checkpointer(place: Place) -> tuple[int, str]:
     return int(restored), exact.digest(job.replicated())
 
 
+@pytest.mark.parametrize(
+    ("cut", "anew"),
+    [
+        pytest.param(in_the_backward_of_rank_0, False, id="in the same life of Horovod"),
+        pytest.param(before_the_forward_of_rank_0, True, id="in another one"),
+    ],
+)
 def test_another_checkpointer_may_take_up_what_was_cut_short(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+    cut: Any, anew: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
+    """In another life a rank waits for none of what others had launched in the one before."""
     place = Place.under(tmp_path, shm_dir)
-    one, other = ranks(2, HOROVODRUN).run(gone_on_with_another_checkpointer, place)
-    assert one == other
-    assert one[0] == 3
-
-
-def gone_on_in_another_life(place: Place) -> tuple[int, str]:
-    """The script starts Horovod anew, and keeps model and optimizer."""
-    hvd = horovod()
-    job = make_horovod_job()
-    first = attach(job, place).ckpt
-    train(job, first, range(3))
-    with pytest.raises(CutShortError):
-        before_the_forward_of_rank_0(job, 3)
-    first.abandon()
-    hvd.barrier()
-    hvd.shutdown()
-    hvd.init()
-    second = attach(job, place).ckpt
-    restored = second.restore()
-    train(job, second, range(restored, 6))
-    second.close()
-    return int(restored), exact.digest(job.replicated())
-
-
-def test_what_was_cut_short_ends_with_horovods_life(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    """A rank waits for none of what others had launched in the life before."""
-    place = Place.under(tmp_path, shm_dir)
-    one, other = ranks(2, HOROVODRUN).run(gone_on_in_another_life, place)
+    one, other = ranks(2, HOROVODRUN).run(gone_on_with_another_checkpointer, place, cut, anew)
     assert one == other
     assert one[0] == 3
 

@@ -47,12 +47,9 @@ def test_what_is_slow_is_told(
     settings = {"shm_dir": shm_dir, "agent": "inline", "local_every_steps": 1}
     with TinyJob(path, **settings) as job:
         job.checkpointer._underway.release_early = told != "sealed_after"
-        original = getattr(owner, name)
-        slow = slowly(original)
-        static = isinstance(vars(owner).get(name), staticmethod)
-        monkeypatch.setattr(owner, name, staticmethod(slow) if static else slow)
-        job.run(3)
-        monkeypatch.setattr(owner, name, staticmethod(original) if static else original)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, slowly(getattr(owner, name)))
+            job.run(3)
     found = [e.seconds for e in job.events if e.name == event]
     assert found
     assert max(seconds[told] for seconds in found) >= SLOW_SECONDS
