@@ -150,7 +150,7 @@ def test_the_next_version_has_it_as_it_is(
         change(job)
         job.run(2)
         wanted = {name: t.clone() for name, t in job.model.state_dict().items()}
-        assert job.failures() == []
+    assert job.failures() == []
     with Job(path, settings, Net(), plain) as again:
         change(again)
         with torch.no_grad():
@@ -176,7 +176,8 @@ def test_what_an_optimizer_keeps_costs_one_version(path: Path, settings: Any) ->
         kept.t_()
         job.run(2)
         wanted = kept.clone()
-        assert [text for text in job.failures() if "shape, stride or dtype" in text]
+    # Only now: the copier may tell of v3 after the boundary of v4.
+    assert [text for text in job.failures() if "shape, stride or dtype" in text]
     with Job(path, settings, square()) as again:
         assert again.checkpointer.restore() == 4
         assert torch.equal(again.optimizer.state[again.params[0]]["momentum_buffer"], wanted)
@@ -322,7 +323,7 @@ def test_it_comes_back_as_it_was(more: Callable[[], Any], path: Path, settings: 
     with Job(path, settings, nn.Linear(3, 3), make) as job:
         job.checkpointer.restore()
         job.run(3)
-        assert job.failures() == []
+    assert job.failures() == []
     with Job(path, settings, nn.Linear(3, 3), make) as again:
         assert again.checkpointer.restore() == 3
         for param in again.params:
@@ -428,7 +429,7 @@ def test_a_replaced_layer_is_what_is_stored(
         job.run(3)
         replace(model)
         job.run(3)
-        assert job.failures() == []
+    assert job.failures() == []
     again = make()
     with Job(path, settings, again, counting) as job:
         assert job.checkpointer.restore().version == 6
