@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from .events import Event
     from .group import Group, SingleGroup
+    from .offline.saved import Saved, load
     from .restore import Restored
     from .sampler import ResumableSampler
 
@@ -50,6 +51,8 @@ _HOME = {
     "Group": "group",
     "SingleGroup": "group",
     "Restored": "restore",
+    "Saved": "offline.saved",
+    "load": "offline.saved",
     "ResumableSampler": "sampler",
 }
 
@@ -67,12 +70,14 @@ __all__ = [
     "RestoreError",
     "Restored",
     "ResumableSampler",
+    "Saved",
     "SingleGroup",
     "StateMismatchError",
     "StateTornError",
     "TierckptError",
     "UnsupportedStateError",
     "__version__",
+    "load",
     "load_config",
 ]
 

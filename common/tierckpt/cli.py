@@ -8,6 +8,7 @@ what they need when they run: `tierckpt --help` is quick.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -140,7 +141,6 @@ def health(commands: Subparsers) -> None:
 
 
 def _health(args: argparse.Namespace, console: Console) -> None:
-    import os
     import socket
 
     from .health import Need, examine, parse_size
@@ -151,6 +151,62 @@ def _health(args: argparse.Namespace, console: Console) -> None:
     if problems:
         raise NodeHealthError({node: problems})
     console.print(f"node {node} is well: {', '.join(n.path for n in needs)}", soft_wrap=True)
+
+
+PLACES = (
+    "PATH is a job's path (that of one node, of several, or the folder in which all nodes have "
+    "theirs; {node} in it stands for any name), or its persistent_path, also as a URL, whose "
+    "client is told what TIERCKPT_PERSISTENT_STORAGE_OPTIONS says. What a job has in the memory of "
+    "this machine is found by its path. Nothing is changed."
+)
+
+
+def list_(commands: Subparsers) -> None:
+    """`tierckpt list PATH...`."""
+    parser = commands.add_parser(
+        "list",
+        help="tell which checkpoints there are, and which one a restart takes",
+        description=f"Tells which checkpoints there are, by their manifests. {PLACES}",
+    )
+    parser.add_argument("path", nargs="+", metavar="PATH")
+    parser.add_argument("--json", action="store_true", help="for other programs")
+    parser.set_defaults(run=_offline, action="list_versions")
+
+
+def verify(commands: Subparsers) -> None:
+    """`tierckpt verify PATH...`."""
+    parser = commands.add_parser(
+        "verify",
+        help="compare every byte of checkpoints with its checksum",
+        description="Reads every copy of every shard, and all parity. The exit status is 0 when "
+        f"all is sound, else 1. {PLACES}",
+    )
+    parser.add_argument("path", nargs="+", metavar="PATH")
+    parser.add_argument("--version", type=int, metavar="V", help="only this one")
+    parser.set_defaults(run=_offline, action="verify_versions")
+
+
+def export(commands: Subparsers) -> None:
+    """`tierckpt export PATH... OUT`."""
+    parser = commands.add_parser(
+        "export",
+        help="make one file of a checkpoint: the model, or all as torch.save has it",
+        description="OUT.safetensors gets the model's state_dict(), for evaluating it or giving it "
+        "away; OUT.pt all of it, as torch.save writes it: model, optimizer (or optimizers, by "
+        "their names), extra, version, iteration, metric. Takes the version that a restart would "
+        f"take, verified. In Python: tierckpt.load(PATH). {PLACES}",
+    )
+    parser.add_argument("path", nargs="+", metavar="PATH")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--version", type=int, metavar="V", help="this one")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    parser.set_defaults(run=_offline, action="export_version")
+
+
+def _offline(args: argparse.Namespace, console: Console) -> None:
+    from .offline import command
+
+    getattr(command, args.action)(args, console)
 
 
 def pin(commands: Subparsers) -> None:
@@ -226,6 +282,9 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
     halt,
     health,
     interval,
+    list_,
+    verify,
+    export,
     pin,
     unpin,
     takeover,
@@ -244,7 +303,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         args.run(args, Console(highlight=False, markup=False))
+        sys.stdout.flush()
     except TierckptError as error:
         print(f"tierckpt: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `| head`; nor is anything to be flushed to it at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0

@@ -50,7 +50,7 @@ class Plan:
         specs = [tree.spec_of(t, n) for n, t, _ in entries]
         self.buffers = _Buffers([*state.buffer_entries(walk), *own])
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
-        self.structure = state.structure()
+        self.structure, self._tied = state.structure(), state.tied()
         self.has_odd = bool(walk.odd)
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self._containers = state.containers()
@@ -166,7 +166,7 @@ class Plan:
         if len(self._headers) == HEADERS:
             del self._headers[next(iter(self._headers))]
         room = rank_state_bytes + growth_bytes
-        self._headers[room] = encode_header(self.layout, room, self.structure)
+        self._headers[room] = encode_header(self.layout, room, self.structure, self._tied)
         return self._headers[room]
 
     def source(self, block: int) -> tuple[list[torch.Tensor], list[int]]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from . import tree
-from .copyplan import as_bytes
 from .errors import StateTornError
 from .extras import PLAIN_VALUES, PlainValues, load_extra
+from .filling import Filler
 from .layout import Piece, TensorSpec
 from .manifest import Manifest
 from .modulenames import FIXED, parameter_of, path_of
 from .newtensors import NewTensors
 from .outline import Contents
-from .shardfile import ShardHeader, decode_header
 from .state import TrainingState, optimizer_class
 
 
@@ -36,10 +34,7 @@ class Loader:
         self.own_specs = {spec.name: spec for spec in contents.own.specs}
         self._missing = contents.missing
         self._iteration = Manifest.decode(contents.own.manifest).iteration
-        self._header: ShardHeader | None = None
-        """Of the shard that is being loaded."""
-        self._offsets: list[int] = []
-        """Of its pieces."""
+        self._filler = Filler(self._place_of)
         self._shard_of: dict[str, int] = {}
         """From which shard comes what was every rank's own."""
         self._own: dict[str, None] = {}
@@ -183,29 +178,17 @@ class Loader:
         return self._new.make(spec, "cpu" if on_host else param.device)
 
     def load_window(self, shard: int, offset: int, window: memoryview) -> None:
-        """Copy what a part of a shard, from byte `offset` on, has of its pieces into place. Parts
-        come in order, and the first has the whole header."""
-        if offset == 0:
-            self._header = decode_header(window)
-            self._offsets = [piece.offset for piece in self._header.pieces]
-        header = self._header
-        assert header is not None
-        low = offset - header.header_bytes
-        high = low + len(window)
-        data = torch.frombuffer(window, dtype=torch.uint8)
-        first = max(bisect_right(self._offsets, low) - 1, 0)
-        for piece in header.pieces[first:]:
-            if piece.offset >= high:
-                break
-            target = self._targets.get(piece.spec.name)
-            if target is None or (piece.own and shard != self._shard_of[piece.spec.name]):
-                continue
-            if piece.own:
-                self._own[piece.spec.name] = None
-            begin, end = max(piece.offset, low), min(piece.offset + piece.nbytes, high)
-            if begin < end:
-                part = slice(begin - piece.offset, end - piece.offset)
-                _bytes_of(target, piece)[part].copy_(data[begin - low : end - low])
+        """Copy what a part of a shard has of its pieces into place: see `Filler.take`."""
+        self._filler.take(shard, offset, window)
+
+    def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
+        name = piece.spec.name
+        target = self._targets.get(name)
+        if target is None or (piece.own and shard != self._shard_of[name]):
+            return None
+        if piece.own:
+            self._own[name] = None
+        return target
 
     def finish(self, saved: dict[str, Any]) -> None:
         """Optimizer structure, options, the user's objects."""
@@ -312,11 +295,6 @@ def _on_device(value: Any, param: torch.Tensor) -> Any:
             for v in value
         )
     return value
-
-
-def _bytes_of(target: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The piece's bytes in the tensor it belongs to; both are in the same memory order."""
-    return as_bytes(tree.flat(target)[piece.start : piece.stop])
 
 
 def _same(spec: TensorSpec, live: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -62,24 +62,52 @@ def parameter_of(name: str) -> str:
 
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Every parameter once (tied weights under their first name)."""
-    return _once(
-        (_inside(prefix, name), param)
-        for prefix, module in named_modules(model)
-        for name, param in module._parameters.items()
-    )
+    return _once(_parameters(named_modules(model)))
 
 
 def named_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Every persistent buffer once, as `state_dict()` has them."""
-    return _once(
-        (_inside(prefix, name), buffer)
-        for prefix, module in named_modules(model)
-        for name, buffer in module._buffers.items()
-        if name not in module._non_persistent_buffers_set
-    )
+    return _once(_buffers(named_modules(model)))
 
 
-def _once(named: Iterable[tuple[str, torch.Tensor | None]]) -> list[tuple[str, torch.Tensor]]:
+def other_names(model: torch.nn.Module) -> dict[str, str]:
+    """What `state_dict()` has under further names (tied weights, a layer used twice), and the name
+    under which the two above have it."""
+    found: dict[str, str] = {}
+    for tensors_of in (_parameters, _buffers):
+        first = {id(tensor): name for name, tensor in _once(tensors_of(named_modules(model)))}
+        for name, tensor in tensors_of(_under_every_name("", model)):
+            if tensor is not None and first[id(tensor)] != name:
+                found[name] = first[id(tensor)]
+    return found
+
+
+Modules = Iterable[tuple[str, torch.nn.Module]]
+Named = Iterator[tuple[str, torch.Tensor | None]]
+
+
+def _under_every_name(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    yield name, module
+    inner = wrapped(module)
+    for own, child in module._modules.items():
+        if child is not None:
+            yield from _under_every_name(name if child is inner else _inside(name, own), child)
+
+
+def _parameters(modules: Modules) -> Named:
+    for prefix, module in modules:
+        for name, param in module._parameters.items():
+            yield _inside(prefix, name), param
+
+
+def _buffers(modules: Modules) -> Named:
+    for prefix, module in modules:
+        for name, buffer in module._buffers.items():
+            if name not in module._non_persistent_buffers_set:
+                yield _inside(prefix, name), buffer
+
+
+def _once(named: Named) -> list[tuple[str, torch.Tensor]]:
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in named:
         if tensor is not None:
@@ -92,6 +120,7 @@ __all__ = [
     "named_buffers",
     "named_modules",
     "named_parameters",
+    "other_names",
     "parameter_of",
     "path_of",
     "unwrap",

@@ -86,7 +86,7 @@ class Parities:
         self._checks.append((source, self._pool.submit(self._check, source, record, file)))
 
     def _check(self, source: ParitySource, record: ParityManifest, file: MappedFile) -> None:
-        self._on_read(check_parity(record, _reader_of(file.view, file.bring), source.segments))
+        self._on_read(check_parity(record, reader_of(file.view, file.bring), source.segments))
 
     def records(self) -> list[tuple[ParityKey, bytes]]:
         """The manifests of this rank's, for the others."""
@@ -151,14 +151,14 @@ class Parities:
     def _image(self, shard: int, images: Mapping[int, Image]) -> Read:
         def read(offset: int, into: memoryview) -> None:
             image = images[shard]  # not there where the rebuild failed that was to make it
-            _reader_of(image.view, image.touch)(offset, into)
+            reader_of(image.view, image.touch)(offset, into)
 
         return read
 
     def _parity(self, key: ParityKey) -> Read:
         def read(offset: int, into: memoryview) -> None:
             _, file = self._mine[key]
-            _reader_of(file.view, file.bring)(offset, into)
+            reader_of(file.view, file.bring)(offset, into)
 
         return read
 
@@ -185,7 +185,7 @@ class Parities:
             close()
 
 
-def _reader_of(view: memoryview, touch: Bring) -> Read:
+def reader_of(view: memoryview, touch: Bring) -> Read:
     def read(offset: int, into: memoryview) -> None:
         touch(offset, offset + len(into))
         into[:] = view[offset : offset + len(into)]

@@ -8,7 +8,9 @@ its strides, block lengths) is in the header's `__metadata__`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from .errors import FormatError
@@ -52,6 +54,8 @@ class ShardHeader:
     data_bytes: int
     structure: dict[str, Any]
     """Optimizer classes and the members of their param groups."""
+    tied: dict[str, str] = field(default_factory=dict)
+    """Further names of parameters and buffers, and the name that each is stored under."""
 
     @property
     def tree_offset(self) -> int:
@@ -60,7 +64,10 @@ class ShardHeader:
 
 
 def encode_header(
-    layout: Layout, rank_state_bytes: int, structure: dict[str, object]
+    layout: Layout,
+    rank_state_bytes: int,
+    structure: Mapping[str, object],
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[bytes, int]:
     """Header for `layout` with room for `rank_state_bytes`; returns it and the data's length.
 
@@ -110,6 +117,7 @@ def encode_header(
         "pieces": json.dumps(table, separators=(",", ":")),
         "blocks": json.dumps(runs(blocks), separators=(",", ":")),
         "structure": json.dumps(structure, separators=(",", ":")),
+        **({"tied": json.dumps(tied, separators=(",", ":"))} if tied else {}),
     }
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text = text.ljust(round_up(8 + len(text), PAGE_BYTES) - 8)
@@ -136,10 +144,11 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
         check_version(metadata["format_version"], "shard")
         pieces = tuple(_decode_piece(row) for row in json.loads(metadata["pieces"]))
         structure = json.loads(metadata["structure"])
+        tied = dict(json.loads(metadata.get("tied", "{}")))
         blocks = tuple(unrun(json.loads(metadata["blocks"])))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise FormatError(f"not a shard header: {error!r}") from error
-    return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure)
+    return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure, tied)
 
 
 def _decode_piece(row: list[object]) -> Piece:

@@ -27,7 +27,7 @@ import torch
 from . import tree
 from .errors import ConfigError
 from .extras import EXTRA_STATES, ExtraStates, check_extra, pack_extra
-from .modulenames import named_buffers, named_parameters, unwrap
+from .modulenames import named_buffers, named_parameters, other_names, unwrap
 from .refusals import (
     refuse_odd_keys,
     refuse_optimizer,
@@ -292,6 +292,10 @@ class TrainingState:
             }
             for label, optimizer in self.optimizers.items()
         }
+
+    def tied(self) -> dict[str, str]:
+        """See `modulenames.other_names`."""
+        return other_names(self.model)
 
     def group_sizes(self) -> list[int]:
         """How many parameters are in each group, of all optimizers."""

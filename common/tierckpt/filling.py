@@ -1,0 +1,58 @@
+"""Filling: what windows of shards have of each piece, copied into the tensors it belongs to."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+
+import torch
+
+from . import tree
+from .copyplan import as_bytes
+from .layout import Piece
+from .shardfile import ShardHeader, decode_header
+
+
+class Filler:
+    """Shards come one after the other, each in windows; what it is given stays its owner's."""
+
+    header: ShardHeader | None = None
+    """Of the shard that came last."""
+
+    def __init__(self, place_of: Callable[[int, Piece], torch.Tensor | None]) -> None:
+        """`place_of(shard, piece)`: the tensor that the piece goes into, in the memory order that
+        its spec tells; None: nowhere."""
+        self._place_of = place_of
+        self._offsets: list[int] = []
+        """Of the header's pieces."""
+
+    def take(self, shard: int, offset: int, window: memoryview) -> None:
+        """Copy what a part of a shard, from byte `offset` on, has of its pieces into place. Parts
+        come in order, and the first has the whole header."""
+        if offset == 0:
+            self.header = decode_header(window)
+            self._offsets = [piece.offset for piece in self.header.pieces]
+        header = self.header
+        assert header is not None
+        low = offset - header.header_bytes
+        high = low + len(window)
+        data = torch.frombuffer(window, dtype=torch.uint8)
+        first = max(bisect_right(self._offsets, low) - 1, 0)
+        for piece in header.pieces[first:]:
+            if piece.offset >= high:
+                break
+            target = self._place_of(shard, piece)
+            if target is None:
+                continue
+            begin, end = max(piece.offset, low), min(piece.offset + piece.nbytes, high)
+            if begin < end:
+                part = slice(begin - piece.offset, end - piece.offset)
+                _bytes_of(target, piece)[part].copy_(data[begin - low : end - low])
+
+
+def _bytes_of(target: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The piece's bytes in the tensor it belongs to; both are in the same memory order."""
+    return as_bytes(tree.flat(target)[piece.start : piece.stop])
+
+
+__all__ = ["Filler"]

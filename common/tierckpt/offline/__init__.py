@@ -1,0 +1,3 @@
+"""Checkpoints without the job that made them: what there is (`survey`, `catalog`), whether it is
+sound (`soundness`), and its tensors (`saved`).
+"""

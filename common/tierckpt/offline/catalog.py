@@ -1,0 +1,148 @@
+"""A survey, version by version and level by level: the rows of `tierckpt list`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..images import OpenStore
+from ..inventory import LEVELS, Found, FoundParity, Place
+from ..localstore import LocalStore
+from ..manifest import Manifest
+from ..naming import ShardKey, VersionId, on_lineage
+from ..persistent import VersionName
+from ..slots import read_seal
+from .survey import Copy, Survey
+
+Group = tuple[VersionId, str, int, str]
+"""Version, life, number of shards, and level."""
+
+
+@dataclass
+class Row:
+    """What one level has of one version of one life."""
+
+    version: int
+    generation: int
+    life: str
+    level: str
+    shards: int
+    """Of the whole version."""
+    there: set[int] = field(default_factory=set)
+    """Shard numbers that were seen."""
+    parities: int = 0
+    """Of how many shards the parity was seen."""
+    places: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    """As stored, of the shards that were seen, each once."""
+    created_seconds: float | None = None
+    """Unix time of the seal; the persistent level does not tell."""
+    iteration: int | None = None
+    metric: float | None = None
+    encoded: bool = False
+    pinned: bool = False
+    is_past: bool = True
+    """False for what a later life went back behind: no restart takes it by itself."""
+    restartable: bool = False
+    """A restart that sees what was seen here can take this version."""
+    next: bool = False
+    """A restart that sees what was seen here takes this version, from this level."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Shards that this level was not seen to have."""
+        return [shard for shard in range(self.shards) if shard not in self.there]
+
+    def as_json(self) -> dict[str, Any]:
+        """For other programs."""
+        values = dict(vars(self))
+        values["missing"] = self.missing
+        values["there"] = len(self.there)
+        return values
+
+
+def rows_of(there: Survey) -> list[Row]:
+    """Oldest first, each version's levels cheapest first."""
+    lineages = {copy.key.id: copy.lineage for copy in there.copies}
+    past = lineages[max(lineages)] if lineages else ()
+    taken = there.plan()
+    rows = dict(_counted(there))
+    for (id_, life, _, level), row in rows.items():
+        row.is_past = on_lineage(id_, past)
+        row.pinned = (level, id_.generation, id_.version) in there.pinned
+        if taken is not None and (taken.id, taken.life) == (id_, life):
+            row.next = level in taken.levels or (level == "local" and "peer" in taken.levels)
+    _tell_what_can_be_restored(there, rows.values())
+    _add_details(there, rows)
+    return list(rows.values())
+
+
+def _counted(there: Survey) -> Iterator[tuple[Group, Row]]:
+    """In order; a local level's row has its parity, too."""
+    found: dict[Group, list[Found]] = {}
+    parities: dict[Group, list[FoundParity]] = {}
+    for each in there.found:
+        group = (each.key.id, each.life, each.key.shards, each.place.level)
+        found.setdefault(group, []).append(each)
+    for parity in there.parities:
+        group = (parity.key.id, parity.life, parity.key.shards, "local")
+        parities.setdefault(group, []).append(parity)
+    for group in sorted({*found, *parities}, key=lambda g: (*g[:3], LEVELS.index(g[3]))):
+        id_, life, shards, level = group
+        here: list[Copy] = [*found.get(group, ()), *parities.get(group, ())]
+        row = Row(id_.version, id_.generation, life, level, shards)
+        row.there = {each.key.shard for each in found.get(group, ())}
+        row.parities = len({each.key.shard for each in parities.get(group, ())})
+        row.places = sorted({each.place.where for each in here})
+        row.encoded = any(each.place.encoded for each in here)
+        yield group, row
+
+
+def _tell_what_can_be_restored(there: Survey, rows: Iterable[Row]) -> None:
+    known: dict[int, tuple[VersionId, str] | None] = {}
+    for row in rows:
+        if row.version not in known:
+            plan = there.plan(row.version)
+            known[row.version] = (plan.id, plan.life) if plan else None
+        row.restartable = known[row.version] == (VersionId(row.generation, row.version), row.life)
+
+
+def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
+    """What manifests say. Those that are gone meanwhile say nothing."""
+    seen: set[tuple[Group, int]] = set()
+    for each in there.found:
+        group = (each.key.id, each.life, each.key.shards, each.place.level)
+        if each.place.level == "persistent" or (group, each.key.shard) in seen:
+            continue
+        seen.add((group, each.key.shard))
+        if (manifest := manifest_at(each.key, each.place)) is not None:
+            row = rows[group]
+            row.nbytes += manifest.image_bytes
+            row.created_seconds = max(row.created_seconds or 0.0, manifest.created_seconds)
+            row.iteration = manifest.iteration
+            row.metric = manifest.metric if row.metric is None else row.metric
+            row.encoded |= manifest.encoding is not None
+    for (id_, life, shards, level), row in rows.items():
+        if level == "persistent":
+            _add_persistent(row, VersionName(id_, shards, life), there.open_store)
+
+
+def manifest_at(key: ShardKey, place: Place) -> Manifest | None:
+    """Of one copy in memory or on a disk; None where it is no longer there, or not sound."""
+    with suppress(Exception):
+        if place.level == "memory":
+            manifest = read_seal(Path(place.where))
+        else:
+            manifest = Manifest.decode(LocalStore(place.where).read_manifest(key))
+        return manifest if manifest is not None and manifest.key == key else None
+    return None
+
+
+def _add_persistent(row: Row, name: VersionName, open_store: OpenStore) -> None:
+    with suppress(Exception), closing(open_store(row.places[0])) as store:
+        manifest = store.read_manifest(name)
+        row.nbytes, row.iteration = manifest.nbytes, manifest.facts.iteration
+        row.metric = next(iter(manifest.facts.metrics.values()), None)

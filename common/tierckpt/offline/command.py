@@ -1,0 +1,239 @@
+"""`tierckpt list`, `verify` and `export`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, CorruptShardError
+from ..inventory import FoundParity
+from ..progress import Progress
+from .catalog import Row, rows_of
+from .survey import Survey, survey
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .saved import Saved
+
+MOST_TOLD = 8
+TITLES = ("version", "level", "shards", "size", "taken", "iteration", "metric", "")
+LEFT = ("level", "taken", "")
+PICKLES = (".pt", ".pth")
+
+
+# --- list ----------------------------------------------------------------------------------------
+
+
+def list_versions(args: argparse.Namespace, console: Console) -> None:
+    """A line for each version on each level."""
+    there = survey(args.path)
+    rows = rows_of(there)
+    if args.json:
+        told = {"versions": [row.as_json() for row in rows], "problems": there.troubles}
+        print(json.dumps(told, indent=1))
+        return
+    if rows:
+        _print_rows(rows, console)
+    else:
+        console.print(f"{', '.join(args.path)}: there are no checkpoints", soft_wrap=True)
+    for text in there.troubles:
+        console.print(f"cannot be read: {text}", soft_wrap=True)
+    if rows and not any(row.next for row in rows):
+        text = "no version is complete here: a restart needs what is on other nodes, or levels"
+        console.print(text, soft_wrap=True)
+
+
+def _print_rows(rows: Iterable[Row], console: Console) -> None:
+    """In columns, whatever the terminal's width: a line that is cut in two is no line any more."""
+    lines = [TITLES, *map(_cells, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(TITLES))]
+    for line in lines:
+        cells = (
+            cell.ljust(width) if title in LEFT else cell.rjust(width)
+            for cell, width, title in zip(line, widths, TITLES, strict=True)
+        )
+        console.print("  ".join(cells).rstrip(), soft_wrap=True)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        f"v{row.version}",
+        row.level,
+        f"{len(row.there)} of {row.shards}",
+        size_text(row.nbytes),
+        _time_text(row.created_seconds),
+        "" if row.iteration is None else str(row.iteration),
+        "" if row.metric is None else f"{row.metric:.6g}",
+        ", ".join(_notes(row)),
+    )
+
+
+def _notes(row: Row) -> list[str]:
+    notes = []
+    if row.next:
+        notes.append("a restart takes this")
+    elif not row.is_past:
+        notes.append("of a life that a later one went back behind")
+    elif not row.restartable:
+        notes.append("not complete")
+    if row.missing and row.there:
+        notes.append(f"without {_some(row.missing)}")
+    if row.parities:
+        notes.append(f"parity of {row.parities}")
+    if row.pinned:
+        notes.append("pinned")
+    if row.encoded:
+        notes.append("encoded")
+    return notes
+
+
+def _some(numbers: Sequence[int]) -> str:
+    more = ", ..." if len(numbers) > MOST_TOLD else ""
+    return ", ".join(map(str, numbers[:MOST_TOLD])) + more
+
+
+def size_text(nbytes: int) -> str:
+    """In decimal units, three digits."""
+    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g} {units[0]}" if nbytes else ""
+
+
+def _time_text(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+# --- verify --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Tally:
+    """Of one version on one level."""
+
+    copies: int = 0
+    nbytes: int = 0
+    bad: list[str] = field(default_factory=list)
+
+
+def verify_versions(args: argparse.Namespace, console: Console) -> None:
+    """Read every byte. Raises CorruptShardError where any is wrong, or nothing could be read."""
+    from .soundness import is_there, verify
+
+    there = survey(args.path)
+    counts: dict[str, _Tally] = {}
+    with closing(Progress(Progress.wanted(0, None))) as bar:
+        bar.begin("verifying")
+        for verdict in verify(there, bar, args.version):
+            key, place = verdict.copy.key, verdict.copy.place
+            if verdict.why and not is_there(verdict.copy, there):
+                continue
+            what = "parity" if isinstance(verdict.copy, FoundParity) else place.level
+            tally = counts.setdefault(f"{key.id} {what}", _Tally())
+            tally.copies += 1
+            tally.nbytes += verdict.nbytes
+            if verdict.why:
+                tally.bad.append(f"{key} in {place.where}: {verdict.why}")
+    for name, tally in counts.items():
+        said = f"{len(tally.bad)} DAMAGED" if tally.bad else "sound"
+        files = "copy" if tally.copies == 1 else "copies"
+        text = f"{name}: {tally.copies} {files}, {size_text(tally.nbytes) or '0 B'}: {said}"
+        console.print(text, soft_wrap=True)
+        for text in tally.bad:
+            console.print(f"  {text}", soft_wrap=True)
+    _judge(args, there, counts.values())
+
+
+def _judge(args: argparse.Namespace, there: Survey, tallies: Iterable[_Tally]) -> None:
+    if there.troubles:
+        raise CorruptShardError(f"not all can be read: {'; '.join(there.troubles[:MOST_TOLD])}")
+    if not (every := list(tallies)):
+        which = "no checkpoints" if args.version is None else f"no v{args.version}"
+        raise ConfigError(f"{', '.join(args.path)}: there is {which} to verify")
+    if bad := sum(len(tally.bad) for tally in every):
+        raise CorruptShardError(f"{bad} of {sum(t.copies for t in every)} copies are damaged")
+
+
+# --- export --------------------------------------------------------------------------------------
+
+
+def export_version(args: argparse.Namespace, console: Console) -> None:
+    """One version to one file, which appears when it is whole."""
+    out: Path = args.out
+    write = _writer_of(out)
+    if out.exists() and not args.force:
+        raise ConfigError(f"{out} is there already; --force replaces it")
+    from .saved import load
+
+    saved = load(args.path, args.version, model_only=write is _write_safetensors)
+    temp = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        temp.touch()  # with the rights that any new file has here; safetensors makes a private one
+        rights = temp.stat().st_mode & 0o777
+        write(saved, temp)
+        with temp.open("rb") as file:
+            os.fchmod(file.fileno(), rights)
+            os.fsync(file.fileno())
+        temp.replace(out)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from error
+    finally:
+        with suppress(OSError):
+            temp.unlink()
+    for text in saved.rejected:
+        console.print(f"passed over: {text}", soft_wrap=True)
+    levels = " and ".join(saved.levels)
+    nbytes = size_text(out.stat().st_size)
+    console.print(f"{out}: v{saved.version}, from {levels}, {nbytes}", soft_wrap=True)
+
+
+def _writer_of(out: Path) -> Any:
+    if out.suffix == ".safetensors":
+        return _write_safetensors
+    if out.suffix in PICKLES:
+        return _write_pickle
+    raise ConfigError(
+        f"{out}: its name says no format. .safetensors is the model alone; "
+        f"{' and '.join(PICKLES)} are all, as torch.save has it"
+    )
+
+
+def _write_safetensors(saved: Saved, out: Path) -> None:
+    """The model. What is tied is there under all its names, as a `state_dict()` has it."""
+    import torch
+
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ConfigError(f"{error}: pip install safetensors, or export to a .pt file") from error
+    tensors, seen = dict[str, torch.Tensor](), set[int]()
+    left_out = [name for name, value in saved.model.items() if not isinstance(value, torch.Tensor)]
+    if left_out:
+        raise ConfigError(
+            f"{left_out[0]} is no tensor (a module's get_extra_state), and safetensors has tensors "
+            "alone; export to a .pt file"
+        )
+    for name, tensor in saved.model.items():
+        tensors[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
+        seen.add(id(tensor))
+    facts = {"format": "pt", "version": str(saved.version), "iteration": str(saved.iteration)}
+    save_file(tensors, out, facts)
+
+
+def _write_pickle(saved: Saved, out: Path) -> None:
+    """What scripts that use `torch.save` have."""
+    import torch
+
+    several = set(saved.optimizers) != {"optimizer"}
+    optimizers = {"optimizers": saved.optimizers} if several else saved.optimizers
+    rest = {"extra": saved.extra, "extra_per_rank": saved.extra_per_rank}
+    facts = {"version": saved.version, "iteration": saved.iteration, "metric": saved.metric}
+    torch.save({"model": saved.model, **optimizers, **rest, **facts}, out)

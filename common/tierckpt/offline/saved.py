@@ -1,0 +1,249 @@
+"""A version's tensors, without the job that made it: `tierckpt.load`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import tree
+from ..errors import RestoreError
+from ..extras import EXTRA_STATES
+from ..filling import Filler
+from ..group import SingleGroup
+from ..images import Image
+from ..layout import Piece
+from ..manifest import Manifest
+from ..modulenames import FIXED, path_of
+from ..outline import Contents
+from ..progress import Progress
+from ..restore import Attempt, Restorer
+from ..together import Together
+from .catalog import manifest_at
+from .survey import Survey, Where, survey
+
+TRIES = 5
+"""A job that goes on may retire a version while it is read; then there is a newer one."""
+
+
+@dataclass
+class Saved:
+    """One version, on the host. Everything is the caller's."""
+
+    version: int
+    """Completed optimizer steps."""
+    iteration: int
+    """What `restore()` would return."""
+    metric: float | None
+    """What was measured of it, see `Checkpointer.step`."""
+    model: dict[str, Any]
+    """For `model.load_state_dict`; names are as without any wrapper (DDP, `torch.compile`). Buffers
+    are rank 0's. Tied weights are one tensor under all their names."""
+    optimizers: dict[str, dict[str, Any]]
+    """For each optimizer's `load_state_dict`; a single one is called `optimizer`. Empty if only the
+    model was asked for."""
+    extra: dict[str, Any]
+    """What the `extra` objects' `state_dict()` returned."""
+    extra_per_rank: dict[str, Any]
+    """The same of rank 0's own."""
+    levels: dict[str, int]
+    """How many shards came from which level."""
+    rejected: tuple[str, ...]
+    """Copies that were not sound, or could not be read, and why."""
+
+
+def load(
+    path: Where | Sequence[Where],
+    version: int | None = None,
+    *,
+    model_only: bool = False,
+    progress: bool | None = None,
+) -> Saved:
+    """Read a checkpoint where there is no job, to evaluate it, to go on from its weights, to look.
+
+    Takes what a restart would take: the newest version that is complete and sound. Nothing is
+    changed, and no pickle is read. One process; on how many ranks it was made does not matter.
+
+    Args:
+        path: a job's `path`, its `persistent_path` (or URL), or several of them: of a job on
+            several nodes with a disk each, all of these that can be seen from here. What a killed
+            job left in this machine's memory is found, too.
+        version: this one, and no other.
+        model_only: leave out what optimizers keep, which takes its memory, too.
+        progress: show a bar on standard error; None: if that is a terminal.
+
+    Raises RestoreError when no such version is there, complete and sound; ConfigError for a path
+    that is none.
+    """
+    with closing(Progress(Progress.wanted(0, progress))) as bar:
+        for _ in range(TRIES):
+            saved = _load(path, version, model_only, bar)
+            if saved is not None:
+                return saved
+    raise RestoreError(
+        f"{_text(path)}: a job goes on there, and retired what was being read, {TRIES} times",
+        "Pin a version (tierckpt pin), and read that",
+    )
+
+
+def _load(
+    path: Where | Sequence[Where], version: int | None, model_only: bool, bar: Progress
+) -> Saved | None:
+    """None when what was read has changed meanwhile."""
+    there = _without_living_memory(survey(path))
+    newer = [each for each in there.problems if each.newer]
+    if newer and version is None:
+        raise RestoreError(f"a newer tierckpt was here: {newer[0].place.where}: {newer[0].why}")
+    restorer = Restorer(
+        Together(SingleGroup()),
+        [there.found],
+        lambda text: None,  # they are in `rejected`
+        [there.parities],
+        bar,
+        there.open_store,
+    )
+    attempt = restorer.find(version)
+    if attempt is None:
+        raise RestoreError(_nothing(path, version, there, restorer.rejected))
+    with closing(attempt):
+        assert attempt.contents is not None
+        mapped = {s: image for s, image in attempt.images.items() if _is_mapped(attempt, s)}
+        saved = _Reading(attempt, attempt.contents, model_only).saved()
+        saved.rejected = (*there.troubles, *restorer.rejected)
+        return saved if _unchanged(attempt, mapped) else None
+
+
+def _without_living_memory(there: Survey) -> Survey:
+    """A living job changes its slots faster than they are read."""
+    there.found = [
+        each
+        for each in there.found
+        if each.place.level != "memory" or not _lives(each.place.where, there)
+    ]
+    return there
+
+
+def _lives(where: str, there: Survey) -> bool:
+    return any(f"/{job}/" in where or f"/{job}@" in where for job in there.living)
+
+
+def _is_mapped(attempt: Attempt, shard: int) -> bool:
+    source = attempt.plan.sources[shard]
+    return source.place.mappable and not source.rebuilt
+
+
+def _unchanged(attempt: Attempt, mapped: Mapping[int, Image]) -> bool:
+    """True where the manifests of what is mapped are as they were: a writer removes them before it
+    changes the first byte (FORMAT.md), so what was copied is what was verified."""
+    return all(
+        manifest_at(image.manifest.key, attempt.plan.sources[shard].place) == image.manifest
+        for shard, image in mapped.items()
+    )
+
+
+def _nothing(
+    path: Where | Sequence[Where], version: int | None, there: Survey, rejected: Iterable[str]
+) -> str:
+    what = "no version" if version is None else f"no v{version}"
+    known = sorted({each.key.id.version for each in there.found})
+    seen = f"; there are shards of {', '.join(f'v{v}' for v in known[-8:])}" if known else ""
+    why = "; ".join([*there.troubles, *rejected][:4])
+    return f"{_text(path)}: {what} is there, complete and sound{seen}{'. ' if why else ''}{why}"
+
+
+def _text(path: Where | Sequence[Where]) -> str:
+    return str(path) if isinstance(path, str) or not isinstance(path, Sequence) else str([*path])
+
+
+class _Reading:
+    """One verified version on its way into new tensors."""
+
+    def __init__(self, attempt: Attempt, contents: Contents, model_only: bool) -> None:
+        self._attempt, self._contents, self._model_only = attempt, contents, model_only
+        self._manifest = Manifest.decode(contents.own.manifest)
+        self._tree = tree.decode(contents.own.tree)
+        own = {spec.name: spec for spec in contents.own.specs}
+        specs = {n: s for n, s in {**contents.specs, **own}.items() if self._wanted(n)}
+        self._tensors = {name: tree.empty(spec, "cpu") for name, spec in specs.items()}
+        self._filler = Filler(self._place_of)
+        self._tied: dict[str, str] = {}
+
+    def saved(self) -> Saved:
+        """Read it."""
+        attempt, contents = self._attempt, self._contents
+        if contents.missing:
+            raise RestoreError(f"{attempt.plan.id} is not whole: {'; '.join(contents.missing[:4])}")
+        attempt.courier.make_room(contents.outlines)
+        attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
+        attempt.visit(self._take)
+        if attempt.trouble:
+            raise RestoreError(f"{attempt.plan.id} could not be read to its end: {attempt.trouble}")
+        structure = {} if self._model_only else contents.structure
+        extra = dict(self._tree["extra"])
+        return Saved(
+            version=attempt.plan.id.version,
+            iteration=self._manifest.iteration,
+            metric=self._manifest.metric,
+            model=self._model(extra),
+            optimizers={label: self._optimizer(label, told) for label, told in structure.items()},
+            extra=extra,
+            extra_per_rank=dict(self._tree["extra_per_rank"]),
+            levels=attempt.plan.levels,
+            rejected=(),
+        )
+
+    def _wanted(self, name: str) -> bool:
+        return name.startswith(FIXED) or not self._model_only
+
+    def _take(self, shard: int, offset: int, window: memoryview) -> None:
+        self._filler.take(shard, offset, window)
+        if offset == 0 and self._filler.header is not None:
+            self._tied |= self._filler.header.tied
+
+    def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
+        if piece.own and shard != self._attempt.own_shard:
+            return None
+        return self._tensors.get(piece.spec.name)
+
+    def _model(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Also what modules have beside tensors (`get_extra_state`), which is among `extra`."""
+        found: dict[str, Any] = {
+            name.split("/", 1)[1]: tensor
+            for name, tensor in self._tensors.items()
+            if name.startswith(FIXED)
+        }
+        found |= {name: found[first] for name, first in self._tied.items() if first in found}
+        suffix = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+        for module, state in dict(extra.pop(EXTRA_STATES, {})).items():
+            found[f"{module}.{suffix}" if module else suffix] = state
+        return found
+
+    def _optimizer(self, label: str, structure: Mapping[str, Any]) -> dict[str, Any]:
+        """As torch has it: parameters are numbers, in the order of the groups."""
+        kept: dict[str, dict[str, Any]] = {}
+        for name, tensor in self._tensors.items():
+            if name.startswith(f"{label}/") and not name.startswith(FIXED):
+                path, key = path_of(name)
+                kept.setdefault(path, {})[key] = tensor
+        for full, values in self._tree["odd"].items():
+            if full.startswith(f"{label}/"):
+                mine = kept.setdefault(full.split("/", 1)[1], {})
+                mine.update({k: tree.map_entries(v, _taker(mine)) for k, v in values.items()})
+        state, groups, numbered = {}, [], 0
+        for names, options in zip(structure["groups"], self._tree["groups"][label], strict=True):
+            numbers = range(numbered, numbered + len(names))
+            groups.append({**options, "params": list(numbers)})
+            named = zip(numbers, names, strict=True)
+            state.update({number: kept[name] for number, name in named if name in kept})
+            numbered += len(names)
+        return {"state": state, "param_groups": groups}
+
+
+def _taker(tensors: dict[str, Any]) -> Callable[[tree.Entry], Any]:
+    return lambda entry: tensors.pop(entry.key)
+
+
+__all__ = ["Saved", "load"]

@@ -1,0 +1,80 @@
+"""Every byte of what a survey found, compared with its checksum: `tierckpt verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+
+from ..images import LOST, Image, in_memory
+from ..inventory import Found, FoundParity
+from ..localstore import LocalStore
+from ..mappedfile import MappedFile
+from ..peer.parity import ParityManifest, check_parity
+from ..persistent import VersionName
+from ..progress import Progress
+from ..reading import READERS, Reads
+from ..rebuilding import reader_of
+from ..restoreplan import Source
+from .catalog import manifest_at
+from .survey import Copy, Survey
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On one copy of a shard, or of parity."""
+
+    copy: Copy
+    nbytes: int
+    why: str
+    """What is wrong with it; empty: nothing."""
+
+
+def verify(there: Survey, progress: Progress, version: int | None = None) -> Iterator[Verdict]:
+    """Read all copies, one after the other, newest version first."""
+    wanted = [c for c in there.copies if version is None or c.key.id.version == version]
+    with ThreadPoolExecutor(READERS, "tierckpt-verify") as pool:
+        for copy in sorted(wanted, key=lambda c: (c.key.id, c.place), reverse=True):
+            if isinstance(copy, FoundParity):
+                yield _of_parity(copy, progress)
+            else:
+                yield _of_shard(copy, there, pool, progress)
+
+
+def _of_shard(copy: Found, there: Survey, pool: ThreadPoolExecutor, progress: Progress) -> Verdict:
+    images: dict[int, Image] = {}
+    reads = Reads(pool, images, progress.advance, there.open_store, make_room=in_memory)
+    source = Source(copy.key.shard, copy.place, reader=0, direct=False)
+    try:
+        reads.open(copy.key.id, copy.key.shards, copy.life, [source])
+        failures = reads.finish()
+        nbytes = sum(len(image.view) for image in images.values())
+    finally:
+        for image in images.values():
+            image.close()
+    return Verdict(copy, nbytes, failures[0].why if failures else "")
+
+
+def _of_parity(copy: FoundParity, progress: Progress) -> Verdict:
+    store = LocalStore(copy.place.where)
+    nbytes, why = 0, ""
+    try:
+        record = ParityManifest.decode(store.read_manifest(copy.key))
+        with closing(MappedFile(store.open_image(copy.key))) as file:
+            nbytes = check_parity(record, reader_of(file.view, file.bring))
+    except LOST as error:
+        why = str(error)
+    progress.advance(nbytes)
+    return Verdict(copy, nbytes, why)
+
+
+def is_there(copy: Copy, there: Survey) -> bool:
+    """Whether it still is: a job that goes on retires what it no longer needs."""
+    key, place = copy.key, copy.place
+    if isinstance(copy, FoundParity):
+        return LocalStore(place.where).has(key)
+    if place.level != "persistent":
+        return manifest_at(key, place) is not None
+    with closing(there.open_store(place.where)) as store:
+        return store.exists(VersionName(key.id, key.shards, copy.life))

@@ -1,0 +1,177 @@
+"""What there is in some places, seen from outside any job.
+
+A place is a job's `path` on a node (or the folder that has all nodes', where they are seen from
+here), or its `persistent_path`. A job's memory on this machine is found by its path, or by its name
+in what lies on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..config import PersistentConfig, load_config
+from ..errors import ConfigError
+from ..images import OpenStore
+from ..inventory import (
+    Found,
+    FoundParity,
+    Place,
+    Problem,
+    look_at_local,
+    look_at_memory,
+    look_at_parities,
+    look_at_persistent,
+)
+from ..jobdirectory import JobDirectory, job_id_of
+from ..localstore import LocalStore
+from ..naming import ShardKey
+from ..persistent import PersistentStore
+from ..persistent.backend import is_url
+from ..pins import LocalPins, PersistentPins
+from ..restoreplan import RestorePlan, plan_restore
+
+Where = str | os.PathLike[str]
+NODE = "{node}"
+
+
+Copy = Found | FoundParity
+
+
+@dataclass
+class Survey:
+    """What was seen. Nothing but manifests was read."""
+
+    found: list[Found] = field(default_factory=list)
+    parities: list[FoundParity] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    """Manifests that cannot be read, and why."""
+    unseen: list[Problem] = field(default_factory=list)
+    """Places that cannot be looked at, and why."""
+    pinned: set[tuple[str, int, int]] = field(default_factory=set)
+    """Level, generation and version."""
+    open_store: OpenStore = PersistentStore
+    living: set[str] = field(default_factory=set)
+    """Jobs of which a process lives on this machine."""
+
+    def plan(self, version: int | None = None) -> RestorePlan | None:
+        """What a restart would take, if it saw the same."""
+        return plan_restore([self.found], version=version, parities=[self.parities])
+
+    @property
+    def copies(self) -> list[Copy]:
+        """Of shards, and of parity."""
+        return [*self.found, *self.parities]
+
+    @property
+    def troubles(self) -> list[str]:
+        """What could not be read or seen, in words."""
+        told = (f"{each.place.where}: {each.why}" for each in (*self.unseen, *self.problems))
+        return list(dict.fromkeys(told))
+
+
+def survey(paths: Where | Sequence[Where], memory: bool = True) -> Survey:
+    """Look at all of `paths`, and at the memory of their jobs on this machine. Raises ConfigError
+    for a path that is not there."""
+    config = load_config()
+    there = Survey()
+    there.open_store = functools.partial(PersistentStore, **config.persistent.options())
+    jobs = set()
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    for path in dict.fromkeys(os.fspath(each) for each in given):
+        if is_url(path):
+            _look_at_shared(replace(config.persistent, path=path), there)
+            continue
+        jobs |= {job_id_of(path), config.job_id} - {""}
+        for folder in _folders(path):
+            _look_at_disk(folder, there)
+            _look_at_shared(PersistentConfig(path=str(folder)), there)
+    if memory:
+        _look_at_memory(Path(config.shm_dir), jobs | _jobs_named(there), there)
+    return there
+
+
+def _folders(path: str) -> list[Path]:
+    """The directories that a path means: itself, or its nodes'."""
+    if NODE in path:
+        before, _, after = path.partition(NODE)
+        parent, prefix = os.path.split(before)
+        suffix, _, rest = after.partition("/")
+        found = [
+            folder
+            for each in sorted(Path(parent or ".").glob(f"{prefix}*{suffix}"))
+            if (folder := each / rest.replace(NODE, each.name)).is_dir()
+        ]
+        if not found:
+            raise ConfigError(f"there is no directory {path}, whatever {NODE} stands for")
+        return found
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"{path} is no directory; give a job's path, or its persistent_path")
+    nodes = [each for each in sorted(folder.iterdir()) if each.is_dir() and _has_shards(each)]
+    return [folder, *nodes]
+
+
+def _has_shards(folder: Path) -> bool:
+    store = LocalStore(folder)
+    with suppress(OSError):
+        return bool(store.keys() or store.parities())
+    return False
+
+
+def _look_at_disk(folder: Path, there: Survey) -> None:
+    store, place = LocalStore(folder), Place("local", socket.gethostname(), str(folder.resolve()))
+    look_at_local(store, place, there.found, there.problems, there.unseen)
+    there.parities += look_at_parities(store, place, there.problems)
+    with suppress(OSError):  # said already
+        pins = LocalPins(folder).pinned()
+        there.pinned |= {("local", id_.generation, id_.version) for id_ in pins}
+
+
+def _look_at_shared(config: PersistentConfig, there: Survey) -> None:
+    look_at_persistent(config, there.found, there.problems, there.unseen)
+    with suppress(Exception), closing(PersistentStore(config.path, **config.options())) as store:
+        pins = [name.id for name in PersistentPins(store).pinned()]
+        there.pinned |= {("persistent", id_.generation, id_.version) for id_ in pins}
+
+
+def _jobs_named(there: Survey) -> set[str]:
+    """In one manifest of each directory: all there are one job's."""
+    from ..manifest import Manifest
+
+    newest: dict[str, ShardKey] = {}
+    for each in there.found:
+        if each.place.level == "local":
+            newest[each.place.where] = max(each.key, newest.get(each.place.where, each.key))
+    found = set()
+    for where, key in newest.items():
+        with suppress(Exception):
+            found.add(Manifest.decode(LocalStore(where).read_manifest(key)).job)
+    return found
+
+
+def _look_at_memory(shm_dir: Path, jobs: Iterable[str], there: Survey) -> None:
+    for job in sorted(jobs):
+        root = JobDirectory.at(shm_dir, job).root
+        with suppress(OSError):
+            for folder in sorted(root.glob(f"{_literal(job)}*")):
+                name, _, node = folder.name.partition("@")
+                if name == job:
+                    _look_at_slots(JobDirectory(root, job, node), there)
+
+
+def _look_at_slots(job: JobDirectory, there: Survey) -> None:
+    if job.alive():
+        there.living.add(job.job)
+    look_at_memory(job, job.node or socket.gethostname(), there.found, there.problems)
+
+
+def _literal(text: str) -> str:
+    import glob
+
+    return glob.escape(text)

@@ -1,0 +1,458 @@
+"""Checkpoints without their job: listed, verified, exported, and read by `tierckpt.load`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import tierckpt
+from tests import exact, peershards
+from tests.peershards import Members
+from tierckpt import sealed
+from tierckpt.cli import main
+from tierckpt.errors import ConfigError, RestoreError
+from tierckpt.filling import Filler
+from tierckpt.localstore import LocalStore
+from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE
+from tierckpt.offline.catalog import Row, rows_of
+from tierckpt.offline.survey import survey
+from tierckpt.redundancy.codes import Code
+from tierckpt.testing import TinyJob
+
+STEPS = 5
+KEY, OTHER_KEY = "5e" * 32, "a7" * 32
+
+
+@pytest.fixture(autouse=True)
+def this_machines_memory(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCKPT_SHM_DIR", str(shm_dir))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., TinyJob]:
+    """`job(**settings)`: the same job again, in the same place."""
+
+    def start(**settings: Any) -> TinyJob:
+        given = {"agent": "inline", "local_keep_last": STEPS, **settings}
+        return TinyJob(tmp_path / "ckpts", **given)
+
+    return start
+
+
+def step_with(metric: float, job: TinyJob) -> None:
+    """One iteration more."""
+    job.train_one()
+    job.iteration += 1
+    job.checkpointer.step(metric)
+
+
+def tensors_of(value: Any) -> Any:
+    """Without what says which kind of mapping it is."""
+    plain = {k: tensors_of(v) for k, v in value.items()} if isinstance(value, dict) else value
+    return plain if isinstance(value, dict) else exact.image(value)
+
+
+def same(one: Any, other: Any) -> bool:
+    return bool(tensors_of(dict(one)) == tensors_of(dict(other)))
+
+
+def key_of(path: Path, version: int) -> Any:
+    keys = LocalStore(path).keys()
+    return next(key for key in keys if key.id.version == version)
+
+
+def flip_byte(path: Path, at: int) -> None:
+    """`at` from the end, if it is negative."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def damage(path: Path, version: int) -> None:
+    flip_byte(path / f"{key_of(path, version).stem}.safetensors", -5000)
+
+
+def texts(capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
+    out, err = capsys.readouterr()
+    return out.splitlines(), err
+
+
+# --- load ----------------------------------------------------------------------------------------
+
+
+def test_all_that_a_job_had_is_there(job: Any, tmp_path: Path) -> None:
+    with job() as ended:
+        step_with(0.25, ended.run(STEPS - 1))
+    saved = tierckpt.load(tmp_path / "ckpts")
+    assert (saved.version, saved.iteration, saved.metric) == (STEPS, STEPS, 0.25)
+    assert same(saved.model, ended.model.state_dict())
+    assert same(saved.optimizers["optimizer"], ended.optimizer.state_dict())
+    assert same(saved.extra["scheduler"], ended.scheduler.state_dict())
+    assert set(saved.extra_per_rank) == {"shuffle"}
+    assert (saved.levels, saved.rejected) == ({"local": 1}, ())
+
+
+def test_a_script_without_tierckpt_goes_on_from_it_bit_for_bit(job: Any, tmp_path: Path) -> None:
+    with job() as ended:
+        ended.run(STEPS)
+    saved = tierckpt.load(tmp_path / "ckpts")
+    other = TinyJob(None, seed=3)
+    other.model.load_state_dict(saved.model)
+    other.optimizer.load_state_dict(saved.optimizers["optimizer"])
+    for each in (ended, other):
+        torch.manual_seed(9)
+        each.optimizer.zero_grad()
+        each.model(torch.ones(8, 12)).square().sum().backward()
+        each.optimizer.step()
+    assert same(other.model.state_dict(), ended.model.state_dict())
+    assert same(other.optimizer.state_dict(), ended.optimizer.state_dict())
+
+
+def test_only_the_model(job: Any, tmp_path: Path) -> None:
+    with job() as ended:
+        ended.run(STEPS)
+    saved = tierckpt.load(tmp_path / "ckpts", model_only=True)
+    assert saved.optimizers == {}
+    assert same(saved.model, ended.model.state_dict())
+
+
+class Tied(torch.nn.Module):
+    """Several names lead to one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Embedding(9, 12)
+        self.block = torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.BatchNorm1d(12))
+        self.again = self.block
+        self.last = torch.nn.Linear(12, 9, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.again(self.block(x)))
+        return out
+
+
+class Speaking(Tied):
+    """And it has what is no tensor at all."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"words": 9}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"words": 9}
+
+
+@pytest.mark.parametrize("kind", [Tied, Speaking])
+def test_names_are_those_of_a_state_dict(kind: type[Tied], job: Any, tmp_path: Path) -> None:
+    with job(model=kind()) as ended:
+        ended.run(STEPS)
+    saved = tierckpt.load(tmp_path / "ckpts")
+    assert same(saved.model, ended.model.state_dict())
+    assert saved.model["last.weight"] is saved.model["first.weight"]
+    again = kind()
+    again.load_state_dict(saved.model)
+    assert same(again.state_dict(), ended.model.state_dict())
+    # What a restart does with it is what it always did.
+    with job(model=kind(), seed=1) as back:
+        assert back.restore() == STEPS
+        assert same(back.model.state_dict(), ended.model.state_dict())
+
+
+def test_a_damaged_version_is_passed_over_and_named(job: Any, tmp_path: Path) -> None:
+    with job() as ended:
+        ended.run(STEPS)
+    damage(tmp_path / "ckpts", STEPS)
+    saved = tierckpt.load(tmp_path / "ckpts")
+    assert saved.version == STEPS - 1
+    assert len(saved.rejected) == 1
+    assert f"v{STEPS} shard 0 of 1" in saved.rejected[0]
+    with pytest.raises(RestoreError, match=f"no v{STEPS} is there.*differ from their checksum"):
+        tierckpt.load(tmp_path / "ckpts", STEPS)
+    assert tierckpt.load(tmp_path / "ckpts", 2).version == 2
+
+
+def test_what_a_killed_job_left_in_memory_is_found(job: Any, tmp_path: Path) -> None:
+    ended = job(local_every_steps=2).run(STEPS)
+    ended.checkpointer.complete()
+    ended.checkpointer.abandon()
+    saved = tierckpt.load(tmp_path / "ckpts")
+    assert (saved.version, saved.levels) == (STEPS, {"memory": 1})
+    assert same(saved.model, ended.model.state_dict())
+
+
+def test_the_memory_of_a_living_job_is_left_alone(job: Any, tmp_path: Path) -> None:
+    with job(local_every_steps=2) as living:
+        living.run(STEPS).settle()
+        assert [row.version for row in rows(tmp_path) if row.level == "memory"] == [4, 5]
+        assert tierckpt.load(tmp_path / "ckpts").levels == {"local": 1}
+
+
+def test_a_version_that_is_retired_while_it_is_read_is_not_returned(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job() as ended:
+        ended.run(STEPS)
+    store = LocalStore(tmp_path / "ckpts")
+    take, gone = Filler.take, list[Any]()
+
+    def retiring(self: Filler, shard: int, offset: int, window: memoryview) -> None:
+        take(self, shard, offset, window)
+        if not gone:
+            gone.append(key_of(tmp_path / "ckpts", STEPS))
+            store.retire(gone[0])
+
+    monkeypatch.setattr(Filler, "take", retiring)
+    assert tierckpt.load(tmp_path / "ckpts").version == STEPS - 1
+    assert gone
+
+
+def test_the_persistent_level_alone_will_do(job: Any, tmp_path: Path) -> None:
+    with job(persistent_path=str(tmp_path / "shared"), persistent_every_steps=1) as ended:
+        ended.run(STEPS)
+    saved = tierckpt.load(tmp_path / "shared")
+    assert (saved.version, saved.levels) == (STEPS, {"persistent": 1})
+    assert same(saved.model, ended.model.state_dict())
+    assert same(saved.optimizers["optimizer"], ended.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("level", ["local", "persistent"])
+def test_what_was_encrypted_takes_its_key(
+    level: str, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FILE_VARIABLE, raising=False)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    row = "incremental full_every=3, zstd, aes-gcm"
+    shared = {"persistent_path": str(tmp_path / "shared"), "persistent_every_steps": 1}
+    with job(**{f"{level}_modules": row}, **(shared if level == "persistent" else {})) as ended:
+        ended.run(STEPS)
+    path = tmp_path / ("ckpts" if level == "local" else "shared")
+    assert same(tierckpt.load(path).model, ended.model.state_dict())
+    monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
+    with pytest.raises(RestoreError, match=r"cannot be decoded.*key"):
+        tierckpt.load(path)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere is no directory; give a job's path"):
+        tierckpt.load(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"whatever \{node\} stands for"):
+        tierckpt.load(tmp_path / "{node}" / "ckpts")
+    with pytest.raises(RestoreError, match=r"no version is there, complete and sound$"):
+        tierckpt.load(tmp_path)
+
+
+def test_what_a_newer_tierckpt_wrote_is_not_gone_back_behind(job: Any, tmp_path: Path) -> None:
+    with job() as ended:
+        ended.run(STEPS)
+    path = tmp_path / "ckpts" / f"{key_of(tmp_path / 'ckpts', STEPS).stem}.manifest"
+    told = json.loads(path.read_bytes().split(b"\n")[0])
+    told["format_version"] = "9.0"
+    path.write_bytes(sealed.with_check(json.dumps(told).encode()))
+    with pytest.raises(RestoreError, match="a newer tierckpt was here"):
+        tierckpt.load(tmp_path / "ckpts")
+    assert tierckpt.load(tmp_path / "ckpts", STEPS - 1).version == STEPS - 1
+
+
+# --- list ----------------------------------------------------------------------------------------
+
+
+def rows(tmp_path: Path, *more: Path) -> list[Row]:
+    return rows_of(survey([tmp_path / "ckpts", *more]))
+
+
+def test_each_level_of_each_version_has_a_line(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = tmp_path / "shared"
+    flushed = {"persistent_path": str(shared), "persistent_every_steps": 4}
+    with job(**flushed, local_keep_last=2) as ended:
+        ended.run(2)
+        step_with(0.125, ended)
+        ended.checkpointer.save(now=True)
+        ended.checkpointer.pin(3)
+        ended.run(STEPS)
+    assert main(["list", str(tmp_path / "ckpts"), str(shared)]) == 0
+    lines, _ = texts(capsys)
+    assert lines[0].split() == [
+        "version",
+        "level",
+        "shards",
+        "size",
+        "taken",
+        "iteration",
+        "metric",
+    ]
+    found = {tuple(line.split()[:2]): line for line in lines[1:]}
+    assert set(found) == {
+        *((f"v{v}", "local") for v in (3, 4, 5)),
+        *((f"v{v}", "persistent") for v in (3, 4, 5)),
+    }
+    assert "pinned" in found["v3", "local"]
+    assert "0.125" in found["v3", "local"]
+    assert [name for name, line in found.items() if "a restart takes this" in line] == [
+        ("v5", "local")
+    ]
+    assert main(["list", "--json", str(tmp_path / "ckpts")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["version"] for each in told["versions"] if each["next"]] == [STEPS]
+    assert told["problems"] == []
+
+
+def test_what_a_later_life_went_back_behind_is_marked(job: Any, tmp_path: Path) -> None:
+    """Of a node that the later life did not have."""
+    with job() as first:
+        first.run(STEPS)
+    shutil.copytree(tmp_path / "ckpts", tmp_path / "other")
+    with job() as second:
+        assert second.restore(2) == 2
+        second.run(3)
+    found = {(row.generation, row.version): row for row in rows(tmp_path, tmp_path / "other")}
+    assert {key for key, row in found.items() if not row.is_past} == {(1, 3), (1, 4), (1, 5)}
+    assert [key for key, row in found.items() if row.next] == [(2, 3)]
+    assert not found[1, 5].next
+
+
+def test_a_version_of_which_a_shard_is_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two nodes' folders, one of them: what is missing is named. The folder of both: nothing is."""
+    code = Code(3, 2, 1)
+    with Members(tmp_path / "nodes", code, [40_960, 40_960, 81_920]) as members:
+        members.protect()
+    for member in (0, 1):
+        store = members.store(member)
+        image, manifest = peershards.shard_of(member, members.lengths[member], code.n)
+        store.commit(peershards.key_of(member, code), image, manifest)
+    assert main(["list", str(tmp_path / "nodes" / "node0")]) == 0
+    lines, _ = texts(capsys)
+    assert "1 of" in lines[1]
+    assert "not complete, without" in lines[1]
+    assert "parity of 1" in lines[1]
+    assert lines[-1].startswith("no version is complete here")
+    everyone = rows_of(survey(tmp_path / "nodes"))
+    assert [(len(row.there), row.parities) for row in everyone] == [(2, 3)]
+    template = rows_of(survey(tmp_path / "nodes" / "{node}"))
+    assert [(len(row.there), row.parities) for row in template] == [(2, 3)]
+
+
+def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(tmp_path)]) == 0
+    assert texts(capsys) == ([f"{tmp_path}: there are no checkpoints"], "")
+
+
+# --- verify --------------------------------------------------------------------------------------
+
+
+def test_every_byte_is_compared(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = tmp_path / "shared"
+    with job(persistent_path=str(shared), persistent_every_steps=STEPS) as ended:
+        ended.run(STEPS)
+    places = [str(tmp_path / "ckpts"), str(shared)]
+    assert main(["verify", *places]) == 0
+    lines, _ = texts(capsys)
+    assert [line.rpartition(": ")[2] for line in lines] == ["sound"] * (STEPS + 1)
+    damage(tmp_path / "ckpts", 3)
+    assert main(["verify", *places]) == 1
+    lines, error = texts(capsys)
+    assert next(line for line in lines if "DAMAGED" in line).startswith("v3 local: 1 copy")
+    assert "differ from their checksum" in "".join(lines)
+    assert error == f"tierckpt: 1 of {STEPS + 1} copies are damaged\n"
+    assert main(["verify", "--version", "4", *places]) == 0
+    assert main(["verify", "--version", "99", *places]) == 1
+    assert "there is no v99 to verify" in texts(capsys)[1]
+
+
+def test_parity_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Members(tmp_path, Code(3, 2, 1), [40_960] * 3) as members:
+        members.protect()
+    assert main(["verify", str(tmp_path)]) == 0
+    assert texts(capsys)[0][-1].startswith("v1 parity: 3 copies")
+    flip_byte(next((tmp_path / "node1").glob("*.parity")), 100)
+    assert main(["verify", str(tmp_path)]) == 1
+    lines, error = texts(capsys)
+    assert f"in {tmp_path}/node1: " in lines[-1]
+    assert error.startswith("tierckpt: 1 of 3 copies")
+
+
+def test_a_manifest_that_cannot_be_read_is_not_sound(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with job() as ended:
+        ended.run(STEPS)
+    flip_byte(tmp_path / "ckpts" / f"{key_of(tmp_path / 'ckpts', 2).stem}.manifest", 20)
+    assert main(["verify", str(tmp_path / "ckpts")]) == 1
+    assert "not all can be read" in texts(capsys)[1]
+    assert main(["list", str(tmp_path / "ckpts")]) == 0
+    assert any(line.startswith("cannot be read: ") for line in texts(capsys)[0])
+
+
+# --- export --------------------------------------------------------------------------------------
+
+
+def test_the_model_as_safetensors(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with job(model=Tied()) as ended:
+        ended.run(STEPS)
+    out = tmp_path / "model.safetensors"
+    assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 0
+    assert texts(capsys)[0][0].startswith(f"{out}: v{STEPS}, from local, ")
+    assert same(load_file(out), ended.model.state_dict())
+    with safe_open(out, "pt") as file:
+        assert file.metadata() == {"format": "pt", "version": "5", "iteration": "5"}
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~umask
+
+
+def test_what_safetensors_cannot_hold_is_said(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with job(model=Speaking()) as ended:
+        ended.run(STEPS)
+    out = tmp_path / "model.safetensors"
+    assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 1
+    assert "_extra_state is no tensor" in texts(capsys)[1]
+    assert not out.exists()
+
+
+def test_all_as_torch_save_has_it(job: Any, tmp_path: Path) -> None:
+    with job() as ended:
+        ended.run(STEPS)
+    out = tmp_path / "all.pt"
+    assert main(["export", str(tmp_path / "ckpts"), str(out), "--version", "5"]) == 0
+    found = torch.load(out, weights_only=True)
+    assert same(found["model"], ended.model.state_dict())
+    assert same(found["optimizer"], ended.optimizer.state_dict())
+    assert (found["version"], found["iteration"]) == (STEPS, STEPS)
+
+
+def test_nothing_is_replaced_unasked_and_nothing_half_done_is_left(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with job() as ended:
+        ended.run(STEPS)
+    out = tmp_path / "out.pt"
+    out.write_text("mine")
+    assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 1
+    assert "is there already; --force replaces it" in texts(capsys)[1]
+    assert out.read_text() == "mine"
+    assert main(["export", str(tmp_path / "ckpts"), str(out), "--force"]) == 0
+    assert main(["export", str(tmp_path / "ckpts"), str(tmp_path / "out.bin")]) == 1
+    assert "its name says no format" in texts(capsys)[1]
+    missing = tmp_path / "no" / "such" / "out.pt"
+    assert main(["export", str(tmp_path / "ckpts"), str(missing)]) == 1
+    assert "cannot be written" in texts(capsys)[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpts", "out.pt"]
