@@ -14,10 +14,12 @@ import torch
 import tierckpt
 from tierckpt.config import load_config
 from tierckpt.naming import Lineage
+from tierckpt.policy import VOID
 from tierckpt.state import label_optimizers
 from tierckpt.wording import some
 
-from .group import HorovodGroup, current_group
+from .group import current_group
+from .leftovers import Leftovers
 from .reductions import Reductions
 
 ACCUMULATED = (
@@ -27,16 +29,24 @@ ACCUMULATED = (
 )
 CUT = (
     "v{version} has no gradients of the backward passes that {names} made since its last step, and "
-    "another optimizer has made a step since: a resumed run goes on without these gradients. Call "
-    "close() and save(now=True) where no optimizer is between its passes"
+    "another optimizer has made a step since: if the loop is to use these gradients, a resumed run "
+    "goes on without them. Call close() and save(now=True) where no optimizer is between its passes"
+)
+USED = (
+    "{name} used gradients that were there at the boundary of v{version}, and that the loop had "
+    "dropped at those before. v{version} has no gradients: if it is the one that a restart takes, "
+    "the resumed run goes on without these"
 )
 MISPLACED_BOUNDARIES = 8
 """So many in a row, each with new steps behind it, that were no version."""
 MISPLACED = (
-    f"the last {MISPLACED_BOUNDARIES} boundaries came between the backward passes of a step "
-    "(backward_passes_per_step), where no version is taken, as the gradients so far would be in "
-    "no checkpoint. Call step() or commit() behind optimizer.step(), and with several optimizers "
-    "where none is between its passes"
+    f"the last {MISPLACED_BOUNDARIES} boundaries came between the backward passes of a step of "
+    "{names} (backward_passes_per_step), where no version is taken, as the gradients so far would "
+    "be in no checkpoint. Call step() or commit() behind optimizer.step(), and with several "
+    "optimizers where none is between its passes. Gradients that no step is to use (a "
+    "generator's pass through the discriminator leaves some) are dropped by "
+    "optimizer.zero_grad(set_to_none=True) before the boundary, or are never made under "
+    "requires_grad_(False)"
 )
 APART = (
     "{names}: trained now, and not reduced by Horovod, which knows of what there was to train when "
@@ -67,10 +77,12 @@ class Checkpointer(tierckpt.Checkpointer):
 
     _stepped_at = 0
     """Calls of `step()` behind the newest boundary."""
-    _cut = False
-    """True while a version is taken between the backward passes of a step."""
+    _cut = ""
+    """While a version is taken between the backward passes of a step: ACCUMULATED or CUT."""
+    _between = False
+    """This boundary is between those passes on this rank: no rank has a version of it."""
     _misplaced = 0
-    """Boundaries in a row that were passed over, though there was something new."""
+    """Boundaries in a row that were so, though there was something new."""
     _is_elastic = False
     """True where somebody makes another one whenever ranks come or go."""
 
@@ -85,6 +97,7 @@ class Checkpointer(tierckpt.Checkpointer):
             _check_optimizer(label, each, horovods.values())
         process_set = _common_process_set(horovods.values())
         self._reductions = {name: Reductions(each) for name, each in horovods.items()}
+        self._leftovers = Leftovers(self._reductions)
         self._untrained: Sequence[torch.Tensor] = ()
         if process_set.size() > 1:
             self._untrained = _untrained(model, optimizers.values())
@@ -115,6 +128,7 @@ class Checkpointer(tierckpt.Checkpointer):
         """See `tierckpt.Checkpointer`; what an iteration cut short launched is dropped."""
         for reductions in self._reductions.values():
             reductions.settle(self.group)
+        self._leftovers.forget()
         return super().restore(version, strict, progress)
 
     def pack_adapter(self) -> Any:
@@ -129,37 +143,52 @@ class Checkpointer(tierckpt.Checkpointer):
         held = _held([*self.state.optimizers.values(), *self._own_hooks.strangers])
         self._keep_apart((p for p in thawed if id(p) in held), APART)
 
+    def own_vote(self) -> int:
+        """Whether there is a version of this boundary, as far as this rank knows."""
+        return VOID if self._between else 0
+
     def _boundary(self, force: bool = False) -> None:
-        if not (force or self._is_elastic) and self._between_passes():
-            self._pass_over()
-            return
-        self._misplaced = 0
+        left = self._leftovers.at_boundary()
+        self._between = left and not (force or self._is_elastic)
+        if self._between:
+            self._count_misplaced()
+        else:
+            self._misplaced = 0
         if self._cut:
             self._tell_of_cut()
         if self._iterations.steps:
             self._stepped_at = self.iteration
         super()._boundary(force)
 
-    def _pass_over(self) -> None:
-        """No version here: the gradients so far would be in none."""
+    def _is_void(self) -> bool:
+        return self._between
+
+    def _count_misplaced(self) -> None:
+        """The gradients so far would be in no version."""
         self._misplaced += self._iterations.steps > 0
         if self._misplaced == MISPLACED_BOUNDARIES:
-            self._warn(MISPLACED)
+            names = some(self._leftovers.names) or "an optimizer"  # another rank's
+            self._reports.notice(MISPLACED.format(names=names), logging.WARNING)
 
     def _tell_of_cut(self) -> None:
-        if self._iterations.steps:
-            names = self._accumulating() or ["an optimizer"]  # another rank's
-            text = CUT.format(version=self.steps_made, names=some(names))
-        else:
-            text = ACCUMULATED.format(version=self.version, at=self._at())
-        self._say(text, logging.WARNING)
+        names = some(self._leftovers.names) or "an optimizer"  # another rank's
+        version = self.steps_made
+        self._say(self._cut.format(version=version, at=self._at(), names=names), logging.WARNING)
 
     def _save_now(self, end: float = math.inf) -> None:
-        self._cut = self._between_passes()
+        self._cut = self._what_is_cut()
         try:
             super()._save_now(end)
         finally:
-            self._cut = False
+            self._cut = ""
+
+    def _what_is_cut(self) -> str:
+        """Passes since the last boundary are made again, unless it was between passes itself, or
+        a step came in between. Alike on all ranks."""
+        if not self._between_passes():
+            return ""
+        through = bool(self._iterations.steps) or self._between
+        return CUT if any(self.group.all_gather_object(through)) else ACCUMULATED
 
     def _go_on_from(self, lineage: Lineage, result: tierckpt.Restored) -> None:
         super()._go_on_from(lineage, result)
@@ -168,28 +197,21 @@ class Checkpointer(tierckpt.Checkpointer):
     def _at(self) -> int:
         """Passes whose gradients no step has used yet are made again."""
         at = super()._at()
-        if not self._cut or not self._iterations.explicit or self._iterations.steps:
-            return at
-        return min(at, self._stepped_at)
-
-    def _accumulating(self) -> list[str]:
-        """Optimizers that are between the backward passes of a step on this rank, which may have
-        had no batch for one that others made."""
-        return [name for name, each in self._reductions.items() if each.accumulating]
+        made_again = self._cut is ACCUMULATED and self._iterations.explicit
+        return min(at, self._stepped_at) if made_again else at
 
     def _between_passes(self) -> bool:
-        """The same of the job, hence alike on all ranks.
-
-        They ask each other, but where every optimizer with several passes a step has just made
-        one: there it is between two steps in every loop.
-        """
-        here = bool(self._accumulating())
-        several = [name for name, each in self._reductions.items() if each.passes > 1]
-        if all(self._iterations.steps_of(name) == 1 for name in several):
-            return here
-        return self.group.any(here) if isinstance(self.group, HorovodGroup) else here
+        """Whether any rank is: collective, where any of the optimizers makes several passes a
+        step. A rank may have had no batch for one that others made."""
+        if all(each.passes == 1 for each in self._reductions.values()):
+            return False
+        return any(self.group.all_gather_object(bool(self._leftovers.names)))
 
     def _before_step(self, label: str) -> None:
+        if self._leftovers.step_begins(label):
+            text = USED.format(name=label, version=self.version)
+            self._underway.give_up(text)
+            self._reports.notice(text, logging.WARNING)
         reductions = self._reductions.get(label)
         if reductions is None or not reductions.step_begins():
             super()._before_step(label)

@@ -356,7 +356,7 @@ class _Checkpointer(Checkpointer):
         """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""
         self.passed_over = self._between_passes()
         if self.passed_over:
-            self._pass_over()
+            self._count_misplaced()
             return
         if not self._iterations.steps and not self.half_way:
             self._iterations.count_one()

@@ -107,11 +107,6 @@ class HorovodGroup:
         name = f"{self._name}.{name}"
         return _finish(hvd.allgather_async(tensor, name=name, process_set=self._set))
 
-    def any(self, value: bool) -> bool:
-        """Whether it is true on any rank. Collective."""
-        values = torch.tensor([int(value)], device="cpu")
-        return bool(int(_finish(self._all_reduce(values, hvd.Max, "any"))))
-
     def broadcast(self, buffer: torch.Tensor, source: int) -> None:
         """See Group."""
         root = self._ranks[source]

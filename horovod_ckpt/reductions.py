@@ -141,6 +141,11 @@ class Reductions:
         left = self._optimizer._allreduce_delay.values()
         return 0 < min(left, default=self.passes) < self.passes
 
+    def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters that have one, and it."""
+        params = self._optimizer._allreduce_delay
+        return [(param, param.grad) for param in params if param.grad is not None]
+
     def step_begins(self) -> bool:
         """A pre-hook fired; True when weights are not changed before the next one fires."""
         self._entered += 1

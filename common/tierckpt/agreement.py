@@ -145,7 +145,7 @@ class Agreement:
         now, config = time.monotonic(), self._config
         vote = Vote(
             slot_free=int(slot_free),
-            local_free=int(local_free and not self.local.open),
+            local_free=int(local_free and all(map(self._is_broken, self.local.open))),
             memory_state=self._state("memory", memory),
             local_state=self._state("local", local),
             memory_time_left=_time_left(config.memory.every_seconds, now - self._since_memory),
@@ -174,6 +174,10 @@ class Agreement:
 
     def _state(self, level: str, id_: VersionId | None) -> int:
         return DONE if id_ is None else self._known[level].get(id_, PENDING)
+
+    def _is_broken(self, id_: VersionId) -> bool:
+        """True of a version that this rank does not write."""
+        return self._state("local", id_) == BROKEN
 
     def undecided(self, level: str) -> list[VersionId]:
         """Versions that are open there, and of which this rank was not told how they are doing."""

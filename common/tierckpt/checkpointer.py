@@ -559,7 +559,8 @@ class Checkpointer:
 
     def own_vote(self) -> int:
         """What an adapter wants all ranks to know at the next boundary, where `agreed_vote` is the
-        smallest of all ranks' votes; asked at every boundary."""
+        smallest of all ranks' votes; asked at every boundary. `policy.VOID` says that there is no
+        version of this one (see `_is_void`)."""
         return 0
 
     def add_callbacks(self, callbacks: Callbacks) -> None:
@@ -604,6 +605,9 @@ class Checkpointer:
         self._agreement.open(id_, levels)
         if "persistent" in levels:
             self._levels.onward.flush_when_safe(id_, self._at())
+        if self._is_void():
+            self._levels.handover.broken(id_)
+            return None
         with torch.inference_mode(False):  # an evaluation's; what is made here is used again
             taken = self._underway.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
         if orphans := self.state.new_orphans():
@@ -716,8 +720,22 @@ class Checkpointer:
         self._say(text, logging.WARNING)
 
     def _no_moment(self) -> str:
-        steps = self._iterations
-        return ending.no_moment(self.group, self.steps_made, self.state.torn, steps.stepping)
+        """See `ending.no_moment`. Ranks may have been interrupted on both sides of a boundary."""
+        mine = (self.steps_made, self.version)
+        why, together = ending.no_moment(
+            self.group, *mine, self.state.torn, self._iterations.stepping
+        )
+        if not together:
+            self.catch_up()  # the copier may wait for a vote
+            self._agreement.void()
+            self.wait(WAIT_SECONDS)
+            self._agreement.settle()
+        return why
+
+    def _is_void(self) -> bool:
+        """True where an adapter knows that the state at this boundary is no version, on this rank
+        and hence on none; it votes VOID then."""
+        return False
 
     def _made_step(self, label: str) -> bool:
         """False when the step that just ended was none of the training's."""

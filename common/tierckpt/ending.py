@@ -27,23 +27,30 @@ def is_orderly(error: BaseException | None) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def no_moment(group: Group, steps_made: int, torn: bool, stepping: Iterable[str]) -> str:
+def no_moment(
+    group: Group, steps_made: int, version: int, torn: bool, stepping: Iterable[str]
+) -> tuple[str, bool]:
     """Why what is live now is no version: it is not of one moment on all ranks; empty if it is.
-    Collective. `stepping` names optimizers whose step began and did not end."""
+    And whether all have passed the same boundaries. Collective.
+
+    `stepping` names optimizers whose step began and did not end; `version` is that of the last
+    boundary.
+    """
     mine = ""
     if torn:
         mine = "a restore did not come to its end, so the live state is torn"
     elif names := ", ".join(sorted(stepping)):
         mine = f"the step of {names} did not come to its end"
-    everyone = group.all_gather_object((steps_made, mine))
-    troubles = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(everyone) if why]
-    counts = [steps for steps, _ in everyone]
+    everyone = group.all_gather_object((steps_made, version, mine))
+    together = len({version for _, version, _ in everyone}) == 1
+    troubles = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(everyone) if why]
+    counts = [steps for steps, _, _ in everyone]
     if not troubles and min(counts) < max(counts):
         ahead, behind = counts.index(max(counts)), counts.index(min(counts))
-        return (
+        troubles.append(
             f"rank {ahead} has {counts[ahead]} steps behind it, and rank {behind} {counts[behind]}"
         )
-    return next(iter(troubles), "")
+    return next(iter(troubles), ""), together
 
 
 class Ending:

@@ -24,6 +24,11 @@ PENDING, DONE, BROKEN = 0, 1, -1
 it: one broken rank breaks it for all, one pending rank keeps it pending."""
 
 
+VOID = -1
+"""What an adapter votes (see `Checkpointer.own_vote`) where there is no version of this boundary on
+its rank, hence on none: the next one is due in its place."""
+
+
 @dataclass(frozen=True)
 class Vote:
     """One rank's vector; also, after the reduction, what all agreed on. Minimum is `and`."""

@@ -11,7 +11,7 @@ from .config import Config
 from .haltrequest import Reason
 from .levels import Levels
 from .naming import VersionId
-from .policy import LEVELS, Schedule, Vote
+from .policy import LEVELS, VOID, Schedule, Vote
 from .pool import SlotPool
 from .reports import Reports
 from .tuning import UNKNOWN, Meter
@@ -35,13 +35,23 @@ class Rounds:
         self._schedule, self._meter = schedule, meter
         self._agreement, self._pool = agreement, pool
         self._levels, self._agent, self._reports = levels, levels.agent, reports
+        self._last: tuple[VersionId, tuple[str, ...]] | None = None
+        """The version of the boundary before, and the levels that it was to go to."""
+        self._void: set[VersionId] = set()
+        """Versions of which all have heard that there are none."""
 
     def hear(self) -> Vote:
         """What all ranks agreed on since the last boundary, and what the agent said."""
         self._levels.handover.take_stock()
         agreed, broken = self._agreement.read()
+        if agreed.adapter == VOID and self._last is not None:
+            void, take = self._last
+            self._schedule.requested |= frozenset(take)
+            self._void |= {void} if take else set()
         self._levels.onward.backlog.go_on()
-        if broken is not None:
+        if broken in self._void:
+            self._void.remove(broken)
+        elif broken is not None:
             self._reports.lost(
                 broken.version, "the snapshot failed on some rank; it is void on all"
             )
@@ -82,6 +92,7 @@ class Rounds:
             halt: what `Halting.vote` says.
             adapter: what `Checkpointer.own_vote` says.
         """
+        self._last = newest, take
         if self._meter is not None:
             busy, flushing = self._agent.busy() > 0, bool(self._agreement.persistent.open)
             self._meter.boundary(begin_seconds, newest.version, take, busy, flushing)

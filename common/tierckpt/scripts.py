@@ -18,8 +18,8 @@ from .modulenames import unwrap
 from .state import label_optimizers
 
 _served: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-_ends: list[Callable[[], None]] = []
-"""What `close_at_exit` registered."""
+_ends: list[Callable[[], Checkpointer | None]] = []
+"""What `close_at_exit` was given."""
 
 
 def serve(checkpointer: Checkpointer, restore: bool, ends_with_script: bool) -> None:
@@ -89,12 +89,17 @@ def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], No
         else:
             checkpointer.close_or_abandon()
 
-    _ends.append(close)
+    _ends.append(current)
     return atexit.register(close)
 
 
 def close_now() -> None:
     """What is to be done when the process ends, for a script that shuts its communication library
-    down before: behind that, there is nobody to end together with."""
-    for close in tuple(_ends):
-        close()
+    down before: behind that, there is nobody to end together with.
+
+    Also where an exception is being handled: a script that comes to this may well have meant to
+    (its data came to an end, or Ctrl-C). Where only some ranks do, they do not meet."""
+    for current in tuple(_ends):
+        checkpointer = current()
+        if checkpointer is not None:
+            checkpointer.close_or_abandon()

@@ -14,10 +14,12 @@ import torch
 import tierckpt
 from tests.dist.rankpool import HOROVODRUN
 from tests.dist.training import (
+    WIDTH,
     HorovodJob,
     Net,
     Place,
     attach,
+    batch,
     horovod,
     make_horovod_job,
     rank,
@@ -190,3 +192,129 @@ def test_a_final_version_between_passes_says_what_it_lacks(
     assert first["taken"] == other["taken"] == [5]
     (said,) = first["said"]
     assert "v5 has no gradients of the backward passes that optimizer1 made" in said
+
+
+# --- gradients that a loop drops -----------------------------------------------------------------
+
+
+@dataclass
+class Adversaries(HorovodJob):
+    """A generator, trained through a discriminator that makes three passes a step: two of its own,
+    and that one, whose gradients the loop drops. Until it keeps them."""
+
+    keeps_at: int = -1
+    """The iteration that begins without dropping any."""
+
+    def iterate(self, iteration: int) -> str:
+        first, second = self.optimizers
+        maker, judge = self.bare["maker"], self.bare["judge"]  # type: ignore[index]
+        if iteration != self.keeps_at:
+            judge.zero_grad()
+        real, noise = batch(iteration), batch(iteration, 1)
+        judge(real).square().mean().backward()
+        judge(maker(noise).detach()).mean().backward()
+        second.step()
+        maker.zero_grad()
+        judge(maker(noise)).mean().backward()
+        first.step()
+        return ""
+
+
+def make_adversaries(seed: int, keeps_at: int = -1) -> Adversaries:
+    hvd = horovod()
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({"maker": torch.nn.Linear(WIDTH, WIDTH), "judge": Net()})
+    torch.manual_seed(1000 * seed + rank())
+    job = Adversaries(model, [], keeps_at=keeps_at)
+    for name, passes in (("maker", 1), ("judge", 3)):
+        part = list(model[name].named_parameters(name))
+        plain = torch.optim.Adam([p for _, p in part], lr=0.01)
+        job.optimizers.append(
+            hvd.DistributedOptimizer(plain, named_parameters=part, backward_passes_per_step=passes)
+        )
+    return job
+
+
+def cut_among_adversaries(place: Place) -> dict[str, Any]:
+    alone = make_adversaries(1)
+    for iteration in range(10):
+        alone.iterate(iteration)
+    job = make_adversaries(1)
+    attached = attach(job, place, when_busy="wait")
+    for iteration in range(8):
+        job.iterate(iteration)
+        attached.ckpt.step()
+    attached.ckpt.abandon()
+    again = make_adversaries(2)
+    ckpt = attach(again, place).ckpt
+    restored = ckpt.restore()
+    for iteration in range(restored, 10):
+        again.iterate(iteration)
+        ckpt.step()
+    ckpt.abandon()
+    taken = attached.versions("sealed", "memory")
+    failed = attached.versions("failed", "memory")
+    return {"taken": taken, "failed": failed, "same": again.digest() == alone.digest()}
+
+
+def test_gradients_that_are_never_used_are_in_nobodys_way(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """As soon as the loop has shown that it drops them."""
+    place = Place.under(tmp_path, shm_dir)
+    for told in ranks(2, HOROVODRUN).run(cut_among_adversaries, place):
+        assert told == {"taken": [4, 5, 6, 7, 8], "failed": [], "same": True}
+
+
+def use_what_was_dropped_before(place: Place) -> dict[str, Any]:
+    job = make_adversaries(1, keeps_at=6)
+    attached = attach(job, place, when_busy="wait")
+    for iteration in range(12):
+        job.iterate(iteration)
+        attached.ckpt.step()
+    attached.ckpt.abandon()
+    said = [e.message for e in attached.events if e.severity == logging.WARNING]
+    return {"taken": attached.versions("sealed", "memory"), "said": said}
+
+
+def test_gradients_that_are_used_all_the_same_are_told(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """And none are believed to be dropped, until they were again."""
+    place = Place.under(tmp_path, shm_dir)
+    for told in ranks(2, HOROVODRUN).run(use_what_was_dropped_before, place):
+        assert [text.split(" used")[0] for text in told["said"]] == ["optimizer1"]
+        assert "at the boundary of v6" in told["said"][0]
+        assert not {7, 8, 9} & set(told["taken"])
+        assert {4, 5, 10, 11, 12} <= set(told["taken"])
+
+
+# --- ranks that are not at the same place --------------------------------------------------------
+
+
+def a_pass_ahead(place: Place | None) -> dict[str, Any]:
+    """The boundary comes behind the first pass of the next step, for which one rank has no batch in
+    every third iteration."""
+    job = make_horovod_job(passes=2)
+    attached = attach(job, place, local_every_steps=1) if place is not None else None
+    for iteration in range(12):
+        if iteration and iteration % 2 == 0:
+            job.step()
+            job.zero_grad()
+        if rank() != 1 or iteration % 3:
+            job.loss(iteration).backward()
+        if attached is not None:
+            attached.ckpt.step()
+    if attached is not None:
+        attached.ckpt.close()
+    return {"digest": job.digest(), "safe": attached and attached.ckpt._agreement.local.safe}
+
+
+def test_a_rank_without_a_batch_keeps_nobody_waiting(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    pool = ranks(2, HOROVODRUN)
+    alone, told = pool.run(a_pass_ahead, None), pool.run(a_pass_ahead, place)
+    assert [each["digest"] for each in told] == [each["digest"] for each in alone]
+    assert [each["safe"].version for each in told] == [5, 5], "the final one"

@@ -254,8 +254,9 @@ def test_a_script_with_another_import_resumes(
     check_script(first, second, plain)
 
 
-def shut_down_first(place: Place) -> dict[str, Any]:
-    """The script's last line is `hvd.shutdown()`."""
+def shut_down_first(place: Place, handled: bool) -> dict[str, Any]:
+    """The script's last line is `hvd.shutdown()`, perhaps where it handles the data's end, in a
+    notebook of which an earlier cell failed."""
     scripts = importlib.import_module("tierckpt.scripts")
     drop_in = importlib.import_module("horovod_ckpt.torch")
     hvd = horovod()
@@ -265,7 +266,14 @@ def shut_down_first(place: Place) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scripts, "_ends", [])
         atexit.unregister(scripts.close_at_exit(lambda: ckpt))
-        drop_in.shutdown()
+        if not handled:
+            drop_in.shutdown()
+        else:
+            patch.setattr(sys, "last_value", NameError("a typo"), raising=False)
+            try:
+                next(iter(()))
+            except StopIteration:
+                drop_in.shutdown()
     up = hvd.is_initialized()
     hvd.init()
     told = {"closed": ckpt.closed, "left": place.segments(), "durable": len(place.shards())}
@@ -284,9 +292,13 @@ def shut_down_behind_our_back(place: Place) -> tuple[list[str], int]:
     return [e.message for e in attached.said("no final checkpoint")], len(place.segments())
 
 
-def test_the_replaced_shutdown_closes_first(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+@pytest.mark.parametrize("handled", [False, True])
+def test_the_replaced_shutdown_closes_first(
+    handled: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
     """Behind it there would be nobody to take a final checkpoint with."""
-    told = ranks(2, HOROVODRUN).run(shut_down_first, Place.under(tmp_path, shm_dir))
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(shut_down_first, place, handled)
     assert told == [{"closed": True, "left": [], "durable": 2, "up": False}] * 2
 
 
