@@ -457,10 +457,11 @@ class Checkpointer:
             everyone, together = [(False, before)], False
             self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
         if not (safe := all(safe for safe, _ in everyone)):
+            left = "nothing is left in memory"
+            if any(self._berth.job.sealed()):
+                left = f"what is in memory stays there ({self._berth.job.path})"
             self._reports.notice(
-                f"v{self.version} is not durable everywhere; what is in memory stays there "
-                f"({self._berth.job.path})",
-                logging.ERROR,
+                f"v{self.version} is not durable everywhere; {left}", logging.ERROR
             )
         self._await_others(end, together)
         return safe and not any(before for _, before in everyone)

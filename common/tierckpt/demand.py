@@ -64,7 +64,8 @@ class Demand:
         if newest is None or not self._config.uses("local") or newest in (*local.open, local.safe):
             return False
         slot = self._pool.find(newest)
-        assert slot is not None
+        if slot is None:  # removed from outside, just now
+            return False
         self._levels.handover.commit_sealed(newest, slot)
         return True
 

@@ -133,7 +133,9 @@ class SlotPool:
         self._mappings.forget_removed()
         if slot is not None:
             slot.unseal()
-            if slot.fits(seal_bytes, image_bytes, self.in_place):
+            if slot.is_gone:
+                self._make_folder_anew(slot)
+            elif slot.fits(seal_bytes, image_bytes, self.in_place):
                 self.on_map(slot)
                 return slot
             self.slots[index] = None
@@ -142,6 +144,16 @@ class SlotPool:
         self.slots[index] = made = self._create(index, seal_bytes, image_bytes)
         self.on_map(made)
         return made
+
+    def _make_folder_anew(self, slot: Slot) -> None:
+        """Something cleans up there while the job runs (a scheduler's epilogue, systemd)."""
+        self.on_notice(
+            f"somebody removed {slot.path}, where versions were kept in memory: it is made anew, "
+            "and until the next version is sealed there is none in memory. Set shm_dir to a memory "
+            "file system that nothing cleans up",
+            logging.ERROR,
+        )
+        self.job.create()
 
     def _create(self, index: int, seal_bytes: int, image_bytes: int) -> Slot:
         path = self.job.slot_path(self.rank, index)
@@ -192,8 +204,9 @@ class SlotPool:
             return len(self.slots) - len(used) - unbound >= 1
 
     def find(self, id_: VersionId) -> Slot | None:
-        """The slot that holds `id_`, sealed."""
-        return self.slots[self._held.index(id_)] if id_ in self._held else None
+        """The slot that holds `id_`, sealed, if others can find it, too."""
+        slot = self.slots[self._held.index(id_)] if id_ in self._held else None
+        return None if slot is None or slot.is_gone else slot
 
     def void(self, id_: VersionId) -> None:
         """Unseal the slot that holds `id_`, if one does: the version is to be taken again."""

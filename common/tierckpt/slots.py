@@ -117,6 +117,11 @@ class Slot:
             return self.file.view()
         return memoryview(self._map)[self.seal_bytes :]
 
+    @property
+    def is_gone(self) -> bool:
+        """True where somebody removed its file: no other process can find it any more."""
+        return self.path is not None and os.fstat(self.fd).st_nlink == 0
+
     def fits(self, seal_bytes: int, image_bytes: int, store: LocalStore | None) -> bool:
         """True when it can take such a shard as it is.
 
