@@ -138,6 +138,8 @@ class Reductions:
         Reductions under way would be no sign of it: one model's backward pass may launch those of
         another one. Nor is each parameter: a rank may not have used it in every pass.
         """
+        if self.passes == 1:
+            return False
         left = self._optimizer._allreduce_delay.values()
         return 0 < min(left, default=self.passes) < self.passes
 
