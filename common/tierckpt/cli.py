@@ -168,9 +168,8 @@ def list_(commands: Subparsers) -> None:
         help="tell which checkpoints there are, and which one a restart takes",
         description=f"Tells which checkpoints there are, by their manifests. {PLACES}",
     )
-    parser.add_argument("path", nargs="+", metavar="PATH")
+    _add_places(parser, "list_versions")
     parser.add_argument("--json", action="store_true", help="for other programs")
-    parser.set_defaults(run=_offline, action="list_versions")
 
 
 def verify(commands: Subparsers) -> None:
@@ -181,9 +180,8 @@ def verify(commands: Subparsers) -> None:
         description="Reads every copy of every shard, and all parity. The exit status is 0 when "
         f"all is sound, else 1. {PLACES}",
     )
-    parser.add_argument("path", nargs="+", metavar="PATH")
+    _add_places(parser, "verify_versions")
     parser.add_argument("--version", type=int, metavar="V", help="only this one")
-    parser.set_defaults(run=_offline, action="verify_versions")
 
 
 def export(commands: Subparsers) -> None:
@@ -196,11 +194,15 @@ def export(commands: Subparsers) -> None:
         "their names), extra, version, iteration, metric. Takes the version that a restart would "
         f"take, verified. In Python: tierckpt.load(PATH). {PLACES}",
     )
-    parser.add_argument("path", nargs="+", metavar="PATH")
+    _add_places(parser, "export_version")
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--version", type=int, metavar="V", help="this one")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
-    parser.set_defaults(run=_offline, action="export_version")
+
+
+def _add_places(parser: argparse.ArgumentParser, action: str) -> None:
+    parser.add_argument("path", nargs="+", metavar="PATH")
+    parser.set_defaults(run=_offline, action=action)
 
 
 def _offline(args: argparse.Namespace, console: Console) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -243,8 +243,7 @@ class Loader:
             path = full.split("/", 1)[1]
             if full.startswith(f"{label}/") and self._param_fits(path):
                 found = wanted.setdefault(path, {})
-                take = _taker(found)
-                found.update({k: tree.map_entries(v, take) for k, v in values.items()})
+                found.update({k: tree.with_entries(v, found) for k, v in values.items()})
         for group in optimizer.param_groups:
             for param in group["params"]:
                 _replace_state(optimizer, param, wanted.get(self.state.name_of(param), {}))
@@ -281,10 +280,6 @@ def _replace_state(
     for key in set(kept) - set(values):
         del kept[key]
     kept.update({k: _on_device(v, param) for k, v in values.items()})
-
-
-def _taker(tensors: dict[str, Any]) -> Callable[[tree.Entry], Any]:
-    return lambda entry: tensors.pop(entry.key)
 
 
 def _on_device(value: Any, param: torch.Tensor) -> Any:

@@ -118,6 +118,11 @@ def map_entries(value: Any, change: Callable[[Entry], Any]) -> Any:
     return value
 
 
+def with_entries(value: Any, tensors: dict[str, Any]) -> Any:
+    """The same with the tensors themselves, which leave `tensors`."""
+    return map_entries(value, lambda entry: tensors.pop(entry.key))
+
+
 class Later:
     """A node of a packed tree that is worked out when the tree is encoded.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -231,7 +231,7 @@ class _Reading:
         for full, values in self._tree["odd"].items():
             if full.startswith(f"{label}/"):
                 mine = kept.setdefault(full.split("/", 1)[1], {})
-                mine.update({k: tree.map_entries(v, _taker(mine)) for k, v in values.items()})
+                mine.update({k: tree.with_entries(v, mine) for k, v in values.items()})
         state, groups, numbered = {}, [], 0
         for names, options in zip(structure["groups"], self._tree["groups"][label], strict=True):
             numbers = range(numbered, numbered + len(names))
@@ -240,10 +240,6 @@ class _Reading:
             state.update({number: kept[name] for number, name in named if name in kept})
             numbered += len(names)
         return {"state": state, "param_groups": groups}
-
-
-def _taker(tensors: dict[str, Any]) -> Callable[[tree.Entry], Any]:
-    return lambda entry: tensors.pop(entry.key)
 
 
 __all__ = ["Saved", "load"]
