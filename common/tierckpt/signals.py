@@ -24,9 +24,11 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from multiprocessing import util
 from types import FrameType
 from typing import Any
 
+from . import loaderworkers
 from .errors import ConfigError
 
 logger = logging.getLogger("tierckpt")
@@ -89,6 +91,7 @@ class Signals:
             self._start_watching()
         mine = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _let_go_in_child(mine()))
+        util.register_after_fork(self, _shield_worker)  # comes after the above
 
     # --- what the training tells ---------------------------------------------------------------
 
@@ -245,7 +248,7 @@ def _caught(number: signal.Signals) -> bool:
 
 
 def _let_go_in_child(signals: Signals | None) -> None:
-    """A forked child (a DataLoader's worker) ends when told to, and must not write to our pipe."""
+    """A forked child ends when told to, and must not write to our pipe."""
     if signals is not None and signals._pipe is not None:
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
@@ -253,3 +256,9 @@ def _let_go_in_child(signals: Signals | None) -> None:
             os.close(fd)
         signals._pipe = None
         signals._restore_handlers()
+
+
+def _shield_worker(signals: Signals) -> None:
+    """The child is multiprocessing's, perhaps a DataLoader's worker; see `loaderworkers`."""
+    if signals.came is not None or not signals._over:
+        loaderworkers.shield(signals._previous)

@@ -6,10 +6,17 @@ import subprocess
 import sys
 
 
-def python(program: str, *arguments: object) -> subprocess.Popen[str]:
-    """Start `program`; it ends when its standard input does, or sooner."""
+def python(program: str, *arguments: object, own_group: bool = False) -> subprocess.Popen[str]:
+    """Start `program`; it ends when its standard input does, or sooner. `own_group`: it leads a
+    process group, to which a test can send signals."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0 if own_group else None,
+    )
 
 
 def end(process: subprocess.Popen[str]) -> None:
