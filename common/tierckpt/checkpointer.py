@@ -526,6 +526,21 @@ class Checkpointer:
         self._reports.notice(text, logging.WARNING)
         self.abandon(commit_newest=True)
 
+    def abandon_after_error(self) -> None:
+        """When an exception ended the training: `abandon()`.
+
+        Where a signal came that was to bring the end, the error may be its work (it ended a worker
+        of a DataLoader), and the node may be gone soon: the newest version in memory gets to disk.
+        """
+        came = self._halting.signal_name
+        if came and self._local_enabled() and not self._over:
+            text = (
+                f"{came} came to this rank, and the training ended with an error: no further "
+                "checkpoint is taken, and the newest version in memory is written to disk"
+            )
+            self._reports.notice(text, logging.WARNING)
+        self.abandon(commit_newest=bool(came))
+
     def _commit_newest(self) -> None:
         self.wait(WAIT_SECONDS)
         if self._demand.commit_newest():
@@ -549,7 +564,7 @@ class Checkpointer:
         elif ending.is_orderly(error):
             self.close_or_abandon()
         else:
-            self.abandon()
+            self.abandon_after_error()
 
     def pack_adapter(self) -> Any:
         """What an adapter wants to find again after a restart, as JSON has it; per rank."""

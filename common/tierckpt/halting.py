@@ -59,6 +59,11 @@ class Halting:
         for number, why in self._signals.left_alone.items():
             notice(f"{number.name} will bring no last checkpoint: {why}", logging.INFO)
 
+    @property
+    def signal_name(self) -> str:
+        """That of the first signal that came to this rank; empty when none did."""
+        return self._signals.came.name if self._signals.came is not None else ""
+
     def vote(self, version: int) -> tuple[Reason, bool]:
         """At the boundary of `version`: why this rank wants the job to end, and whether its script
         has evidently never asked."""
@@ -68,8 +73,8 @@ class Halting:
         return (Reason.NONE if self.reason < Reason.NONE else self._find(version)), silent
 
     def _find(self, version: int) -> Reason:
-        if self._signals.came is not None:
-            self._tell(f"{self._signals.came.name} came to this rank", logging.WARNING)
+        if self.signal_name:
+            self._tell(f"{self.signal_name} came to this rank", logging.WARNING)
             return Reason.SIGNAL
         for problem in self._lookout.problems:
             self._tell(problem, logging.WARNING)

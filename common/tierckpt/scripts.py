@@ -85,7 +85,7 @@ def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], No
             return
         error = getattr(sys, "last_value", None) or sys.exc_info()[1]
         if error is not None and not ending.is_orderly(error):  # the script failed
-            checkpointer.abandon()
+            checkpointer.abandon_after_error()
         else:
             checkpointer.close_or_abandon()
 

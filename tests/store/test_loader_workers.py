@@ -141,6 +141,38 @@ def load():
     assert on_disk(path, tmp_path) == last
 
 
+BY_SCRIPT = """
+from tierckpt.scripts import serve
+model, optimizer = training()
+ckpt = checkpointer(model, optimizer)
+serve(ckpt, restore=False, ends_with_script=True)
+train(ckpt, model, optimizer, load(multiprocessing_context="forkserver"))
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [TRAINS.format(options="multiprocessing_context='forkserver'"), BY_SCRIPT],
+    ids=["with", "at exit"],
+)
+def test_workers_that_cannot_be_spared_cost_no_version(
+    program: str,
+    start: Start,
+    path: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """torch raises that they died, where the training is at that moment."""
+    (tmp_path / "items.py").write_text(BEGIN)
+    process = start(f"sys.path.insert(0, {str(tmp_path)!r})\nfrom items import Items\n" + program)
+    heard(process, "ready")
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(50) == 1
+    expected = "SIGTERM came to this rank, and the training ended with an error"
+    assert expected in capfd.readouterr().err
+    assert on_disk(path, tmp_path) >= 5
+
+
 STUCK = """
 def item(index):
     if index >= 8:
