@@ -5,15 +5,18 @@ Whatever happens to it, it tells its exit status in the journal just before it e
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import ddp_ckpt
 from tests.crash.job import (
@@ -28,6 +31,15 @@ from tests.crash.scenario import VARIABLE, Scenario
 
 ASKS_VARIABLE = "CRASH_ASKS"
 """Set when the loop asks whether to end."""
+WORKERS_VARIABLE = "CRASH_WORKERS"
+"""Workers of the DataLoader that the loop reads from; without it, there is none."""
+
+
+def make_batches(workers: int) -> Iterator[object]:
+    """Something for every step, which takes nothing of the job's random numbers."""
+    if not workers:
+        return itertools.repeat(None)
+    return iter(DataLoader(range(10**6), num_workers=workers, generator=torch.Generator()))
 
 
 def main(scenario: Scenario, rank: int, journal: Journal, asks: bool) -> None:
@@ -50,13 +62,16 @@ def main(scenario: Scenario, rank: int, journal: Journal, asks: bool) -> None:
     )
     start = ckpt.restore()
     journal.write(start=int(start), version=start.version, pid=os.getpid())
+    batches = make_batches(int(os.environ.get(WORKERS_VARIABLE, "0")))
     for step in range(start, scenario.steps):
+        next(batches)
         wait_at_gates(scenario, step, journal)
         # The boundary comes after the journal: in it a loop that never asks ends.
         train_one(step, rank, stream, model, optimizer, scheduler, None, journal)
         ckpt.step()
         if asks and ckpt.should_exit():
             break
+    del batches
     ckpt.close()
     if ckpt.version == scenario.steps:
         journal.write(done=digests(model, optimizer, scheduler, stream))

@@ -19,7 +19,7 @@ STAND, LAST = 12, 14
 """All ranks stand before this step; the one told there says so at v13, and v14 is the last."""
 
 
-def start_torchrun(job: Job, asks: bool) -> subprocess.Popen[bytes]:
+def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[bytes]:
     """A life of the job, number 0, that stands before step STAND."""
     scenario = replace(job.scenario, life=0, gates={"stand": STAND})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -34,6 +34,7 @@ def start_torchrun(job: Job, asks: bool) -> subprocess.Popen[bytes]:
                 **quiet_environment(),
                 VARIABLE: scenario.to_json(),
                 "CRASH_ASKS": "yes" if asks else "",
+                "CRASH_WORKERS": str(workers),
             },
         )
     stand = "both ranks at the gate"
@@ -75,9 +76,10 @@ def test_one_rank_is_told_and_all_end_with_one_last_version(job: Job) -> None:
     both_ended_after_the_same_version(job)
 
 
-def test_the_launcher_is_told_and_hands_it_on(job: Job) -> None:
-    """The loop asks."""
-    torchrun = start_torchrun(job, asks=True)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_launcher_is_told_and_hands_it_on(job: Job, workers: int) -> None:
+    """The loop asks. It is handed on to process groups: to workers of DataLoaders, too."""
+    torchrun = start_torchrun(job, asks=True, workers=workers)
     torchrun.send_signal(signal.SIGTERM)
     open_when_told(job, [0, 1])
     job.wait_for(lambda: torchrun.poll() is not None, "torchrun's end")
