@@ -15,6 +15,7 @@ to handle it is called, too. The process ends at once, as it would have without 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -111,7 +112,7 @@ class Signals:
         """Put back what was there before.
 
         But where a signal came, the process is about to end: until it does, the same request sent
-        once more must not turn a clean end into a death by signal.
+        once more must not turn a clean end into a death by signal. See `_outlast_python`, too.
         """
         self.be_calm()
         if self._pipe is not None:
@@ -236,6 +237,17 @@ def _behind_the_ended(handler: Any, number: int) -> Any:
     while (owner := _owner(handler)) is not None and owner._over:
         handler = owner._previous[signal.Signals(number)]
     return handler
+
+
+@atexit.register
+def _outlast_python() -> None:
+    """Python is about to end, and to take its handlers away: where those of ours are still there as
+    a signal came (see `Signals.close`), it is ignored from here on, by the system itself."""
+    for number in signal.valid_signals():
+        owner = _owner(signal.getsignal(number))
+        if owner is not None and owner.came is not None and owner._pid == os.getpid():
+            with contextlib.suppress(ValueError):  # not on the main thread
+                signal.signal(number, signal.SIG_IGN)
 
 
 def _caught(number: signal.Signals) -> bool:

@@ -102,3 +102,45 @@ def test_closed_on_another_thread_it_writes_to_no_file_of_the_scripts(
         assert process.wait(50) == 0
     finally:
         end(process)
+
+
+AGAIN = """
+import atexit, builtins, os, signal, sys
+from tierckpt.testing import TinyJob
+path, shm_dir = sys.argv[1:]
+
+def again():
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("on", flush=True)
+
+class Last:
+    def __init__(self, kill, say):
+        self.kill, self.say = kill, say
+    def __del__(self):
+        self.kill()
+        self.say()
+
+job = TinyJob(path, shm_dir=shm_dir, agent="inline").run(2)
+assert not job.checkpointer.should_exit()
+again()
+job.run(4)
+assert job.checkpointer.should_exit()
+job.checkpointer.close()
+again()
+atexit.register(again)
+builtins.goes_last = Last(
+    lambda kill=os.kill, pid=os.getpid(), number=15: kill(pid, number),
+    lambda write=os.write: write(1, b"on\\n"),
+)
+"""
+
+
+def test_the_same_request_again_is_no_death_behind_a_clean_end(path: Path, shm_dir: Path) -> None:
+    """Python takes back its handlers before it takes down all else."""
+    process = python(AGAIN, path, shm_dir)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read().splitlines() == ["on"] * 4
+        assert process.wait(50) == 0
+    finally:
+        end(process)
