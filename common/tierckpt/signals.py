@@ -3,7 +3,8 @@
 A signal that is heard here does not end the process: it is remembered in `came`, and what was there
 to handle it is called, too. The process ends at once, as it would have without us, when
 
-- it has not passed a boundary yet, so there is nothing to save;
+- it has not passed a boundary yet, so there is nothing to save, and the script has no handler of
+  its own, which may want it to go on;
 - the same signal comes again, later than REPEATED_SECONDS after the first;
 - SIGTERM came, and no boundary is passed for `patience_seconds`: it hangs in a collective whose
   other side is gone. A handler in Python would never be run then, so a thread sees to that, which
@@ -139,14 +140,15 @@ class Signals:
         which = signal.Signals(number)
         now = time.monotonic()
         first = self._first_seconds.setdefault(which, now)
-        starting = not self._boundary_seconds and not self._calm
+        previous = _behind_the_ended(self._previous[which], number)
+        handled = callable(previous) and previous is not signal.default_int_handler
+        starting = not self._boundary_seconds and not self._calm and not handled
         if starting or now - first > REPEATED_SECONDS or os.getpid() != self._pid:
-            signal.signal(which, self._previous[which])
+            signal.signal(which, previous)
             os.kill(os.getpid(), which)
             return
         self.came = self.came or which
-        previous = self._previous[which]
-        if callable(previous) and previous is not signal.default_int_handler:
+        if handled:
             previous(number, frame)
 
     def _restore_handlers(self) -> None:
@@ -212,7 +214,9 @@ class Signals:
 
     def _deadline(self, since: float) -> float:
         if not self._boundary_seconds:
-            return since + STARTING_SECONDS
+            # The script's own handler was called, so it doesn't hang: it may be long in starting.
+            handled = signal.SIGTERM in self._first_seconds
+            return (time.monotonic() if handled else since) + STARTING_SECONDS
         patience = max(self._patience_seconds, 2 * self._longest_seconds)
         return max(since, self._boundary_seconds) + patience
 

@@ -144,3 +144,49 @@ def test_the_same_request_again_is_no_death_behind_a_clean_end(path: Path, shm_d
         assert process.wait(50) == 0
     finally:
         end(process)
+
+
+STARTING = """
+import os, signal, sys
+from tierckpt.testing import TinyJob
+path, shm_dir = sys.argv[1:]
+heard = []
+signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+job = TinyJob(path, shm_dir=shm_dir, agent="inline")
+os.kill(os.getpid(), signal.SIGTERM)
+assert heard == [signal.SIGTERM]
+{meanwhile}
+job.run(2)
+sys.exit(7 if job.checkpointer.should_exit() else 1)
+"""
+
+
+@pytest.mark.parametrize("meanwhile", ["", "__import__('time').sleep(3)"], ids=["", "slow start"])
+def test_before_the_first_boundary_a_handler_that_returns_leaves_it_to_us(
+    meanwhile: str, path: Path, shm_dir: Path
+) -> None:
+    """The script wants to go on, however long its first step takes, and to end well."""
+    process = python(STARTING.format(meanwhile=meanwhile), path, shm_dir)
+    try:
+        assert process.wait(50) == 7
+    finally:
+        end(process)
+
+
+BEHIND_A_CLOSED_ONE = """
+import os, signal, sys, time
+from tierckpt.testing import TinyJob
+path, shm_dir = sys.argv[1:]
+jobs = [TinyJob(f"{path}/{n}", shm_dir=shm_dir, agent="inline") for n in range(2)]
+jobs[0].run(2).checkpointer.close()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_the_handler_of_a_closed_one_is_none_of_the_scripts(path: Path, shm_dir: Path) -> None:
+    process = python(BEHIND_A_CLOSED_ONE, path, shm_dir)
+    try:
+        assert process.wait(50) == -signal.SIGTERM
+    finally:
+        end(process)
