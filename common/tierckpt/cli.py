@@ -87,7 +87,8 @@ def halt(commands: Subparsers) -> None:
     parser.add_argument("--seconds-left", type=float, metavar="S", help=what)
     parser.add_argument("--now", action="store_true", help="at once")
     parser.add_argument("--show", action="store_true", help="print what is asked for")
-    parser.add_argument("--clear", action="store_true", help="ask for nothing any more")
+    what = "ask for nothing any more, or only for what is given along with this"
+    parser.add_argument("--clear", action="store_true", help=what)
     parser.set_defaults(run=_halt)
 
 
@@ -103,6 +104,8 @@ def _halt(args: argparse.Namespace, console: Console) -> None:
         )
     before = haltrequest.parse_time(args.before, datetime.now()) if args.before else None
     asked = haltrequest.HaltRequest(args.now, args.after_version, before, args.seconds_left)
+    if wrong := asked.nonsense():
+        raise ConfigError(f"nothing is asked for; {wrong}")
     nothing = asked == haltrequest.HaltRequest()
     if nothing and not (args.show or args.clear):
         raise ConfigError("nothing is asked for; see tierckpt halt --help for the conditions")

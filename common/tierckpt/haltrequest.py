@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -63,6 +64,16 @@ class HaltRequest:
     `halt_seconds_left`; without either it ends at the first boundary after that moment."""
     seconds_left: float | None = None
     """How long before that, and before the end of the scheduler's allocation, is in time."""
+
+    def nonsense(self) -> str:
+        """What no job can act on, and what is valid instead; empty when all makes sense."""
+        if self.after_version is not None and self.after_version < 0:
+            return f"after version {self.after_version}: versions are numbers from 0 on"
+        for name in ("before_seconds", "seconds_left"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 <= seconds < math.inf:
+                return f"{name} is {seconds:g}: it is a finite number of seconds, 0 or more"
+        return ""
 
     def with_margin(self, configured_seconds: float) -> HaltRequest:
         """As a job reads it whose `halt_seconds_left` is that; 0: it is not set."""
@@ -129,7 +140,7 @@ class HaltRequest:
                 raise FormatError(f"no halt request that this release can read: {text[:80]!r}")
             after, before = found["after_version"], found["before_seconds"]
             left = found["seconds_left"]
-            return HaltRequest(
+            request = HaltRequest(
                 now=bool(found["now"]),
                 after_version=None if after is None else int(after),
                 before_seconds=None if before is None else float(before),
@@ -137,6 +148,9 @@ class HaltRequest:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"not a halt request: {text[:80]!r} ({error!r})") from error
+        if wrong := request.nonsense():
+            raise FormatError(f"not a halt request that a job can act on: {wrong}")
+        return request
 
 
 # --- the file ------------------------------------------------------------------------------------

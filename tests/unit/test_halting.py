@@ -93,6 +93,9 @@ def test_what_is_asked_later_is_added(first: HaltRequest, second: HaltRequest) -
         '{"kind": "another", "version": 1}',
         HaltRequest().encode().replace('"version": 1', '"version": 2'),
         HaltRequest(after_version=3).encode().replace("3", '"x"'),
+        HaltRequest(after_version=-3).encode(),
+        HaltRequest(seconds_left=float("nan")).encode(),
+        HaltRequest(before_seconds=float("inf")).encode(),
     ],
 )
 def test_what_is_no_request_is_refused(text: str) -> None:
@@ -160,6 +163,28 @@ def test_the_command_says_what_is_wrong(
     told = capsys.readouterr().err
     assert told.startswith("tierckpt: ")
     assert re.search(said, told), told
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--seconds-left=nan"],
+        ["--seconds-left=inf"],
+        ["--seconds-left=-1"],
+        ["--after-version=-1"],
+        ["--before=2027-01-15T08:00", "--seconds-left=nan"],
+        ["--clear", "--after-version=-3"],
+    ],
+)
+def test_the_command_refuses_what_would_never_or_always_hold(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is asked for stays as it was."""
+    standing = HaltRequest(after_version=7)
+    haltrequest.write(tmp_path, standing)
+    assert main(["halt", str(tmp_path), *arguments]) == 1
+    assert re.search("numbers from 0 on|a finite number of seconds, 0 or", capsys.readouterr().err)
+    assert haltrequest.read(tmp_path) == standing
 
 
 @pytest.mark.parametrize("arguments", [["--now"], ["--show"], ["--clear"]])
