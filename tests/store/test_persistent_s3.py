@@ -22,6 +22,7 @@ from tierckpt.persistent import (
     LeaseHeldError,
     PersistentError,
     PersistentStore,
+    RetentionPolicy,
     RetryPolicy,
     ShardSource,
 )
@@ -114,35 +115,65 @@ def uploads(backend: ObjectBackend) -> list[str]:
     return [str(u["Key"]) for u in page.get("Uploads") or ()]
 
 
-def test_a_flush_killed_in_an_upload_is_done_again_and_leaves_no_upload_behind(
-    endpoint: str, url: str, tmp_path: Path, backend: ObjectBackend
-) -> None:
+UPLOAD_KILLS = ["op=open", "op=write,hit=2", "op=close", "op=complete", "op=put"]
+"""The upload is of the shard; what is put is the record behind it."""
+OBJECT_REMOVAL_KILLS = ["op=put", "op=delete,hit=1", "op=abort", "op=delete,hit=2"]
+
+
+def killed(does: str, at: str, folder: Path) -> None:
+    """Another process is killed there while it does that."""
     program = (
         "import sys; from pathlib import Path\n"
         "from tests.store import persistentshards as p, test_persistent_s3 as t\n"
-        "shards = p.s3(Path(sys.argv[1])); key = t.key_of(1)\n"
-        "shards.store.flush(p.name_of(key), p.facts_of(key, 1 << 25), [t.large(key)])\n"
+        "store = p.s3(Path(sys.argv[1])).store; key = t.key_of(1)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        env={**os.environ, "TIERCKPT_FAULTS": "kill@file:op=complete"},
+        [sys.executable, "-c", program + does, str(folder)],
+        env={**os.environ, "TIERCKPT_FAULTS": f"kill@file:{at}"},
         timeout=120,
     )
     assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("at", UPLOAD_KILLS)
+def test_a_flush_killed_in_an_upload_is_done_again_and_leaves_no_upload_behind(
+    at: str, endpoint: str, url: str, tmp_path: Path, backend: ObjectBackend
+) -> None:
+    killed("store.flush(p.name_of(key), p.facts_of(key, 1 << 25), [t.large(key)])", at, tmp_path)
     other = f"{url}/{name_of(key_of(2)).stem}/00000of00001/s00000-00000.shards"
     bucket, key, _ = backend._fs.split_path(other.removeprefix("s3://"))
     backend._fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)  # somebody else's
-    assert len(uploads(backend)) == 2
+    begun, complete = at not in ("op=open", "op=put"), at == "op=put"
+    assert len(uploads(backend)) == 1 + begun
 
     store = PersistentStore(url, **s3_options(endpoint))
     assert store.versions() == []
     result = store.flush(name_of(key_of(1)), facts_of(key_of(1), 1 << 25), [large(key_of(1))])
     assert result.committed
-    assert result.written_bytes == len(large(key_of(1)).image)
+    assert result.written_bytes == (0 if complete else len(large(key_of(1)).image))
     assert uploads(backend) == [key], "another writer's upload is left alone, ours is not left"
     store.open_shard(name_of(key_of(1)), 0).verify()
     store.retire(name_of(key_of(2)))
     assert uploads(backend) == []
+    store.close()
+
+
+@pytest.mark.parametrize("at", OBJECT_REMOVAL_KILLS)
+def test_a_removal_that_was_killed_is_finished_by_the_next(
+    at: str, endpoint: str, url: str, tmp_path: Path
+) -> None:
+    store = PersistentStore(url, **s3_options(endpoint))
+    names = [name_of(key_of(version)) for version in (1, 2)]
+    for version, name in enumerate(names, start=1):
+        key = key_of(version)
+        source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
+        store.flush(name, facts_of(key, 1 << 20), [source])
+    killed("store.retire(p.name_of(key))", at, tmp_path)
+    store.retain(RetentionPolicy(keep_last=1), names[1])
+    assert store.versions() == [names[1]]
+    assert store.incomplete() == store.retired() == []
+    assert list(store.backend.sizes(names[0].stem)) == [], "nothing of v1 is left"
+    store.open_shard(names[1], 0).verify()
     store.close()
 
 

@@ -14,6 +14,8 @@ from tierckpt.cli import main
 from tierckpt.errors import ConfigError
 from tierckpt.health import PROBE_BYTES, Need, check_directory, check_memory, examine
 
+POINTS = ["room", "write", "read"]
+
 
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
@@ -49,7 +51,7 @@ def test_where_a_file_system_has_to_be_mounted_one_folder_is_made(place: Path) -
     assert check_directory(need) == ""
 
 
-@pytest.mark.parametrize("op", ["room", "write", "read"])
+@pytest.mark.parametrize("op", POINTS)
 @pytest.mark.parametrize("processes", [True, False])
 def test_an_error_of_the_device_is_told(op: str, processes: bool, fault: Any, place: Path) -> None:
     marks = fault(f"eio@health:op={op}")

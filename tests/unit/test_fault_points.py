@@ -1,0 +1,74 @@
+"""Each fault point of the package is in the list of a sweep that kills or fails something there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+
+import tierckpt
+from tests.crash.test_agents import IN_MID_EXCHANGE, IN_MID_FLUSH
+from tests.crash.test_sweep import AGENT_POINTS, TRAINER_POINTS
+from tests.store.test_persistent_killed import FLUSH_KILLS, REMOVAL_KILLS
+from tests.store.test_persistent_s3 import OBJECT_REMOVAL_KILLS, UPLOAD_KILLS
+from tests.unit.test_health import POINTS as HEALTH_POINTS
+from tierckpt import faults
+
+Point = tuple[str, str]
+"""Its name, and its `op` if it has one."""
+
+PACKAGE = Path(tierckpt.__file__).parent
+
+
+def of_files(conditions: Iterable[str]) -> list[str]:
+    return [f"kill@file:{text}" for text in conditions]
+
+
+CHECKPOINT = [*TRAINER_POINTS.values(), *AGENT_POINTS.values()]
+SWEEPS = {
+    "health.py": [f"eio@health:op={op}" for op in HEALTH_POINTS],
+    "peer/exchange.py": [f"kill@peer:op={op}" for op in IN_MID_EXCHANGE],
+    "persistent/objects.py": of_files([*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS]),
+    "persistent/posix.py": of_files([*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]),
+}
+"""What is swept, by file. What a file elsewhere has is a part of CHECKPOINT's sweep."""
+
+
+def points_in(path: Path) -> set[Point]:
+    """What the file's calls of `faults.point` name; where `op` is the argument of a function
+    around the call, what that function's callers in the file pass."""
+    found = set()
+    tree = ast.parse(path.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        for call in calls_of("point", function):
+            op = next((key.value for key in call.keywords if key.arg == "op"), None)
+            passed: list[ast.expr | None] = [op]
+            if isinstance(op, ast.Name):
+                passed = [caller.args[0] for caller in calls_of(function.name, tree)]
+            found |= {(text_of(call.args[0]), text_of(given)) for given in passed}
+    return found
+
+
+def calls_of(name: str, tree: ast.AST) -> list[ast.Call]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == name]
+
+
+def text_of(node: ast.expr | None) -> str:
+    if node is None:
+        return ""
+    assert isinstance(node, ast.Constant), f"no literal in line {node.lineno}"
+    return str(node.value)
+
+
+def swept_by(rules: Iterable[str]) -> set[Point]:
+    parsed = [rule for text in rules for rule in faults.parse(text)]
+    return {(rule.point, rule.conditions.get("op", "")) for rule in parsed}
+
+
+def test_no_point_of_the_package_is_left_out() -> None:
+    points = {str(p.relative_to(PACKAGE)): points_in(p) for p in PACKAGE.rglob("*.py")}
+    for name, rules in SWEEPS.items():
+        assert points.pop(name) == swept_by(rules), name
+    assert set().union(*points.values()) == swept_by(CHECKPOINT)
