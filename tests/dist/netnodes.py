@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.peershards import wait_until
-from tierckpt.testing.network import Network, NoNetworkError
+from tierckpt.testing.network import Network, NoNetworkError, burst_bytes
 
 
 def made_network(count: int) -> Network:
@@ -22,6 +25,19 @@ def made_network(count: int) -> Network:
         return Network(count)
     except NoNetworkError as error:
         pytest.skip(str(error))
+
+
+@contextlib.contextmanager
+def narrowed(network: Network, number: int, bytes_per_second: float) -> Iterator[None]:
+    """A node has a narrow cable from now on. At the end of the block: work for more than a second
+    went through it, and no more than fits, whichever way. On a busy machine it is only less."""
+    network.narrow(number, bytes_per_second)
+    began_seconds, before = time.monotonic(), network.carried_bytes(number)
+    yield
+    after, seconds = network.carried_bytes(number), time.monotonic() - began_seconds
+    passed_bytes = [late - early for late, early in zip(after, before, strict=True)]
+    fits_bytes = burst_bytes(bytes_per_second) + bytes_per_second * seconds
+    assert bytes_per_second < max(passed_bytes) <= 1.05 * fits_bytes, "the cable was not narrow"
 
 
 class NodeProcess:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.netnodes import NodeProcess, made_network
+from tests.dist.netnodes import NodeProcess, made_network, narrowed
 from tests.flushprocesses import name_of
 from tests.store.s3server import KEY, SECRET, rclone, serving
 from tierckpt.naming import ShardKey
@@ -127,8 +127,8 @@ def test_a_node_that_loses_power_leaves_no_version_and_its_successor_completes_i
 
 def test_a_node_that_is_slow_makes_the_version_late_and_nothing_else(site: Site) -> None:
     site.begin_and_stop()
-    site.network.narrow(VICTIM, SLOW_BYTES_PER_SECOND)
-    site.nodes[VICTIM].go_on()
-    said = [node.heard() for node in site.nodes]
+    with narrowed(site.network, VICTIM, SLOW_BYTES_PER_SECOND):
+        site.nodes[VICTIM].go_on()
+        said = [node.heard() for node in site.nodes]
     assert [each["committed"] for each in said].count(True) == 1, "whoever is last completes it"
     site.check(1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.netnodes import NodeProcess, made_network
+from tests.dist.netnodes import NodeProcess, made_network, narrowed
 from tests.peershards import Members, nothing_of
 from tierckpt.redundancy.codes import Code
 from tierckpt.testing.network import Network
@@ -123,7 +123,7 @@ def test_a_node_that_is_slow_makes_it_late_and_nothing_else(
     network: Network, folder: Path, nodes: list[NodeProcess]
 ) -> None:
     begin_and_stop(network, folder, nodes, stall=20.0)
-    network.narrow(VICTIM, SLOW_BYTES_PER_SECOND)
-    nodes[VICTIM].go_on()
-    assert [node.heard() for node in nodes] == [None] * 3
+    with narrowed(network, VICTIM, SLOW_BYTES_PER_SECOND):
+        nodes[VICTIM].go_on()
+        assert [node.heard() for node in nodes] == [None] * 3
     check(folder, 1)

@@ -7,6 +7,7 @@ Standard library only, so that processes that stand for nodes stay small.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -73,11 +74,21 @@ class Network:
 
     def narrow(self, number: int, bytes_per_second: float) -> None:
         """What the node sends passes at this rate from now on, and what it gets, likewise."""
-        burst_bytes = max(64 << 10, int(bytes_per_second / 100))  # no less than a segment
         shape = ["root", "tbf", "rate", f"{int(8 * bytes_per_second)}bit"]
-        shape += ["burst", str(burst_bytes), "latency", f"{1e3 * QUEUE_SECONDS:g}ms"]
+        shape += [
+            "burst",
+            str(burst_bytes(bytes_per_second)),
+            "latency",
+            f"{1e3 * QUEUE_SECONDS:g}ms",
+        ]
         for space, device in ((self.hub, _port(number)), (self.nodes[number], "net0")):
             _run("tc", "-n", space, "qdisc", "replace", "dev", device, *shape)
+
+    def carried_bytes(self, number: int) -> tuple[int, int]:
+        """How much the node has sent and got until now, as its interface counts it."""
+        told = _run("ip", "-n", self.nodes[number], "-s", "-j", "link", "show", "dev", "net0")
+        counted = json.loads(told)[0]["stats64"]
+        return counted["tx"]["bytes"], counted["rx"]["bytes"]
 
     def remove(self) -> None:
         """Delete what is there of it."""
@@ -96,12 +107,17 @@ def network(count: int) -> Iterator[Network]:
         made.remove()
 
 
+def burst_bytes(bytes_per_second: float) -> int:
+    """What passes a narrowed cable at once after a pause: no less than a segment."""
+    return max(64 << 10, int(bytes_per_second / 100))
+
+
 def _port(number: int) -> str:
     """The node's end at the bridge."""
     return f"port{number}"
 
 
-def _run(*command: str) -> None:
+def _run(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -110,3 +126,4 @@ def _run(*command: str) -> None:
         raise NoNetworkError(
             f"no network namespaces here: {' '.join(command)}: {done.stderr.strip()}"
         )
+    return done.stdout
