@@ -5,22 +5,30 @@ figures go into the ballot as integers, the largest of all ranks comes out, and 
 rank's `Tuner` draws the same conclusions: no rank ever decides by a clock of its own. To measure
 while the training runs, and to keep to an overhead that the user chose, is the idea of CheckFreq
 (J. Mohan et al., FAST 2021); here intervals also become shorter again.
+
+Costs are often smaller than the noise of steps. So a `Meter` says another figure only where noise
+does not explain it (`window`); what changes for good is noticed all the sooner the more it is.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
+from math import hypot, sqrt
 from statistics import median
 
 from .config import AUTO, Config, LocalConfig, MemoryConfig, PersistentConfig
 from .interval import SHARES, Level, optimum, rates, whole_steps, within_budget
+from .window import Steady, Window
 
-WINDOW_STEPS = 32
-"""So many of the newest steps of a kind count: their median, so that an evaluation or a slow batch
-now and then changes nothing."""
-WINDOW_COMMITS = 8
+WINDOW_STEPS, FRESH_STEPS = 512, 8
+"""At most so many of the newest steps of a kind count, and so many may tell that it has changed:
+their median, so that an evaluation or a slow batch now and then changes nothing."""
+WINDOW_COMMITS, FRESH_COMMITS = 64, 4
+"""The same, of versions to local."""
+LATEST = 8
+"""How many steps a commit or a flush lasts, so many of the newest say."""
 ENOUGH_STEPS = 4
 """Nothing is said of a kind of step before so many of it were seen."""
 LOOK_STEPS = 16
@@ -63,20 +71,24 @@ class Meter:
         """`tells_flushes`: what a flush costs is to be known; without, it is a part of all steps,
         as where the store is so slow that one is always under way."""
         self._tells_flushes = tells_flushes
-        self._plain: deque[float] = deque(maxlen=WINDOW_STEPS)
-        self._copying: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._plain = Window(WINDOW_STEPS, FRESH_STEPS)
+        self._copying = Window(WINDOW_STEPS, FRESH_STEPS)
         """Seconds of steps with a version to memory, but nothing written to local."""
-        self._stalls: deque[float] = deque(maxlen=WINDOW_STEPS)
-        self._commits: deque[tuple[float, int]] = deque(maxlen=WINDOW_COMMITS)
-        """Of each version to local: the seconds it added, and the steps meanwhile."""
+        self._stalls = Window(WINDOW_STEPS, FRESH_STEPS)
+        self._commits = Window(WINDOW_COMMITS, FRESH_COMMITS)
+        """Seconds that each version to local added."""
+        self._commit_steps: deque[int] = deque(maxlen=LATEST)
+        """Steps that the writing of each lasted."""
         self._commit: list[tuple[float, int, bool]] = []
         """Steps of the one under way: seconds, steps, and whether a version was copied, too."""
-        self._beside_flush: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._beside_flush = Window(WINDOW_STEPS, FRESH_STEPS)
         """Seconds that steps during a flush took longer than others of their kind."""
-        self._flushes: deque[int] = deque(maxlen=WINDOW_COMMITS)
+        self._flushes: deque[int] = deque(maxlen=LATEST)
         """Steps that each flush lasted."""
         self._flush_steps = 0
         """Of the one under way."""
+        self._memory, self._local, self._flush = Steady(), Steady(), Steady()
+        """What is said of each level, in seconds."""
         self._last: tuple[float, int, bool, bool, bool] | None = None
 
     def stalled(self, seconds: float) -> None:
@@ -121,7 +133,7 @@ class Meter:
                 self._beside_flush.append((seconds - usual) / steps)
         elif copied:
             # What it adds to one step, also where a loop makes several between two boundaries.
-            self._copying.append(seconds - (steps - 1) * (_median(self._plain) or seconds / steps))
+            self._copying.append(seconds - (steps - 1) * (self._plain.median or seconds / steps))
         else:
             self._plain.append(seconds / steps)
 
@@ -132,19 +144,20 @@ class Meter:
         memory = self._memory_seconds() if self._plain else 0.0
         usual = steps * step + memory * sum(copied for _, _, copied in self._commit)
         if step:
-            self._commits.append((sum(s for s, _, _ in self._commit) - usual, steps))
+            self._commits.append(sum(s for s, _, _ in self._commit) - usual)
+            self._commit_steps.append(steps)
         self._commit.clear()
 
     def _step_seconds(self) -> float:
         """Without a checkpoint; with one where every step has one."""
-        return _median(self._plain) or _median(self._copying)
+        return self._plain.median or self._copying.median
 
     def _memory_seconds(self) -> float:
-        longer = _median(self._copying) - _median(self._plain) if self._known(self._plain) else 0.0
-        return max(longer, _median(self._stalls), 0.0)
+        longer = self._copying.median - self._plain.median if self._known(self._plain) else 0.0
+        return max(longer, self._stalls.median, 0.0)
 
     @staticmethod
-    def _known(values: deque[float]) -> bool:
+    def _known(values: Window) -> bool:
         return len(values) >= ENOUGH_STEPS
 
     def figures(self) -> Figures:
@@ -152,26 +165,34 @@ class Meter:
         step = self._step_seconds()
         if not self._known(self._plain) and not self._known(self._copying):
             return UNKNOWN
-        commits = list(self._commits)
-        memory = self._memory_seconds() if self._known(self._copying) else 0.0
         return Figures(
             step_us=_us(step),
-            memory_us=_us(memory) if memory else 0,
-            local_us=_us(median(s for s, _ in commits)) if commits else 0,
-            local_steps=max((n for _, n in commits), default=0),
+            memory_us=self._memory_us(),
+            local_us=self._local_us(),
+            local_steps=max(self._commit_steps, default=0),
             persistent_us=self._flush_us(),
             persistent_steps=max(self._flushes, default=0),
         )
 
+    def _memory_us(self) -> int:
+        if not self._known(self._copying):
+            return 0
+        error = hypot(self._copying.error(), self._plain.error())
+        seconds = self._memory.follow(self._memory_seconds(), error)
+        return _us(seconds) if seconds else 0
+
+    def _local_us(self) -> int:
+        if not self._commits:
+            return 0
+        # One commit tells nothing of noise; steps do.
+        noise = (self._plain or self._copying).spread * sqrt(median(self._commit_steps))
+        return _us(self._local.follow(self._commits.median, self._commits.error(noise)))
+
     def _flush_us(self) -> int:
         if not self._flushes or not self._known(self._beside_flush):
             return 0
-        return _us(max(0.0, median(self._beside_flush)) * median(self._flushes))
-
-
-def _median(values: Iterable[float]) -> float:
-    kept = list(values)
-    return median(kept) if kept else 0.0
+        beside = self._flush.follow(self._beside_flush.median, self._beside_flush.error())
+        return _us(max(0.0, beside) * median(self._flushes))
 
 
 def _us(seconds: float) -> int:
