@@ -12,7 +12,15 @@ from collections.abc import Iterable, Sequence
 
 from .config import Config
 from .group import Group
-from .inventory import Found, FoundParity, Inventory, Problem, nothing_seen, take_inventory
+from .inventory import (
+    EVERYWHERE,
+    Found,
+    FoundParity,
+    Inventory,
+    Problem,
+    nothing_seen,
+    take_inventory,
+)
 from .jobdirectory import JobDirectory
 from .localstore import LocalStore
 from .naming import Lineage, VersionId, on_lineage
@@ -20,6 +28,8 @@ from .restoreplan import RestorePlan, plan_restore
 from .together import Together
 
 NAME_LETTERS = 16
+LIFE_LETTERS = 8
+"""Of it, which are enough to tell lives apart."""
 MOST_TOLD = 4
 """Versions."""
 
@@ -116,15 +126,23 @@ class Lives:
         return max((i for i in there if on_lineage(i, lineages[max(lineages)])), default=None)
 
     def remains(self) -> list[str]:
-        """Which shards there are of the newest few versions, and which are nowhere."""
-        there: dict[tuple[VersionId, int], set[int]] = {}
+        """Which shards there are of the newest few versions, and which are nowhere. Those of two
+        lives, which may have versions of one number, are counted apart, and it is said why."""
+        there: dict[tuple[VersionId, int, str], dict[int, set[str]]] = {}
         for f in (f for each in self.found for f in each):
-            there.setdefault((f.key.id, f.key.shards), set()).add(f.key.shard)
+            shards = there.setdefault((f.key.id, f.key.shards, f.life), {})
+            place = f.place.where if f.place.host == EVERYWHERE else f.place.host
+            shards.setdefault(f.key.shard, set()).add(place)
+        newest = sorted(there.items(), reverse=True)[:MOST_TOLD]
+        lives = Counter(id_.version for id_, _, _ in dict(newest))
         texts = []
-        for (id_, shards), here in sorted(there.items(), reverse=True)[:MOST_TOLD]:
-            gone = [s for s in range(shards) if s not in here]
+        for (id_, count, life), here in newest:
+            gone = [s for s in range(count) if s not in here]
             missing = f", without {_some(gone)}" if gone else ""
-            texts.append(f"{len(here)} of {shards} shards of {id_}{missing}")
+            whose = _whose(life, here.values()) if lives[id_.version] > 1 else ""
+            texts.append(f"{len(here)} of {count} shards of {id_}{whose}{missing}")
+        if max(lives.values(), default=0) > 1:
+            texts.append("shards of different lives of the job are no version together")
         return texts
 
     def incomplete(self) -> set[VersionId]:
@@ -151,10 +169,14 @@ class Lives:
         return max(there, key=lambda id_: (there[id_], id_), default=None)
 
 
-def _some(numbers: Sequence[int]) -> str:
+def _whose(life: str, places: Iterable[set[str]]) -> str:
+    return f" of life {life[:LIFE_LETTERS]} (on {_some(sorted(set().union(*places)))})"
+
+
+def _some(things: Sequence[object]) -> str:
     """The first few; of ten thousand nobody reads more."""
-    more = ", ..." if len(numbers) > 8 else ""
-    return ", ".join(map(str, numbers[:8])) + more
+    more = ", ..." if len(things) > 8 else ""
+    return ", ".join(map(str, things[:8])) + more
 
 
 def _told(problems: Iterable[Problem]) -> list[str]:
