@@ -282,10 +282,12 @@ class Checkpointer:
             self._save_now()
 
     def pin(self, version: int) -> tuple[str, ...]:
-        """Have retention leave a version alone, on every level that has it; returns these levels.
+        """Have retention leave a version alone, on all levels; returns those that have it now.
 
-        Waits until what is under way to the levels is there, as long as that gets on. All ranks
-        call it, between steps. Raises PinError, on all ranks, when no level has it, or one hangs.
+        Waits until what is under way to the levels is there, as long as that gets on. A version
+        that goes on to the persistent level only at a later boundary is pinned there when it is
+        complete. All ranks call it, between steps. Raises PinError, on all ranks, when no level
+        has it, or one hangs.
         """
         self._refuse_closed("pin()", PinError)
         where = (self.config, self.group, self._node)

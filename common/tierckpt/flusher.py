@@ -42,6 +42,7 @@ from .persistent.keeper import Keeper
 from .persistent.lease import LEASE_SECONDS
 from .persistent.pace import NAP_SECONDS
 from .persistent.retention import METRIC
+from .pins import Arrivals
 
 FIRST_PAUSE_SECONDS, HELD_RETRY_SECONDS = 0.1, 5.0
 """A lease that is not to be had is asked about again after this, doubling up to that."""
@@ -156,6 +157,7 @@ class Flusher:
         """What is being flushed."""
         self._told: set[str] = set()
         """What need not be said again of this flush."""
+        self._arrivals = Arrivals()
         self._unproved: list[VersionName] = []
         """Versions whose other parts were still to come when this node's were there."""
 
@@ -223,7 +225,7 @@ class Flusher:
             if not self._exists(order):
                 return self._failed(order, error)
             said = {"complete": True, "nbytes": 0, "seconds": 0.0}  # it failed after the commit
-        if said["complete"]:
+        if said["complete"] and self._pin(order):
             self._retain(order)
         return {"op": "flushed", **said}
 
@@ -257,6 +259,20 @@ class Flusher:
         with contextlib.suppress(Exception):
             return self._store is not None and self._store.exists(order.name)
         return False
+
+    def _pin(self, order: FlushOrder) -> bool:
+        """As it is on the local level. Where that fails nothing must be removed."""
+        self._go_on()
+        try:
+            self._arrivals.pin(order.directory, order.name, self._open(order))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._warn(
+                f"v{order.version} could not be pinned as it is in {order.directory}: {why}. "
+                "Nothing older is removed; the next version tries both again"
+            )
+            return False
+        return True
 
     def _retain(self, order: FlushOrder) -> None:
         """What fails here does not concern the version, which exists."""

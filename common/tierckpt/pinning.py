@@ -35,6 +35,9 @@ def mark_everywhere(
     """Pin or unpin a version of this job on every level that has it; returns these levels. Before
     that, wait until what `await_agent` has under way is there.
 
+    A version that is still to come to the persistent level is pinned there when it is complete, by
+    its marks on the local level. So these are on all nodes before anybody looks there.
+
     Collective. Raises PinError, on all ranks, where no level has it, or one cannot be asked.
     """
     first, local = node.first == group.rank, LocalPins(config.directory)
@@ -48,17 +51,21 @@ def mark_everywhere(
     # A node that has not written its part yet gets the mark, too.
     ids = set[VersionId]().union(*_told(look, group))
 
-    def mark_persistent() -> set[str]:
+    def mark_local() -> set[str]:
+        if not (first and ids):
+            return set()
+        there = local.pin(ids, everywhere=True) if action == "pin" else local.unpin(ids)
+        return {"local"} if there else set()
+
+    def mark_there() -> set[str]:
         with _persistent(config.persistent) as pins:
             return {"persistent"} if getattr(pins, action)(pins.named(version)) else set()
 
-    def mark() -> set[str]:
-        done = {"local"} if first and ids and getattr(local, action)(ids) else set()
-        if group.rank == 0 and config.persistent.path:
-            done |= _answered(mark_persistent, config.persistent.path)
-        return done
+    def mark_persistent() -> set[str]:
+        where = config.persistent.path
+        return _answered(mark_there, where) if where and group.rank == 0 else set()
 
-    done = set[str]().union(*_told(mark, group))
+    done = set[str]().union(*_told(mark_local, group), *_told(mark_persistent, group))
     if not done:
         raise PinError(f"cannot {action} v{version}: {_NONE[action]} on any level")
     return tuple(level for level in LEVELS if level in done)

@@ -23,6 +23,8 @@ from .naming import VersionId
 from .persistent import PersistentStore, VersionName
 
 _MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.pin")
+_EVERYWHERE = "everywhere\n"
+"""Content of a mark on the local level that goes on to the persistent one with the version."""
 
 
 class LocalPins:
@@ -47,12 +49,19 @@ class LocalPins:
             return {VersionId(int(m[2]), int(m[1])) for m in found if m is not None}
         return set()
 
-    def pin(self, versions: Iterable[VersionId]) -> set[VersionId]:
-        """Mark them; returns those that are here. A mark of what is elsewhere does no harm."""
+    def pin(self, versions: Iterable[VersionId], everywhere: bool = False) -> set[VersionId]:
+        """Mark them; returns those that are here. A mark of what is elsewhere does no harm.
+
+        `everywhere`: what is still to come to the persistent level is to be pinned there, too.
+        """
         self._store.create()
         with _locked(self._store.directory):
             for version in versions:
-                self._mark(version).touch()
+                mark = self._mark(version)
+                if everywhere:
+                    mark.write_text(_EVERYWHERE)
+                else:
+                    mark.touch()
             self._store.sync_directory()
             return self.versions() & set(versions)
 
@@ -62,6 +71,12 @@ class LocalPins:
         for version in there:
             self._mark(version).unlink(missing_ok=True)
         return there
+
+    def everywhere(self, version: VersionId) -> bool:
+        """Whether it has a mark that is meant for the persistent level, too."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._mark(version).read_text() == _EVERYWHERE
+        return False
 
     @contextlib.contextmanager
     def spared(self, version: VersionId) -> Iterator[bool]:
@@ -107,6 +122,32 @@ class PersistentPins:
         for version in there:
             self._store.unpin(version)
         return there
+
+
+class Arrivals:
+    """Versions that came to the persistent level, each to be pinned there if its mark on the local
+    level says so. One thread.
+
+    Who pins a version marks it on local, and then looks on the persistent level; here it is there
+    first, and then its mark is looked for. So one of the two finds the other.
+    """
+
+    def __init__(self) -> None:
+        self._unseen: list[tuple[LocalPins, VersionName]] = []
+        """To be looked at, oldest first."""
+
+    def pin(self, directory: str, name: VersionName, store: PersistentStore) -> None:
+        """See to a version that is complete in `store` now, and whose local level `directory` is;
+        and before, to those for which that failed. Raises PersistentError and OSError: until the
+        next call, what has come so far must not be removed."""
+        self._unseen.append((LocalPins(directory), name))
+        while self._unseen:
+            local, name = self._unseen[0]
+            if local.everywhere(name.id):
+                PersistentPins(store).pin([name])
+                if not local.everywhere(name.id):  # unpinned meanwhile, before it was here
+                    store.unpin(name)
+            self._unseen.pop(0)
 
 
 @contextlib.contextmanager

@@ -31,9 +31,11 @@ from tierckpt.persistent import (
     PersistentStore,
     ShardSource,
     VersionFacts,
+    VersionName,
 )
 from tierckpt.persistent.lease import LEASE_SECONDS
 from tierckpt.persistent.posix import PosixBackend
+from tierckpt.pins import LocalPins
 from tierckpt.testing import injected
 from tierckpt.testing.storeprogram import content_of, manifest_of
 
@@ -228,6 +230,66 @@ def test_of_a_version_that_another_node_completed_nothing_is_removed(
     assert (said["op"], versions(place)) == ("flushed", [1])
     assert not PersistentStore(str(place)).give_up(wanted.name)
     assert versions(place) == [1]
+
+
+# --- pinned on the way ---------------------------------------------------------------------------
+
+
+def pinned_on_local(tmp_path: Path, version: int, *here: int) -> FlushOrder:
+    wanted = replace(order(version, *here), directory=str(tmp_path / "local"))
+    LocalPins(wanted.directory).pin([wanted.name.id], everywhere=True)
+    return wanted
+
+
+def pins(place: Path) -> list[int]:
+    return [name.id.version for name in PersistentStore(str(place)).pinned()]
+
+
+def test_the_node_that_completes_a_version_pins_it_as_it_is_on_local(
+    node: MakeNode, place: Path, tmp_path: Path
+) -> None:
+    zero, one = node(nodes=2, keep_last=1), node(node=1, nodes=2, keep_last=1)
+    wanted = pinned_on_local(tmp_path, 1, 0)
+    zero.flush(wanted)
+    assert pins(place) == []
+    one.flush(replace(wanted, here=(1,)))
+    assert pins(place) == [1]
+    for version in (2, 3):
+        zero.flush(order(version))
+    assert (versions(place), pins(place)) == ([1, 3], [1])
+
+
+def test_a_pin_that_cannot_be_set_yet_costs_no_version_and_none_is_removed_for_it(
+    node: MakeNode, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object) -> None:
+        raise PersistentError("no right to pin", str(place), transient=False)
+
+    zero = node(keep_last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(PersistentStore, "pin", forbidden)
+        for version in (1, 2):
+            said = zero.flush(pinned_on_local(tmp_path, version))
+            assert (said["op"], said["complete"]) == ("flushed", True)
+    assert [text.partition(" could")[0] for text in zero.warnings()] == ["v1", "v2"]
+    assert "no right to pin" in zero.warnings()[0]
+    assert (versions(place), pins(place)) == ([1, 2], [])
+    zero.flush(order(3))
+    assert (versions(place), pins(place)) == ([1, 2, 3], [1, 2])
+
+
+def test_a_pin_that_is_taken_away_while_it_is_being_set_is_gone(
+    node: MakeNode, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, pin = pinned_on_local(tmp_path, 1), PersistentStore.pin
+
+    def late(store: PersistentStore, name: VersionName) -> None:
+        LocalPins(wanted.directory).unpin([name.id])  # who does that finds none to take away there
+        pin(store, name)
+
+    monkeypatch.setattr(PersistentStore, "pin", late)
+    assert node().flush(wanted)["complete"]
+    assert (versions(place), pins(place)) == ([1], [])
 
 
 # --- what gets on, and what hangs ----------------------------------------------------------------

@@ -12,12 +12,15 @@ import pytest
 from tests.store.shards import IMAGE_BYTES, manifest
 from tierckpt import PinError, patience
 from tierckpt.cli import main
+from tierckpt.config import load_config
+from tierckpt.group import Node
 from tierckpt.localstore import LocalStore
 from tierckpt.naming import ShardKey, VersionId
-from tierckpt.persistent import PersistentStore
+from tierckpt.persistent import PersistentStore, VersionName
 from tierckpt.persistent.posix import PosixBackend
-from tierckpt.pins import LocalPins
-from tierckpt.testing import TinyJob
+from tierckpt.pinning import mark_everywhere
+from tierckpt.pins import LocalPins, PersistentPins
+from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 PATIENCE_SECONDS = 60.0
 
@@ -87,6 +90,63 @@ def test_pin_waits_for_what_is_under_way(job: Any) -> None:
         first.run(2)
         first.checkpointer.save(now=True)
         assert first.checkpointer.pin(2) == ("local", "persistent")
+
+
+@pytest.mark.parametrize("agent", ["inline", "process"])
+def test_a_version_is_pinned_before_it_goes_on_to_the_persistent_level(
+    agent: str, job: Any, tmp_path: Path
+) -> None:
+    """Only the next boundary has it flushed; the one behind that would have it removed."""
+    with job(agent=agent) as first:
+        first.run(2)
+        first.settle()
+        assert first.checkpointer.pin(2) == ("local",)
+        first.run(6)
+    assert on_persistent(tmp_path / "shared") == [2, 6]
+    assert [n.id.version for n in PersistentStore(str(tmp_path / "shared")).pinned()] == [2]
+    with job(agent=agent) as second:
+        second.restore()
+        assert second.checkpointer.unpin(2) == ("local", "persistent")
+        second.run(8)
+    assert on_persistent(tmp_path / "shared") == [8]
+
+
+A_MOMENT_SECONDS = 0.3
+
+
+def test_all_nodes_are_marked_before_anybody_looks_on_the_persistent_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a slow node could complete a version that has been looked for in vain, unmarked."""
+    nodes, shared = ("node0", "node1"), str(tmp_path / "shared")
+    order: list[str] = []
+    looked, pin, named = threading.Event(), LocalPins.pin, PersistentPins.named
+
+    def slow_pin(pins: LocalPins, *what: Any, **how: Any) -> set[VersionId]:
+        if pins._store.directory == tmp_path / "node1":
+            looked.wait(A_MOMENT_SECONDS)
+        done = pin(pins, *what, **how)
+        order.append("marked")
+        return done
+
+    def look(pins: PersistentPins, number: int) -> set[VersionName]:
+        order.append("looked")
+        looked.set()
+        return named(pins, number)
+
+    monkeypatch.setattr(LocalPins, "pin", slow_pin)
+    monkeypatch.setattr(PersistentPins, "named", look)
+    for node in nodes:
+        store = LocalStore(tmp_path / node)
+        store.create()
+        commit(store, 1)
+
+    def program(group: ThreadGroup) -> tuple[str, ...]:
+        config = load_config({"path": tmp_path / nodes[group.rank], "persistent_path": shared}, {})
+        return mark_everywhere("pin", 1, config, group, Node.of(nodes[group.rank], nodes))
+
+    assert run_ranks(2, program) == [("local",)] * 2
+    assert order == ["marked", "marked", "looked"]
 
 
 def test_what_is_nowhere_cannot_be_pinned(job: Any) -> None:
@@ -223,4 +283,8 @@ def test_marks_are_told_from_everything_else(tmp_path: Path) -> None:
     (tmp_path / "new" / "notes.pin").touch()
     assert pins.pinned() == {VersionId(3, 12)}
     assert pins.named(12) == {VersionId(3, 12)}
+    pins.pin([VersionId(3, 13)], everywhere=True)
+    pins.pin([VersionId(3, 13)])
+    assert pins.pinned() == {VersionId(3, 12), VersionId(3, 13)}
+    assert [pins.everywhere(VersionId(3, version)) for version in (12, 13, 14)] == [0, 1, 0]
     assert LocalStore(tmp_path / "new").clean(0) == []
