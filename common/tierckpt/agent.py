@@ -65,6 +65,8 @@ STUCK_SECONDS = 1800.0
 """A flush that does not get on for so long is given up when no trainer is left: its store hangs.
 Not less, as a large file's fsync may take its time."""
 LOOK_AGAIN_SECONDS = 5.0
+MOST_SECONDS = 3600.0
+"""At a time; the kernel counts milliseconds, and only 25 days of them."""
 TAKEN = 3
 """Exit status of an agent that found another one at its place."""
 
@@ -197,7 +199,7 @@ class Agent:
                 looked_again = over
                 if left is not None and not (nobody_before or flushing):
                     on_lingering()
-                for key, _ in selector.select(left):
+                for key, _ in selector.select(None if left is None else min(left, MOST_SECONDS)):
                     if key.fileobj is listener:
                         if self._accept(listener):
                             nobody_before = 0

@@ -207,13 +207,14 @@ class Config:
         _one_of("when_busy", self.when_busy, ("skip", "wait"))
         _one_of("release", self.release, ("auto", "backward", "forward"))
         _one_of("agent", self.agent, ("process", "inline"))
-        _at_least("agent_linger_seconds", self.agent_linger_seconds, 0)
+        _within("agent_nice", self.agent_nice, -20, 19)
+        _within("agent_linger_seconds", self.agent_linger_seconds, 0, YEAR_SECONDS)
         _one_of("boundary", self.boundary, ("auto", "explicit", "forward"))
         parse_signals(self.halt_signals)
-        _at_least("halt_patience_seconds", self.halt_patience_seconds, 0)
-        _at_least("halt_seconds_left", self.halt_seconds_left, 0)
+        _within("halt_patience_seconds", self.halt_patience_seconds, 0, YEAR_SECONDS)
+        _within("halt_seconds_left", self.halt_seconds_left, 0, YEAR_SECONDS)
         _one_of("health", self.health, ("off", "warn", "refuse"))
-        _at_least("health_seconds", self.health_seconds, 0.1)
+        _within("health_seconds", self.health_seconds, 0.1, DAY_SECONDS)
         if self.slots:
             _at_least("slots", self.slots, 2)
         _at_least("trace_steps", self.trace_steps, 1)
@@ -225,6 +226,7 @@ class Config:
             _at_least(name, getattr(self.memory, name.removeprefix("memory_")), 0)
         for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
             _at_least(f"local_{name}", getattr(self.local, name), 0)
+        _within("peer_port", self.peer.port, 0, 65535)
         persistent = self.persistent
         _at_least("persistent_keep_last", persistent.keep_last, 1)
         _at_least("persistent_shards_per_file", persistent.shards_per_file, 1)
@@ -241,7 +243,7 @@ class Config:
             raise ConfigError("path is empty; name the directory that checkpoints go to")
         if not self.shm_dir:
             raise ConfigError("shm_dir is empty; name a memory file system (default: /dev/shm)")
-        for name in ("path", "shm_dir", "events_dir", "trace_dir"):
+        for name in FOLDERS:
             _text(name, getattr(self, name))
         _text("persistent_path", self.persistent.path)
         for name in ("job_id", "node"):
@@ -296,9 +298,14 @@ TABLES = {
 """Settings of one level each."""
 AUTOMATIC = ("memory_every_steps", "local_every_steps", "persistent_every_steps")
 """Numbers that may be `auto`."""
+FOLDERS = ("path", "shm_dir", "events_dir", "trace_dir")
+"""As `persistent_path`, they may begin with `~`, the home directory."""
 STORAGE_OPTIONS = "persistent_storage_options"
 NAME_BYTES = 255
 """Of a file, on Linux."""
+DAY_SECONDS, YEAR_SECONDS = 24 * 3600, 365 * 24 * 3600
+"""Longer than anybody waits, and short enough for every clock of the system: some count no more
+than 25 days."""
 DEFAULT_ID_BYTES = 53
 """See `jobdirectory.job_id_of`."""
 
@@ -430,8 +437,11 @@ def _build(flat: Mapping[str, Any]) -> Config:
             inner[table][name] = value
         else:
             outer[key] = value
-    outer.update({k: os.path.abspath(outer[k]) for k in ("path", "shm_dir") if outer.get(k)})
     shared = inner["persistent"]
+    for given, name in (*((outer, n) for n in FOLDERS), (shared, "path")):
+        if name in given:
+            given[name] = os.path.expanduser(given[name])
+    outer.update({k: os.path.abspath(outer[k]) for k in ("path", "shm_dir") if outer.get(k)})
     if shared.get("path") and "://" not in shared["path"]:
         shared["path"] = os.path.abspath(shared["path"])
     return Config(**{name: kind(**inner[name]) for name, kind in TABLES.items()}, **outer)
@@ -464,3 +474,9 @@ def _file_name(name: str, value: str) -> None:
 def _at_least(name: str, value: float | Literal["auto"], least: float) -> None:
     if value != AUTO and not value >= least:  # NaN is not
         raise ConfigError(f"{name} is {value}; it must be {least} or more")
+
+
+def _within(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:  # NaN is not
+        named = {DAY_SECONDS: " (a day)", YEAR_SECONDS: " (a year)"}.get(int(most), "")
+        raise ConfigError(f"{name} is {value}; it must be from {least} to {most}{named}")

@@ -24,6 +24,7 @@ from tests.store.processes import end, python
 from tierckpt import agent, agentclient
 from tierckpt.agent import PROTOCOL, Place
 from tierckpt.agentclient import AgentClient, AgentSettings
+from tierckpt.config import YEAR_SECONDS
 from tierckpt.desk import DeskSettings
 from tierckpt.jobdirectory import JobDirectory
 from tierckpt.naming import VersionId
@@ -136,11 +137,15 @@ def test_an_agent_whose_starter_died_without_a_word_waits_no_longer_than_it_ling
     assert not thread.is_alive()
 
 
-def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(node: Any) -> None:
-    killed = trainer(node(0, linger=PATIENCE_SECONDS))
+@pytest.mark.parametrize("linger_seconds", [PATIENCE_SECONDS, YEAR_SECONDS])
+def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(
+    linger_seconds: float, node: Any
+) -> None:
+    killed = trainer(node(0, linger=linger_seconds))
     pid = int(killed.stdout.readline())
     killed.send_signal(signal.SIGKILL)
     killed.wait()
+    assert killed.stdout.read() == "", "the agent has let go of it: now it waits"
     end(killed)
     successor = AgentClient(*node(0))
     assert reach(successor) == pid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import traceback
 from pathlib import Path
@@ -15,6 +16,7 @@ from tierckpt.config import (
     NOT_SETTINGS,
     STORAGE_OPTIONS,
     TABLES,
+    YEAR_SECONDS,
     Config,
     known_settings,
     load_config,
@@ -34,6 +36,10 @@ CHOICES = {
     "local_modules": "checksum",
     "persistent_modules": "checksum",
 }
+
+
+WAITS = ("agent_linger_seconds", "halt_patience_seconds", "halt_seconds_left")
+"""Settings that something waits for, in seconds, and not for more than a year."""
 
 
 def value_for(setting: str, kind: type) -> Any:
@@ -215,11 +221,24 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(setting: str, value: Any) 
         ("release", "later"),
         ("boundary", "none"),
         ("path", ""),
+        ("agent_nice", -21),
+        ("agent_nice", 20),
+        ("peer_port", -1),
+        ("peer_port", 65536),
+        ("health_seconds", math.inf),
+        ("health_seconds", 24 * 3600 + 1),
+        *((name, value) for name in WAITS for value in (-1.0, math.inf, math.nan, 4e7)),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=setting):
         load_config({setting: value}, {})
+
+
+def test_what_means_never_is_a_value(tmp_path: Path) -> None:
+    never = ("memory_every_seconds", "local_every_seconds", "persistent_every_seconds")
+    load_config(dict.fromkeys((*never, "memory_linger_seconds"), math.inf), {})
+    load_config({**dict.fromkeys(WAITS, float(YEAR_SECONDS)), "health_seconds": 86400}, {})
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

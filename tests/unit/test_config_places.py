@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.config import DEFAULT_ID_BYTES, NAME_BYTES, load_config
+from tierckpt.config import DEFAULT_ID_BYTES, FOLDERS, NAME_BYTES, load_config
 from tierckpt.errors import ConfigError
 from tierckpt.jobdirectory import JobDirectory, job_id_of
 
@@ -54,6 +54,20 @@ def test_the_longest_default_is_known() -> None:
 def test_what_is_no_utf8_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"^{setting} is .*no UTF-8"):
         load_config({setting: NO_UTF8.removeprefix("/tmp/")}, {})
+
+
+@pytest.mark.parametrize("setting", [*FOLDERS, "persistent_path"])
+def test_a_tilde_is_the_home_directory(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def found(given: str) -> str:
+        config = load_config({}, {f"TIERCKPT_{setting.upper()}": given})
+        return config.persistent.path if "_path" in setting else getattr(config, setting)
+
+    assert found("~/ckpts") == str(tmp_path / "ckpts")
+    assert found("/data/~/ckpts") == "/data/~/ckpts"
 
 
 def test_a_path_that_leads_to_no_utf8_has_a_job_id(tmp_path: Path) -> None:
