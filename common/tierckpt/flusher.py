@@ -42,6 +42,7 @@ from .persistent.keeper import Keeper
 from .persistent.lease import LEASE_SECONDS
 from .persistent.pace import NAP_SECONDS
 from .persistent.retention import METRIC
+from .persistent.retry import lacks_room
 from .pins import Arrivals
 
 FIRST_PAUSE_SECONDS, HELD_RETRY_SECONDS = 0.1, 5.0
@@ -225,7 +226,8 @@ class Flusher:
             if not self._exists(order):
                 return self._failed(order, error)
             said = {"complete": True, "nbytes": 0, "seconds": 0.0}  # it failed after the commit
-        if said["complete"] and self._pin(order):
+        if said["complete"]:
+            self._arrivals.add(order.directory, order.name)
             self._retain(order)
         return {"op": "flushed", **said}
 
@@ -248,6 +250,8 @@ class Flusher:
         if isinstance(error, PersistentError) and not error.transient:
             with contextlib.suppress(Exception):  # it will never be whole: its room is wanted
                 self._open(order).give_up(order.name)
+            if lacks_room(error):  # no version that is complete would ever see to that
+                self._retain(order, complete=False)
         return {
             "op": "flush_failed",
             "error": f"{type(error).__name__}: {error}",
@@ -260,25 +264,17 @@ class Flusher:
             return self._store is not None and self._store.exists(order.name)
         return False
 
-    def _pin(self, order: FlushOrder) -> bool:
-        """As it is on the local level. Where that fails nothing must be removed."""
+    def _retain(self, order: FlushOrder, complete: bool = True) -> None:
+        """What fails here does not concern the version, whether it is `complete` or not."""
         self._go_on()
+        policy = self.settings.retention()
         try:
-            self._arrivals.pin(order.directory, order.name, self._open(order))
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            self._warn(
-                f"v{order.version} could not be pinned as it is in {order.directory}: {why}. "
-                "Nothing older is removed; the next version tries both again"
-            )
-            return False
-        return True
-
-    def _retain(self, order: FlushOrder) -> None:
-        """What fails here does not concern the version, which exists."""
-        self._go_on()
-        try:
-            self._open(order).retain(self.settings.retention(), order.name, self._lease)
+            store = self._open(order)
+            self._arrivals.pin(store)
+            if complete:
+                store.retain(policy, order.name, self._lease)
+            else:
+                store.make_room(policy, order.job, order.lineage, order.life, self._lease)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             self._warn(f"not all older versions could be removed, the next one tries again: {why}")

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from .errors import PinError
 from .localstore import LocalStore
 from .naming import VersionId
 from .persistent import PersistentStore, VersionName
@@ -136,18 +137,29 @@ class Arrivals:
         self._unseen: list[tuple[LocalPins, VersionName]] = []
         """To be looked at, oldest first."""
 
-    def pin(self, directory: str, name: VersionName, store: PersistentStore) -> None:
-        """See to a version that is complete in `store` now, and whose local level `directory` is;
-        and before, to those for which that failed. Raises PersistentError and OSError: until the
-        next call, what has come so far must not be removed."""
+    def add(self, directory: str, name: VersionName) -> None:
+        """A version is complete whose local level `directory` is."""
         self._unseen.append((LocalPins(directory), name))
+
+    def pin(self, store: PersistentStore) -> None:
+        """See to all that were added. Raises PinError where that fails for one: before it is tried
+        again nothing must be removed there."""
         while self._unseen:
             local, name = self._unseen[0]
-            if local.everywhere(name.id):
-                PersistentPins(store).pin([name])
-                if not local.everywhere(name.id):  # unpinned meanwhile, before it was here
-                    store.unpin(name)
+            try:
+                _pin_as(local, name, store)
+            except OSError as error:
+                raise PinError(
+                    f"v{name.id.version} could not be pinned as it is on local: {error}"
+                ) from error
             self._unseen.pop(0)
+
+
+def _pin_as(local: LocalPins, name: VersionName, store: PersistentStore) -> None:
+    if local.everywhere(name.id):
+        PersistentPins(store).pin([name])
+        if not local.everywhere(name.id):  # unpinned meanwhile, before it was here
+            store.unpin(name)
 
 
 @contextlib.contextmanager

@@ -224,6 +224,45 @@ def test_a_full_persistent_device_is_behind_and_catches_up(
     check_restores(shared, newest, tmp_path, shm_dir)
 
 
+def test_a_device_too_small_for_one_more_version_has_room_again_when_fewer_are_kept(
+    small_tmpfs: Path, tmp_path: Path, shm_dir: Path
+) -> None:
+    """As the error advises; and that needs no version to be committed first."""
+    shared = str(small_tmpfs / "shared")
+
+    def left() -> int:
+        return os.statvfs(small_tmpfs).f_bavail * 4096
+
+    with Job(tmp_path / "ckpts", shared, shm_dir, persistent_keep_last=2) as job:
+        before = left()
+        job.run(FLUSHED)
+        job.flush()
+        job.run_until(job.flushed)
+        size = before - left()
+        (small_tmpfs / "somebody else's").write_bytes(bytes(left() - 3 * size // 2))
+        job.flush()
+        job.run_until(lambda: len(job.flushed()) == 2)
+        first, second = job.flushed()
+        for failures in (1, 2):
+            job.flush()
+            job.run_until(lambda: len(job.flush_failures()) == failures)  # noqa: B023
+        assert "one more than persistent_keep_last must fit" in job.flush_failures()[0]
+        assert [n.id.version for n in PersistentStore(shared).versions()] == [first, second]
+        job.checkpointer.abandon()
+    with Job(tmp_path / "ckpts", shared, shm_dir, persistent_keep_last=1) as job:
+        job.restore()
+        job.run(job.iteration + 1)
+        job.flush()
+        job.run_until(job.flush_failures)
+        assert [n.id.version for n in PersistentStore(shared).versions()] == [second]
+        newest = job.iteration
+        job.flush()
+        job.run_until(lambda: newest in job.flushed())
+        assert len(job.flush_failures()) == 1
+        job.checkpointer.abandon()
+    check_restores(shared, newest, tmp_path, shm_dir)
+
+
 @pytest.fixture
 def bucket(proxy: Proxy, tmp_path: Path, served: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """URL of a place on a server that misbehaves when told to; for agents, too."""

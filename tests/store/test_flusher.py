@@ -271,8 +271,8 @@ def test_a_pin_that_cannot_be_set_yet_costs_no_version_and_none_is_removed_for_i
         for version in (1, 2):
             said = zero.flush(pinned_on_local(tmp_path, version))
             assert (said["op"], said["complete"]) == ("flushed", True)
-    assert [text.partition(" could")[0] for text in zero.warnings()] == ["v1", "v2"]
-    assert "no right to pin" in zero.warnings()[0]
+    assert len(zero.warnings()) == 2
+    assert "v1 could not be pinned as it is on local: no right to pin" in zero.warnings()[0]
     assert (versions(place), pins(place)) == ([1, 2], [])
     zero.flush(order(3))
     assert (versions(place), pins(place)) == ([1, 2, 3], [1, 2])
@@ -377,6 +377,40 @@ def test_trouble_that_stays_gives_the_room_back(
     assert "free space" in said["error"]
     assert clock.passed() == 0, "tried again it would be the same"
     assert PersistentStore(str(place)).incomplete() == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_place_has_older_versions_removed_as_is_wanted_now(
+    code: int, node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no room for one more, none would be committed, and retention never come."""
+    zero, two = node(keep_last=3), replace(order(4, 0), life="11fe", generation=2)
+    successor = node(keep_last=1, nodes=2)
+    for version in (1, 2, 3):
+        assert zero.flush(order(version))["complete"]
+    zero.flusher.close()
+    two = replace(two, lineage=((1, 0), (2, 3)))
+    assert not successor.flush(two)["complete"], "another node has the rest"
+    broken = Broken(monkeypatch, code)
+    said = successor.flush(replace(two, version=5, iteration=5))
+    assert said["op"] == "flush_failed"
+    assert "one more than persistent_keep_last must fit" in said["error"]
+    assert versions(place) == [3], "what a restart would take stays"
+    assert PersistentStore(str(place)).incomplete() == [two.name], "another node may be at it"
+    broken.mended = True
+    assert part_of(place, two, 1) == 0
+    assert versions(place) == [3, 4]
+
+
+def test_another_error_removes_nothing(
+    node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero, other = node(keep_last=2), node(keep_last=1)
+    for version in (1, 2):
+        zero.flush(order(version))
+    Broken(monkeypatch, errno.EACCES)
+    assert other.flush(order(3))["op"] == "flush_failed"
+    assert versions(place) == [1, 2]
 
 
 def test_a_newer_version_ends_the_tries_of_one_that_it_supersedes(

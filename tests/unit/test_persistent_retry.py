@@ -14,7 +14,7 @@ from tierckpt.errors import ConfigError
 from tierckpt.persistent import PersistentError, RetryPolicy
 from tierckpt.persistent.backend import open_backend
 from tierckpt.persistent.posix import PosixBackend
-from tierckpt.persistent.retry import RetryingBackend, advice, is_transient
+from tierckpt.persistent.retry import RetryingBackend, advice, is_transient, lacks_room
 
 
 class AnswerError(Exception):
@@ -71,6 +71,22 @@ def test_what_may_pass(error: Exception) -> None:
 def test_what_does_not_pass_comes_with_advice(error: Exception, told: str) -> None:
     assert not is_transient(error)
     assert told in advice(error)
+
+
+@pytest.mark.parametrize(
+    ("cause", "full"),
+    [
+        (OSError(errno.ENOSPC, "full"), True),
+        (OSError(errno.EDQUOT, "quota"), True),
+        (AnswerError(507), True),
+        (caused_by(OSError(errno.EIO, "as clients translate it"), AnswerError(507)), True),
+        (caused_by(OSError(errno.ENOSPC, "as clients translate it"), AnswerError(403)), False),
+        (OSError(errno.EROFS, "ro"), False),
+    ],
+)
+def test_what_room_would_end_is_told_from_the_rest(cause: Exception, full: bool) -> None:
+    assert lacks_room(caused_by(PersistentError("", "", False), cause)) == full
+    assert not lacks_room(cause)
 
 
 @given(st.integers(1, 60), st.floats(0, 1, exclude_max=True))

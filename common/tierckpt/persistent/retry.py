@@ -57,12 +57,15 @@ _TRANSIENT_NAMES = (
     "ResponseStreamingError",
     "ServerTimeoutError",
 )
+_NO_ROOM = {errno.EDQUOT, errno.ENOSPC}
+_INSUFFICIENT_STORAGE = 507
+_LESS = "keep fewer versions (one more than persistent_keep_last must fit)"
 _ADVICE = {
     errno.EACCES: "give this user the right to write there",
     errno.EPERM: "give this user the right to write there",
-    errno.EDQUOT: "the quota is used up: free space, raise it, or keep fewer versions",
+    errno.EDQUOT: f"the quota is used up: free space, raise it, or {_LESS}",
     errno.ENOENT: "the place is not there: create the bucket or directory, or mount it",
-    errno.ENOSPC: "the device is full: free space, or keep fewer versions",
+    errno.ENOSPC: f"the device is full: free space, or {_LESS}",
     errno.ENOTDIR: "name a directory",
     errno.EROFS: "the file system is mounted read-only: remount it, or name another place",
 }
@@ -71,7 +74,7 @@ _STATUS_ADVICE = {
     401: "check the credentials (AWS_ACCESS_KEY_ID and the like)",
     403: "check the credentials, and that they may write there",
     404: _ADVICE[errno.ENOENT],
-    507: _ADVICE[errno.ENOSPC],
+    _INSUFFICIENT_STORAGE: _ADVICE[errno.ENOSPC],
 }
 
 
@@ -90,6 +93,16 @@ def is_transient(error: BaseException) -> bool:
         return error.errno in _TRANSIENT_ERRNO or error.errno < 0
     names = {kind.__name__ for kind in type(error).__mro__}
     return not names.isdisjoint(_TRANSIENT_NAMES)
+
+
+def lacks_room(error: BaseException) -> bool:
+    """True for a PersistentError that ends when something there is removed."""
+    cause = error.__cause__
+    if not isinstance(error, PersistentError) or cause is None:
+        return False
+    if (status := http_status(cause)) is not None:
+        return status == _INSUFFICIENT_STORAGE
+    return isinstance(cause, OSError) and cause.errno in _NO_ROOM
 
 
 def advice(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CorruptShardError, FormatError
+from ..naming import Lineage
 from .backend import WINDOW_BYTES, Backend, open_backend
 from .clock import Clock, SystemClock
 from .errors import FlushCancelledError, PersistentError
@@ -323,6 +324,33 @@ class PersistentStore:
         Raises the first error, after all was tried.
         """
         asking = self.read_manifest(name).facts
+        dead = [n for n in self.incomplete() if n.id < name.id or n.life != name.life]
+        return self._retain(policy, asking.job, asking.lineage, name.life, dead, lease)
+
+    def make_room(
+        self,
+        policy: RetentionPolicy,
+        job: str,
+        lineage: Lineage,
+        life: str,
+        lease: Lease | None = None,
+    ) -> list[VersionName]:
+        """Apply retention although the last version of `life`, which asks, could not be stored, as
+        it is after the newest one that could; otherwise as `retain`. Of what this life has begun
+        nothing goes: other writers may still be at it.
+        """
+        dead = [n for n in self.incomplete() if n.life != life]
+        return self._retain(policy, job, lineage, life, dead, lease)
+
+    def _retain(
+        self,
+        policy: RetentionPolicy,
+        job: str,
+        lineage: Lineage,
+        life: str,
+        dead: list[VersionName],
+        lease: Lease | None,
+    ) -> list[VersionName]:
         pins = set(self.pinned())
         held = []
         for found in self.versions():
@@ -334,12 +362,11 @@ class PersistentStore:
             held.append(
                 Held(found, facts.job, facts.lineage, facts.metrics, pinned, manifest.bases)
             )
-        gone = retirable(held, policy, asking.job, asking.lineage, name.life)
-        dead = [n for n in self.incomplete() if n.id < name.id or n.life != name.life]
+        gone = retirable(held, policy, job, lineage, life)
         half = set(self.retired()) - set(self.versions())
         going = {*gone, *dead, *half}
         if lease is None or not lease.held():
-            going = {n for n in going if n.life == name.life}
+            going = {n for n in going if n.life == life}
         return self._retire_all(going)
 
     def _retire_all(self, going: set[VersionName]) -> list[VersionName]:
