@@ -21,7 +21,7 @@ from .inventory import Found, FoundParity
 from .lives import Lives
 from .naming import Lineage, VersionId
 from .newtensors import NewTensors
-from .persistent import PersistentStore
+from .persistent import PersistentStore, RetryPolicy
 from .progress import Progress
 from .reports import Reports
 from .restore import Aside, Attempt, Restored, Restorer, load
@@ -51,6 +51,7 @@ class Comeback:
     ) -> None:
         """Takes stock of all levels: collective. `begin_seconds`: when `restore()` was called, by
         `time.perf_counter()`."""
+        self._config = config
         self._group, self._state, self._lives, self._reports = group, state, lives, reports
         self._begin_seconds = begin_seconds
         self._version: int | None = None
@@ -195,8 +196,36 @@ class Comeback:
             self._state.torn = True
         for text in notices:
             self._reports.notice(text, logging.WARNING)
+        if "persistent" in result.levels and manifest.job != self._lives.job:
+            self._tell_whose_it_was(attempt.plan.id, manifest.job)
         result.seconds["load"] = time.perf_counter() - begin
         return manifest.lineage, result
+
+    def _tell_whose_it_was(self, id_: VersionId, job: str) -> None:
+        """A job that moved finds its own under another name, and one that is another's place finds
+        that one's: nobody can tell but who reads it."""
+        if self._group.rank:
+            return
+        where, mine = self._config.persistent.path, self._lives.job
+        owner = self._owner()
+        others = owner and not owner.startswith(f"{mine} on ")
+        self._reports.notice(
+            f"{id_} in {where} was written by job {job!r}; this one is called {mine!r}, and goes "
+            "on from it. Should this be the same job, moved: give it one job_id wherever it runs. "
+            "Should it not: two jobs need two places, give this one another persistent_path"
+            + (f". The place is in use by {owner}" if others else ""),
+            logging.WARNING,
+        )
+
+    def _owner(self) -> str:
+        """Who holds the persistent place; empty also where that cannot be had."""
+        persistent = self._config.persistent
+        with contextlib.suppress(Exception):
+            once = RetryPolicy(tries=1)
+            made = PersistentStore(persistent.path, retry=once, **persistent.options())
+            with contextlib.closing(made) as store:
+                return store.owner()
+        return ""
 
     def report(self, result: Restored) -> Restored:
         """Complete it with what the way there took, and say it."""

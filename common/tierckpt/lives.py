@@ -63,6 +63,11 @@ class Lives:
         self._next_generation = 1
 
     @property
+    def job(self) -> str:
+        """Id of the job whose lives they are."""
+        return self._job.job
+
+    @property
     def generation(self) -> int:
         """Of this life; 0 before it has begun."""
         return self.lineage[-1][0] if self.lineage else 0

@@ -76,8 +76,8 @@ class Lease:
 
     def held(self) -> bool:
         """True while this life has the place to itself."""
-        newest = self.newest()
-        return newest is not None and newest.life == self.life and not self._expired(newest)
+        holder = self.holder()
+        return holder is not None and holder.life == self.life
 
     def ensure(self) -> int:
         """Hold the lease from now on for at least half its time; returns its number.
@@ -131,14 +131,19 @@ class Lease:
         For a holder that hangs and renews: its next renewal finds that the lease is lost. As
         itself (`life`) this lease must be nobody.
         """
-        while (newest := self.newest()) is not None and not self._expired(newest):
+        while (newest := self.holder()) is not None:
             if self._take(newest.number + 1, None):
                 self._backend.delete(_name(newest.number))
                 return newest
         return None
 
+    def holder(self) -> LeaseRecord | None:
+        """Whose the place is, as long as that lasts; None when nobody's."""
+        newest = self.newest()
+        return None if newest is None or self._expired(newest) else newest
+
     def newest(self) -> LeaseRecord | None:
-        """Whose the place is; None when nobody's."""
+        """Whose the place is, or was; None when nobody's."""
         numbers = [int(m[1]) for n in self._backend.sizes() if (m := _NAME.fullmatch(n))]
         if not numbers:
             return None

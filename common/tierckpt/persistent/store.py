@@ -105,9 +105,16 @@ class PersistentStore:
 
         For one that hangs and cannot be ended. It loses nothing: what it has there stays.
         """
-        nobody = Lease(self.backend, "", "nobody", SystemClock(), lease_seconds=0.0)
-        taken = nobody.take_away()
+        taken = self._nobody().take_away()
         return taken.owner if taken else None
+
+    def owner(self) -> str:
+        """Which job holds the place, and where that is; empty when none does."""
+        holder = self._nobody().holder()
+        return holder.owner if holder else ""
+
+    def _nobody(self) -> Lease:
+        return Lease(self.backend, "", "nobody", SystemClock(), lease_seconds=0.0)
 
     # --- writing -------------------------------------------------------------------------------
 

@@ -1,0 +1,93 @@
+"""A persistent place that has another job's versions: they are taken, and it is said whose."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.persistent import Lease, PersistentError
+from tierckpt.testing import TinyJob
+
+STEPS = 2
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture
+def job(tmp_path: Path, shm_dir: Path) -> Any:
+    """`job(path, **settings)`: all of them have one persistent place."""
+
+    def start(path: str, **settings: Any) -> TinyJob:
+        given = {
+            "shm_dir": str(shm_dir),
+            "agent": "inline",
+            "persistent_path": str(tmp_path / "shared"),
+            "persistent_every_steps": 1,
+            **settings,
+        }
+        return TinyJob(tmp_path / path, **given)
+
+    return start
+
+
+def warnings(found: TinyJob) -> list[str]:
+    return [e.message for e in found.heard("notice") if "was written by job" in e.message]
+
+
+def test_a_version_of_another_job_is_told_of_and_who_has_the_place(job: Any) -> None:
+    with job("a", job_id="one") as one:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not one.heard("committed", "persistent"):  # which only a boundary hears
+            assert time.monotonic() < deadline
+            one.run(one.iteration + 1)
+        with job("b", job_id="two", seed=99) as two:
+            assert two.restore() > 0
+            (warning,) = warnings(two)
+            assert "was written by job 'one'; this one is called 'two'" in warning
+            assert "give it one job_id" in warning
+            assert "two jobs need two places" in warning
+            assert "The place is in use by one on " in warning
+            two.checkpointer.abandon()
+        one.checkpointer.abandon()
+
+
+def test_a_job_that_moved_under_another_name_is_told_how_to_keep_its_own(job: Any) -> None:
+    with job("here") as first:
+        first.run(STEPS)
+    with job("there", seed=99) as second:
+        assert second.restore() == STEPS
+        (warning,) = warnings(second)
+        assert "written by job 'here-" in warning
+        assert "this one is called 'there-" in warning
+        assert "in use by" not in warning, "it ended, and gave the place back"
+        second.run(STEPS + 1)
+    with job("there") as third:
+        assert third.restore() == STEPS + 1
+        assert warnings(third) == [], "its own by now"
+
+
+@pytest.mark.parametrize("path", ["here", "there"])
+def test_of_a_jobs_own_version_nothing_is_said(path: str, job: Any) -> None:
+    with job("here", job_id="job") as first:
+        first.run(STEPS)
+    with job(path, job_id="job") as second:
+        assert second.restore() == STEPS
+        assert warnings(second) == []
+
+
+def test_a_store_that_does_not_say_who_has_it_costs_no_restore(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job("a", job_id="one") as first:
+        first.run(STEPS)
+
+    def forbidden(*_: object) -> None:
+        raise PersistentError("no right to read", "", transient=False)
+
+    with monkeypatch.context() as patch, job("b", job_id="two") as second:
+        patch.setattr(Lease, "holder", forbidden)
+        assert second.restore() == STEPS
+        assert len(warnings(second)) == 1
+        second.checkpointer.abandon()
