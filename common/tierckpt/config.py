@@ -236,6 +236,7 @@ class Config:
             _at_least(f"persistent_{name}", getattr(persistent, name), 0)
         self._check_modules()
         self._check_places()
+        self._check_storage_options()
 
     def _check_places(self) -> None:
         """Here, where it is known which setting it is."""
@@ -256,6 +257,19 @@ class Config:
                 f"after job_id and node, and its name can have {NAME_BYTES} bytes; they would make "
                 f"it {folder_bytes}"
             )
+
+    def _check_storage_options(self) -> None:
+        """Of a directory; what else a store's client takes, that knows. May be secret."""
+        if not self.persistent.storage_options:
+            return
+        from .persistent.backend import is_url
+
+        if is_url(self.persistent.path):
+            return
+        options = self.persistent.options()
+        for name in ("direct", "shared_writes"):
+            if not isinstance(options.get(name, False), bool):
+                raise ConfigError(f"{name} in {STORAGE_OPTIONS} must be true or false")
 
     def _check_modules(self) -> None:
         """Packages and keys that are missing are told at the start, not by the first commit."""

@@ -110,7 +110,8 @@ class JobDirectory:
     def _busy(self, rank: int, owner: str) -> JobBusyError:
         return JobBusyError(
             f"rank {rank} of job {self.job!r} is already running on this machine (process "
-            f"{owner}). Two jobs cannot write to one path: give this one another path."
+            f"{owner}). Two jobs cannot write to one path: give this one another path, and another "
+            "job_id where that is set, which they cannot share either."
         )
 
     def segments(self) -> list[Path]:

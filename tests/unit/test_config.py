@@ -284,6 +284,18 @@ def test_wrong_storage_options_are_refused_and_not_repeated(wrong: Any) -> None:
     assert "sesame" not in "".join(traceback.format_exception(refused.value))
 
 
+@pytest.mark.parametrize("option", ["direct", "shared_writes"])
+@pytest.mark.parametrize("path", ["/shared", "file:///shared"])
+def test_what_a_directory_takes_is_true_or_false(option: str, path: str) -> None:
+    for wrong in ("maybe", "true", 1, None):
+        with pytest.raises(ConfigError, match=f"{option} in {STORAGE_OPTIONS} must be true"):
+            load_config({"persistent_path": path, STORAGE_OPTIONS: {option: wrong}}, {})
+    given = {option: False}
+    found = load_config({"persistent_path": path, STORAGE_OPTIONS: given}, {})
+    assert found.persistent.options() == given
+    load_config({"persistent_path": "own://place", STORAGE_OPTIONS: {option: "its own"}}, {})
+
+
 def test_what_a_job_runs_with_does_not_change_under_it() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().slots = 3  # type: ignore[misc]

@@ -81,7 +81,7 @@ class Zstd:
 
 def gather_planes(block: Buffer, item_bytes: int) -> Buffer:
     """All first bytes of the items, then all second bytes, and so on."""
-    if item_bytes == 1:
+    if item_bytes == 1 or not len(block):
         return block
     items = np.frombuffer(block, np.uint8).reshape(-1, item_bytes)
     return np.ascontiguousarray(items.T).data.cast("B")

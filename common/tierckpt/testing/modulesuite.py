@@ -26,6 +26,7 @@ def noise(nbytes: int) -> bytes:
 
 
 BLOCKS = {
+    "nothing": b"",
     "one byte": b"\x07",
     "odd": noise(12_345),
     "noise": noise(1 << 19),
