@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import tierckpt
 from tierckpt.errors import RestoreError
 from tierckpt.localstore import ENCODED_SUFFIX, LocalStore
 from tierckpt.manifest import Manifest
@@ -299,3 +300,50 @@ def test_a_job_goes_on_from_the_persistent_level(
         assert (restored.version, restored.levels) == (STEPS, {"persistent": 1})
         assert second.fingerprint() == course[STEPS]
         assert second.run(2 * STEPS).fingerprint() == course[2 * STEPS]
+
+
+# --- a state of nothing --------------------------------------------------------------------------
+
+
+class Nothing(torch.nn.Module):
+    """Every tensor is empty, and so is the block of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(0, 4))
+        self.register_buffer("none", torch.zeros(0))
+
+
+@pytest.mark.parametrize("row", ["", *ROWS])
+def test_a_state_without_a_byte_comes_back_from_every_level(
+    row: str, tmp_path: Path, shm_dir: Path
+) -> None:
+    def start(path: str) -> tierckpt.Checkpointer:
+        model = Nothing()
+        return tierckpt.Checkpointer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            path=tmp_path / path,
+            job_id="job",
+            shm_dir=shm_dir,
+            agent="inline",
+            when_busy="wait",
+            local_every_steps=1,
+            local_modules=row,
+            persistent_path=tmp_path / "shared",
+            persistent_every_steps=1,
+            persistent_modules=row,
+        )
+
+    with start("here") as first:
+        for _ in range(STEPS):
+            (optimizer,) = first.state.optimizers.values()
+            optimizer.step()
+            first.step()
+    for path, level in (("here", "local"), ("elsewhere", "persistent")):
+        for folder in shm_dir.iterdir():
+            shutil.rmtree(folder)
+        with start(path) as again:
+            restored = again.restore()
+            assert (int(restored), restored.levels) == (STEPS, {level: 1})
+            again.abandon()

@@ -26,7 +26,7 @@ class Encoding:
     """Length of every block of the image, in order."""
     stored_bytes: tuple[int, ...]
     """Length of every stored block, and of the sealed manifest's. 0: it is the block of the same
-    number of `base`."""
+    number of `base`, or without that one of no bytes."""
     base: VersionId | None = None
     """The version that unchanged blocks are of: of the same life, shard and cut, itself whole."""
 
@@ -72,6 +72,9 @@ class Encoding:
         )
         if len(made.stored_bytes) != len(made.plain_bytes) + 1 or not made.stored_bytes[-1]:
             raise ValueError(f"{len(made.stored_bytes)} lengths for {len(made.plain_bytes)} blocks")
-        if made.base is None and 0 in made.stored_bytes:
+        if made.base is None and any(
+            plain and not stored
+            for plain, stored in zip(made.plain_bytes, made.stored_bytes, strict=False)
+        ):
             raise ValueError("blocks of another version, which is not named")
         return made
