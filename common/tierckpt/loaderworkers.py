@@ -16,7 +16,8 @@ inherit that, and could not be ended: before the first one, the thread that star
 more, and from then on the worker is as it would be without us.
 
 Only workers that are forked can be reached. Where workers are made in another way they die, and
-`Checkpointer` has the newest version in memory written to disk.
+`Checkpointer` has the newest version in memory written to disk. And a thread in Python cannot run
+beside a worker that never lets go of the interpreter's lock: such a one ends by SIGKILL only.
 """
 
 from __future__ import annotations
@@ -39,20 +40,22 @@ LAUNCHES = frozenset(
 """Events, as `sys.addaudithook` has them, before which a mask is about to be inherited."""
 
 
-def shield(numbers: Iterable[signal.Signals]) -> None:
+def shield(numbers: Iterable[signal.Signals], parent: int) -> None:
     """Have this process ignore these, unless they are meant for it; if it is a DataLoader's worker.
 
-    For a child that multiprocessing just forked, on its only thread. Raises nothing.
+    For a child that multiprocessing just forked, on its only thread. `parent` is who forked it, and
+    hears them.
     """
-    parent = multiprocessing.parent_process()
     work = getattr(multiprocessing.current_process(), "_target", None)
-    if parent is None or parent.pid is None or getattr(work, "__name__", "") != WORK:
+    if getattr(work, "__name__", "") != WORK or os.getppid() != parent:
         return
     found = {number: signal.getsignal(number) for number in numbers}
     wanted = found.keys() - signal.pthread_sigmask(signal.SIG_BLOCK, found)
+    if not wanted:  # another checkpointer's, or the script's own
+        return
     found = {number: found[number] for number in wanted}
     waits = threading.Thread(
-        target=_wait, args=(found, parent.pid), name="tierckpt-signals", daemon=True
+        target=_wait, args=(found, parent), name="tierckpt-signals", daemon=True
     )
     try:
         sys.addaudithook(lambda event, _: _unblock(wanted) if event in LAUNCHES else None)

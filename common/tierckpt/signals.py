@@ -277,4 +277,4 @@ def _let_go_in_child(signals: Signals | None) -> None:
 def _shield_worker(signals: Signals) -> None:
     """The child is multiprocessing's, perhaps a DataLoader's worker; see `loaderworkers`."""
     if signals.came is not None or not signals._over:
-        loaderworkers.shield(signals._previous)
+        loaderworkers.shield(signals._previous, signals._pid)
