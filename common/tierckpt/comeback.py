@@ -162,8 +162,9 @@ class Comeback:
             raise RestoreError(
                 f"this job had complete checkpoints ({lost} was one), and has none any more: "
                 f"{self._what_is_left()}",
-                "Start again with the nodes, or the disks, that have the rest. To give it up: "
-                "another path, or moving away what is left, starts from the beginning",
+                "Start again with the nodes, or the disks, that have the rest: tierckpt list "
+                f"{self._config.directory} tells on each what is there. To give it up: another "
+                "path, or moving away what is left, starts from the beginning",
             )
         if self._restorer.rejected or self._lives.remains():
             self._reports.notice(
