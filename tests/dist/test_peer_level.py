@@ -19,6 +19,7 @@ from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.images import Image
 from tierckpt.localstore import LocalStore
 from tierckpt.manifest import Manifest
+from tierckpt.peer.parity import ParityManifest
 
 EARLIER, STEPS = 3, 7
 PATIENCE_SECONDS = 60.0
@@ -102,6 +103,28 @@ def test_what_the_scheme_promises_comes_back_bit_for_bit(
         assert told["rejected"] == ()
         assert told["digest"] == before[number]["course"][STEPS]
         assert told["replicated"] == before[0]["replicated"]
+
+
+def groups_of_parity(place: Place, sizes: dict[str, int]) -> list[tuple[int, ...]]:
+    """The groups whose parity is on this node, after a version."""
+    attached = attach(make_job(), place, **settings("xor"), **sizes)
+    protected_at(0, attached)
+    store = LocalStore(attached.ckpt.config.directory)
+    found = [ParityManifest.decode(store.read_manifest(key)).group for key in store.parities()]
+    attached.ckpt.abandon()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_groups_are_as_large_as_is_set(
+    size: int | None, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    sizes = {} if size is None else {"peer_group_size": size}
+    place = place_of(tmp_path, shm_dir)
+    groups = [set(theirs[0]) for theirs in ranks(4).run(groups_of_parity, place, sizes)]
+    assert [len(group) for group in groups] == [size or 4] * 4
+    assert all(number in group for number, group in enumerate(groups))
+    assert set().union(*groups) == {0, 1, 2, 3}
 
 
 def come_back_without_room(place: Place, poor: int) -> tuple[str, bool, dict[str, Any]]:

@@ -1,0 +1,70 @@
+"""Settings of the persistent level do in a job what the level's own tests show of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.persistent import PersistentStore
+from tierckpt.persistent.backend import Content
+from tierckpt.persistent.posix import PosixBackend
+from tierckpt.testing import TinyJob
+
+STEPS = 7
+
+
+@pytest.fixture
+def job(tmp_path: Path, shm_dir: Path) -> Any:
+    """`job(**settings)`: every version goes there."""
+
+    def start(**settings: Any) -> TinyJob:
+        given = {
+            "shm_dir": str(shm_dir),
+            "agent": "inline",
+            "persistent_path": str(tmp_path / "shared"),
+            "persistent_every_steps": 1,
+            "persistent_keep_last": 1,
+        }
+        return TinyJob(tmp_path / "ckpts", **given, **settings)
+
+    return start
+
+
+def versions(tmp_path: Path) -> list[int]:
+    return [name.id.version for name in PersistentStore(str(tmp_path / "shared")).versions()]
+
+
+@pytest.mark.parametrize(("settings", "kept"), [({}, [7]), ({"keep_every": 3}, [3, 6, 7])])
+def test_every_so_many_stay(
+    settings: dict[str, int], kept: list[int], job: Any, tmp_path: Path
+) -> None:
+    with job(**{f"persistent_{name}": value for name, value in settings.items()}) as found:
+        found.run(STEPS)
+    assert versions(tmp_path) == kept
+
+
+@pytest.mark.parametrize("read_back", [False, True])
+def test_what_a_device_stored_wrong_is_noticed_where_it_is_read_back(
+    read_back: bool, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_at, rotten = PosixBackend.write_at, set[str]()
+
+    def write_and_rot(backend: PosixBackend, name: str, offset: int, content: Content) -> None:
+        write_at(backend, name, offset, content)
+        if name not in rotten:  # the shard's bytes; its record comes behind them
+            rotten.add(name)
+            with (backend.root / name).open("r+b") as file:
+                file.seek(offset)
+                (byte,) = file.read(1)
+                file.seek(offset)
+                file.write(bytes([byte ^ 1]))
+
+    with job(persistent_read_back=read_back) as found, monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "write_at", write_and_rot)
+        found.run(1)
+        found.checkpointer.close()
+    failures = [event.message for event in found.heard("failed", "persistent")]
+    assert versions(tmp_path) == ([] if read_back else [1])
+    assert ["checksum" in text for text in failures] == ([True] if read_back else [])
