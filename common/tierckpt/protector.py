@@ -19,6 +19,7 @@ from .held import Held, open_shard
 from .localstore import LocalStore
 from .naming import ShardKey, VersionId
 from .peer.address import Address, own_host
+from .peer.errors import LEFT_OUT
 from .peer.exchange import Exchange, Party, Shard
 from .peer.transport import Transport
 from .redundancy.codes import Code
@@ -179,7 +180,7 @@ class Protector:
             for older in [each for each in self._orders if each.lost is None]:
                 self._orders.remove(older)
                 self._held.discard(older.keys)
-                older.say("protect_failed", error="superseded", superseded=True)
+                older.say("protect_failed", error="a newer one came", superseded=True)
             self._orders.append(order)
 
     def _have_thread(self) -> None:
@@ -215,7 +216,8 @@ class Protector:
             finally:
                 self._held.discard(order.keys)
             if errors:
-                order.say("protect_failed", error="; ".join(errors))
+                left_out = all(LEFT_OUT in text for text in errors)
+                order.say("protect_failed", error="; ".join(errors), superseded=left_out)
             else:
                 seconds = time.perf_counter() - begin
                 order.say("protected", nbytes=nbytes, seconds=seconds)

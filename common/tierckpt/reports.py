@@ -98,14 +98,11 @@ class Reports:
 
     def passed_over(self, version: int, why: str) -> None:
         """A version does not go to the persistent level, as a newer one waits for that."""
-        self.emit(
-            "skipped",
-            version=version,
-            level="persistent",
-            message=why,
-            behind_since=_number(self._persistent),
-            severity=logging.INFO,
-        )
+        self._pass_over("persistent", version, why, self._persistent)
+
+    def _pass_over(self, level: str, version: int, why: str, safe: VersionId | None) -> None:
+        what = {"version": version, "level": level, "message": why, "behind_since": _number(safe)}
+        self.emit("skipped", **what, severity=logging.INFO)
 
     def lost(self, version: int, why: str) -> None:
         """A version is lost in memory, and therefore everywhere."""
@@ -176,10 +173,12 @@ class Reports:
 
     def _not_protected(self, message: dict[str, Any]) -> None:
         self._agreement.tell("peer", _id_of(message), BROKEN)
-        if not message.get("superseded"):
-            why = "training goes on, other nodes cannot rebuild this version"
-            why = f"{message['error']}; {why}"
-            self._fail("peer", message["version"], why, self._agreement.peer.safe)
+        version, safe = message["version"], self._agreement.peer.safe
+        if message.get("superseded"):
+            self._pass_over("peer", version, message["error"], safe)
+            return
+        why = "training goes on, other nodes cannot rebuild this version"
+        self._fail("peer", version, f"{message['error']}; {why}", safe)
 
     def _flushed(self, message: dict[str, Any]) -> None:
         """This node's part is there; the version, when the last node's is."""

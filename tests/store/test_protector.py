@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
+from tests.peershards import rank_of, shard_of
 from tierckpt import protector
 from tierckpt.errors import ConfigError
 from tierckpt.flusher import Flusher, FlushOrder, PersistentSettings
 from tierckpt.held import Held
-from tierckpt.naming import ShardKey, VersionId
+from tierckpt.localstore import LocalStore
+from tierckpt.manifest import Manifest
+from tierckpt.naming import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.protector import PartySettings, Protector
 
 PATIENCE_SECONDS = 60.0
@@ -171,3 +174,38 @@ def test_no_thread_to_flush_with_costs_that_version_and_no_more(tmp_path: Path) 
     assert idle.wait(PATIENCE_SECONDS)
     assert not flusher.busy()
     flusher.close()
+
+
+def test_a_version_that_another_node_left_out_is_no_failure(tmp_path: Path) -> None:
+    """Of what waits it takes the newest alone: nodes differ in what that is."""
+    nodes = [Orders(tmp_path / f"node{number}") for number in range(2)]
+    places = [node.made.open("life", "lo", 0, "localhost") for node in nodes]
+    where = tuple(p.host for p in places), tuple(p.port for p in places)
+    ranks = rank_of(0), rank_of(1)
+    for number, node in enumerate(nodes):
+        node.made.know([PartySettings(ranks[number], ranks, 2, 1, 1, *where)])
+        store = LocalStore(node.folder)
+        store.create()
+        for version in (1, 2):
+            image, manifest = shard_of(number, 2 * PAGE_BYTES, 2, version)
+            store.commit(Manifest.decode(manifest).key, image, manifest)
+    shards = Manifest.decode(manifest).shards
+    late, ahead = nodes
+
+    def order(node: Orders, version: int) -> None:
+        node.made.order(str(node.folder), VersionId(1, version), shards, None, node.said.put)
+
+    order(ahead, 2)
+    order(late, 1)
+    said = late.said.get(timeout=PATIENCE_SECONDS)
+    assert (said["op"], said["version"], said["superseded"]) == ("protect_failed", 1, True), said
+    assert "v1 was left out: v2 is next" in said["error"]
+    order(late, 2)
+    for node in nodes:
+        said = node.said.get(timeout=PATIENCE_SECONDS)
+        assert (said["op"], said["version"]) == ("protected", 2), said
+        node.made.close()
+
+
+def test_what_fails_is_no_version_that_was_left_out(tmp_path: Path) -> None:
+    assert not Orders(tmp_path, 0).order(1).get("superseded")

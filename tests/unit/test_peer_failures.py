@@ -19,7 +19,7 @@ from tierckpt.errors import ConfigError
 from tierckpt.naming import VersionId
 from tierckpt.peer import wire
 from tierckpt.peer.address import Address, own_host
-from tierckpt.peer.errors import ExchangeCancelledError, PeerError, RefusedError
+from tierckpt.peer.errors import LEFT_OUT, ExchangeCancelledError, PeerError, RefusedError
 from tierckpt.peer.transport import Limits, Transport
 from tierckpt.peer.wire import Link
 from tierckpt.redundancy.codes import Code
@@ -113,7 +113,7 @@ def test_a_member_that_skipped_the_version_says_so_at_once(tmp_path: Path) -> No
         for thread in first:
             thread.join()
         for member in (0, 2):
-            assert "v1 was left out: v2 is next" in str(members.errors[member])
+            assert f"v1 {LEFT_OUT}: v2 is next" in str(members.errors[member])
         second = [second, *(members.start(members.exchange(member, 2)) for member in (0, 2))]
         members.errors.clear()
         for thread in second:
@@ -129,7 +129,7 @@ def test_a_member_that_comes_when_another_has_given_up_is_told_why(tmp_path: Pat
         members.start(members.exchange(0, 1)).join()
         members.start(members.exchange(2, 1)).join()
         assert f"rank {rank_of(0)} ({members.addresses[0]}) gave up" in str(members.errors[2])
-        assert "v1 was left out: v2 is next" in str(members.errors[2])
+        assert f"v1 {LEFT_OUT}: v2 is next" in str(members.errors[2])
         for thread in [ahead, *(members.start(members.exchange(m, 2)) for m in (0, 2))]:
             thread.join()
         assert len(members.parities(2)) == 3

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from ..errors import TierckptError
 
+LEFT_OUT = "was left out"
+"""So a member puts it that has gone on to a newer version. It is nobody's failure; and as who gives
+up passes on the first one's words, they tell it from failures wherever they come to."""
+
 
 class PeerError(TierckptError):
     """A peer is gone, hangs, or gave up: the text names it and says why.

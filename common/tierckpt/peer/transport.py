@@ -25,7 +25,7 @@ from ..errors import ConfigError
 from ..localstore import LocalStore
 from ..naming import ParityKey, ShardKey, VersionId
 from .address import Address
-from .errors import ExchangeCancelledError, PeerError
+from .errors import LEFT_OUT, ExchangeCancelledError, PeerError
 from .wire import HELLO_SECONDS, MOST_TEXT, Link, admit, greet
 
 FETCH_BYTES = 4 << 20
@@ -339,7 +339,7 @@ class Transport:
             while (tag, member) not in self._hosts:
                 latest = self._latest.get((str(head["series"]), member))
                 if latest is not None and latest > asked:
-                    link.send({"op": "refused", "why": f"{asked} was left out: {latest} is next"})
+                    link.send({"op": "refused", "why": f"{asked} {LEFT_OUT}: {latest} is next"})
                     return None
                 if (why := self._why_given_up(head)) is not None:
                     link.send({"op": "refused", "why": why})
