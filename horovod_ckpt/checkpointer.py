@@ -13,6 +13,7 @@ import torch
 
 import tierckpt
 from tierckpt.config import load_config
+from tierckpt.haltrequest import Reason
 from tierckpt.naming import Lineage
 from tierckpt.policy import VOID
 from tierckpt.state import label_optimizers
@@ -34,8 +35,12 @@ CUT = (
 )
 USED = (
     "{name} used gradients that were there at the boundary of v{version}, and that the loop had "
-    "dropped at those before. v{version} has no gradients: if it is the one that a restart takes, "
-    "the resumed run goes on without these"
+    "dropped at those before. Versions since its last step have no gradients: a run that is "
+    "resumed from one of them goes on without these"
+)
+ENDS_BETWEEN = (
+    "the job ends early, and an optimizer is between the backward passes of a step: the version "
+    "before is exact, and a restart makes again what came behind it"
 )
 MISPLACED_BOUNDARIES = 8
 """So many in a row, each with new steps behind it, that were no version."""
@@ -45,7 +50,7 @@ MISPLACED = (
     "be in no checkpoint. Call step() or commit() behind optimizer.step(), and with several "
     "optimizers where none is between its passes. Gradients that no step is to use (a "
     "generator's pass through the discriminator leaves some) are dropped by "
-    "optimizer.zero_grad(set_to_none=True) before the boundary, or are never made under "
+    "model.zero_grad(set_to_none=True) before the boundary, or are never made under "
     "requires_grad_(False)"
 )
 APART = (
@@ -190,9 +195,21 @@ class Checkpointer(tierckpt.Checkpointer):
         through = bool(self._iterations.steps) or self._between
         return CUT if any(self.group.all_gather_object(through)) else ACCUMULATED
 
+    def _no_moment(self) -> str:
+        """Nor is it one where a job that is to come back would come back without gradients."""
+        why = super()._no_moment()
+        if why or all(each.passes == 1 for each in self._reductions.values()):
+            return why
+        early, safe = self._halting.reason < Reason.NONE, self._agreement.memory.safe is not None
+        ends, there = zip(*self.group.all_gather_object((early, safe)), strict=True)
+        if any(ends) and all(there) and self._what_is_cut() is CUT:
+            return ENDS_BETWEEN
+        return ""
+
     def _go_on_from(self, lineage: Lineage, result: tierckpt.Restored) -> None:
         super()._go_on_from(lineage, result)
         self._stepped_at = self.iteration
+        self._between, self._misplaced = False, 0
 
     def _at(self) -> int:
         """Passes whose gradients no step has used yet are made again."""

@@ -7,13 +7,14 @@ So it is no version, on any rank, if it is none on one.
 But many a loop leaves gradients that it drops before any step could use them: where a GAN's
 generator is trained through the discriminator, `netD.zero_grad()` comes before the discriminator's
 next pass. Nothing says so at the boundary. Whether they were still there when their optimizer made
-its next step does say it, afterwards; a loop that has dropped them LEARNT times in a row is taken
-to go on like that, until it does not.
+its next step does say it, afterwards; where those of an optimizer were dropped LEARNT times in a
+row, they are taken to be dropped, until they are not.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -33,32 +34,33 @@ class Leftovers:
         self._reductions = reductions
         self._left: dict[str, Gradients] = {}
         """Of the last boundary, by optimizer; those that made no step since."""
-        self._dropped = 0
-        """How often in a row they were dropped."""
-        self._trusted = False
-        """Those of the last boundary were taken to be."""
+        self._dropped: Counter[str] = Counter()
+        """How often in a row each dropped them."""
 
     @property
     def names(self) -> list[str]:
         """Optimizers that are between the passes of a step on this rank, and have gradients that
         a step may use."""
-        return [] if self._dropped >= LEARNT else list(self._look())
+        return [name for name in self._look() if not self._drops(name)]
 
     def at_boundary(self) -> bool:
         """True where there are some that a step may use."""
-        self._dropped += sum(not _are_there(left) for left in self._left.values())
+        for name, left in self._left.items():
+            self._dropped[name] += not _are_there(left)
         self._left = self._look()
-        self._trusted = self._dropped >= LEARNT
-        return bool(self._left) and not self._trusted
+        return not all(map(self._drops, self._left))
 
     def step_begins(self, name: str) -> bool:
         """An optimizer's step begins; True when it uses what was taken to be dropped."""
         left = self._left.pop(name, None)
         if left is None:
             return False
-        used = _are_there(left)
-        self._dropped = 0 if used else self._dropped + 1
-        return used and self._trusted
+        trusted, used = self._drops(name), _are_there(left)
+        self._dropped[name] = 0 if used else self._dropped[name] + 1
+        return used and trusted
+
+    def _drops(self, name: str) -> bool:
+        return self._dropped[name] >= LEARNT
 
     def forget(self) -> None:
         """The gradients of an iteration that was cut short are none."""

@@ -62,6 +62,8 @@ class Agreement:
         self._config = config
         self._on_local_safe, self._on_local_broken = on_local_safe, on_local_broken
         self._ballot: _Ballot | None = None
+        self.turns = 0
+        """Votes cast since all ranks last were at the same place for sure."""
         self._asked = False
         self._known: dict[str, dict[VersionId, int]] = {
             level: {} for level in ("memory", "local", "peer", "persistent")
@@ -169,6 +171,7 @@ class Agreement:
             adapter=adapter,
         )
         self._asked = False
+        self.turns += 1
         pending = self._ballots.all_reduce_min(vote.pack())
         self._ballot = _Ballot(pending, memory, local, peer, flush)
 
@@ -219,6 +222,7 @@ class Agreement:
     def void(self) -> None:
         """Before a restart: what was voted on last is forgotten."""
         self._ballot = None
+        self.turns = 0
 
     def close(self) -> None:
         """At the end: who still waits for a vote, here or on another rank, gives up."""

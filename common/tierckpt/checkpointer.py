@@ -738,8 +738,9 @@ class Checkpointer:
         self._say(text, logging.WARNING)
 
     def _no_moment(self) -> str:
-        """See `ending.no_moment`. Ranks may have been interrupted on both sides of a boundary."""
-        mine = (self.steps_made, self.version)
+        """See `ending.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
+        of its vote."""
+        mine = (self.steps_made, self._agreement.turns)
         why, together = ending.no_moment(
             self.group, *mine, self.state.torn, self._iterations.stepping
         )

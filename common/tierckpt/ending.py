@@ -28,21 +28,20 @@ def is_orderly(error: BaseException | None) -> bool:
 
 
 def no_moment(
-    group: Group, steps_made: int, version: int, torn: bool, stepping: Iterable[str]
+    group: Group, steps_made: int, turns: int, torn: bool, stepping: Iterable[str]
 ) -> tuple[str, bool]:
     """Why what is live now is no version: it is not of one moment on all ranks; empty if it is.
-    And whether all have passed the same boundaries. Collective.
+    And whether all have cast as many votes (`turns`). Collective.
 
-    `stepping` names optimizers whose step began and did not end; `version` is that of the last
-    boundary.
+    `stepping` names optimizers whose step began and did not end.
     """
     mine = ""
     if torn:
         mine = "a restore did not come to its end, so the live state is torn"
     elif names := ", ".join(sorted(stepping)):
         mine = f"the step of {names} did not come to its end"
-    everyone = group.all_gather_object((steps_made, version, mine))
-    together = len({version for _, version, _ in everyone}) == 1
+    everyone = group.all_gather_object((steps_made, turns, mine))
+    together = len({turns for _, turns, _ in everyone}) == 1
     troubles = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(everyone) if why]
     counts = [steps for steps, _, _ in everyone]
     if not troubles and min(counts) < max(counts):

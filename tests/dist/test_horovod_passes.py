@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +208,7 @@ class Adversaries(HorovodJob):
     """The iteration that begins without dropping any."""
 
     def iterate(self, iteration: int) -> str:
-        first, second = self.optimizers
+        first, second, *_ = self.optimizers
         maker, judge = self.bare["maker"], self.bare["judge"]  # type: ignore[index]
         if iteration != self.keeps_at:
             judge.zero_grad()
@@ -220,13 +222,17 @@ class Adversaries(HorovodJob):
         return ""
 
 
-def make_adversaries(seed: int, keeps_at: int = -1) -> Adversaries:
+def make_adversaries(
+    seed: int, keeps_at: int = -1, kind: type[Adversaries] = Adversaries
+) -> Adversaries:
     hvd = horovod()
     torch.manual_seed(seed)
     model = torch.nn.ModuleDict({"maker": torch.nn.Linear(WIDTH, WIDTH), "judge": Net()})
+    if kind is not Adversaries:
+        model["beside"] = torch.nn.Linear(WIDTH, 2)
     torch.manual_seed(1000 * seed + rank())
-    job = Adversaries(model, [], keeps_at=keeps_at)
-    for name, passes in (("maker", 1), ("judge", 3)):
+    job = kind(model, [], keeps_at=keeps_at)
+    for name, passes in zip(model, (1, 3, 6), strict=False):
         part = list(model[name].named_parameters(name))
         plain = torch.optim.Adam([p for _, p in part], lr=0.01)
         job.optimizers.append(
@@ -287,6 +293,130 @@ def test_gradients_that_are_used_all_the_same_are_told(
         assert "at the boundary of v6" in told["said"][0]
         assert not {7, 8, 9} & set(told["taken"])
         assert {4, 5, 10, 11, 12} <= set(told["taken"])
+
+
+@dataclass
+class ThreeOfThem(Adversaries):
+    """And a third one, beside them, that makes a step in every sixth iteration."""
+
+    def iterate(self, iteration: int) -> str:
+        super().iterate(iteration)
+        beside = self.bare["beside"]  # type: ignore[index]
+        beside(batch(iteration, 2)).square().mean().backward()
+        if iteration % 6 == 5:
+            self.optimizers[2].step()
+            beside.zero_grad()
+        return ""
+
+    def image(self) -> dict[str, Any]:
+        """Without what nobody passes through any more."""
+        return self.replicated()
+
+
+def cut_among_three(place: Place) -> dict[str, Any]:
+    alone = make_adversaries(1, kind=ThreeOfThem)
+    for iteration in range(12):
+        alone.iterate(iteration)
+    job = make_adversaries(1, kind=ThreeOfThem)
+    attached = attach(job, place, when_busy="wait")
+    for iteration in range(11):
+        job.iterate(iteration)
+        attached.ckpt.step()
+    attached.ckpt.abandon()
+    again = make_adversaries(2, kind=ThreeOfThem)
+    ckpt = attach(again, place).ckpt
+    restored = ckpt.restore()
+    for iteration in range(restored, 12):
+        again.iterate(iteration)
+    ckpt.abandon()
+    return {"at": int(restored), "same": again.digest() == alone.digest()}
+
+
+def test_who_drops_gradients_says_nothing_of_others(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(cut_among_three, place)
+    assert told == [{"at": 6, "same": True}] * 2
+
+
+# --- ends, and ways back -------------------------------------------------------------------------
+
+
+def told_to_end(place: Place, at: int) -> dict[str, Any]:
+    """As a scheduler does it, behind iteration `at`; started again, it makes eight."""
+    alone = make_uneven(-1, seed=1)
+    for iteration in range(8):
+        alone.iterate(iteration)
+    job = make_uneven(-1, seed=1)
+    ckpt = attach(job, place, local_every_steps=1, local_every_seconds=0, when_busy="wait").ckpt
+    for iteration in range(8):
+        job.iterate(iteration)
+        if iteration == at and rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        ckpt.step()
+        if ckpt.should_exit():
+            break
+    ckpt.close()
+    again = make_uneven(-1, seed=2)
+    ckpt = attach(again, place).ckpt
+    restored = ckpt.restore()
+    for iteration in range(restored, 8):
+        again.iterate(iteration)
+    ckpt.abandon()
+    return {"at": int(restored), "same": again.digest() == alone.digest()}
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_job_that_is_told_to_end_comes_back_exactly(
+    at: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Also where it is told so between the passes of a step."""
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(told_to_end, place, at)
+    assert told == [{"at": 4, "same": True}] * 2
+
+
+def back_from_between(place: Place) -> dict[str, Any]:
+    """A boundary behind the first pass of the next step, and then back to the one before it."""
+    job = make_horovod_job(passes=2)
+    attached = attach(job, place, local_every_steps=1, local_every_seconds=0, when_busy="wait")
+    ckpt = attached.ckpt
+
+    def one_pass(number: int) -> None:
+        job.loss(number).backward()
+        if number % 2:
+            job.step()
+            job.zero_grad()
+
+    for number in range(4):
+        one_pass(number)
+        ckpt.step()
+    job.loss(4).backward()
+    job.loss(5).backward()
+    job.step()
+    job.zero_grad()
+    job.loss(6).backward()
+    ckpt.step()  # between the passes
+    back = ckpt.restore()
+    one_pass(4)
+    ckpt.step()
+    ckpt.save(now=True)  # between them again
+    ckpt.abandon()
+    again = make_horovod_job(passes=2, seed=2)
+    ckpt = attach(again, place).ckpt
+    restored = ckpt.restore()
+    ckpt.abandon()
+    said = [e.message for e in attached.events if "made again" in e.message]
+    return {"back": int(back), "at": int(restored), "said": len(said)}
+
+
+def test_what_was_between_passes_before_a_restore_is_over(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    first, other = ranks(2, HOROVODRUN).run(back_from_between, place)
+    assert first == other == {"back": 4, "at": 4, "said": 1}
 
 
 # --- ranks that are not at the same place --------------------------------------------------------
