@@ -26,12 +26,15 @@ from .localstore import LocalStore
 from .naming import Lineage, VersionId, on_lineage
 from .restoreplan import RestorePlan, plan_restore
 from .together import Together
+from .wording import some
 
 NAME_LETTERS = 16
 LIFE_LETTERS = 8
 """Of it, which are enough to tell lives apart."""
 MOST_TOLD = 4
 """Versions."""
+MOST_NAMED = 8
+"""Shards, or places."""
 
 
 class Lives:
@@ -143,7 +146,7 @@ class Lives:
         texts = []
         for (id_, count, life), here in newest:
             gone = [s for s in range(count) if s not in here]
-            missing = f", without {_some(gone)}" if gone else ""
+            missing = f", without {some(gone, MOST_NAMED)}" if gone else ""
             whose = _whose(life, here.values()) if lives[id_.version] > 1 else ""
             texts.append(f"{len(here)} of {count} shards of {id_}{whose}{missing}")
         if max(lives.values(), default=0) > 1:
@@ -175,13 +178,7 @@ class Lives:
 
 
 def _whose(life: str, places: Iterable[set[str]]) -> str:
-    return f" of life {life[:LIFE_LETTERS]} (on {_some(sorted(set().union(*places)))})"
-
-
-def _some(things: Sequence[object]) -> str:
-    """The first few; of ten thousand nobody reads more."""
-    more = ", ..." if len(things) > 8 else ""
-    return ", ".join(map(str, things[:8])) + more
+    return f" of life {life[:LIFE_LETTERS]} (on {some(sorted(set().union(*places)), MOST_NAMED)})"
 
 
 def _told(problems: Iterable[Problem]) -> list[str]:

@@ -75,36 +75,7 @@ def encode_header(
     the rank state absorbs the rest of the data's last page.
     """
     data_bytes = round_up(layout.nbytes + rank_state_bytes, PAGE_BYTES)
-    entries: dict[str, object] = {}
-    table = []
-    for piece in layout.pieces:
-        spec = piece.spec
-        name = spec.name if piece.whole else f"{spec.name}[{piece.start}:{piece.stop}]"
-        count = piece.stop - piece.start
-        code = _SAFETENSORS_DTYPE.get(spec.dtype)
-        shape = list(spec.shape) if piece.whole and spec.stride is None else [count]
-        if code is None:  # stored as raw bytes; the table has the true type
-            code, shape = "U8", [piece.nbytes]
-        entries[name] = {
-            "dtype": code,
-            "shape": shape,
-            "data_offsets": [piece.offset, piece.offset + piece.nbytes],
-        }
-        stride = list(spec.stride) if spec.stride is not None else None
-        table.append(
-            [
-                spec.name,
-                spec.dtype,
-                list(spec.shape),
-                stride,
-                spec.itemsize_bytes,
-                spec.device,
-                piece.start,
-                piece.stop,
-                piece.offset,
-                int(piece.own),
-            ]
-        )
+    entries = dict(map(_entry, layout.pieces))
     entries[RANK_STATE] = {
         "dtype": "U8",
         "shape": [data_bytes - layout.nbytes],
@@ -114,7 +85,7 @@ def encode_header(
     metadata = {
         "format": "tierckpt-shard",
         "format_version": f"{FORMAT_MAJOR}.{FORMAT_MINOR}",
-        "pieces": json.dumps(table, separators=(",", ":")),
+        "pieces": json.dumps(list(map(_encode_piece, layout.pieces)), separators=(",", ":")),
         "blocks": json.dumps(runs(blocks), separators=(",", ":")),
         "structure": json.dumps(structure, separators=(",", ":")),
         **({"tied": json.dumps(tied, separators=(",", ":"))} if tied else {}),
@@ -149,6 +120,35 @@ def decode_header(image: memoryview | bytes) -> ShardHeader:
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise FormatError(f"not a shard header: {error!r}") from error
     return ShardHeader(pieces, blocks, 8 + length, sum(blocks), structure, tied)
+
+
+def _entry(piece: Piece) -> tuple[str, object]:
+    """As safetensors has it: name, and what follows it."""
+    spec, count = piece.spec, piece.stop - piece.start
+    name = spec.name if piece.whole else f"{spec.name}[{piece.start}:{piece.stop}]"
+    code = _SAFETENSORS_DTYPE.get(spec.dtype)
+    shape = list(spec.shape) if piece.whole and spec.stride is None else [count]
+    if code is None:  # stored as raw bytes; the table has the true type
+        code, shape = "U8", [piece.nbytes]
+    offsets = [piece.offset, piece.offset + piece.nbytes]
+    return name, {"dtype": code, "shape": shape, "data_offsets": offsets}
+
+
+def _encode_piece(piece: Piece) -> list[object]:
+    """What safetensors cannot say; see FORMAT.md."""
+    spec = piece.spec
+    return [
+        spec.name,
+        spec.dtype,
+        list(spec.shape),
+        list(spec.stride) if spec.stride is not None else None,
+        spec.itemsize_bytes,
+        spec.device,
+        piece.start,
+        piece.stop,
+        piece.offset,
+        int(piece.own),
+    ]
 
 
 def _decode_piece(row: list[object]) -> Piece:

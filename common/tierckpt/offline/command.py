@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, CorruptShardError
 from ..inventory import FoundParity
 from ..progress import Progress
+from ..wording import some
 from .catalog import Row, rows_of
 from .survey import Survey, survey
 
@@ -85,7 +86,7 @@ def _notes(row: Row) -> list[str]:
     elif not row.restartable:
         notes.append("not complete")
     if row.missing and row.there:
-        notes.append(f"without {_some(row.missing)}")
+        notes.append(f"without {some(row.missing, MOST_TOLD)}")
     if row.parities:
         notes.append(f"parity of {row.parities}")
     if row.pinned:
@@ -93,11 +94,6 @@ def _notes(row: Row) -> list[str]:
     if row.encoded:
         notes.append("encoded")
     return notes
-
-
-def _some(numbers: Sequence[int]) -> str:
-    more = ", ..." if len(numbers) > MOST_TOLD else ""
-    return ", ".join(map(str, numbers[:MOST_TOLD])) + more
 
 
 def size_text(nbytes: int) -> str:
