@@ -165,9 +165,6 @@ class Checkpointer(tierckpt.Checkpointer):
             self._stepped_at = self.iteration
         super()._boundary(force)
 
-    def _is_void(self) -> bool:
-        return self._between
-
     def _count_misplaced(self) -> None:
         """The gradients so far would be in no version."""
         self._misplaced += self._iterations.steps > 0

@@ -40,7 +40,7 @@ from .mending import mend
 from .naming import Lineage, VersionId, on_lineage
 from .peers import Groups, redundancy_groups
 from .pinning import mark_everywhere
-from .policy import VOTE_WIDTH, Schedule
+from .policy import VOID, VOTE_WIDTH, Schedule
 from .progress import Progress
 from .refusals import refuse_model
 from .reports import Reports
@@ -577,8 +577,8 @@ class Checkpointer:
 
     def own_vote(self) -> int:
         """What an adapter wants all ranks to know at the next boundary, where `agreed_vote` is the
-        smallest of all ranks' votes; asked at every boundary. `policy.VOID` says that there is no
-        version of this one (see `_is_void`)."""
+        smallest of all ranks' votes; asked at every boundary. `policy.VOID` says that the
+        state here is no version, on this rank and hence on none."""
         return 0
 
     def add_callbacks(self, callbacks: Callbacks) -> None:
@@ -603,10 +603,10 @@ class Checkpointer:
         if self._agreement.superseded_earlier(self._lives.generation):
             self._berth.clear(self._node)
         unattended = self._halting.hear(agreed)
-        take = self._rounds.decide(self.version, agreed, force)
-        snapshot = self._open_snapshot(take) if take else None
+        take, vote = self._rounds.decide(self.version, agreed, force), self.own_vote()
+        snapshot = self._open_snapshot(take, vote == VOID) if take else None
         halt = self._halting.vote(self.version)
-        self._rounds.vote(self._id(), begin, take, halt, self.own_vote())
+        self._rounds.vote(self._id(), begin, take, halt, vote)
         if snapshot is not None:
             self._underway.begin(snapshot, begin, self._trace)
         if self._trace is not None:
@@ -616,14 +616,15 @@ class Checkpointer:
             self.close()
             raise SystemExit(0)
 
-    def _open_snapshot(self, levels: tuple[str, ...]) -> Snapshot | None:
-        """Capture what changes first. A failure here breaks the version, not the training."""
+    def _open_snapshot(self, levels: tuple[str, ...], void: bool) -> Snapshot | None:
+        """Capture what changes first. A failure here breaks the version, not the training; so does
+        an adapter that says it is `void`."""
         id_ = self._id()
         # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
         self._agreement.open(id_, levels)
         if "persistent" in levels:
             self._levels.onward.flush_when_safe(id_, self._at())
-        if self._is_void():
+        if void:
             self._levels.handover.broken(id_)
             return None
         with torch.inference_mode(False):  # an evaluation's; what is made here is used again
@@ -750,11 +751,6 @@ class Checkpointer:
             self.wait(WAIT_SECONDS)
             self._agreement.settle()
         return why
-
-    def _is_void(self) -> bool:
-        """True where an adapter knows that the state at this boundary is no version, on this rank
-        and hence on none; it votes VOID then."""
-        return False
 
     def _made_step(self, label: str) -> bool:
         """False when the step that just ended was none of the training's."""

@@ -8,6 +8,7 @@ in what lies on disk.
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import socket
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,7 @@ from ..inventory import (
 )
 from ..jobdirectory import JobDirectory, job_id_of
 from ..localstore import LocalStore
+from ..manifest import Manifest
 from ..naming import ShardKey
 from ..persistent import PersistentStore
 from ..persistent.backend import is_url
@@ -75,7 +77,7 @@ class Survey:
         return list(dict.fromkeys(told))
 
 
-def survey(paths: Where | Sequence[Where], memory: bool = True) -> Survey:
+def survey(paths: Where | Sequence[Where]) -> Survey:
     """Look at all of `paths`, and at the memory of their jobs on this machine. Raises ConfigError
     for a path that is not there."""
     config = load_config()
@@ -91,8 +93,7 @@ def survey(paths: Where | Sequence[Where], memory: bool = True) -> Survey:
         for folder in _folders(path):
             _look_at_disk(folder, there)
             _look_at_shared(PersistentConfig(path=str(folder)), there)
-    if memory:
-        _look_at_memory(Path(config.shm_dir), jobs | _jobs_named(there), there)
+    _look_at_memory(Path(config.shm_dir), jobs | _jobs_named(there), there)
     return there
 
 
@@ -142,8 +143,6 @@ def _look_at_shared(config: PersistentConfig, there: Survey) -> None:
 
 def _jobs_named(there: Survey) -> set[str]:
     """In one manifest of each directory: all there are one job's."""
-    from ..manifest import Manifest
-
     newest: dict[str, ShardKey] = {}
     for each in there.found:
         if each.place.level == "local":
@@ -159,7 +158,7 @@ def _look_at_memory(shm_dir: Path, jobs: Iterable[str], there: Survey) -> None:
     for job in sorted(jobs):
         root = JobDirectory.at(shm_dir, job).root
         with suppress(OSError):
-            for folder in sorted(root.glob(f"{_literal(job)}*")):
+            for folder in sorted(root.glob(f"{glob.escape(job)}*")):
                 name, _, node = folder.name.partition("@")
                 if name == job:
                     _look_at_slots(JobDirectory(root, job, node), there)
@@ -169,9 +168,3 @@ def _look_at_slots(job: JobDirectory, there: Survey) -> None:
     if job.alive():
         there.living.add(job.job)
     look_at_memory(job, job.node or socket.gethostname(), there.found, there.problems)
-
-
-def _literal(text: str) -> str:
-    import glob
-
-    return glob.escape(text)
