@@ -170,16 +170,23 @@ class AgentClient:
                 }
             )
 
-    def introduce(self, where: dict[str, Any], parties: list[dict[str, Any]]) -> None:
+    def introduce(
+        self, where: dict[str, Any], parties: list[dict[str, Any]], roster: dict[str, Any]
+    ) -> None:
         """Tell the agent, which listens at `where`, who the others are; its successor, too.
 
         That listens at the same port, so nobody else has to be told. Never blocks.
         """
         with self._lock:
-            know = {"op": "know", "parties": parties}
+            know = {"op": "know", "parties": parties, "roster": roster}
             self._introduction = [{"op": "meet", "where": where}, know]
             self._introduced = self.pid
             self._send(know)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the agent may know of others: it was there before us, or we told it."""
+        return self._inline is None and (not self.starts or bool(self._introduction))
 
     def ask(self, op: str, answer: str, timeout_seconds: float, **values: Any) -> dict[str, Any]:
         """Say something and wait for the answer; other messages are kept for `poll`.

@@ -7,7 +7,6 @@ means that nothing was found, and the words for the user.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from .config import Config
 from .errors import RestoreError
 from .group import Group
+from .images import FarStore
 from .inventory import Found, FoundParity
 from .lives import Lives
 from .naming import Lineage, VersionId
@@ -68,7 +68,7 @@ class Comeback:
                 self._reject,
                 lives.parities,
                 bar,
-                functools.partial(PersistentStore, **config.persistent.options()),
+                self._open_store,
                 self._new.foresee,
                 self._look_again,
                 lives.nodes,
@@ -76,6 +76,10 @@ class Comeback:
             )
         self._told: set[str] = set()
         """Problems that were rejected."""
+
+    def _open_store(self, where: str) -> FarStore:
+        agent = self._lives.open_agent(where)
+        return agent or PersistentStore(where, **self._config.persistent.options())
 
     def find(self, version: int | None, live_version: int) -> Attempt | None:
         """The newest sound version, or `version`; the caller closes it. Collective.

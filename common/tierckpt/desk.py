@@ -31,6 +31,7 @@ UNDONE = {
     "flush": "flush_failed",
     "meet": "listening",
     "protect": "protect_failed",
+    "roster": "roster",
 }
 """What a trainer hears, with an error, where what it asked for could not even be begun; otherwise
 it is a problem."""
@@ -118,7 +119,7 @@ class Desk:
                 self._flush(message)
             elif op == "ask":
                 self._tell_quiet()
-            elif op in ("meet", "know", "protect"):
+            elif op in ("meet", "know", "roster", "protect"):
                 self._protect(message)
         except Exception as error:
             what = UNDONE.get(op, "problem")
@@ -293,7 +294,10 @@ class Desk:
             else:
                 self.say(op="listening", error="", host=address.host, port=address.port)
         elif message["op"] == "know":
-            protector.know([PartySettings.of_message(party) for party in message["parties"]])
+            parties = [PartySettings.of_message(party) for party in message["parties"]]
+            protector.know(parties, message["roster"])
+        elif message["op"] == "roster":
+            self.say(op="roster", roster=protector.roster())
         else:
             version = VersionId(message["generation"], message["version"])
             what = (version, self.settings.shards, message["lost"])

@@ -11,9 +11,10 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from .errors import CorruptShardError, FormatError
-from .inventory import Place
+from .inventory import FAR, Place
 from .localstore import LocalStore
 from .manifest import Manifest
 from .mappedfile import MappedFile
@@ -37,7 +38,28 @@ LOST = (
 
 
 Bring = Callable[[int, int], None]
-OpenStore = Callable[[str], PersistentStore]
+
+
+class Stored(Protocol):
+    """A shard as it lies somewhere far; see `persistent.reader.ShardReader`."""
+
+    @property
+    def manifest(self) -> bytes: ...
+
+    def read(self, offset: int, nbytes: int) -> bytes: ...
+
+
+class FarStore(Protocol):
+    """Where shards are fetched from: the persistent level, or an agent (`peer.remote`)."""
+
+    def open_shard(self, name: VersionName, shard: int) -> Stored: ...
+
+    def exists(self, name: VersionName) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+OpenStore = Callable[[str], FarStore]
 """From a place's address."""
 MakeRoom = Callable[[Manifest, Callable[[], None]], "Image"]
 """For a shard; the second follows on closing it."""
@@ -96,13 +118,13 @@ def open_image(
     open_store: OpenStore = PersistentStore,
     make_room: MakeRoom | None = None,
 ) -> Image:
-    """Map the shard, or make room for it; `Image.bring` gets its bytes. `open_store` opens the
-    persistent level. What has to be fetched or decoded goes where `make_room` says: `in_memory`.
+    """Map the shard, or make room for it; `Image.bring` gets its bytes. `open_store` opens what is
+    far. What has to be fetched or decoded goes where `make_room` says: `in_memory`.
 
     Raises what is in LOST.
     """
     make_room = make_room or in_memory
-    if place.level == "persistent":
+    if place.level in FAR:
         return _fetch(key, place, life, open_store, make_room)
     if place.level == "memory":
         slot = Slot.open(Path(place.where))
@@ -164,7 +186,7 @@ def _fetch(
 
 
 @contextlib.contextmanager
-def _missing_here_or_anywhere(shared: PersistentStore, name: VersionName) -> Iterator[None]:
+def _missing_here_or_anywhere(shared: FarStore, name: VersionName) -> Iterator[None]:
     """What is not found is damage where this rank sees the version, whose manifest names it; else
     it is FileNotFoundError still: perhaps another rank sees it."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +22,12 @@ from .manifest import Manifest
 from .naming import Lineage, ParityKey, ShardKey, VersionId
 from .persistent import PersistentStore
 
-LEVELS = ("memory", "local", "peer", "persistent")
+AGENT = "agent"
+"""Level of what the agent of a node shows that is none of the job's any more, see `absent`."""
+LEVELS = ("memory", "local", "peer", AGENT, "persistent")
 """Cheapest first."""
+FAR = frozenset((AGENT, "persistent"))
+"""Levels of which a shard has to be fetched; any rank may."""
 EVERYWHERE = "*"
 """Host of what every node can read."""
 
@@ -35,14 +39,14 @@ class Place:
     level: str
     host: str
     where: str
-    """Path of the segment, directory of the store, or address of the persistent one."""
+    """Path of the segment, directory of the store, address of the persistent one, or an agent."""
     encoded: bool = False
     """On the local level: modules have changed it."""
 
     @property
     def mappable(self) -> bool:
         """True when its bytes are there as soon as it is opened."""
-        return self.level != "persistent" and not self.encoded
+        return self.level not in FAR and not self.encoded
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,16 @@ class Inventory:
     token: str = ""
     """Random; of rank 0's are made the name and the secret of the life that begins now."""
     parities: tuple[FoundParity, ...] = ()
+
+    def plus(self, others: Iterable[Inventory]) -> Inventory:
+        """With what this rank was told of other nodes."""
+        all_ = [self, *others]
+        return replace(
+            self,
+            found=tuple(f for each in all_ for f in each.found),
+            parities=tuple(p for each in all_ for p in each.parities),
+            generation=max(each.generation for each in all_),
+        )
 
 
 def take_inventory(

@@ -10,6 +10,7 @@ import contextlib
 import logging
 
 from . import attach
+from .absent import Absent
 from .agreement import Agreement
 from .alike import Roll
 from .backlog import Backlog
@@ -44,10 +45,13 @@ class Levels:
         self._config, self._group, self._node = config, group, roll.node(group.rank)
         self._agreement, self._reports = agreement, reports
         host, job = roll.hosts[group.rank], berth.job
-        self.lives = Lives(config, group, job, LocalStore(config.directory), host)
         self.agent = attach.agent_client(config, group, job, self._node)
         with contextlib.ExitStack() as undo:
             undo.callback(self.agent.close)
+            asks = config.uses("peer") and self._node.first == group.rank
+            self.absent = Absent(self.agent, roll.hosts, asks)
+            store = LocalStore(config.directory)
+            self.lives = Lives(config, group, job, store, host, self.absent)
             self.peers = Peers(config, group, roll, self.agent, groups)
             self.onward = Onward(
                 Best(config.local.keep_best, config.best == "lowest"),
@@ -108,7 +112,12 @@ class Levels:
 
     def meet(self) -> None:
         """The nodes' agents meet under the name of the life that has begun. Collective."""
-        self.peers.meet(self.lives.secret, lambda text: self._reports.notice(text, logging.ERROR))
+        lives, absent = self.lives, self.absent.alive
+
+        def complain(text: str) -> None:
+            self._reports.notice(text, logging.ERROR)
+
+        self.peers.meet(lives.secret, lives.generation, absent, complain)
 
 
 __all__ = ["Levels"]

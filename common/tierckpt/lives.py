@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
+from .absent import Absent
 from .config import Config
 from .group import Group
 from .inventory import (
@@ -28,6 +30,9 @@ from .restoreplan import RestorePlan, plan_restore
 from .together import Together
 from .wording import some
 
+if TYPE_CHECKING:
+    from .peer.remote import RemoteNode
+
 NAME_LETTERS = 16
 LIFE_LETTERS = 8
 """Of it, which are enough to tell lives apart."""
@@ -41,7 +46,13 @@ class Lives:
     """One rank's knowledge, alike on all. Training thread; `look` is collective."""
 
     def __init__(
-        self, config: Config, group: Group, job: JobDirectory, store: LocalStore, host: str
+        self,
+        config: Config,
+        group: Group,
+        job: JobDirectory,
+        store: LocalStore,
+        host: str,
+        absent: Absent | None = None,
     ) -> None:
         self.lineage: Lineage = ()
         """Empty before this life has begun."""
@@ -63,6 +74,7 @@ class Lives:
         """Where nobody could see what is there."""
         self._config, self._group, self._job = config, group, job
         self._store, self._host = store, host
+        self._absent = absent
         self._next_generation = 1
 
     @property
@@ -88,7 +100,7 @@ class Lives:
             mine = take_inventory(self._job, self._store, self._host, shared)
         except Exception as error:  # the other ranks wait for it
             mine = nothing_seen(self._host, error)
-        inventories: Sequence[Inventory] = (together or self._group).all_gather_object(mine)
+        inventories = self._gather(together or self._group, mine)
         token = inventories[0].token
         self.name, self.secret = token[:NAME_LETTERS], token[NAME_LETTERS:]
         self.found = [i.found for i in inventories]
@@ -98,6 +110,20 @@ class Lives:
         self.newer = _told(p for i in inventories for p in i.problems if p.newer)
         self.unseen = _told(p for i in inventories for p in i.unseen)
         self._next_generation = 1 + max(i.generation for i in inventories)
+
+    def _gather(self, group: Group | Together, mine: Inventory) -> Sequence[Inventory]:
+        """Every rank's, and what agents of nodes have on which no rank is."""
+        roster = self._absent.roster() if self._absent else None
+        told = group.all_gather_object((mine, roster.generation if roster else 0))
+        inventories, generations = zip(*told, strict=True)
+        if self._absent is None or not any(generations):
+            return inventories
+        theirs = self._absent.look(group, roster, generations)
+        return [each.plus(more) for each, more in zip(inventories, theirs, strict=True)]
+
+    def open_agent(self, where: str) -> RemoteNode | None:
+        """The agent of an absent node, by the name of its places; the caller closes it."""
+        return self._absent.open(where) if self._absent else None
 
     def begin_afresh(self) -> None:
         """Start from nothing, in a generation of its own."""

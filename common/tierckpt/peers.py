@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .absent import Known, Roster
 from .agentclient import AgentClient
 from .alike import Roll
 from .config import Config
@@ -81,9 +82,15 @@ class Peers:
         needs = any(group.code.m > 1 and group.code.k > 1 for group in self.groups)
         return isal.MISSING if needs and isal.find() is None else ""
 
-    def meet(self, secret: str, complain: Callable[[str], None]) -> None:
+    def meet(
+        self,
+        secret: str,
+        generation: int,
+        absent: Sequence[Known],
+        complain: Callable[[str], None],
+    ) -> None:
         """Introduce the agents of all nodes to each other; collective, when a life begins, of which
-        they prove to know the secret.
+        they prove to know the secret. They remember those of `absent` nodes for the next one.
 
         A node whose agent cannot be reached costs the level, on all ranks alike, and not the job.
         """
@@ -112,7 +119,9 @@ class Peers:
             if rank in self._node.ranks
         ]
         where["port"] = mine.port
-        self._agent.introduce(where, [party.as_message() for party in parties])
+        everybody = (Known(h, a.host, a.port, secret) for h, a in sorted(of_host.items()))
+        roster = Roster(generation, (*everybody, *absent))
+        self._agent.introduce(where, [p.as_message() for p in parties], roster.as_message())
 
     def protect(self, version: VersionId) -> bool:
         """Have a version protected that is complete on all local levels.
@@ -129,7 +138,7 @@ class Peers:
         self._lost = {version: lost}
 
     def _where(self, secret: str) -> dict[str, Any]:
-        """What the agent is told of where to listen."""
+        """What the agent is told of where to listen, and what to show."""
         others = [
             n
             for n, h in zip(self._roll.names, self._roll.hosts, strict=True)
@@ -138,11 +147,17 @@ class Peers:
         mine = self._roll.names[self._group.rank]
         # Not towards ourselves: a machine's own name is often a loopback address on it.
         towards = next((name for name in others if name != mine), "localhost")
+        agent = self._agent
         return {
             "secret": secret,
             "interface": self._config.interface,
             "port": self._config.port,
             "towards": towards,
+            "shelf": {
+                "root": agent.settings.root,
+                "job": agent.settings.folder,
+                "directory": agent.desk.directory,
+            },
         }
 
     def _listen(self, where: dict[str, Any]) -> tuple[Address | None, str]:

@@ -10,17 +10,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .errors import ConfigError
 from .held import Held, open_shard
+from .jobdirectory import JobDirectory
 from .localstore import LocalStore
 from .naming import ShardKey, VersionId
 from .peer.address import Address, own_host
 from .peer.errors import LEFT_OUT
 from .peer.exchange import Exchange, Party, Shard
+from .peer.shelf import Shelf
 from .peer.transport import Transport
 from .redundancy.codes import Code
 from .redundancy.groups import RedundancyGroup
@@ -110,19 +114,33 @@ class Protector:
         self._secret = b""
         self._place: tuple[str, str, int, str] | None = None
         """Where to listen: secret, interface, port, and towards whom."""
+        self._shelf = Shelf()
         self._transport: Transport | None = None
         self._parties: list[PartySettings] = []
+        self._roster: dict[str, Any] = {}
+        """See `roster`."""
         self._orders: list[_Order] = []
         self._thread: threading.Thread | None = None
 
-    def open(self, secret: str, interface: str, port: int, towards: str) -> Address:
+    def open(
+        self,
+        secret: str,
+        interface: str,
+        port: int,
+        towards: str,
+        shelf: dict[str, str] | None = None,
+    ) -> Address:
         """Listen for the agents of the life that has this secret; what the life before had is
-        closed.
+        closed. `shelf`: what is shown to whoever asks what is here, the local level's `directory`
+        and the job's memory (`root` and `job`).
 
         Raises ConfigError when that is not possible.
         """
         with self._lock:
             self._place = (secret, interface, port, towards)
+            if shelf:
+                job = JobDirectory(Path(shelf["root"]), shelf["job"])
+                self._shelf.add(LocalStore(shelf["directory"]), job)
             return self._listen()
 
     def _listen(self) -> Address:
@@ -136,6 +154,7 @@ class Protector:
         if self._transport is None:
             host = own_host(interface, towards)
             self._transport, self._secret = Transport(secret, host, port), secret
+            self._transport.shelf = self._shelf
         return self._transport.address
 
     def _listen_again(self) -> None:
@@ -145,10 +164,16 @@ class Protector:
             with contextlib.suppress(ConfigError):
                 self._listen()
 
-    def know(self, parties: list[PartySettings]) -> None:
-        """Who protects the node's shards from now on."""
+    def know(
+        self, parties: list[PartySettings], roster: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Who protects the node's shards from now on, and where all agents of the job are."""
         with self._lock:
-            self._parties = parties
+            self._parties, self._roster = parties, dict(roster)
+
+    def roster(self) -> dict[str, Any]:
+        """What `know` was told of all agents: an `absent.Roster`; empty before."""
+        return self._roster
 
     def order(
         self,

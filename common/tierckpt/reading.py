@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .errors import CorruptShardError
 from .images import LOST, Image, MakeRoom, OpenStore, open_image
-from .inventory import Place
+from .inventory import FAR, Place
 from .manifest import digest, digest_at
 from .modules.module import ModuleError
 from .naming import ShardKey, VersionId
@@ -52,7 +52,7 @@ class Blame(Enum):
             return Blame.COPY
         # All who see a copy on a node's disk see the same disk.
         of_the_disk = isinstance(error, FileNotFoundError) or error.errno == errno.EIO
-        return Blame.COPY if of_the_disk and place.level != "persistent" else Blame.SIGHT
+        return Blame.COPY if of_the_disk and place.level not in FAR else Blame.SIGHT
 
 
 def _lacks_room(error: BaseException | None) -> bool:

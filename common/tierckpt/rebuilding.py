@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, wait
 
 from .errors import CorruptShardError
-from .images import Bring, Image, in_memory
-from .localstore import LocalStore
-from .mappedfile import MappedFile
+from .images import Bring, Image, OpenStore, in_memory
 from .naming import ParityKey
+from .parityfile import ParityFile, open_parity
 from .peer.parity import ParityManifest, Read, check_parity
 from .peer.rebuild import Rebuilding
 from .reading import Failure, OnRead
@@ -36,11 +35,14 @@ class Parities:
         plan: RestorePlan,
         courier: Courier,
         pool: Executor,
+        open_store: OpenStore,
         on_read: OnRead = lambda nbytes: None,
     ) -> None:
-        """`on_read` hears of bytes read, from any thread."""
+        """`open_store`: for what is on no node of the job's. `on_read` hears of bytes read, from
+        any thread."""
         self._plan, self._courier, self._pool, self._on_read = plan, courier, pool, on_read
-        self._mine: dict[ParityKey, tuple[ParityManifest, MappedFile]] = {}
+        self._open_store = open_store
+        self._mine: dict[ParityKey, tuple[ParityManifest, ParityFile]] = {}
         self._room: dict[int, Image] = {}
         """For the shards that are made here."""
         self._begun: list[tuple[Rebuild, Rebuilding, dict[int, Read], dict[int, Read]]] = []
@@ -72,12 +74,10 @@ class Parities:
         return self._failures
 
     def _open(self, source: ParitySource) -> None:
-        store = LocalStore(source.place.where)
-        record = ParityManifest.decode(store.read_manifest(source.key))
-        file = MappedFile(store.open_image(source.key))
+        record, file = open_parity(source.key, source.place, self._open_store)
+        self._close.append(file.close)
         for index in source.segments:  # while others are still opened
             file.ask(index * record.segment_bytes, (index + 1) * record.segment_bytes)
-        self._close.append(file.close)
         if len(file.view) < record.image_bytes:  # or this rank would fail while all exchange
             raise CorruptShardError(
                 f"truncated: {source.key} has {len(file.view)} of {record.image_bytes} bytes"
@@ -85,7 +85,7 @@ class Parities:
         self._mine[source.key] = (record, file)
         self._checks.append((source, self._pool.submit(self._check, source, record, file)))
 
-    def _check(self, source: ParitySource, record: ParityManifest, file: MappedFile) -> None:
+    def _check(self, source: ParitySource, record: ParityManifest, file: ParityFile) -> None:
         self._on_read(check_parity(record, reader_of(file.view, file.bring), source.segments))
 
     def records(self) -> list[tuple[ParityKey, bytes]]:

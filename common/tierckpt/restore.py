@@ -311,7 +311,7 @@ class Restorer:
         """Make the lost shards while threads still read; (what may be damaged, what is). Not where
         a rank has `trouble`, to which this one's is added."""
         begin = time.perf_counter()
-        parities = Parities(attempt.plan, attempt.courier, pool, self._on_read)
+        parities = Parities(attempt.plan, attempt.courier, pool, self._open_store, self._on_read)
         with contextlib.closing(parities):
             parities.open()
             if not all(s.place.mappable for s in attempt.plan.sources):

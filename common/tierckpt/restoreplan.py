@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from .errors import RestoreError
-from .inventory import EVERYWHERE, LEVELS, Found, FoundParity, Place
-from .naming import Lineage, ParityKey, ShardKey, VersionId, newest_first
+from .inventory import EVERYWHERE, FAR, LEVELS, Found, FoundParity, Place
+from .naming import Key, Lineage, ParityKey, ShardKey, VersionId, newest_first
 from .redundancy.codes import Code, Segment
 from .redundancy.schedule import plan_rebuild
 
@@ -170,11 +170,16 @@ class _Sight:
         return [rank for rank in left if (place, rank) not in self._trouble] or left
 
 
+def _cost(place: Place) -> tuple[int, Place]:
+    """The cheapest is the least."""
+    return LEVELS.index(place.level), place
+
+
 def _is_far(place: Place) -> bool:
-    return place.level == "persistent"
+    return place.level in FAR
 
 
-Places = dict[Place, Sequence[int]]
+Places = Mapping[Place, Sequence[int]]
 """Where a shard is, and which ranks may read it there."""
 
 
@@ -183,18 +188,27 @@ def _put_together(
 ) -> tuple[dict[ShardKey, Places], tuple[Rebuild, ...], set[int]]:
     """Where to take shards from, what to make, and which of them there is no way to.
 
-    What other nodes' can make is not fetched from far away, nor what is near: the rest alone.
+    What other nodes' can make is not fetched from far away, nor what is near: the rest alone. Last
+    come what can be made only of parity that is far away itself.
     """
-    near = {
+    near = _near(places_of)
+    near_parities = {code: _near(found) for code, found in parities.items()}
+    rebuilds, lost = plan_rebuilds(keys, near, near_parities)
+    if lost:
+        near |= {key: places_of[key] for key in keys if key.shard in lost and key in places_of}
+        rebuilds, lost = plan_rebuilds(keys, near, near_parities)
+    if lost:
+        rebuilds, lost = plan_rebuilds(keys, near, parities)
+    return near, rebuilds, lost
+
+
+def _near(places_of: Mapping[Key, Places]) -> dict[Key, Places]:
+    """What is on a node of the job's, with its places there."""
+    return {
         key: there
         for key, places in places_of.items()
         if (there := {place: ranks for place, ranks in places.items() if not _is_far(place)})
     }
-    rebuilds, lost = plan_rebuilds(keys, near, parities)
-    if lost:
-        near |= {key: places_of[key] for key in keys if key.shard in lost and key in places_of}
-        rebuilds, lost = plan_rebuilds(keys, near, parities)
-    return near, rebuilds, lost
 
 
 def plan_rebuilds(
@@ -225,9 +239,9 @@ def plan_rebuilds(
     return tuple(rebuilds), lost
 
 
-ParityPlaces = dict[ParityKey, dict[Place, list[int]]]
+ParityPlaces = Mapping[ParityKey, Places]
 """Where each is, and which ranks may read it there."""
-Parities = dict[tuple[tuple[int, ...], int, int], ParityPlaces]
+Parities = Mapping[tuple[tuple[int, ...], int, int], ParityPlaces]
 """By group and code."""
 
 
@@ -239,7 +253,7 @@ def _parities_of(
     unreachable: Unreachable,
 ) -> Parities:
     """What there is of the version that `key` is of."""
-    found: Parities = {}
+    found: dict[tuple[tuple[int, ...], int, int], dict[ParityKey, dict[Place, list[int]]]] = {}
     for rank, inventory in enumerate(parities):
         for p in inventory:
             same = (p.life, p.key.id, p.key.shards) == (life, key.id, key.shards)
@@ -257,7 +271,7 @@ def _parity_source(
     segments: Sequence[Segment],
 ) -> ParitySource:
     """Read by the rank that has least to read of those that see it."""
-    place = min(places)
+    place = min(places, key=_cost)
     reader = min(places[place], key=lambda rank: (load[rank], rank))
     load[reader] += 1
     return ParitySource(segments[0].member, key, place, reader, tuple(s.index for s in segments))
@@ -275,10 +289,7 @@ def _assign(
     """
     load, making = _Load(nodes), _Load(nodes)
     readers: dict[ShardKey, int] = {}
-    nearest = {
-        key: min(places, key=lambda p: (LEVELS.index(p.level), p))
-        for key, places in places_of.items()
-    }
+    nearest = {key: min(places, key=_cost) for key, places in places_of.items()}
     ranks = range(len(nodes))
     far = [key for key, place in nearest.items() if place.host == EVERYWHERE]
     far_homes = len(far) == len(nodes)

@@ -432,7 +432,9 @@ def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
     client.ask("meet", "listening", PATIENCE_SECONDS, where=where)
     parties = parties_of(ranks=200, members=64)
     assert len(json.dumps(parties)) > 10 * 65536
-    client.introduce(where, parties)
+    roster = {"generation": 1, "agents": [{"host": "node" * 9}] * 10_000}
+    client.introduce(where, parties, roster)
+    assert client.ask("roster", "roster", PATIENCE_SECONDS)["roster"] == roster
     client.protect(VersionId(1, 1))
     assert client.wait(PATIENCE_SECONDS, everything=True)
     (heard,) = client.poll()

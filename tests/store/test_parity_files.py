@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,9 @@ from tierckpt.layout import BLOCK_BYTES
 from tierckpt.localstore import LocalStore
 from tierckpt.manifest import Manifest
 from tierckpt.naming import ParityKey, ShardKey
-from tierckpt.peer.errors import PeerError
 from tierckpt.peer.parity import ParityManifest, Read, check_parity
 from tierckpt.peer.rebuild import rebuild
+from tierckpt.peer.remote import RemoteNode
 from tierckpt.peer.transport import Transport
 from tierckpt.redundancy.codes import Code
 from tierckpt.testing import StoreConformance, injected
@@ -306,33 +307,37 @@ def test_a_shard_is_rebuilt_from_what_other_nodes_have(tmp_path: Path) -> None:
             image, manifest = shard_of(member, LENGTHS[member], 3)
             key = ShardKey(parity_key_of(member, CODE).id, rank_of(member), rank_of(3))
             members.store(member).commit(key, image, manifest)
-        new = members.transports[1]  # a spare that has nothing
 
         def fetching(member: int, parity: bool) -> Callable[[int, memoryview], None]:
             key = parity_key_of(member, CODE)
-            name = key if parity else ShardKey(key.id, key.shard, key.shards)
-            return lambda low, into: new.fetch(members.addresses[member], name, low, into)
+            stem = (key if parity else ShardKey(key.id, key.shard, key.shards)).stem
+            return lambda low, into: nodes[member].read(stem, low, into)
 
-        found = new.fetch_manifest(members.addresses[2], parity_key_of(2, CODE))
-        record = ParityManifest.decode(found)
+        nodes = [RemoteNode(f"node {m}", a, SECRET) for m, a in enumerate(members.addresses)]
+        record = ParityManifest.decode(nodes[2].open_parity(parity_key_of(2, CODE)).manifest)
         check_parity(record, fetching(2, True))
         into = {1: memoryview(bytearray(LENGTHS[1]))}
         shards = {m: fetching(m, False) for m in (0, 2)}
         rebuild(record, shards, {m: fetching(m, True) for m in (0, 2)}, into)
         assert bytes(into[1]) == members.image(1)
         assert nothing_of(tmp_path, 2)
+        for node in nodes:
+            node.close()
 
 
 def test_fetching_goes_on_when_the_peers_agent_was_started_again(tmp_path: Path) -> None:
-    """The kept connection is dead, which is noticed before it is used."""
+    """The connection is dead, which costs one answer."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         members.protect()
         key, address = parity_key_of(1, CODE), members.addresses[1]
-        found = members.transports[0].fetch_manifest(address, key)
-        members.transports[1].close()
-        members.transports[1] = Transport(SECRET, address.host, address.port)
-        members.transports[1].publish(members.store(1))
-        assert members.transports[0].fetch_manifest(address, key) == found
+        with closing(RemoteNode("node 1", address, SECRET)) as node:
+            found = node.open_parity(key).manifest
+            members.transports[1].close()
+            with pytest.raises(ConnectionError, match="node 1"):
+                node.open_parity(key)
+            members.transports[1] = Transport(SECRET, address.host, address.port)
+            members.transports[1].shelf.add(members.store(1))
+            assert node.open_parity(key).manifest == found
 
 
 def test_nothing_but_what_is_committed_can_be_fetched(tmp_path: Path) -> None:
@@ -340,10 +345,15 @@ def test_nothing_but_what_is_committed_can_be_fetched(tmp_path: Path) -> None:
         members.protect()
         (tmp_path / "secret").write_text("not for peers")
         caller, address = members.transports[0], members.addresses[1]
-        with pytest.raises(PeerError, match="is not here"):
-            caller.fetch(address, parity_key_of(1, CODE, version=9), 0, memoryview(bytearray(9)))
-        with pytest.raises(PeerError, match="in part"):
-            caller.fetch(address, parity_key_of(1, CODE), 1 << 40, memoryview(bytearray(9)))
+        key = parity_key_of(1, CODE)
+        with closing(RemoteNode("node 1", address, SECRET)) as node:
+            with pytest.raises(FileNotFoundError, match="is not here"):
+                node.open_parity(parity_key_of(1, CODE, version=9))
+            with pytest.raises(EOFError, match="in part"):
+                node.read(key.stem, 1 << 40, memoryview(bytearray(9)))
+        stranger = RemoteNode("node 1", address, b"guessed")
+        with pytest.raises(ConnectionError, match="refused"):
+            stranger.open_parity(key)
         link = caller.connect(address)
         for stem in ("../secret", "/etc/passwd", f"../node1/{parity_key_of(1, CODE).stem}"):
             link.send({"op": "fetch", "stem": stem, "offset": 0, "length": 9})

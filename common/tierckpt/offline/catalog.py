@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..images import OpenStore
 from ..inventory import LEVELS, Found, FoundParity, Place
 from ..localstore import LocalStore
 from ..manifest import Manifest
 from ..naming import ShardKey, VersionId, on_lineage
 from ..persistent import VersionName
 from ..slots import read_seal
-from .survey import Copy, Survey
+from .survey import Copy, OpenPersistent, Survey
 
 Group = tuple[VersionId, str, int, str]
 """Version, life, number of shards, and level."""
@@ -141,7 +140,7 @@ def manifest_at(key: ShardKey, place: Place) -> Manifest | None:
     return None
 
 
-def _add_persistent(row: Row, name: VersionName, open_store: OpenStore) -> None:
+def _add_persistent(row: Row, name: VersionName, open_store: OpenPersistent) -> None:
     with suppress(Exception), closing(open_store(row.places[0])) as store:
         manifest = store.read_manifest(name)
         row.nbytes, row.iteration = manifest.nbytes, manifest.facts.iteration

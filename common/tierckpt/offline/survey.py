@@ -11,14 +11,13 @@ import functools
 import glob
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..config import PersistentConfig, load_config
 from ..errors import ConfigError
-from ..images import OpenStore
 from ..inventory import (
     Found,
     FoundParity,
@@ -43,6 +42,8 @@ NODE = "{node}"
 
 
 Copy = Found | FoundParity
+OpenPersistent = Callable[[str], PersistentStore]
+"""From a place's address."""
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Survey:
     """Places that cannot be looked at, and why."""
     pinned: set[tuple[str, int, int]] = field(default_factory=set)
     """Level, generation and version."""
-    open_store: OpenStore = PersistentStore
+    open_store: OpenPersistent = PersistentStore
     living: set[str] = field(default_factory=set)
     """Jobs of which a process lives on this machine."""
 

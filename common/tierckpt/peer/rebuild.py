@@ -1,7 +1,7 @@
 """Lost shards from what survived of their group. Knows no transport and no files.
 
 The restart path says how ranges of surviving shards and parities are read: from a slot, a mapped
-file, by `Transport.fetch`, or out of a broadcast.
+file, from another node's agent, or out of a broadcast.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ many connections as the agent's ranks have fellow members, whatever the size of 
 connection carries, one after the other:
 
     join       a member enters an exchange here, and its messages follow (see `exchange`)
-    fetch      a range of a file of the local store; `manifest`: its manifest
+    list       what lies on this node; `manifest`, `fetch`: one of it, a range of one (see `remote`)
     why        whom an exchange here waits for, or why it gave up: asked before a silent peer is
                blamed
 """
@@ -22,14 +22,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..errors import ConfigError
-from ..localstore import LocalStore
-from ..naming import ParityKey, ShardKey, VersionId
+from ..naming import VersionId
 from .address import Address
 from .errors import LEFT_OUT, ExchangeCancelledError, PeerError
-from .wire import HELLO_SECONDS, MOST_TEXT, Link, admit, greet
+from .shelf import Shelf
+from .wire import HELLO_SECONDS, MOST_TEXT, Link, admit, greet, reach
 
-FETCH_BYTES = 4 << 20
-"""What is read of a file, and held here, at once."""
 MOST_STRANGERS = 64
 """Connections that have not proved yet that they know the secret; more are hung up on."""
 LOOK_SECONDS = 0.2
@@ -89,7 +87,8 @@ class Transport:
         self._latest: dict[tuple[str, int], VersionId] = {}
         self._given_up: dict[tuple[str, int], tuple[VersionId, str]] = {}
         """The last exchange of a series and member that failed here, and why."""
-        self._stores: list[LocalStore] = []
+        self.shelf = Shelf()
+        """What peers may read here."""
         self._kept: dict[Address, list[Link]] = {}
         self._links: set[Link] = set()
         self._threads: set[threading.Thread] = set()
@@ -153,11 +152,7 @@ class Transport:
                     return link
                 self._links.discard(link)
                 link.close()
-        try:
-            sock = socket.create_connection((address.host, address.port), max(seconds, 0.01))
-        except OSError as error:
-            raise PeerError(f"{address} cannot be reached: {error}") from error
-        link = self._hold(Link(sock, str(address), min(seconds, HELLO_SECONDS)))
+        link = self._hold(reach(address, seconds))
         try:
             greet(link, self._secret)
         except BaseException:
@@ -180,25 +175,6 @@ class Transport:
             self._links.discard(link)
         link.close()
 
-    def fetch(self, address: Address, key: ShardKey, offset: int, into: memoryview) -> None:
-        """Fill `into` from byte `offset` of the peer's shard or parity; nothing is checked.
-
-        Raises PeerError when the peer cannot be reached, or has no such bytes.
-        """
-        with self._request(address) as link:
-            for low in range(0, len(into), FETCH_BYTES):
-                part = into[low : low + FETCH_BYTES]
-                where = {"stem": key.stem, "offset": offset + low, "length": len(part)}
-                head = _answer(link, {"op": "fetch", **where})
-                if head.get("nbytes", 0) != len(part):
-                    raise PeerError(f"{link.peer} has {key} only in part: it was cut short there")
-                link.receive_into(part)
-
-    def fetch_manifest(self, address: Address, key: ShardKey) -> bytes:
-        """The bytes, unchecked, of the manifest that the peer has of a shard or parity."""
-        with self._request(address) as link:
-            return link.receive_record(_answer(link, {"op": "manifest", "stem": key.stem}))
-
     def why(
         self, address: Address, host: Host, member: int, seconds: float
     ) -> tuple[list[str], str] | None:
@@ -217,16 +193,6 @@ class Transport:
                 self.drop(link)
         except PeerError:
             return None
-
-    @contextlib.contextmanager
-    def _request(self, address: Address) -> Iterator[Link]:
-        link = self.connect(address)
-        try:
-            yield link
-        except BaseException:
-            self.drop(link)
-            raise
-        self.keep(address, link)
 
     # --- exchanges here ------------------------------------------------------------------------
 
@@ -255,12 +221,6 @@ class Transport:
         with self._changed:
             self._given_up[host.series, host.member] = (host.id, why)
             self._changed.notify_all()
-
-    def publish(self, store: LocalStore) -> None:
-        """Let peers fetch what is committed in `store`."""
-        with self._changed:
-            if store.directory not in [known.directory for known in self._stores]:
-                self._stores.append(store)
 
     # --- from a peer ---------------------------------------------------------------------------
 
@@ -307,17 +267,20 @@ class Transport:
                 record = link.receive_record(head)
                 if host := self._await_host(link, head):
                     host.attend(link, head, record)
-            elif operation == "fetch":
-                link.send({"op": "bytes"}, self._read(head))
+            elif operation == "list":
+                link.send({"op": "list"}, self.shelf.list())
             elif operation == "manifest":
-                store, key = self._find(head)
-                link.send({"op": "manifest"}, store.read_manifest(key))
+                link.send({"op": "manifest"}, self.shelf.manifest(str(head["stem"])))
+            elif operation == "fetch":
+                where = (int(head["offset"]), int(head["length"]))
+                link.send({"op": "bytes"}, self.shelf.read(str(head["stem"]), *where))
             elif operation == "why":
                 link.send(self._state_of(head))
             else:
                 raise PeerError(f"{link.peer} asks for {operation!r}, which is unknown here")
         except (OSError, KeyError, TypeError, ValueError) as error:
-            link.send({"error": f"{type(error).__name__}: {error}"[:MOST_TEXT]})
+            gone = isinstance(error, FileNotFoundError)
+            link.send({"error": f"{type(error).__name__}: {error}"[:MOST_TEXT], "gone": gone})
 
     def _state_of(self, head: dict[str, Any]) -> dict[str, Any]:
         member = int(head["to"])
@@ -348,24 +311,6 @@ class Transport:
                     raise PeerError(f"{link.peer} wanted to exchange {asked}, which is not here")
                 self._changed.wait(LOOK_SECONDS)
             return self._hosts[tag, member]
-
-    def _find(self, head: dict[str, Any]) -> tuple[LocalStore, ShardKey]:
-        """Only names that we give, of what is committed: no other file can be asked for."""
-        stem = str(head["stem"])
-        key = ShardKey.parse(stem) or ParityKey.parse(stem)
-        if key is None:
-            raise ValueError(f"{stem!r} is no shard and no parity")
-        for store in list(self._stores):
-            if store.has(key):
-                return store, key
-        raise FileNotFoundError(f"{key} is not here")
-
-    def _read(self, head: dict[str, Any]) -> bytes:
-        store, key = self._find(head)
-        offset, length = int(head["offset"]), int(head["length"])
-        if offset < 0 or not 0 <= length <= FETCH_BYTES:
-            raise ValueError(f"bytes {offset} and {length} more cannot be asked for at once")
-        return store.read(key, offset, length)
 
     # --- links and threads ---------------------------------------------------------------------
 
@@ -398,12 +343,3 @@ class Transport:
 
 def _version_of(head: dict[str, Any]) -> VersionId:
     return VersionId(int(head["generation"]), int(head["version"]))
-
-
-def _answer(link: Link, request: dict[str, Any]) -> dict[str, Any]:
-    """Ask, and return the head of the answer. Raises PeerError when that is an error."""
-    link.send(request)
-    head = link.receive(link.seconds)
-    if "error" in head:
-        raise PeerError(f"{link.peer}: {head['error']}")
-    return head

@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .address import Address
 from .errors import PeerError, RefusedError
 
 PROTOCOL = 1
@@ -231,6 +232,15 @@ def _head(head: dict[str, Any], nbytes: int) -> bytes:
 
 
 # --- handshake -----------------------------------------------------------------------------------
+
+
+def reach(address: Address, seconds: float) -> Link:
+    """A connection on which nothing was said yet. Raises PeerError when there is none in time."""
+    try:
+        sock = socket.create_connection((address.host, address.port), max(seconds, 0.01))
+    except OSError as error:
+        raise PeerError(f"{address} cannot be reached: {error}") from error
+    return Link(sock, str(address), min(seconds, HELLO_SECONDS))
 
 
 def greet(link: Link, secret: bytes) -> None:

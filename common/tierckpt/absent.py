@@ -1,0 +1,132 @@
+"""Nodes that the job was on and is not on any more, whose agents still live.
+
+The job shrank, or a launcher left a node out because a process failed there; its agent lingers, and
+has shards in memory and on disk that nobody else has. Agents that met for the peer level know where
+all others are, and their successors in a restart ask those on whose nodes they are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from .agentclient import AgentClient
+from .group import Group
+from .inventory import Inventory
+
+if TYPE_CHECKING:
+    from .peer.remote import RemoteNode
+    from .together import Together
+
+ROSTER_SECONDS = 5.0
+"""So long this node's agent may take to say whom it knows."""
+CALLS = 16
+"""Nodes that a rank asks at once."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A node's agent."""
+
+    host: str
+    """The node, as `group.host_id` names it."""
+    address: str
+    port: int
+    secret: str
+    """Of the life in which it met others last."""
+
+    @property
+    def where(self) -> str:
+        """How places there are called."""
+        return f"agent of node {self.host.partition('/')[0]}, {self.address} port {self.port}"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The agents of one life of the job, and those of lives before that it had to ask."""
+
+    generation: int
+    """Of the life."""
+    agents: tuple[Known, ...]
+
+    def as_message(self) -> dict[str, Any]:
+        """For the socket."""
+        return asdict(self)
+
+    @staticmethod
+    def of_message(values: dict[str, Any]) -> Roster:
+        """The inverse of `as_message`."""
+        return Roster(int(values["generation"]), tuple(Known(**each) for each in values["agents"]))
+
+    def without(self, hosts: Iterable[str]) -> list[Known]:
+        """Those of other nodes."""
+        here = set(hosts)
+        return [each for each in self.agents if each.host not in here]
+
+
+class Absent:
+    """One rank's way to them; `look` is collective. Training thread, but for `open`."""
+
+    def __init__(self, agent: AgentClient, hosts: Sequence[str], asks: bool) -> None:
+        """`hosts`: every rank's node. `asks`: this rank speaks with the node's agent, which has a
+        peer level."""
+        self._agent, self._hosts, self._asks = agent, hosts, asks
+        self.alive: list[Known] = []
+        """Those that answered when all looked last; alike on all ranks."""
+
+    def roster(self) -> Roster | None:
+        """What this node's agent knows; None where nobody is absent, or it does not say."""
+        if not (self._asks and self._agent.remembers):
+            return None
+        with contextlib.suppress(Exception):  # of whatever kind: the other ranks wait for this one
+            heard = self._agent.ask("roster", "roster", ROSTER_SECONDS)
+            roster = Roster.of_message(heard["roster"])
+            return roster if roster.without(self._hosts) else None
+        return None
+
+    def look(
+        self, group: Group | Together, roster: Roster | None, generations: Sequence[int]
+    ) -> list[list[Inventory]]:
+        """What those nodes have, by the rank that asked. `generations`: of every rank's roster, 0
+        for none; of the newest the first rank's counts, and each rank asks its part of them.
+
+        A node that does not answer is down, as most are that were left out.
+        """
+        teller = generations.index(max(generations))
+        told = group.all_gather_object(roster if group.rank == teller else None)[teller]
+        found = _ask_all(told.without(self._hosts)[group.rank :: group.size])
+        everyone = group.all_gather_object(found)
+        self.alive = [known for theirs in everyone for known, _ in theirs]
+        return [[inventory for _, inventory in theirs] for theirs in everyone]
+
+    def open(self, where: str) -> RemoteNode | None:
+        """One that answered, by the name of its places; the caller closes it. Any thread."""
+        return next((_remote(known) for known in self.alive if known.where == where), None)
+
+
+def _ask_all(nodes: Sequence[Known]) -> list[tuple[Known, Inventory]]:
+    """What those that answer have. Raises nothing: the other ranks wait for this one."""
+    answers: list[tuple[Known, Inventory]] = []
+
+    def ask(known: Known) -> None:
+        with contextlib.suppress(Exception), contextlib.closing(_remote(known)) as node:
+            answers.append((known, node.inventory(known.host)))
+
+    with (
+        contextlib.suppress(RuntimeError),  # no more threads
+        ThreadPoolExecutor(CALLS, "tierckpt-absent") as pool,
+    ):
+        for known in nodes:
+            pool.submit(ask, known)
+    return sorted(answers, key=lambda answer: answer[0].host)
+
+
+def _remote(known: Known) -> RemoteNode:
+    from .peer.address import Address
+    from .peer.remote import RemoteNode
+
+    address = Address(known.address, known.port)
+    return RemoteNode(known.where, address, known.secret.encode())

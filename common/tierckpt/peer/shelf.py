@@ -1,0 +1,145 @@
+"""What an agent lets others read: shards and parity of its node, by name and in ranges.
+
+For a life of the job that this node is no part of any more (see `absent`): as nobody looks there,
+what lies in its memory and on its disk would count as lost. Nothing is checked here; who reads
+compares with the checksums in the manifests.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from typing import Any
+
+from ..inventory import AGENT, EVERYWHERE, Found, FoundParity, Inventory, Place, take_inventory
+from ..jobdirectory import JobDirectory
+from ..localstore import LocalStore
+from ..naming import Key, Lineage, ParityKey, ShardKey, VersionId
+from ..slots import Slot
+
+MOST_BYTES = 4 << 20
+"""What is read at once, and held."""
+
+
+class Shelf:
+    """Any thread. Methods raise OSError, and ValueError for what is no request of ours."""
+
+    def __init__(self) -> None:
+        self._stores: list[LocalStore] = []
+        self._job: JobDirectory | None = None
+
+    def add(self, store: LocalStore, job: JobDirectory | None = None) -> None:
+        """Show what is committed in `store`, and what is sealed in the memory of `job`."""
+        if store.directory not in [known.directory for known in self._stores]:
+            self._stores.append(store)
+        self._job = job or self._job
+
+    def list(self) -> bytes:
+        """All that is here, for `listed`. A shard that is in memory and on disk is told once."""
+        seen = [take_inventory(self._job, store, "") for store in self._stores] if self._job else []
+        found = {f.key: f for each in seen for f in each.found}  # on disk is told behind in memory
+        told = {
+            "generation": max((each.generation for each in seen), default=0),
+            "shards": [_shard(each) for each in found.values()],
+            "parities": [_parity(each) for inventory in seen for each in inventory.parities],
+        }
+        return json.dumps(told).encode()
+
+    def manifest(self, stem: str) -> bytes:
+        """Of a shard or of parity."""
+        key = _key(stem)
+        for store in self._stores:
+            if store.has(key):
+                return store.read_manifest(key)
+        with closing(self._slot(key)) as slot:
+            found = slot.manifest_bytes()
+        if found is None:
+            raise FileNotFoundError(f"{key} is not here any more")
+        return found
+
+    def read(self, stem: str, offset: int, nbytes: int) -> bytes:
+        """A range of the bytes, unchecked; less where they end. Only names that we give, of what
+        exists: no other file can be asked for."""
+        key = _key(stem)
+        if offset < 0 or not 0 <= nbytes <= MOST_BYTES:
+            raise ValueError(f"bytes {offset} and {nbytes} more cannot be asked for at once")
+        for store in self._stores:
+            if store.has(key):
+                return store.read(key, offset, nbytes)
+        with closing(self._slot(key)) as slot, slot.image() as image:
+            return bytes(image[offset : offset + nbytes])
+
+    def _slot(self, key: ShardKey) -> Slot:
+        """The one that holds the shard; close it."""
+        for path, manifest in self._job.sealed() if self._job else ():
+            if manifest.key == key and (slot := Slot.open(path)) is not None:
+                return slot
+        raise FileNotFoundError(f"{key} is not here")
+
+
+def _key(stem: str) -> ShardKey:
+    key = ShardKey.parse(stem) or ParityKey.parse(stem)
+    if key is None:
+        raise ValueError(f"{stem!r} is no shard and no parity")
+    return key
+
+
+def _shard(found: Found) -> dict[str, Any]:
+    complete = found.complete
+    return {
+        "stem": found.key.stem,
+        "encoded": found.place.encoded,
+        "lineage": found.lineage,
+        "life": found.life,
+        "complete": complete and [complete.generation, complete.version],
+    }
+
+
+def _parity(found: FoundParity) -> dict[str, Any]:
+    made = {"group": found.group, "k": found.k, "m": found.m}
+    return {"stem": found.key.stem, "lineage": found.lineage, "life": found.life, **made}
+
+
+def listed(data: bytes, where: str, host: str) -> Inventory:
+    """What `Shelf.list` told of node `host`: all of it may be read by anybody, through the agent
+    that is called `where`. Raises ValueError, KeyError or TypeError for anything else."""
+    told = json.loads(data)
+    return Inventory(
+        tuple(_found(each, where) for each in told["shards"]),
+        (),
+        (),
+        int(told["generation"]),
+        host,
+        parities=tuple(_found_parity(each, where) for each in told["parities"]),
+    )
+
+
+def _found(told: dict[str, Any], where: str) -> Found:
+    place = Place(AGENT, EVERYWHERE, where, bool(told["encoded"]))
+    complete = told["complete"] and VersionId(*told["complete"])
+    return Found(_told_key(told, ShardKey), place, *_past(told), complete=complete)
+
+
+def _found_parity(told: dict[str, Any], where: str) -> FoundParity:
+    lineage, life = _past(told)
+    return FoundParity(
+        _told_key(told, ParityKey),
+        Place(AGENT, EVERYWHERE, where),
+        lineage,
+        life,
+        group=tuple(told["group"]),
+        k=int(told["k"]),
+        m=int(told["m"]),
+    )
+
+
+def _told_key(told: dict[str, Any], kind: type[Key]) -> Key:
+    key = kind.parse(told["stem"])
+    if key is None:
+        raise ValueError(f"{told['stem']!r} is no {kind.NOUN}")
+    return key
+
+
+def _past(told: dict[str, Any]) -> tuple[Lineage, str]:
+    """Lineage and life."""
+    return tuple((int(g), int(v)) for g, v in told["lineage"]), str(told["life"])

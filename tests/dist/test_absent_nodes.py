@@ -1,0 +1,208 @@
+"""Nodes that the job is on no more, and whose agents still live, are asked for what they have."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import exact
+from tests.dist.test_peer_level import EARLIER, STEPS, protected_at
+from tests.dist.training import Attached, Place, attach, make_job, rank, restored_into, train
+from tierckpt.agent import AgentSettings
+from tierckpt.jobdirectory import JobDirectory
+
+NODES = "abcd"
+"""The job begins on three; d is a spare."""
+JOB = "absent"
+LINGER_SECONDS = 600.0
+"""Longer than any test."""
+
+
+@dataclass
+class Agents:
+    """The nodes' agents, started by the test, so that they are nobody's else."""
+
+    shm_dir: Path
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _channels: list[socket.socket] = field(default_factory=list)
+    """They serve somebody, and so do not end."""
+
+    def start(self, node: str) -> None:
+        job = JobDirectory.at(self.shm_dir, JOB, node)
+        job.create()
+        told = AgentSettings(str(job.root), job.path.name, linger_seconds=LINGER_SECONDS)
+        command = [sys.executable, "-m", "tierckpt.agent", json.dumps(asdict(told))]
+        self.running[node] = agent = subprocess.Popen([*command, str(os.getpid())])
+        while (channel := told.place().connect()) is None:
+            assert agent.poll() is None
+            time.sleep(0.01)
+        self._channels.append(channel)
+
+    def kill(self, *nodes: str) -> None:
+        """By SIGKILL, with all that they know."""
+        for node in nodes:
+            self.running[node].kill()
+            self.running.pop(node).wait()
+
+
+@pytest.fixture
+def agents(shm_dir: Path) -> Iterator[Agents]:
+    found = Agents(shm_dir)
+    for node in NODES:
+        found.start(node)
+    yield found
+    found.kill(*found.running)
+    for channel in found._channels:
+        channel.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path, shm_dir: Path, agents: Agents) -> Place:
+    """Nodes where agents are at work already, and linger."""
+    return Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
+
+
+def forget_memory(place: Place) -> None:
+    """What was there alone is lost."""
+    for slot in Path(place.shm).glob("*/*/r*"):
+        slot.unlink()
+
+
+def vanish(attached: Attached) -> None:
+    """For the agent, what a SIGKILL is: the connection ends without a goodbye."""
+    agent = attached.ckpt._agent
+
+    def drop(deadline_seconds: float) -> bool:
+        agent._drop()
+        return False
+
+    agent._say_goodbye = drop  # type: ignore[method-assign]
+    attached.ckpt.abandon()
+
+
+def settings(node: str, **more: Any) -> dict[str, Any]:
+    return {
+        "node": node,
+        "job_id": JOB,
+        "peer_redundancy": "partner",
+        "peer_interface": "lo",
+        "local_every_steps": 100,
+        "agent_linger_seconds": LINGER_SECONDS,
+        "slots": 3,
+        "when_busy": "wait",
+        **more,
+    }
+
+
+def leave_behind(place: Place, **more: Any) -> str:
+    """Train on all nodes, and end as by SIGKILL: v3 is protected, v7 is in memory alone."""
+    job = make_job()
+    attached = attach(job, place, **settings(NODES[rank()], **more))
+    train(job, attached.ckpt, range(EARLIER))
+    protected_at(EARLIER, attached)
+    train(job, attached.ckpt, range(EARLIER, STEPS))
+    vanish(attached)
+    return exact.digest(job.replicated())
+
+
+def come_back(place: Place, nodes: str, steps: int = 0, **more: Any) -> dict[str, Any]:
+    """On these nodes; then train on for some steps, and end as by SIGKILL."""
+    job = make_job(seed=2)
+    attached = attach(job, place, **settings(nodes[rank()], memory_every_steps=0, **more))
+    told = restored_into(job, attached)
+    train(job, attached.ckpt, range(STEPS, STEPS + steps))
+    vanish(attached)
+    return told
+
+
+def test_a_job_that_shrank_gets_what_is_in_the_memory_of_nodes_it_left(
+    place: Place, ranks: Any
+) -> None:
+    before = ranks(3).run(leave_behind, place)
+    (told,) = ranks(1).run(come_back, place, "b")
+    assert told["restored"] == (STEPS, {"memory": 1, "agent": 2})
+    assert told["replicated"] == before[0]
+    assert told["rejected"] == ()
+
+
+def test_and_what_is_on_their_disks(place: Place, ranks: Any) -> None:
+    """Encoded, too; their memory is gone with the version that only was there."""
+    ranks(3).run(leave_behind, place, local_modules="zstd")
+    forget_memory(place)
+    (told,) = ranks(1).run(come_back, place, "a", local_modules="zstd")
+    (again,) = ranks(1).run(come_back, place, "b", local_modules="zstd")
+    assert told["restored"][0] == again["restored"][0] == EARLIER
+    assert told["restored"][1] == {"local": 1, "agent": 2}
+    assert told["replicated"] == again["replicated"]
+
+
+def test_parity_of_nodes_that_were_left_makes_what_others_lost(
+    place: Place, agents: Agents, ranks: Any, tmp_path: Path
+) -> None:
+    """c has the copy of b's shard. b is lost, and a spare takes its place."""
+    ranks(3).run(leave_behind, place)
+    agents.kill("b")
+    shutil.rmtree(tmp_path / "b")
+    forget_memory(place)
+    for told in ranks(2).run(come_back, place, "ad"):
+        assert told["restored"] == (EARLIER, {"local": 1, "peer": 1, "agent": 1})
+
+
+def test_lives_that_end_before_they_have_a_version_of_their_own_pass_it_on(
+    place: Place, ranks: Any
+) -> None:
+    """The second has a node on which the first was not, and which heard of the others from it."""
+    before = ranks(3).run(leave_behind, place)
+    for nodes in ("ab", "ad", "da"):
+        told = ranks(2).run(come_back, place, nodes)
+        assert told[0]["restored"][0] == STEPS, nodes
+        assert told[0]["restored"][1]["agent"] >= 1
+        assert [each["replicated"] for each in told] == [before[0]] * 2
+
+
+def test_nodes_whose_agents_died_are_as_lost_as_ever(
+    place: Place, agents: Agents, ranks: Any
+) -> None:
+    ranks(3).run(leave_behind, place)
+    agents.kill("a", "c")
+    with pytest.raises(AssertionError, match=r"1 of 3 shards of v7, without 0, 2"):
+        ranks(1).run(come_back, place, "b")
+
+
+def come_back_while_one_dies(place: Place, pid: int) -> dict[str, Any]:
+    """An agent dies between its answer and the first byte of its shard."""
+    job = make_job(seed=2)
+    attached = attach(job, place, **settings("b", memory_every_steps=0))
+    lives = attached.ckpt._levels.lives
+    look = lives.look
+
+    def look_and_kill(*group: Any) -> None:
+        look(*group)
+        os.kill(pid, signal.SIGKILL)
+
+    lives.look = look_and_kill  # type: ignore[method-assign]
+    told = restored_into(job, attached)
+    vanish(attached)
+    return told
+
+
+def test_one_that_dies_meanwhile_costs_what_it_alone_had(
+    place: Place, agents: Agents, ranks: Any
+) -> None:
+    """v7 needs c; of v3 its shard is copied on a."""
+    ranks(3).run(leave_behind, place)
+    (told,) = ranks(1).run(come_back_while_one_dies, place, agents.running["c"].pid)
+    assert told["restored"] == (EARLIER, {"local": 1, "peer": 1, "agent": 1})
+    assert any("agent of node c" in text for text in told["rejected"])
