@@ -16,7 +16,8 @@ class Restored(int):
     guessed = False
     """The number is one of optimizer steps: `step()` had not been called when it was taken."""
     shard_levels: tuple[str, ...] = ()
-    """The level that each shard came from, by shard number; `peer` is one that was rebuilt."""
+    """The level that each shard came from, by shard number; `peer` is one that was rebuilt, `agent`
+    one that was fetched from a node which is none of the job's any more."""
     levels: dict[str, int]
     """How many shards came from which level."""
     nbytes: int = 0
