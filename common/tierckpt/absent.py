@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .together import Together
 
 ROSTER_SECONDS = 5.0
-"""So long this node's agent may take to say whom it knows."""
+"""So long this node's agent may take to bid welcome, which is to say whom it knows."""
 CALLS = 16
 """Nodes that a rank asks at once."""
 
@@ -79,12 +79,12 @@ class Absent:
 
     def roster(self) -> Roster | None:
         """What this node's agent knows; None where nobody is absent, or it does not say."""
-        if not (self._asks and self._agent.remembers):
+        if not self._asks:
             return None
         with contextlib.suppress(Exception):  # of whatever kind: the other ranks wait for this one
-            heard = self._agent.ask("roster", "roster", ROSTER_SECONDS)
-            roster = Roster.of_message(heard["roster"])
-            return roster if roster.without(self._hosts) else None
+            if told := self._agent.roster(ROSTER_SECONDS):
+                roster = Roster.of_message(told)
+                return roster if roster.without(self._hosts) else None
         return None
 
     def look(

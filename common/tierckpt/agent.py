@@ -45,7 +45,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import packets
 from .desk import Desk, DeskSettings
@@ -298,7 +298,7 @@ class Agent:
                         self._here[settings.directory] = settings.ranks
                     turn = self._desks.setdefault(desk, threading.Lock())
                 said_goodbye = False  # until it does: it is waited for also if the desk breaks
-                packets.send(channel, {"op": "welcome", "pid": os.getpid()})
+                packets.send(channel, self._welcome(settings))
                 with turn:
                     made = Desk(settings, channel, self)
                     said_goodbye = made.serve()
@@ -317,6 +317,11 @@ class Agent:
                     self._missed[desk] = time.monotonic() + self.linger_seconds
             with contextlib.suppress(OSError):
                 self._wake.send(b"\0")
+
+    def _welcome(self, desk: DeskSettings) -> dict[str, Any]:
+        """To a trainer; the node's first one hears what is known of other nodes' agents."""
+        roster = self._protector.roster() if desk.first and self._protector is not None else {}
+        return {"op": "welcome", "pid": os.getpid(), "roster": roster}
 
     def flusher(self, desk: DeskSettings) -> Flusher | None:
         """One for all desks that flush to the same place."""

@@ -71,6 +71,8 @@ class AgentClient:
         self._flushing: dict[VersionId, FlushOrder] = {}
         self._protecting: set[VersionId] = set()
         self._introduction: list[dict[str, Any]] = []
+        self._roster: dict[str, Any] = {}
+        """What the agent knew before it was told."""
         self._introduced: int | None = None
         """Process id of the agent that was told."""
         self._unsent: deque[Packet] = deque()
@@ -183,10 +185,18 @@ class AgentClient:
             self._introduced = self.pid
             self._send(know)
 
-    @property
-    def remembers(self) -> bool:
-        """Whether the agent may know of others: it was there before us, or we told it."""
-        return self._inline is None and (not self.starts or bool(self._introduction))
+    def roster(self, timeout_seconds: float) -> dict[str, Any]:
+        """What was said of other nodes' agents: by us; or before us, if the agent was there before
+        us and bids welcome in time. Empty where nothing was."""
+        if self._introduction:
+            said: dict[str, Any] = self._introduction[-1]["roster"]
+            return said
+        deadline = time.monotonic() + timeout_seconds
+        while not (self._welcome or self.starts) and time.monotonic() < deadline:
+            with self._lock:
+                self._look()
+            time.sleep(0.002)
+        return self._roster
 
     def ask(self, op: str, answer: str, timeout_seconds: float, **values: Any) -> dict[str, Any]:
         """Say something and wait for the answer; other messages are kept for `poll`.
@@ -505,6 +515,7 @@ class AgentClient:
     def _hear(self, message: dict[str, Any]) -> None:
         if message["op"] == "welcome":
             self._welcome, self.pid, self._unproved = True, message["pid"], False
+            self._roster = message["roster"]
             if self.pid != self._introduced:
                 first = [packet for each in self._introduction for packet in _packed(each)]
                 self._unsent.extendleft(reversed(first))

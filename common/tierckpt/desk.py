@@ -31,7 +31,6 @@ UNDONE = {
     "flush": "flush_failed",
     "meet": "listening",
     "protect": "protect_failed",
-    "roster": "roster",
 }
 """What a trainer hears, with an error, where what it asked for could not even be begun; otherwise
 it is a problem."""
@@ -53,6 +52,11 @@ class DeskSettings:
     """What is done to shards on their way to the local level; see `modules.pipeline`."""
     ranks: tuple[int, ...] = ()
     """Of the job, that run on this node; the first one's desk sees to what has no other."""
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the node's first rank."""
+        return self.ranks[:1] == (self.shard,)
 
 
 class NodeServices(Protocol):
@@ -119,7 +123,7 @@ class Desk:
                 self._flush(message)
             elif op == "ask":
                 self._tell_quiet()
-            elif op in ("meet", "know", "roster", "protect"):
+            elif op in ("meet", "know", "protect"):
                 self._protect(message)
         except Exception as error:
             what = UNDONE.get(op, "problem")
@@ -255,7 +259,7 @@ class Desk:
         Where nodes share the directory nothing is stray. A version of this life that is complete
         on all local levels tells: then shards of it are here that ranks of this node did not write.
         """
-        if self.settings.ranks[:1] != (self.settings.shard,) or safe is None:
+        if not self.settings.first or safe is None:
             return []
         generation = lineage[-1][0]
         strays = [k for k in held if self._rank_of(k) not in self.settings.ranks]
@@ -296,8 +300,6 @@ class Desk:
         elif message["op"] == "know":
             parties = [PartySettings.of_message(party) for party in message["parties"]]
             protector.know(parties, message["roster"])
-        elif message["op"] == "roster":
-            self.say(op="roster", roster=protector.roster())
         else:
             version = VersionId(message["generation"], message["version"])
             what = (version, self.settings.shards, message["lost"])
