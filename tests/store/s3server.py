@@ -28,8 +28,10 @@ REQUIRED = "REQUIRE_S3"
 
 KEY, SECRET = "testkey", "testsecret"
 
-Rule = Callable[[str, str, int], int | None]
-"""From method, path and the number of the request: a status to answer with, or None."""
+CODES = {503: "SlowDown", 403: "AccessDenied", 500: "InternalError"}
+Rule = Callable[[str, str, int], int | tuple[int, str] | None]
+"""From method, path and the number of the request: a status to answer with, and the error's name
+where it is not the usual one; or None."""
 
 
 def rclone() -> str:
@@ -111,7 +113,8 @@ class Handler(BaseHTTPRequestHandler):
             proxy.requests.append((self.command, self.path))
             status = proxy.rule(self.command, self.path, len(proxy.requests))
         if status is not None:
-            code = {503: "SlowDown", 403: "AccessDenied", 500: "InternalError"}.get(status, "No")
+            status, code = status if isinstance(status, tuple) else (status, "")
+            code = code or CODES.get(status, "No")
             text = f"<Error><Code>{code}</Code><Message>told to</Message></Error>".encode()
             self._answer(status, [("Content-Type", "application/xml")], text)
         elif self.command == "PUT" and self.headers.get("If-None-Match") == "*":

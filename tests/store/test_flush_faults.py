@@ -410,12 +410,17 @@ def test_a_store_that_forbids_costs_the_version_and_one_that_is_busy_nothing(
         (message,) = job.flush_failures()
         assert "check the credentials" in message
         assert f"{bucket} is behind" in message
+        used_up = (403, "QuotaExceeded")
+        proxy.rule = lambda method, path, number: used_up if method == "PUT" else None
+        job.flush()
+        job.run_until(lambda: len(job.flush_failures()) == 2)
+        assert "the quota is used up: free space" in job.flush_failures()[-1]
         refused = iter([503] * 3)
         proxy.rule = lambda method, path, number: next(refused, None) if method == "PUT" else None
         newest = job.iteration
         job.flush()
         job.run_until(job.flushed)
         assert next(refused, None) is None
-        assert (job.flushed(), len(job.flush_failures())) == ([newest], 1)
+        assert (job.flushed(), len(job.flush_failures())) == ([newest], 2)
         job.checkpointer.abandon()
     check_restores(bucket, newest, tmp_path, shm_dir)

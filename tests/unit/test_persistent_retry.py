@@ -20,8 +20,8 @@ from tierckpt.persistent.retry import RetryingBackend, advice, is_transient, lac
 class AnswerError(Exception):
     """As S3 clients raise them."""
 
-    def __init__(self, status: int) -> None:
-        self.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
+    def __init__(self, status: int, code: str = "") -> None:
+        self.response = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": code}}
 
 
 def caused_by(error: Exception, cause: Exception) -> Exception:
@@ -65,6 +65,8 @@ def test_what_may_pass(error: Exception) -> None:
         (FileNotFoundError("bucket"), "create the bucket or directory"),
         (caused_by(PermissionError("denied"), AnswerError(403)), "check the credentials"),
         (AnswerError(404), "create the bucket"),
+        (caused_by(PermissionError("no"), AnswerError(403, "QuotaExceeded")), "quota is used up"),
+        (AnswerError(500, "XMinioStorageFull"), "quota is used up"),
         (OSError(errno.EBADF, "odd"), "documentation"),
     ],
 )
@@ -81,6 +83,10 @@ def test_what_does_not_pass_comes_with_advice(error: Exception, told: str) -> No
         (AnswerError(507), True),
         (caused_by(OSError(errno.EIO, "as clients translate it"), AnswerError(507)), True),
         (caused_by(OSError(errno.ENOSPC, "as clients translate it"), AnswerError(403)), False),
+        (AnswerError(403, "QuotaExceeded"), True),
+        (AnswerError(400, "XMinioAdminBucketQuotaExceeded"), True),
+        (AnswerError(403, "AccessDenied"), False),
+        (AnswerError(503, "BucketThrottleQuotaExceeded"), False),
         (OSError(errno.EROFS, "ro"), False),
     ],
 )

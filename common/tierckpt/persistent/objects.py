@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from .. import faults
@@ -201,16 +202,30 @@ class ObjectBackend:
 
 def http_status(error: BaseException | None) -> int | None:
     """The status that a server answered with, from anywhere in the chain of causes."""
-    while error is not None:
-        response = getattr(error, "response", None)
+    for each in _chain(error):
+        response = getattr(each, "response", None)
         if isinstance(response, dict):
             found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         else:
-            found = getattr(error, "status", None) or getattr(error, "code", None)
+            found = getattr(each, "status", None) or getattr(each, "code", None)
         if isinstance(found, int):
             return found
-        error = error.__cause__ or error.__context__
     return None
+
+
+def error_code(error: BaseException | None) -> str:
+    """What an S3 server calls the error, `NoSuchBucket` for one; empty where none says."""
+    for each in _chain(error):
+        response = getattr(each, "response", None)
+        if isinstance(response, dict) and (code := response.get("Error", {}).get("Code")):
+            return str(code)
+    return ""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _protocols(fs: Any) -> tuple[str, ...]:

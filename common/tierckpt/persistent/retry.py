@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from .backend import Backend, Content
 from .errors import PersistentError
-from .objects import http_status
+from .objects import error_code, http_status
 
 Result = TypeVar("Result")
 
@@ -59,6 +60,9 @@ _TRANSIENT_NAMES = (
 )
 _NO_ROOM = {errno.EDQUOT, errno.ENOSPC}
 _INSUFFICIENT_STORAGE = 507
+_USED_UP = re.compile(r"(?!.*Throttle).*(QuotaExceeded|StorageFull)")
+"""What S3 servers call it, with any status: Ceph and others say QuotaExceeded, with 403; MinIO puts
+its own name before that, or before StorageFull."""
 _LESS = "keep fewer versions (one more than persistent_keep_last must fit)"
 _ADVICE = {
     errno.EACCES: "give this user the right to write there",
@@ -85,7 +89,7 @@ def is_transient(error: BaseException) -> bool:
     """
     status = http_status(error)
     if status is not None:
-        return status in _TRANSIENT_STATUS
+        return status in _TRANSIENT_STATUS and not _used_up(error)
     if isinstance(error, TimeoutError | ConnectionError):
         return True
     if isinstance(error, OSError) and error.errno is not None:
@@ -101,12 +105,18 @@ def lacks_room(error: BaseException) -> bool:
     if not isinstance(error, PersistentError) or cause is None:
         return False
     if (status := http_status(cause)) is not None:
-        return status == _INSUFFICIENT_STORAGE
+        return status == _INSUFFICIENT_STORAGE or _used_up(cause)
     return isinstance(cause, OSError) and cause.errno in _NO_ROOM
+
+
+def _used_up(error: BaseException) -> bool:
+    return _USED_UP.fullmatch(error_code(error)) is not None
 
 
 def advice(error: BaseException) -> str:
     """What to do about a permanent error."""
+    if _used_up(error):
+        return _ADVICE[errno.EDQUOT]
     status = http_status(error)
     if status in _STATUS_ADVICE:
         return _STATUS_ADVICE[status]
