@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -216,18 +216,14 @@ class AgentClient:
             time.sleep(0.002)
         raise TimeoutError(f"the agent did not answer within {timeout_seconds:.0f} s")
 
-    def behind(self) -> list[str]:
-        """Levels beyond this node that something is under way to."""
+    def behind(self) -> dict[str, list[VersionId]]:
+        """What is under way, by level beyond this node."""
         under_way = {"peer": self._protecting, "persistent": self._flushing}
-        return [level for level, what in under_way.items() if what]
+        return {level: sorted(what) for level, what in under_way.items() if what}
 
     def busy(self) -> int:
         """How many commits are under way."""
         return len(self._pending)
-
-    def flushing(self) -> list[VersionId]:
-        """Versions that the agent has yet to flush, or to give up."""
-        return sorted(self._flushing)
 
     def committing(self) -> list[VersionId]:
         """Versions that the agent has yet to commit, or to give up."""
@@ -280,19 +276,24 @@ class AgentClient:
             time.sleep(poll_seconds)
         return not self._pending and not (everything and self.behind())
 
-    def outlast(self, quiet_seconds: float, timeout_seconds: float | None = None) -> bool:
+    def outlast(
+        self,
+        quiet_seconds: float,
+        seconds_left: Callable[[], float] = lambda: math.inf,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> bool:
         """`wait` for everything; also False when flushes, or the agent, hang: what is under way has
-        not got on for `quiet_seconds`. A flush that is slow is waited for."""
-        now = time.monotonic()
-        end = math.inf if timeout_seconds is None else now + timeout_seconds
-        patience = Patience(quiet_seconds, now)
+        not got on for `quiet_seconds`. A flush that is slow is waited for, while there are
+        `seconds_left`. `meanwhile` is called every few seconds, and may `poll`."""
+        patience = Patience(quiet_seconds, time.monotonic())
         pause = min(LOOK_SECONDS, quiet_seconds / 2)
-        while not self.wait(min(pause, max(end - now, 0.0)), everything=True):
+        while not self.wait(min(pause, seconds_left()), everything=True):
+            meanwhile()
             now = time.monotonic()
             with self._lock:
                 while self._quiet:
                     patience.heard(*self._quiet.pop(0))
-                if now >= end or patience.is_over(now):
+                if seconds_left() <= 0 or patience.is_over(now):
                     return False
                 if not self._asked:
                     self._asked = True

@@ -483,7 +483,7 @@ class Checkpointer:
         waits: all know by now what is durable."""
         try:
             if end is not None and end.disk_answers:
-                end.await_others()
+                end.await_others(self._collect)
                 self._collect()
             if together:
                 self.group.barrier()

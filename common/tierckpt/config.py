@@ -176,6 +176,10 @@ class Config:
     its environment tells its end (SLURM_JOB_END_TIME), and so long before the time of a
     `tierckpt halt --before` that names no `--seconds-left`; 0: do not look at the end of the
     allocation, and end only after that time."""
+    halt_grace_seconds: float = 30.0
+    """So long after a signal what has not ended is killed: by torchrun, Slurm (KillWait), or
+    Kubernetes, which all grant 30 s. Where it is not known when the allocation ends, the end waits
+    for other nodes and the persistent level until 10 s before that."""
     health: str = "off"
     """Check every node's directories and memory at the start: `off`; `warn` names nodes that are
     not well; `refuse` also ends the start there."""
@@ -212,6 +216,7 @@ class Config:
         _one_of("boundary", self.boundary, ("auto", "explicit", "forward"))
         parse_signals(self.halt_signals)
         _within("halt_patience_seconds", self.halt_patience_seconds, 0, YEAR_SECONDS)
+        _within("halt_grace_seconds", self.halt_grace_seconds, 0, YEAR_SECONDS)
         _within("halt_seconds_left", self.halt_seconds_left, 0, YEAR_SECONDS)
         _one_of("health", self.health, ("off", "warn", "refuse"))
         _within("health_seconds", self.health_seconds, 0.1, DAY_SECONDS)

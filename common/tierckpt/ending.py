@@ -7,7 +7,6 @@ every wait here has an end, and what is behind then is named.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -79,39 +78,40 @@ class Ending:
         self._reports.say()
         return done
 
-    def await_others(self) -> None:
+    def await_others(self, hear: Callable[[], None]) -> None:
         """Other nodes and the persistent level: the scheduler may take the node when we are gone.
         As long as what is under way gets on, that is: a store that hangs does not keep the job
-        from ending. Says that it waits, and what is not there in the end."""
-        if self._agent.wait(NOTICE_SECONDS, everything=True):
+        from ending; nor longer than `Halting` grants. Says that it waits, and what is not there in
+        the end; `hear` says meanwhile what fails."""
+        granted = self._halting.seconds_for_others
+        if self._agent.wait(min(NOTICE_SECONDS, granted()), everything=True):
             return
+        self._reports.notice(f"waiting until everything is with {self._farther()}", logging.INFO)
+        if self._agent.outlast(self._patience_seconds, granted, hear):
+            return
+        hear()
+        if not (behind := self._agent.behind()):  # it came in the last moment
+            return
+        if granted() <= 0:
+            why = f"the job was told to end, and not everything is with {self._farther()} yet"
+        else:
+            quiet = f"for {self._patience_seconds:.0f} s"
+            why = f"nothing has moved to {self._farther()} {quiet}, and the job ends"
+        text = f"{why}. This node's part stays in {self._config.directory}, and {self._heir()}"
+        for level, versions in behind.items():
+            for id_ in versions:
+                self._reports.left_behind(level, id_, text)
+
+    def _farther(self) -> str:
+        """Where something is under way to, in words."""
         names = {"peer": "other nodes", "persistent": self._config.persistent.path}
-        where = " and ".join(names[level] for level in self._agent.behind())
-        self._reports.notice(f"waiting until everything is with {where}", logging.INFO)
-        granted = self._halting.seconds_to_wait()
-        end = math.inf if granted is None else time.monotonic() + granted
-        if self._agent.outlast(self._patience_seconds, granted):
-            return
-        if time.monotonic() >= end:
-            self._reports.notice(
-                f"not everything is with {where}, and the allocation ends: what is on local disks "
-                "is left to the next life",
-                logging.WARNING,
-            )
-            return
-        left = (
-            "the next life goes on from there"
-            if self._config.agent == "inline"
-            else f"the node's agent (process {self._agent.pid}) goes on with it when that does"
-        )
-        why = (
-            f"nothing has moved to {where} for {self._patience_seconds:.0f} s, and the job ends. "
-            f"This node's part stays in {self._config.directory}, and {left}"
-        )
-        for id_ in self._agent.flushing():
-            self._reports.not_flushed(id_, why)
-        if not self._agent.flushing():
-            self._reports.notice(why, logging.ERROR)
+        return " and ".join(names[level] for level in self._agent.behind())
+
+    def _heir(self) -> str:
+        """Who goes on with it."""
+        if self._config.agent == "inline":
+            return "the next life goes on from there"
+        return f"the node's agent (process {self._agent.pid}) goes on with it as long as it lives"
 
 
 __all__ = ["Ending", "no_moment"]

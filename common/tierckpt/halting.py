@@ -10,6 +10,7 @@ same boundary: no rank had asked when that vote was cast, though each had passed
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -27,6 +28,8 @@ LOOK_SECONDS = 5.0
 """So often directories are looked at for a request."""
 SPARE_SECONDS = 15.0
 """Left of the allocation for processes, launcher and batch script to end."""
+GRACE_SPARE_SECONDS = 10.0
+"""Left of the time that a signal grants, for the processes to end."""
 JOIN_SECONDS = 1.0
 """At the end: how long to wait for a look that does not return, as on a dead file system."""
 
@@ -51,6 +54,9 @@ class Halting:
         self._standing = HaltRequest(seconds_left=config.halt_seconds_left or None)
         self._end_seconds = haltrequest.allocation_end(environment)
         self._rank, self._notice = rank, notice
+        self._grace_seconds = config.halt_grace_seconds
+        self._agreed_seconds: float | None = None
+        """When this rank heard that a signal came to some rank, by `time.monotonic()`."""
         self._boundaries = 0
         self._asked = False
         self._told: set[str] = set()
@@ -100,6 +106,8 @@ class Halting:
         """
         if self.reason is Reason.NONE and agreed.halt < Reason.NONE:
             self.reason = Reason(agreed.halt)
+            if self.reason is Reason.SIGNAL:
+                self._agreed_seconds = time.monotonic()
             # What a script does from here on (an evaluation, an upload) may take its time.
             self._signals.be_calm()
             silent = "it ends here, as this script never asks should_exit()"
@@ -117,12 +125,29 @@ class Halting:
         return self.reason is not Reason.NONE
 
     def seconds_to_wait(self) -> float | None:
-        """How long, after the last checkpoint is on disk, the end may wait for what is farther
-        away; None: as long as it takes. Where it is known when the scheduler ends the job, so long
-        that a clean end is still possible: a batch script that is killed requeues nothing."""
+        """How long the end may take; None: as long as it takes. Where it is known when the
+        scheduler ends the job, so long that a clean end is still possible: a batch script that is
+        killed requeues nothing."""
         if not self.reason.is_interruption or self._end_seconds is None:
             return None
-        return max(0.0, self._end_seconds - time.time() - SPARE_SECONDS)
+        return self._seconds_of_allocation(self._end_seconds)
+
+    def seconds_for_others(self) -> float:
+        """How long, after the last checkpoint is on disk, the end may wait for what is farther
+        away: the same; and where a signal came and the end of the allocation is not known, until
+        shortly before whoever sent it kills what is left. It may come while the end waits."""
+        came = self._signals.came_seconds
+        told = self._agreed_seconds if came is None else came
+        if told is None:
+            granted = self.seconds_to_wait()
+            return math.inf if granted is None else granted
+        if self._end_seconds is not None:
+            return self._seconds_of_allocation(self._end_seconds)
+        return max(0.0, told + self._grace_seconds - GRACE_SPARE_SECONDS - time.monotonic())
+
+    @staticmethod
+    def _seconds_of_allocation(end_seconds: float) -> float:
+        return max(0.0, end_seconds - time.time() - SPARE_SECONDS)
 
     def be_calm(self) -> None:
         """The end has begun; it may take longer than an iteration."""

@@ -111,9 +111,11 @@ class Reports:
     def _fail(self, level: str, version: int, why: str, safe: VersionId | None = None) -> None:
         self.emit("failed", **_failure(level, version, why, safe))
 
-    def not_flushed(self, id_: VersionId, why: str) -> None:
-        """The persistent level does not get this node's part of a version, as far as is known."""
-        self._fail("persistent", id_.version, why, self._persistent)
+    def left_behind(self, level: str, id_: VersionId, why: str) -> None:
+        """The peer or persistent level does not get this node's part of a version, as far as is
+        known."""
+        safe = self._persistent if level == "persistent" else self._agreement.peer.safe
+        self._fail(level, id_.version, why, safe)
 
     # --- other threads' ------------------------------------------------------------------------
 

@@ -95,6 +95,11 @@ class Signals:
         os.register_at_fork(after_in_child=lambda: _let_go_in_child(mine()))
         util.register_after_fork(self, _shield_worker)  # comes after the above
 
+    @property
+    def came_seconds(self) -> float | None:
+        """When the first one came, by `time.monotonic()`; None while none has."""
+        return None if self.came is None else self._first_seconds[self.came]
+
     # --- what the training tells ---------------------------------------------------------------
 
     def passed_boundary(self) -> None:

@@ -17,6 +17,8 @@ from tests.crash.scenario import RANKS, VARIABLE
 SCRIPT = Path(__file__).with_name("halting_job.py")
 STAND, LAST = 12, 14
 """All ranks stand before this step; the one told there says so at v13, and v14 is the last."""
+GONE = f"kill@peer:op=meet,version={LAST}"
+"""An agent's end, when it is to protect the last version."""
 
 
 def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[bytes]:
@@ -85,6 +87,30 @@ def test_the_launcher_is_told_and_hands_it_on(job: Job, workers: int) -> None:
     job.wait_for(lambda: torchrun.poll() is not None, "torchrun's end")
     assert "SIGKILL" not in (job.folder / "torchrun.log").read_text()
     both_ended_after_the_same_version(job)
+
+
+def test_other_nodes_that_cannot_be_reached_do_not_keep_it_from_ending_in_time(job: Job) -> None:
+    """Node 1's agent is gone when the last version is to be protected; node 0's goes on alone."""
+    job.settings |= {
+        "path": str(job.folder / "{node}" / "ckpts"),
+        "peer_redundancy": "partner",
+        "peer_interface": "lo",
+        "halt_grace_seconds": 12,
+    }
+    job.scenario.settings, job.scenario.rules = job.settings, {"1": GONE}
+    torchrun = start_torchrun(job, asks=True)
+    torchrun.send_signal(signal.SIGTERM)
+    open_when_told(job, [0, 1])
+    job.wait_for(lambda: torchrun.poll() is not None, "torchrun's end")
+    assert job.fired(1, GONE)
+    assert job.agents(0), "it outlives its trainer"
+    for rank in range(RANKS):
+        assert [x["exit"] for x in job.journal(rank, 0) if "exit" in x] == [0], job.output()
+        assert job.committed(rank, 0)[-1] == LAST
+        assert job.journal(rank, 0, event="closed")
+    (failed,) = job.journal(0, 0, event="failed", level="peer", version=LAST)
+    assert "not everything is with other nodes yet" in failed["message"]
+    assert f"stays in {job.folder}/node0/ckpts, and the node's agent" in failed["message"]
 
 
 # --- processes that cannot do as they are told ---------------------------------------------------

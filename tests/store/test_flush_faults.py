@@ -7,6 +7,7 @@ say so.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import pytest
 from tests.store.processes import end, python
 from tests.store.s3server import KEY, SECRET, Proxy
 from tests.store.test_full_and_read_only import fill_up
-from tierckpt import ending, faults, patience
+from tierckpt import agentclient, ending, faults, patience
 from tierckpt.events import Event
 from tierckpt.localstore import CommitTimes, LocalStore
 from tierckpt.naming import ShardKey
@@ -336,6 +337,39 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
         assert job.iteration in job.versions("local")
         assert job.heard("closed"), "and it was an end like others"
     finally:
+        go_on.set()
+    os.waitpid(pid, 0)
+    check_restores(bucket, job.iteration, tmp_path, shm_dir)
+
+
+def test_a_signal_that_comes_to_the_end_makes_it_short(
+    bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store hangs, and the launcher grants no time; the agent has it."""
+    monkeypatch.setattr(ending, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(agentclient, "LOOK_SECONDS", 0.1)
+    come, go_on, hang = hanging_uploads()
+
+    def heard(event: Event) -> None:
+        if "waiting until everything is with" in event.message:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with Job(tmp_path / "ckpts", bucket, shm_dir, halt_grace_seconds=0) as job:
+            job.checkpointer.log.add_callback(heard)
+            job.run(FLUSHED)
+            proxy.rule = hang
+            job.flush()
+            job.run_until(come.is_set)
+        pid = int(job.checkpointer._agent.settings.place().lock.read_text())
+        failed = job.heard("failed", "persistent")
+        assert [event.version for event in failed] == [FLUSHED, job.iteration]
+        assert f"not everything is with {bucket} yet" in failed[1].message
+        assert f"(process {pid}) goes on with it" in failed[1].message
+        assert job.heard("closed")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
         go_on.set()
     os.waitpid(pid, 0)
     check_restores(bucket, job.iteration, tmp_path, shm_dir)

@@ -38,7 +38,12 @@ CHOICES = {
 }
 
 
-WAITS = ("agent_linger_seconds", "halt_patience_seconds", "halt_seconds_left")
+WAITS = (
+    "agent_linger_seconds",
+    "halt_patience_seconds",
+    "halt_grace_seconds",
+    "halt_seconds_left",
+)
 """Settings that something waits for, in seconds, and not for more than a year."""
 
 
