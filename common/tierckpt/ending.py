@@ -64,17 +64,18 @@ class Ending:
         self._config, self._agent, self._reports, self._halting = config, agent, reports, halting
         self._patience_seconds = seconds = most_quiet_seconds(nbytes)
         granted = halting.seconds_to_wait()
-        self.last_call = time.monotonic() + min(seconds, seconds if granted is None else granted)
-        """Until when the node's disk is waited for, by `time.monotonic()`: less where the
-        allocation ends."""
+        self.granted_seconds = seconds if granted is None else min(seconds, granted)
+        """So long the node's disk is waited for: less where the allocation ends."""
+        self.last_call = time.monotonic() + self.granted_seconds
+        """Until then, by `time.monotonic()`."""
 
     def disk_has_all(self, wait: Callable[[float], bool]) -> bool:
         """Until all is committed, at most until `last_call`. False when it is not, which an event
         then says of each version. `wait` is `Checkpointer.wait`."""
         self.disk_answers = done = wait(max(self.last_call - time.monotonic(), 0.0))
         for id_ in () if done else self._agent.committing():
-            why = f"{self._config.directory} does not answer, and the job ends"
-            self._reports.not_committed_later(id_, why)
+            why = f"{self._config.directory} has not taken it in {self.granted_seconds:.0f} s"
+            self._reports.not_committed_later(id_, f"{why}, and the job ends; {self._heir()}")
         self._reports.say()
         return done
 

@@ -28,6 +28,10 @@ LOOK_SECONDS = 5.0
 """So often directories are looked at for a request."""
 SPARE_SECONDS = 15.0
 """Left of the allocation for processes, launcher and batch script to end."""
+ANNOUNCED_SECONDS = 900.0
+"""A signal that comes at most so long before the end of the allocation announces it (Slurm's
+`--signal=TERM@120`); an earlier one is a preemption or a cancellation, which does not wait for that
+end."""
 GRACE_SPARE_SECONDS = 10.0
 """Left of the time that a signal grants, for the processes to end."""
 JOIN_SECONDS = 1.0
@@ -53,10 +57,17 @@ class Halting:
         self._margin_seconds = config.halt_seconds_left
         self._standing = HaltRequest(seconds_left=config.halt_seconds_left or None)
         self._end_seconds = haltrequest.allocation_end(environment)
+        if self._end_seconds is not None and self._end_seconds <= time.time():
+            notice(
+                "SLURM_JOB_END_TIME is over already, as it is after the allocation was prolonged: "
+                "it is not heeded",
+                logging.WARNING if rank == 0 else logging.DEBUG,
+            )
+            self._end_seconds = None
         self._rank, self._notice = rank, notice
         self._grace_seconds = config.halt_grace_seconds
         self._agreed_seconds: float | None = None
-        """When this rank heard that a signal came to some rank, by `time.monotonic()`."""
+        """When the ranks agreed that the job is interrupted, by `time.monotonic()`."""
         self._boundaries = 0
         self._asked = False
         self._told: set[str] = set()
@@ -106,7 +117,7 @@ class Halting:
         """
         if self.reason is Reason.NONE and agreed.halt < Reason.NONE:
             self.reason = Reason(agreed.halt)
-            if self.reason is Reason.SIGNAL:
+            if self.reason.is_interruption:
                 self._agreed_seconds = time.monotonic()
             # What a script does from here on (an evaluation, an upload) may take its time.
             self._signals.be_calm()
@@ -125,29 +136,34 @@ class Halting:
         return self.reason is not Reason.NONE
 
     def seconds_to_wait(self) -> float | None:
-        """How long the end may take; None: as long as it takes. Where it is known when the
-        scheduler ends the job, so long that a clean end is still possible: a batch script that is
-        killed requeues nothing."""
-        if not self.reason.is_interruption or self._end_seconds is None:
+        """How long the end may take; None: as long as it takes. Where the scheduler is about to end
+        the allocation, so long that a clean end is still possible (a batch script that is killed
+        requeues nothing); but never less than a signal grants."""
+        told, end = self._told_seconds(), self._end_seconds
+        if told is None or end is None:
             return None
-        return self._seconds_of_allocation(self._end_seconds)
+        if self.reason is Reason.ALLOCATION or 0 <= end - told <= ANNOUNCED_SECONDS:
+            return max(0.0, max(end - SPARE_SECONDS, self._granted_until(told)) - time.time())
+        return None
 
     def seconds_for_others(self) -> float:
         """How long, after the last checkpoint is on disk, the end may wait for what is farther
-        away: the same; and where a signal came and the end of the allocation is not known, until
-        shortly before whoever sent it kills what is left. It may come while the end waits."""
+        away: the same; and where a signal came, and the allocation does not end, until shortly
+        before whoever sent it kills what is left. It may come while the end waits."""
+        granted, told = self.seconds_to_wait(), self._told_seconds()
+        if granted is None and told is not None:
+            granted = max(0.0, self._granted_until(told) - time.time())
+        return math.inf if granted is None else granted
+
+    def _told_seconds(self) -> float | None:
+        """When this rank heard that its processes, or its allocation, are to end (Unix); None while
+        nobody says so."""
         came = self._signals.came_seconds
         told = self._agreed_seconds if came is None else came
-        if told is None:
-            granted = self.seconds_to_wait()
-            return math.inf if granted is None else granted
-        if self._end_seconds is not None:
-            return self._seconds_of_allocation(self._end_seconds)
-        return max(0.0, told + self._grace_seconds - GRACE_SPARE_SECONDS - time.monotonic())
+        return None if told is None else time.time() - (time.monotonic() - told)
 
-    @staticmethod
-    def _seconds_of_allocation(end_seconds: float) -> float:
-        return max(0.0, end_seconds - time.time() - SPARE_SECONDS)
+    def _granted_until(self, told_seconds: float) -> float:
+        return told_seconds + self._grace_seconds - GRACE_SPARE_SECONDS
 
     def be_calm(self) -> None:
         """The end has begun; it may take longer than an iteration."""

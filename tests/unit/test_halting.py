@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import re
 import signal
@@ -422,7 +423,8 @@ def test_a_script_that_never_asks_is_ended_and_one_rank_that_asks_is_enough(
     asks: list[int], make_rank: Any
 ) -> None:
     """The first boundary is too early to tell: a loop asks after it."""
-    ranks = [make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "0"}), make_rank()]
+    soon = {"SLURM_JOB_END_TIME": str(time.time() + 3600)}
+    ranks = [make_rank(halt_seconds_left=7200, environment=soon), make_rank()]
     agreed, ended = Vote(), []
     for version in range(1, 5):
         ends, agreed = boundary(ranks, version, agreed)
@@ -463,6 +465,48 @@ def test_no_end_of_the_allocation_is_said_once(make_rank: Any) -> None:
         assert rank.halting.vote(version)[0] is Reason.NONE
     assert len(rank.said) == 1
     assert "SLURM_JOB_END_TIME is not set" in rank.texts()
+
+
+def test_an_end_that_is_over_is_not_heeded(make_rank: Any) -> None:
+    """A job whose allocation was prolonged keeps the old one in its environment."""
+    rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "1"})
+    assert rank.halting.vote(1)[0] is Reason.NONE
+    assert "SLURM_JOB_END_TIME is over already" in rank.texts()
+
+
+NEVER = math.inf
+
+
+@pytest.mark.parametrize(
+    ("agreed", "end_in", "disk", "others"),
+    [
+        (Reason.NONE, 120, NEVER, NEVER),
+        (Reason.VERSION, 120, NEVER, NEVER),
+        (Reason.SIGNAL, None, NEVER, 20),  # 30 s, less 10
+        (Reason.SIGNAL, 120, 105, 105),  # it announces the end
+        (Reason.SIGNAL, 7200, NEVER, 20),  # it does not
+        (Reason.SIGNAL, 6, 20, 20),
+        (Reason.ALLOCATION, 7200, 7185, 7185),
+        (Reason.ALLOCATION, None, NEVER, 20),
+    ],
+)
+def test_how_long_an_end_may_take(
+    agreed: Reason,
+    end_in: float | None,
+    disk: float,
+    others: float,
+    make_rank: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The disk that holds the last checkpoint is never left before a signal's grace is over."""
+    monkeypatch.setattr(time, "time", lambda: NOON)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    named = {} if end_in is None else {"SLURM_JOB_END_TIME": str(NOON + end_in)}
+    halting = make_rank(environment=named).halting
+    halting.hear(Vote(halt=agreed))
+    granted = halting.seconds_to_wait()
+    assert (NEVER if granted is None else granted) == disk
+    assert halting.seconds_for_others() == others
 
 
 def test_a_signal_is_the_most_urgent_reason(make_rank: Any, tmp_path: Path) -> None:
