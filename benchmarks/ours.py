@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -188,4 +190,49 @@ class OursLevels(OursMemory):
         self._checkpointer._collect()
 
 
-OURS = (OursOff, OursMemory, OursLocal, OursLevels)
+class OursAuto(OursMemory):
+    """Automatic intervals to memory, local and persistent; budget.py's.
+
+    When versions come is its own affair, so `due` means nothing. What it took by now is in a file
+    of the directory, `taken<rank>.json`, at the end of a block.
+    """
+
+    name = "ours-auto"
+    title = "ours, automatic"
+    usual = False
+    slots = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: Counter[str] = Counter()
+
+    def setup(self, job: Job) -> None:
+        self.job = job
+        adapter = importlib.import_module(self.adapter)
+        self._checkpointer = adapter.Checkpointer(
+            job.model,
+            job.optimizer,
+            memory_every_steps="auto",
+            local_every_steps="auto",
+            persistent_path=str(job.directory / "persistent"),
+            persistent_every_steps="auto",
+            persistent_every_seconds=0,
+            **{**self._settings(), "path": str(job.directory / "local")},
+        )
+
+    def boundary(self, version: int, due: bool) -> None:
+        self._checkpointer.step()
+
+    def _event(self, event: Any) -> None:
+        if event.name in ("sealed", "committed"):
+            self._taken[event.level] += 1
+
+    def drain(self) -> None:
+        path = self.job.directory / f"taken{self.job.rank}.json"
+        path.write_text(json.dumps(self._taken))
+
+    def sweep(self) -> None:
+        """Its own retention does that."""
+
+
+OURS = (OursOff, OursMemory, OursLocal, OursLevels, OursAuto)

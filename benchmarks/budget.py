@@ -1,0 +1,204 @@
+"""Does `every_steps="auto"` hold its budget, and what does it take for that?
+
+    python benchmarks/budget.py --toy
+    python benchmarks/budget.py --json budget.json
+
+See benchmarks/README.md for what the columns mean and how they are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean
+
+import machine
+import models
+from figures import Spread, spread
+from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
+from harness import Team, TeamError
+from levelfigures import block_seconds
+from methods import Method, Setting
+from ours import OursAuto
+
+LEVELS = ("memory", "local", "persistent")
+SLOW_BYTES = 20e6
+"""A second, of each node, to a slow persistent level."""
+
+
+def say(text: str) -> None:
+    """Progress, for whoever waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Case:
+    """One budget, to a fast or a slow persistent level.
+
+    overhead: of the steps of a block, beside plain ones before and after, as a fraction; one a
+    round. each_steps: steps for each version, by level, over the rounds; None: none was taken.
+    """
+
+    budget: float
+    slow: bool
+    overhead: Spread | None = None
+    each_steps: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For people, and for folders."""
+        return f"{100 * self.budget:g} %{', slow store' if self.slow else ''}"
+
+    @property
+    def held(self) -> bool:
+        """Nothing says that it costs more: the budget is above the median, or within the noise."""
+        assert self.overhead is not None
+        low = self.overhead.sure[0] if self.overhead.sure else self.overhead.low
+        return low <= self.budget
+
+
+@contextmanager
+def surroundings(case: Case) -> Iterator[None]:
+    """What ranks that are started inside are told through their environment."""
+    told = {"TIERCKPT_OVERHEAD_BUDGET": str(case.budget)}
+    if case.slow:
+        told["TIERCKPT_PERSISTENT_BYTES_PER_SECOND"] = str(SLOW_BYTES)
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+class Bench:
+    """A plain training, and one for each case; idle while another one is measured."""
+
+    def __init__(self, options: argparse.Namespace, disk: Path, memory: Path) -> None:
+        self.options, self.disk, self.memory = options, disk, memory
+
+    def measure(self, cases: list[Case]) -> int:
+        """Fill in the figures; returns the bytes of the training's state."""
+        with ExitStack() as plain_stack:
+            plain, state_bytes = self._team(Method.name, "plain", plain_stack)
+            plain.block(self.options.steps, checkpoints=False)
+            for case in cases:
+                say(f"{case.name}: {self.options.learning} steps to learn")
+                with ExitStack() as stack, surroundings(case):
+                    team, _ = self._team(OursAuto.name, f"budget{cases.index(case)}", stack)
+                    self._visit(case, plain, team)
+        return state_bytes
+
+    def _visit(self, case: Case, plain: Team, team: Team) -> None:
+        steps, folder = self.options.steps, self.disk / team.log.stem
+        team.command("attach")
+        team.block(self.options.learning, checkpoints=True)
+        before, overheads = _taken(folder), []
+        for number in range(self.options.rounds):
+            sides = [block_seconds(plain.block(steps // 2, checkpoints=False))]
+            beside = block_seconds(team.block(steps, checkpoints=True))
+            sides.append(block_seconds(plain.block(steps - steps // 2, checkpoints=False)))
+            overheads.append(beside / sum(sides) - 1)
+            say(f"{case.name}: round {number + 1}, {100 * overheads[-1]:.1f} %")
+        case.overhead = spread(overheads)
+        for level in LEVELS:
+            count = _taken(folder)[level] - before[level]
+            case.each_steps[level] = self.options.rounds * steps / count if count else None
+
+    def _team(self, method: str, name: str, stack: ExitStack) -> tuple[Team, int]:
+        folder, memory = self.disk / name, self.memory / name
+        folder.mkdir()
+        memory.mkdir()
+        setting = Setting(
+            method=method,
+            launcher="torchrun",
+            world=2,
+            model=self.options.model,
+            batch=models.BATCHES[self.options.model],
+            every=1_000_000_000,
+            device="cpu",
+            backend="gloo",
+            directory=str(folder),
+            memory=str(memory),
+        )
+        team = Team(setting, self.options.timeout, self.disk / f"{name}.log")
+        stack.callback(team.end_close)
+        stack.callback(team.begin_close)
+        return team, team.ready()
+
+
+def _taken(folder: Path) -> dict[str, float]:
+    """Versions that came to each level until now, as the ranks heard of them."""
+    told = [json.loads(path.read_text()) for path in sorted(folder.glob("taken*.json"))]
+    return {level: mean(each.get(level, 0) for each in told) for level in LEVELS}
+
+
+def table(cases: list[Case]) -> str:
+    """A line for each case."""
+    head = f"{'budget':<18}{'overhead % (sure)':>24}  steps for each version: " + ", ".join(LEVELS)
+    lines = [head]
+    for case in cases:
+        assert case.overhead is not None
+        low, high = case.overhead.sure or (case.overhead.low, case.overhead.high)
+        figures = f"{100 * case.overhead.median:.1f} ({100 * low:.1f}..{100 * high:.1f})"
+        each = ", ".join("none" if n is None else f"{n:.0f}" for n in case.each_steps.values())
+        verdict = "held" if case.held else "EXCEEDED"
+        lines.append(f"{case.name:<18}{figures:>24}  {each}  {verdict}")
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="1.5 MB of state, one budget")
+    parser.add_argument("--budgets", default="0.01,0.03,0.1", help="fractions of the time")
+    parser.add_argument("--model", choices=models.NAMES, help="default: linear, with --toy toy")
+    parser.add_argument("--learning", type=int, help="steps before the first round; default 300")
+    parser.add_argument("--steps", type=int, help="of a round; default 100")
+    parser.add_argument("--rounds", type=int, help="default 8, toy 1")
+    parser.add_argument("--dir", type=Path, help="folder on the disk to measure, must exist")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one block")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args()
+    options.budgets = [float(each) for each in options.budgets.split(",")]
+    if options.toy:
+        options.budgets = options.budgets[:1]
+    options.model = options.model or ("toy" if options.toy else "linear")
+    options.learning = options.learning or (40 if options.toy else 300)
+    options.steps = options.steps or (40 if options.toy else 100)
+    options.rounds = options.rounds or (1 if options.toy else 8)
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    clean_up_when_terminated()
+    cases = [Case(budget, False) for budget in options.budgets]
+    if not options.toy:
+        cases.append(Case(options.budgets[len(options.budgets) // 2], True))
+    parent = options.dir or machine.scratch_parent()
+    with temporary(parent) as disk, temporary(SHARED_MEMORY) as memory:
+        about = machine.description(disk)
+        try:
+            state_bytes = Bench(options, disk, memory).measure(cases)
+        except TeamError as error:
+            sys.exit(f"not measured: {error}")
+    print(
+        f"\n{options.model}: {state_bytes / 1e6:.1f} MB of state, 2 ranks, {options.rounds} rounds "
+        f"of {options.steps} steps\n{about['cpu']}, {about['cores']} cores\n\n{table(cases)}"
+    )
+    if options.json:
+        write_json(options.json, {**about, "cases": [asdict(case) for case in cases]})
+
+
+if __name__ == "__main__":
+    main()
