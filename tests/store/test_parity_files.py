@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +26,8 @@ from tierckpt.layout import BLOCK_BYTES
 from tierckpt.localstore import LocalStore
 from tierckpt.manifest import Manifest
 from tierckpt.naming import ParityKey, ShardKey
+from tierckpt.peer import remote
+from tierckpt.peer.address import Address
 from tierckpt.peer.parity import ParityManifest, Read, check_parity
 from tierckpt.peer.rebuild import rebuild
 from tierckpt.peer.remote import RemoteNode
@@ -363,3 +366,14 @@ def test_nothing_but_what_is_committed_can_be_fetched(tmp_path: Path) -> None:
             link.send({"op": "fetch", "stem": stem, "offset": offset, "length": length})
             assert "cannot be asked for" in link.receive(20)["error"]
         caller.drop(link)
+
+
+def test_a_node_that_takes_the_call_and_says_nothing_counts_as_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that hangs: its kernel still answers."""
+    monkeypatch.setattr(remote, "REACH_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        node = RemoteNode("node 1", Address(*silent.getsockname()), SECRET)
+        with pytest.raises(ConnectionError, match=r"node 1: .* sent nothing for 0.1 s"):
+            node.inventory("node1")

@@ -20,7 +20,8 @@ from .shelf import MOST_BYTES, listed
 from .wire import Link, greet, reach
 
 REACH_SECONDS = 2.0
-"""A node that does not take a call for so long counts as down: a restart waits for it."""
+"""A node that does not take a call for so long, or says nothing then, counts as down: a restart
+waits for it."""
 STALL_SECONDS = 10.0
 """Without a byte, in the middle of an answer."""
 
@@ -88,7 +89,7 @@ class RemoteNode:
             try:
                 if self._link is None:
                     self._link = reach(self._address, REACH_SECONDS)
-                    greet(self._link, self._secret)
+                    greet(self._link, self._secret, REACH_SECONDS)
                     self._link.seconds = STALL_SECONDS
                 yield self._link
             except BaseException as error:

@@ -243,9 +243,12 @@ def reach(address: Address, seconds: float) -> Link:
     return Link(sock, str(address), min(seconds, HELLO_SECONDS))
 
 
-def greet(link: Link, secret: bytes) -> None:
-    """The caller's side. Raises RefusedError when the listener is another life's, or protocol's."""
-    hello = link.receive(HELLO_SECONDS)
+def greet(link: Link, secret: bytes, seconds: float = HELLO_SECONDS) -> None:
+    """The caller's side; no step of the listener's may take longer than `seconds`.
+
+    Raises RefusedError when the listener is another life's, or protocol's.
+    """
+    hello = link.receive(seconds)
     if hello.get("tierckpt") != "peer":
         raise RefusedError(f"{link.peer} is no agent: it says {hello}")
     if hello.get("protocol") != PROTOCOL:
@@ -256,7 +259,7 @@ def greet(link: Link, secret: bytes) -> None:
     theirs, ours = str(hello.get("nonce")), secrets.token_hex(16)
     proof = _proof(secret, "caller", theirs, ours)
     link.send({"protocol": PROTOCOL, "nonce": ours, "proof": proof})
-    answer = link.receive(HELLO_SECONDS)
+    answer = link.receive(seconds)
     if "error" in answer:
         raise RefusedError(f"{link.peer} refused us: {answer['error']}")
     if not _same(answer.get("proof"), _proof(secret, "listener", theirs, ours)):
