@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .images import Image
-from .inventory import Found, FoundParity
+from .inventory import AGENT, Found, FoundParity
 from .naming import ParityKey, ShardKey, VersionId
 from .policy import BROKEN, DONE
 from .pool import NoSlotError, SlotPool
@@ -35,12 +35,15 @@ def mend(
     pool: SlotPool,
     reports: Reports,
 ) -> bool:
-    """Have a version that was loaded whole and protected again, if any of it was rebuilt.
+    """Have a version that was loaded whole and protected again, if any of it was rebuilt, or was
+    fetched from a node that is none of the job's.
 
     False when that cannot be, and a new version is to be taken. Training thread; all ranks do the
     same, and none waits for another.
     """
     id_ = attempt.plan.id
+    if any(source.place.level == AGENT for source in attempt.plan.sources):
+        return False  # that agent ends soon, and its node may be gone then
     lacking = shards_to_mend(attempt.plan, levels.lives.found)
     if not levels.peers.ready or lacking == frozenset():
         return True

@@ -128,13 +128,17 @@ def come_back(place: Place, nodes: str, steps: int = 0, **more: Any) -> dict[str
 
 
 def test_a_job_that_shrank_gets_what_is_in_the_memory_of_nodes_it_left(
-    place: Place, ranks: Any
+    place: Place, agents: Agents, ranks: Any
 ) -> None:
+    """And has a version of its own at the first boundary: those nodes may be gone soon."""
     before = ranks(3).run(leave_behind, place)
-    (told,) = ranks(1).run(come_back, place, "b")
+    (told,) = ranks(1).run(come_back, place, "b", steps=2)
     assert told["restored"] == (STEPS, {"memory": 1, "agent": 2})
     assert told["replicated"] == before[0]
     assert told["rejected"] == ()
+    agents.kill("a", "c")
+    (later,) = ranks(1).run(come_back, place, "b")
+    assert later["restored"][0] == STEPS + 1
 
 
 def test_and_what_is_on_their_disks(place: Place, ranks: Any) -> None:
