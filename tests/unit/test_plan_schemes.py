@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierckpt.inventory import EVERYWHERE, Found, FoundParity, Place
+from tierckpt.inventory import AGENT, EVERYWHERE, Found, FoundParity, Place
 from tierckpt.naming import ParityKey, ShardKey, VersionId
 from tierckpt.redundancy.codes import Code
 from tierckpt.restoreplan import RestorePlan, plan_restore
@@ -201,6 +201,52 @@ def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
         for parity in rebuild.parities:
             assert rebuild.group[parity.member] == parity.key.shard
             assert world.ranks[parity.reader] == world.node_of[parity.key.shard]
+
+
+def agent_of(node: int) -> Place:
+    return Place(AGENT, EVERYWHERE, f"agent of node{node}")
+
+
+@given(worlds(), st.integers(0, 99))
+@settings(max_examples=300)
+def test_nodes_without_a_rank_are_the_last_but_one_way_out(world: World, number: int) -> None:
+    """Behind what is near, before the persistent level; and their parity behind all shards."""
+    found, parities = inventories_of(world)
+    absent = {node for node in world.disks if node not in world.ranks}
+    asker = number % len(world.ranks)
+    for node in sorted(absent):
+        seen, made = world.seen_by(node)
+        found[asker] += [replace(f, place=agent_of(node)) for f in seen]
+        parities[asker] += [replace(p, place=agent_of(node)) for p in made]
+    nodes = [f"node{node}" for node in world.ranks]
+    plan = plan_restore(found, world.bad(), parities=parities, nodes=nodes)
+
+    there = world.left()
+    shown: set[tuple[int, bool, int]] = set().union(*(world.disks[node] for node in absent))
+    far_shards = {
+        v: {s for p_v, parity, s in shown if p_v == v and not parity} | world.far(v)
+        for v in VERSIONS
+    }
+    fetched = {v: world.out_of_reach(v, there) & far_shards[v] for v in VERSIONS}
+    known = {v: there | {(v, False, s) for s in fetched[v]} for v in VERSIONS}
+    far_parities = {each for each in shown if each[1]}
+    possible = [v for v in VERSIONS if not world.out_of_reach(v, known[v] | far_parities)]
+    if not possible:
+        assert plan is None
+        return
+    assert plan is not None
+    version = plan.id.version
+    assert version == max(possible)
+    for source in plan.sources:
+        if source.place.level == AGENT:
+            assert source.place == agent_of(world.node_of[source.shard])
+            assert source.shard in world.out_of_reach(version, there), "what is near can do it"
+            assert not source.direct
+        elif source.place == FAR:
+            assert (version, False, source.shard) not in shown
+    if not world.out_of_reach(version, known[version]):
+        used = [p for rebuild in plan.rebuilds for p in rebuild.parities]
+        assert all(p.place.level != AGENT for p in used)
 
 
 @given(worlds())
