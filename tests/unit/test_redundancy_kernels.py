@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import threading
+import time
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
@@ -97,6 +101,54 @@ def test_no_buffer_is_held_after_the_call(library: Isal | None) -> None:
     source.extend(b"d")  # a BufferError, were it still exported
     out.extend(b"d")
     assert out == b"abcd"
+
+
+LONG_BYTES = 4 << 20
+
+
+@backends
+def test_what_it_computes_is_in_no_copy(library: Isal | None) -> None:
+    """However long: sources are read where they are, and outputs written where they are."""
+    product = Product(decoding(4, range(4), range(4, 6)), library)
+    sources = [memoryview(noise(LONG_BYTES, seed)) for seed in range(4)]
+    outs = [bytearray(LONG_BYTES) for _ in range(2)]
+    product.run(sources, outs)  # what is made once: tables
+    tracemalloc.start()  # numpy's arrays are seen, too
+    try:
+        product.run(sources, outs)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < LONG_BYTES / 4, "numpy has tiles of its own"
+
+
+@backends
+def test_other_threads_run_while_it_computes(library: Isal | None) -> None:
+    """Nobody is asked here to let go of the GIL: another thread gets on where it is let go of."""
+    product, source, out = Product(((231,),), library), bytes(LONG_BYTES), bytearray(LONG_BYTES)
+    ticks, over = [0], threading.Event()
+
+    def tick() -> None:
+        while not over.is_set():
+            ticks[0] += 1
+            time.sleep(0)
+
+    interval_seconds = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        other = threading.Thread(target=tick)
+        other.start()
+        before = ticks[0]
+        for _ in range(1000):  # once should do, but for a busy machine
+            product.run([source], [out])
+            if ticks[0] > before:
+                break
+        got_on = ticks[0] > before
+    finally:
+        over.set()
+        sys.setswitchinterval(interval_seconds)
+        other.join()
+    assert got_on
 
 
 @backends
