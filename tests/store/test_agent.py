@@ -251,6 +251,13 @@ def test_it_outlives_the_process_group_of_its_trainers(node: Any) -> None:
 def test_one_that_does_not_answer_is_passed_over(
     node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pass_over = AgentClient._pass_over
+
+    def once(client: AgentClient) -> None:  # the next one lives, however long its answer takes
+        monkeypatch.setattr(agentclient, "ANSWER_SECONDS", PATIENCE_SECONDS)
+        pass_over(client)
+
+    monkeypatch.setattr(AgentClient, "_pass_over", once)
     monkeypatch.setattr(agentclient, "ANSWER_SECONDS", 0.2)
     other = trainer(node(1))
     stuck = int(other.stdout.readline())
@@ -382,6 +389,41 @@ def test_it_gives_way_to_the_training_by_default(node: Any) -> None:
             assert (priority >> 13, priority & 7) == (2, 7), "best effort, and the last of these"
     client.close()
     until(lambda: not alive(pid))
+
+
+def test_how_far_it_gives_way_on_the_cpu_is_the_jobs_to_say(tmp_path: Path, shm_dir: Path) -> None:
+    with TinyJob(tmp_path / "ckpts", shm_dir=shm_dir, agent_nice=3) as job:
+        job.run(1)
+        job.settle()
+        pid = job.checkpointer._agent.pid
+        assert pid is not None
+        mine = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + 3, 19)
+
+
+JOB_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+
+
+def test_signals_that_are_meant_for_the_job_cut_nothing_short(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    """Slurm sends them to all processes of a job's cgroup. Here they come while a version waits."""
+    with TinyJob(tmp_path / "ckpts", shm_dir=shm_dir) as job:
+        job.run(1)
+        job.settle()
+        pid = job.checkpointer._agent.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            job.run(2)
+            for number in JOB_SIGNALS:
+                os.kill(pid, number)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        job.settle()
+        assert [event.version for event in job.heard("committed", "local")] == [1, 2]
+        assert not [event for event in job.events if "ended unexpectedly" in event.text()]
+        assert job.checkpointer._agent.pid == pid
 
 
 def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
