@@ -89,9 +89,19 @@ def test_what_is_no_ancestor_any_more_is_not_best(job: Any, tmp_path: Path) -> N
     assert (2, 4) in there
 
 
-def test_the_best_stay_on_the_persistent_level(job: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("best", "kept"),
+    [
+        ("lowest", {2: {"metric": 0.25}, 8: {"metric": 1.0}}),
+        ("highest", {1: {"metric": 5.0}, 8: {"metric": 1.0}}),
+    ],
+)
+def test_the_best_stay_on_the_persistent_level(
+    best: str, kept: dict[int, Any], job: Any, tmp_path: Path
+) -> None:
     shared = tmp_path / "shared"
     settings = {
+        "best": best,
         "persistent_path": str(shared),
         "persistent_every_steps": 1,
         "persistent_keep_last": 1,
@@ -99,11 +109,11 @@ def test_the_best_stay_on_the_persistent_level(job: Any, tmp_path: Path) -> None
     }
     with job(**settings) as first:
         train(first, 8)
-    assert on_persistent(shared) == {2: {"metric": 0.25}, 8: {"metric": 1.0}}
+    assert on_persistent(shared) == kept
     shutil.rmtree(tmp_path / "ckpts")
     with job(**settings) as second:
-        second.restore(version=2)
-        assert second.checkpointer.version == 2
+        second.restore(version=min(kept))
+        assert second.checkpointer.version == min(kept)
 
 
 def test_a_metric_is_of_the_state_that_it_was_measured_of(job: Any, tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""What a node's agent is told of the job's settings, and what a start says of the node."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tierckpt.agent import Agent
+from tierckpt.alike import Roll
+from tierckpt.attach import agent_client, job_directory
+from tierckpt.config import load_config
+from tierckpt.group import Node, SingleGroup
+from tierckpt.levels import Levels
+from tierckpt.peers import redundancy_groups
+from tierckpt.redundancy import isal
+
+
+def test_the_flusher_knows_its_node_among_the_jobs_and_how_many_flush_at_once(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    given = {"path": tmp_path / "ckpts", "shm_dir": shm_dir, "best": "highest"}
+    shared = {"persistent_path": tmp_path / "shared", "persistent_nodes_at_once": 2}
+    config = load_config({**given, **shared, "persistent_keep_best": 1}, {})
+    node = Node(index=3, count=5, ranks=(0,))
+    client = agent_client(config, SingleGroup(), job_directory(config), node)
+    with contextlib.closing(Agent(linger_seconds=0.0)) as agent:
+        flusher = agent.flusher(client.desk)
+        assert flusher is not None
+        settings = flusher.settings
+    assert (settings.node, settings.nodes, settings.nodes_at_once) == (3, 5, 2)
+    assert (settings.retention().keep_best, settings.retention().best_is_low) == (1, False)
+
+
+class Said:
+    """Reports, of which only notices are wanted."""
+
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+
+    def notice(self, text: str, severity: int) -> None:
+        self.notices.append(text)
+
+    def passed_over(self, *what: Any) -> None:
+        raise AssertionError(what)
+
+
+@pytest.mark.parametrize(
+    ("redundancy", "rank", "there", "told"),
+    [
+        ("rs 2+2", 0, False, True),
+        ("rs 2+2", 0, True, False),
+        ("rs 2+2", 1, False, False),
+        ("xor", 0, False, False),
+    ],
+    ids=["missing", "found", "another rank", "not needed"],
+)
+def test_a_start_says_once_that_parity_will_be_slow(
+    redundancy: str,
+    rank: int,
+    there: bool,
+    told: bool,
+    tmp_path: Path,
+    shm_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(isal, "find", lambda: "a library" if there else None)
+    given = {"path": tmp_path / "ckpts", "shm_dir": shm_dir, "agent": "inline"}
+    config = load_config({**given, "peer_redundancy": redundancy}, {})
+    hosts = ("a", "b", "c", "d")
+    roll, group = Roll(hosts, hosts, hosts), SingleGroup()
+    group.rank, group.size = rank, len(hosts)
+    groups, problem = redundancy_groups(config, roll, group)
+    assert (len(groups), problem) == (1, "")
+    berth: Any = SimpleNamespace(job=job_directory(config), pool=None)
+    agreement: Any = None
+    said: Any = Said()
+    levels = Levels(config, group, roll, groups, berth, agreement, said)
+    with contextlib.closing(levels.agent):
+        levels.start()
+    assert said.notices == [isal.MISSING] * told
