@@ -30,6 +30,7 @@ from tierckpt.persistent import (
     PersistentError,
     PersistentStore,
     ShardSource,
+    Turns,
     VersionFacts,
     VersionName,
 )
@@ -329,6 +330,27 @@ def test_a_flush_that_waits_as_it_should_gets_on_and_one_whose_store_hangs_does_
     assert zero.flusher.quiet_seconds() == 0, "nothing is under way"
 
 
+def test_two_nodes_of_which_one_may_flush_never_write_in_the_same_turn(
+    node: MakeNode, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever begins when, each of them waits for a turn of its own."""
+    turns: list[int] = []
+    write_at = PosixBackend.write_at
+
+    def write(backend: PosixBackend, *rest: Any) -> None:
+        write_at(backend, *rest)
+        turns.append(int(clock.now() / Turns.turn_seconds) % 2)
+
+    monkeypatch.setattr(PosixBackend, "write_at", write)
+    nodes = [node(node=n, nodes=2, nodes_at_once=1) for n in range(2)]
+    for version in (1, 2):
+        for n in range(2):
+            turns.clear()
+            nodes[n].flush(order(version, n))
+            assert set(turns) == {n}
+        clock.seconds += Turns.turn_seconds  # the first one begins in the other's turn now
+
+
 # --- what passes, and what does not --------------------------------------------------------------
 
 
@@ -497,6 +519,25 @@ def test_no_lease_is_kept_for_those_who_are_dead(
     assert keeper._thread is None
     zero.flush(order(3, 0))
     assert keeper._thread is not None, "a trainer lives again"
+
+
+def test_a_flush_that_outlasts_the_lease_keeps_it(
+    node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody else does: at every moment the place is this life's."""
+    monkeypatch.setattr(flusher_module, "WINDOW_BYTES", 1)  # nothing may go at once
+    zero = node(bytes_per_second=4096 / LEASE_SECONDS)
+    monkeypatch.setattr(zero.flusher._keeper, "keep", lambda *whose: None)
+    lives: set[str] = set()
+
+    def look() -> None:
+        holder = PersistentStore(str(place)).lease("11fe", "another job", clock).holder()
+        lives.add(holder.life if holder is not None else "nobody")
+
+    clock.meanwhile = look
+    assert zero.flush(order(1))["complete"]
+    assert clock.passed() > 1.5 * LEASE_SECONDS
+    assert lives == {LIFE}
 
 
 @pytest.mark.parametrize("killed", [True, False])
