@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +163,20 @@ def there(directory: Path) -> set[tuple[int, int, int]]:
     return found[0]
 
 
-def retire(directory: Path, desk: DeskSettings, safe: list[int], **more: Any) -> None:
+def retire(
+    directory: Path,
+    desk: DeskSettings,
+    safe: list[int],
+    held: Iterable[ShardKey] = (),
+    **more: Any,
+) -> None:
+    """Retention as the trainer asks for it, while the agent still reads what is `held`."""
+    services: Any = NoServices()
+    services.held.add(list(held))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         asked = {"safe": safe, "lineage": LINEAGE, "keep": [], "void": [], **more}
-        Desk(desk, theirs, NoServices())._retire(asked)  # type: ignore[arg-type]
+        Desk(desk, theirs, services)._retire(asked)
 
 
 def desks(directory: Path, ranks: tuple[int, ...], of: int, keep_last: int) -> list[DeskSettings]:
@@ -217,8 +226,22 @@ def test_strays_stay_as_long_as_they_are_needed(tmp_path: Path) -> None:
     retire(tmp_path, first, [2, 3])
     assert (1, 2, 2) in there(tmp_path)
     mark.unlink()
+    held = [kind(VersionId(1, 2), s, 4) for kind in (ShardKey, ParityKey) for s in (2, 3)]
+    retire(tmp_path, first, [2, 3], held=held)
+    assert there(tmp_path) == {(1, 2, 2), (1, 2, 3), (2, 3, 0), (2, 3, 1)}
     retire(tmp_path, first, [2, 3])
     assert there(tmp_path) == {(2, 3, 0), (2, 3, 1)}
+
+
+def test_what_a_flush_still_reads_stays_until_it_has(tmp_path: Path) -> None:
+    desk = DeskSettings(str(tmp_path), 0, 1, keep_last=1, keep_every=0)
+    for version in (3, 4):
+        shards(tmp_path, 2, version, [0], of=1)
+    held = [kind(VersionId(2, 3), 0, 1) for kind in (ShardKey, ParityKey)]
+    retire(tmp_path, desk, [2, 4], held=held)
+    assert there(tmp_path) == {(2, 3, 0), (2, 4, 0)}
+    retire(tmp_path, desk, [2, 4])
+    assert there(tmp_path) == {(2, 4, 0)}
 
 
 def test_in_a_directory_that_nodes_share_nothing_is_stray(tmp_path: Path) -> None:

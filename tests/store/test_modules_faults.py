@@ -229,6 +229,19 @@ def test_a_version_that_was_never_complete_is_no_base(writer: Writer) -> None:
     assert writer.flush(3).base == name_of(2)
 
 
+def test_a_base_that_went_meanwhile_is_not_referred_to(tmp_path: Path) -> None:
+    """Another life of the job, or somebody by hand, removed what this one would refer to."""
+    writer = Writer(tmp_path / "place", row="incremental full_every=9, zstd")
+    for version in (1, 2):
+        writer.flush(version)
+    assert writer.store.read_manifest(name_of(2)).bases == (name_of(1),)
+    other = PersistentStore(writer.store.url)
+    assert other.retire(name_of(2))
+    assert other.retire(name_of(1))
+    assert writer.flush(3).base is None
+    assert persistent_contents(tmp_path / "place") == {3: content_of(3)}
+
+
 def test_a_flush_that_is_made_again_writes_nothing_again(writer: Writer, tmp_path: Path) -> None:
     """Though what it would write now would be other bytes."""
     writer.pipeline = type(writer.pipeline)(writer.pipeline.modules, 0)
