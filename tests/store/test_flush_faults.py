@@ -342,6 +342,44 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     check_restores(bucket, job.iteration, tmp_path, shm_dir)
 
 
+def test_what_fails_while_the_end_waits_is_said_when_it_fails(
+    bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last version's flush hangs until somebody has heard that the one before failed."""
+    monkeypatch.setattr(ending, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(agentclient, "LOOK_SECONDS", 0.1)
+    come, waits, heard = threading.Event(), threading.Event(), threading.Event()
+    answers: list[bool] = []
+
+    def listen(event: Event) -> None:
+        if "waiting until everything is with" in event.message:
+            waits.set()
+        if event.name == "failed":
+            heard.set()
+
+    def hang(method: str, path: str, number: int) -> int | None:
+        if method != "PUT" or "/lease." not in path:
+            return None
+        come.set()
+        answers.append((heard if answers else waits).wait(PATIENCE_SECONDS))
+        return None if answers[1:] else 403
+
+    try:
+        with Job(tmp_path / "ckpts", bucket, shm_dir) as job:
+            job.checkpointer.log.add_callback(listen)
+            job.run(FLUSHED)
+            proxy.rule = hang
+            job.flush()
+            job.run_until(come.is_set)
+        assert answers[1:]
+        assert all(answers)
+        assert [event.version for event in job.heard("failed")] == [FLUSHED]
+        assert job.flushed() == [job.iteration]
+    finally:
+        waits.set()
+        heard.set()
+
+
 def test_a_signal_that_comes_to_the_end_makes_it_short(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

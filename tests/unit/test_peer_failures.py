@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,30 @@ def test_an_agent_that_is_back_at_its_port_is_found_though_connections_were_kept
         members.transports[1].close()
         members.transports[1] = Transport(SECRET, "127.0.0.1", port, QUICK)
         check_next_version(members)
+
+
+def test_a_member_that_could_not_be_reached_is_waited_for_less_the_next_time(
+    tmp_path: Path,
+) -> None:
+    """Until its agent is there: then its trainer has as long as any."""
+    with Members(tmp_path, CODE, LENGTHS, SHORT) as members:
+        port = members.addresses[1].port
+        members.transports[1].close()
+        members.run([members.exchange(0)])
+        assert "did not begin v1 within 0.3 s" in str(members.errors[0])
+        members.transports[0].limits = Limits(join_seconds=1000.0, again_seconds=0.4)
+        members.run([members.exchange(0, 2)])
+        assert "did not begin v2 within 0.4 s" in str(members.errors[0])
+        members.transports[1] = Transport(SECRET, "127.0.0.1", port, QUICK)
+        for member in (0, 2):
+            members.transports[member].limits = replace(QUICK, again_seconds=QUICK.join_seconds)
+        members.errors.clear()
+        threads = [members.start(members.exchange(member, 3)) for member in (0, 2)]
+        wait_until(lambda: not members.transports[0].doubts(members.addresses[1]))
+        threads.append(members.start(members.exchange(1, 3)))
+        for thread in threads:
+            thread.join()
+        assert members.errors == {}
 
 
 def test_a_member_that_comes_late_is_waited_for(tmp_path: Path) -> None:

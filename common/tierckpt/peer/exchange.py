@@ -180,17 +180,23 @@ class Exchange:
         return [found[member] for member in range(len(found))]
 
     def _join(self, member: int, deadline: float) -> Manifest:
-        """Enter the member's exchange; again and again while it cannot be reached."""
+        """Enter the member's exchange; again and again while it cannot be reached. That is not for
+        as long where the exchange before could not reach it either."""
+        transport, address = self._transport, self._party.addresses[member]
+        limits, begin, doubted = transport.limits, time.monotonic(), transport.doubts(address)
         while True:
+            reach_before = min(deadline, begin + limits.again_seconds) if doubted else deadline
             try:
-                return self._try_to_join(member, max(deadline - time.monotonic(), 0.0))
+                return self._try_to_join(member, reach_before, deadline)
             except (RefusedError, ExchangeCancelledError):
                 raise
             except PeerError as error:
                 if link := self._links.pop(member, None):
-                    self._transport.drop(link)
-                if time.monotonic() + RETRY_SECONDS > deadline:
-                    limit = self._transport.limits.join_seconds
+                    transport.drop(link)
+                doubted = doubted and transport.doubts(address)
+                if time.monotonic() + RETRY_SECONDS > (reach_before if doubted else deadline):
+                    transport.doubt(address)
+                    limit = limits.again_seconds if doubted else limits.join_seconds
                     raise PeerError(
                         f"{self._party.name(member)} did not begin {self.id} within {limit:g} s: "
                         f"{error}",
@@ -198,7 +204,10 @@ class Exchange:
                     ) from error
             self._inbox.pause(RETRY_SECONDS)
 
-    def _try_to_join(self, member: int, seconds: float) -> Manifest:
+    def _try_to_join(self, member: int, reach_before: float, deadline: float) -> Manifest:
+        """The member's agent is to be reached before one time, and to have begun before the
+        other."""
+        seconds = max(reach_before - time.monotonic(), 0.0)
         link = self._transport.connect(self._party.addresses[member], seconds)
         link.peer = self._party.name(member)
         link.excuse = partial(self._excuse, member)
@@ -210,7 +219,7 @@ class Exchange:
             {**head, **where, "member": self.member, "attempt": self._attempt},
             self._shard.manifest,
         )
-        answer = link.receive(seconds)
+        answer = link.receive(max(deadline - time.monotonic(), 0.0))
         if answer.get("op") != "joined":
             raise RefusedError(f"{link.peer} gave up: {answer.get('why', answer)}", member)
         record = link.receive_record(answer)

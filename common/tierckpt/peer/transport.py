@@ -40,6 +40,9 @@ class Limits:
 
     join_seconds: float = 60.0
     """For the others to begin the same version: their trainers may seal later."""
+    again_seconds: float = 10.0
+    """To reach a peer's agent that the exchange before waited for in vain; once it is reached, its
+    trainer has as long as any."""
     stall_seconds: float = 30.0
     """Without a byte of progress, once it has begun."""
 
@@ -90,6 +93,7 @@ class Transport:
         self.shelf = Shelf()
         """What peers may read here."""
         self._kept: dict[Address, list[Link]] = {}
+        self._doubted: set[Address] = set()
         self._links: set[Link] = set()
         self._threads: set[threading.Thread] = set()
         self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
@@ -146,7 +150,7 @@ class Transport:
             if self._closing:
                 raise ExchangeCancelledError("the agent is closing")
             kept = self._kept.get(address, [])
-            while kept and not new:
+            while kept and not (new or address in self._doubted):
                 link = kept.pop()
                 if link.idle():
                     return link
@@ -158,8 +162,19 @@ class Transport:
         except BaseException:
             self.drop(link)
             raise
+        with self._changed:
+            self._doubted.discard(address)
         link.seconds = self.limits.stall_seconds
         return link
+
+    def doubt(self, address: Address) -> None:
+        """A peer was waited for in vain: a kept connection to it proves nothing any more."""
+        with self._changed:
+            self._doubted.add(address)
+
+    def doubts(self, address: Address) -> bool:
+        """Whether it was so, and the peer has not been reached since."""
+        return address in self._doubted
 
     def keep(self, address: Address, link: Link) -> None:
         """Give back a connection that is between two requests."""
