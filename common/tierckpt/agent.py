@@ -168,13 +168,14 @@ class Agent:
     def serve(
         self,
         listener: socket.socket,
-        on_lingering: Callable[[], None] = lambda: None,
+        let_go: Callable[[], None] = lambda: None,
         starter: int | None = None,
     ) -> None:
         """Accept trainers until there is nobody to serve, or to wait for, any more.
 
-        `on_lingering` is called when all are gone, and one that was killed may come back. `starter`
-        is a descriptor of the process that started this one; None: it is gone already.
+        `starter` is a descriptor of the process that started this one; None: it is gone already.
+        `let_go` is called, perhaps several times, once that has ended or all trainers have gone,
+        whatever is still under way: who waits for their output is not to wait for this process.
         """
         nobody_before, looked_again = time.monotonic() + FIRST_CLIENT_SECONDS, False
         with selectors.DefaultSelector() as selector:
@@ -184,11 +185,12 @@ class Agent:
                 selector.register(starter, selectors.EVENT_READ)
             else:
                 nobody_before = self._orphaned(nobody_before)
+                let_go()
             while True:
                 left = self._patience(nobody_before)
                 with self._lock:
-                    flushing = bool(self._flushing())
-                    idle = [] if self._serving else list(self._flushers.values())
+                    flushing, alone = bool(self._flushing()), not self._serving
+                    idle = list(self._flushers.values()) if alone else []
                 for flusher in idle:
                     flusher.rest()
                 over = left is not None and left <= 0
@@ -197,8 +199,8 @@ class Agent:
                 if over:  # all of us may have been stopped, and the flusher goes on in a moment
                     left = LOOK_AGAIN_SECONDS
                 looked_again = over
-                if left is not None and not (nobody_before or flushing):
-                    on_lingering()
+                if alone and not nobody_before:
+                    let_go()
                 for key, _ in selector.select(None if left is None else min(left, MOST_SECONDS)):
                     if key.fileobj is listener:
                         if self._accept(listener):
@@ -206,6 +208,7 @@ class Agent:
                     elif key.fileobj == starter:
                         selector.unregister(key.fileobj)
                         nobody_before = self._orphaned(nobody_before)
+                        let_go()
                     else:
                         self._woken.recv(1)
 
@@ -375,7 +378,8 @@ def lower_priority(nice: int) -> None:
 
 
 def _let_go_of_output() -> None:
-    """Launchers wait until nobody holds their pipes any more, and would wait for us to linger."""
+    """Launchers wait until nobody holds their pipes any more, and notice only then that a rank has
+    ended. What trainers are told goes over their sockets: nothing but a traceback is lost."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (1, 2):
         os.dup2(nowhere, fd)

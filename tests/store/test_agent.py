@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import platform
+import select
 import signal
 import socket
 import subprocess
@@ -37,6 +38,7 @@ TRAINER = """
 import json, sys, time
 from tierckpt.agentclient import AgentClient, AgentSettings
 from tierckpt.desk import DeskSettings
+from tierckpt.flusher import FlushOrder
 agent, desk = (json.loads(text) for text in sys.argv[1:3])
 client = AgentClient(AgentSettings(**agent), DeskSettings(**desk))
 client.start()
@@ -47,6 +49,11 @@ for line in sys.stdin:
     if line.strip() == "close":
         client.close()
         print("closed", flush=True)
+    if line.strip() == "flush":
+        lineage = ((1, 0),)
+        order = (desk["directory"], (0,), 1, 1, 2, "life", "job", lineage, 1, 1000, None, "here")
+        client.flush(FlushOrder(*order))
+        print("flushing", flush=True)
 """
 
 
@@ -127,6 +134,7 @@ def test_an_agent_whose_starter_died_without_a_word_waits_no_longer_than_it_ling
         starter.communicate()
     monkeypatch.setattr(agent, "FIRST_CLIENT_SECONDS", 10 * PATIENCE_SECONDS)
     monkeypatch.setattr(agent, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(agent, "_let_go_of_output", lambda: None)  # the same
     thread = threading.Thread(target=agent.run, args=(settings, starter.pid), daemon=True)
     thread.start()
     until(lambda: settings.place().address.exists() or not thread.is_alive())
@@ -166,6 +174,43 @@ def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
     successor = AgentClient(*node(0))
     assert reach(successor) == pid
     successor.close()
+    until(lambda: not alive(pid))
+
+
+def test_a_launcher_need_not_wait_for_one_that_flushes(node: Any, tmp_path: Path) -> None:
+    """As the second node of two, whose first one is not there: that takes a minute."""
+    settings, desk = node(0)
+    place = {"path": str(tmp_path / "far"), "node": 1, "nodes": 2}
+    killed = trainer((settings, replace(desk, persistent=place)))
+    pid = int(killed.stdout.readline())
+    killed.stdin.write("flush\n")
+    killed.stdin.flush()
+    assert killed.stdout.readline() == "flushing\n"
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert killed.stdout.read() == ""
+    assert alive(pid), "as long as the flush is under way"
+    end(killed)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid))
+
+
+def test_a_dead_ranks_launcher_need_not_wait_for_those_that_live(node: Any) -> None:
+    """Horovod's has a pipe for each rank, and believes in a rank's death when that is closed."""
+    killed = trainer(node(0, linger=PATIENCE_SECONDS))
+    pid = int(killed.stdout.readline())
+    living = AgentClient(*node(1))
+    assert reach(living) == pid
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    ended, _, _ = select.select([killed.stdout], [], [], PATIENCE_SECONDS)
+    assert ended, "the agent has let go of it"
+    assert killed.stdout.read() == ""
+    end(killed)
+    successor = AgentClient(*node(0))
+    assert reach(successor) == pid
+    successor.close()
+    living.close()
     until(lambda: not alive(pid))
 
 
@@ -215,7 +260,7 @@ def test_it_waits_for_a_flush_as_long_as_that_gets_on(
         server._wake.send(b"\0")
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
-    assert not let_go.is_set(), "it has something to say yet"
+    assert let_go.is_set(), "whoever reads the job's output need not wait for the store"
     server.close()
     listener.close()
 
