@@ -84,11 +84,15 @@ class Problem(NamedTuple):
     why: str
     newer: bool = False
     """It is of a newer format."""
+    keys: tuple[ShardKey, ...] = ()
+    """What exists there by its name, though what its manifest says cannot be used."""
 
     @staticmethod
-    def of(place: Place, error: Exception, what: str = "") -> Problem:
+    def of(
+        place: Place, error: Exception, what: str = "", keys: tuple[ShardKey, ...] = ()
+    ) -> Problem:
         """What `error` makes of it; `what` comes first, where the place says too little."""
-        return Problem(place, f"{what}{error}", isinstance(error, NewerFormatError))
+        return Problem(place, f"{what}{error}", isinstance(error, NewerFormatError), keys)
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,9 @@ class Inventory:
 
     found: tuple[Found, ...]
     problems: tuple[Problem, ...]
-    """Manifests that could not be read, and why."""
+    """Manifests that were read and cannot be used, and why."""
     unseen: tuple[Problem, ...]
-    """Where it could not be seen what is there at all, and why."""
+    """What could not be looked at, be it a level or one manifest, and why."""
     generation: int
     """The newest generation seen, also in what is not restorable."""
     host: str = ""
@@ -131,13 +135,13 @@ def take_inventory(
     keys: list[ShardKey] = []
     parities: list[FoundParity] = []
     with _told(Place("memory", host, str(job.path)), unseen):
-        look_at_memory(job, host, found, problems)
+        look_at_memory(job, host, found, problems, unseen)
     disk = Place("local", host, str(store.directory))
     with _told(disk, unseen):
         disk = replace(disk, where=str(store.directory.resolve()))
         keys = look_at_local(store, disk, found, problems, unseen)
     with _told(disk, unseen):
-        parities = look_at_parities(store, disk, problems)
+        parities = look_at_parities(store, disk, problems, unseen)
     if persistent is not None and persistent.path:
         with _told(Place("persistent", EVERYWHERE, persistent.path), unseen):
             look_at_persistent(persistent, found, problems, unseen)
@@ -170,14 +174,19 @@ def _told(place: Place, unseen: list[Problem]) -> Iterator[None]:
 
 
 def look_at_memory(
-    job: JobDirectory, host: str, found: list[Found], problems: list[Problem]
+    job: JobDirectory,
+    host: str,
+    found: list[Found],
+    problems: list[Problem],
+    unseen: list[Problem],
 ) -> None:
     """Add the slots of this machine."""
     for path, m in job.sealed():
         place = Place("memory", host, str(path))
         found.append(Found(m.key, place, m.lineage, m.life, complete=m.complete))
     for path, error in job.damaged():
-        problems.append(Problem.of(Place("memory", host, str(path)), error))
+        told = unseen if isinstance(error, OSError) else problems
+        told.append(Problem.of(Place("memory", host, str(path)), error))
 
 
 def look_at_local(
@@ -204,8 +213,11 @@ def look_at_local(
                 raise FormatError(f"{key} refers to {base}, which is not there")
         except FileNotFoundError:
             continue  # retired by an agent of the life before while we looked
-        except (OSError, CorruptShardError, FormatError) as error:
-            problems.append(Problem.of(replace(disk, where=f"{disk.where}/{key.stem}"), error))
+        except OSError as error:
+            unseen.append(Problem.of(replace(disk, where=f"{disk.where}/{key.stem}"), error))
+        except (CorruptShardError, FormatError) as error:
+            where = replace(disk, where=f"{disk.where}/{key.stem}")
+            problems.append(Problem.of(where, error, keys=(key,)))
         else:
             place = replace(disk, encoded=manifest.encoding is not None)
             told = (manifest.lineage, manifest.life, manifest.metric, manifest.complete)
@@ -213,7 +225,9 @@ def look_at_local(
     return keys
 
 
-def look_at_parities(store: LocalStore, place: Place, problems: list[Problem]) -> list[FoundParity]:
+def look_at_parities(
+    store: LocalStore, place: Place, problems: list[Problem], unseen: list[Problem]
+) -> list[FoundParity]:
     """What this node keeps for the shards of others."""
     found = []
     try:
@@ -229,8 +243,10 @@ def look_at_parities(store: LocalStore, place: Place, problems: list[Problem]) -
                 raise FormatError(f"the manifest of {key} says it is {record.key}")
         except FileNotFoundError:
             continue
-        except (OSError, CorruptShardError, FormatError) as error:
-            problems.append(Problem.of(place, error, f"{key}: "))
+        except OSError as error:
+            unseen.append(Problem.of(place, error, f"{key}: "))
+        except (CorruptShardError, FormatError) as error:
+            problems.append(Problem.of(place, error, f"{key}: ", (key,)))
         else:
             made = (record.lineage, record.life, record.group, record.k, record.m)
             found.append(FoundParity(key, place, *made))
@@ -262,16 +278,23 @@ def look_at_persistent(
         return
     try:
         for name in store.versions():
+            keys = tuple(ShardKey(name.id, shard, name.shards) for shard in range(name.shards))
             try:
                 manifest = store.read_manifest(name)
                 lineage = manifest.facts.lineage
                 if lacking := [base for base in manifest.bases if not store.exists(base)]:
                     raise FormatError(f"it refers to {lacking[0]}, which is not there")
-            except (OSError, CorruptShardError, FormatError) as error:
+            except FileNotFoundError as error:  # retired meanwhile
                 problems.append(Problem.of(place, error, f"{name}: "))
-                continue
-            keys = [ShardKey(name.id, shard, name.shards) for shard in range(name.shards)]
-            found += [Found(key, place, lineage, name.life) for key in keys]
+            except OSError as error:
+                unseen.append(Problem.of(place, error, f"{name}: "))
+            except (CorruptShardError, FormatError) as error:
+                problems.append(Problem.of(place, error, f"{name}: ", keys))
+            else:
+                found += [Found(key, place, lineage, name.life) for key in keys]
+        for name in store.obstructed():
+            why = f"{name}: a directory is in the place of its manifest"
+            unseen.append(Problem(place, why))
     except FileNotFoundError:
         pass  # nothing was ever flushed
     except Exception as error:  # also a client's own: the other ranks wait for what is told here

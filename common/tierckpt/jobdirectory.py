@@ -137,15 +137,16 @@ class JobDirectory:
             if manifest is not None:
                 yield path, manifest
 
-    def damaged(self) -> Iterator[tuple[Path, CorruptShardError | FormatError]]:
-        """Every slot that says it is sealed and whose manifest cannot be read, and why."""
+    def damaged(self) -> Iterator[tuple[Path, CorruptShardError | FormatError | OSError]]:
+        """Every slot that says it is sealed and whose manifest cannot be read, and why; OSError for
+        one that cannot tell."""
         for path in self.segments():
             try:
                 seal_of(path)
-            except (CorruptShardError, FormatError) as error:
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except (CorruptShardError, FormatError, OSError) as error:
                 yield path, error
-            except OSError:
-                continue
 
     def alive(self) -> bool:
         """True while any trainer or agent of this job lives."""

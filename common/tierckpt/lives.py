@@ -25,7 +25,7 @@ from .inventory import (
 )
 from .jobdirectory import JobDirectory
 from .localstore import LocalStore
-from .naming import Lineage, VersionId, on_lineage
+from .naming import Lineage, ParityKey, ShardKey, VersionId, on_lineage
 from .restoreplan import RestorePlan, plan_restore
 from .together import Together
 from .wording import some
@@ -68,6 +68,8 @@ class Lives:
         """Every rank's, by name."""
         self.problems: list[str] = []
         """What was found and cannot be read."""
+        self.damaged: set[ShardKey] = set()
+        """Shards and parity of which that is known by name alone."""
         self.newer: list[str] = []
         """Those of them that a newer tierckpt wrote."""
         self.unseen: list[str] = []
@@ -107,6 +109,7 @@ class Lives:
         self.nodes = [i.host for i in inventories]
         self.parities = [i.parities for i in inventories]
         self.problems = _told(p for i in inventories for p in i.problems)
+        self.damaged = {key for i in inventories for p in i.problems for key in p.keys}
         self.newer = _told(p for i in inventories for p in i.problems if p.newer)
         self.unseen = _told(p for i in inventories for p in i.unseen)
         self._next_generation = 1 + max(i.generation for i in inventories)
@@ -149,15 +152,34 @@ class Lives:
 
     def once_complete(self) -> VersionId | None:
         """The newest version of which anything tells that it was complete: one that is now, though
-        perhaps damaged; or that was on all ranks' disks, as a shard says that was taken later; or
-        parity, which is made of such only. Not one that was in memory alone, which is nowhere any
-        more after a reboot."""
+        perhaps damaged, be it in all manifests; or that was on all ranks' disks, as a shard says
+        that was taken later; or parity, which is made of such only. Not one that was in memory
+        alone, which is nowhere any more after a reboot."""
         found = [f for each in self.found for f in each]
         parities = [p for each in self.parities for p in each]
         lineages = {f.key.id: f.lineage for f in found} | {p.key.id: p.lineage for p in parities}
         known = {f.complete for f in found} | {p.key.id for p in parities} | {self.newest()}
-        there = {id_ for id_ in known if id_ is not None}
-        return max((i for i in there if on_lineage(i, lineages[max(lineages)])), default=None)
+        there = {id_ for id_ in known if id_ is not None} | self._complete_by_name()
+        lineage = lineages[max(lineages)] if lineages else ()
+        return max((i for i in there if on_lineage(i, lineage)), default=None)
+
+    def _complete_by_name(self) -> set[VersionId]:
+        """Versions whose manifests are all there, some damaged. A manifest has its name when all
+        that it stands for is written, so its name tells what was there, whatever is in it now."""
+        shards: dict[tuple[VersionId, int], dict[str, set[int]]] = {}
+        for f in (f for each in self.found for f in each):
+            lives = shards.setdefault((f.key.id, f.key.shards), {})
+            lives.setdefault(f.life, set()).add(f.key.shard)
+        known = {key.id for key in self.damaged if isinstance(key, ParityKey)}
+        lost: dict[tuple[VersionId, int], set[int]] = {}
+        for key in self.damaged:
+            if not isinstance(key, ParityKey):
+                lost.setdefault((key.id, key.shards), set()).add(key.shard)
+        for (id_, count), damaged in lost.items():
+            others = shards.get((id_, count), {"": set()}).values()
+            if any(len(damaged | sound) == count for sound in others):
+                known.add(id_)
+        return known
 
     def remains(self) -> list[str]:
         """Which shards there are of the newest few versions, and which are nowhere. Those of two

@@ -28,6 +28,7 @@ from . import faults, folders
 from .errors import CorruptShardError
 from .lockedfile import LockedFile, unlocked
 from .naming import Key, ParityKey, ShardKey
+from .plainfile import open_plain
 
 KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
 MANIFEST_SUFFIX = ".manifest"
@@ -152,7 +153,7 @@ class LocalStore:
         for path in found:
             key = kind.parse(path.stem)
             # In this order: a writer that lets go of the lock has made its manifest before.
-            if key and unlocked(path) and not self._manifest(key).exists():
+            if key and unlocked(path) and not os.path.lexists(self._manifest(key)):
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
                     removed.append(path.name)
@@ -182,16 +183,17 @@ class LocalStore:
 
     def read_manifest(self, key: ShardKey) -> bytes:
         """The manifest's bytes, unchecked."""
-        return self._manifest(key).read_bytes()
+        with open_plain(self._manifest(key)) as file:
+            return file.read()
 
     def open_image(self, key: ShardKey) -> mmap.mmap:
         """The bytes, mapped, unchecked; writes to the map stay private. Close it.
 
         Raises CorruptShardError for an empty file, which cannot be mapped.
         """
-        with self._data(key).open("rb") as file:
+        with open_plain(self._data(key)) as file:
             if os.fstat(file.fileno()).st_size == 0:
-                raise CorruptShardError(f"truncated: {file.name} is empty")
+                raise CorruptShardError(f"truncated: {self._data(key)} is empty")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def shards_named(self) -> set[int]:
@@ -208,7 +210,7 @@ class LocalStore:
 
     def read(self, key: ShardKey, offset: int, nbytes: int) -> bytes:
         """A range of the bytes, unchecked; less where the file ends."""
-        with self._data(key).open("rb", buffering=0) as file:
+        with open_plain(self._data(key), buffering=0) as file:
             return os.pread(file.fileno(), nbytes, offset)
 
     # --- file operations, each with its fault point --------------------------------------------

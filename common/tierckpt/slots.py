@@ -22,6 +22,7 @@ from .imagefile import ImageFile, remove_image
 from .localstore import LocalStore
 from .manifest import DIGEST_BYTES, Manifest
 from .naming import PAGE_BYTES, round_up
+from .plainfile import open_plain
 
 _MAGIC = b"TCKPSLOT"
 _SEAL_HEAD_BYTES = 24
@@ -219,7 +220,7 @@ def read_seal(path: Path) -> Manifest | None:
 
 def seal_of(path: Path) -> Manifest | None:
     """The same, but raises why it cannot be read: OSError, CorruptShardError, FormatError."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         head = file.read(_SEAL_HEAD_BYTES)
         if head[:8] != _MAGIC:
             return None

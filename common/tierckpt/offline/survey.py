@@ -53,9 +53,9 @@ class Survey:
     found: list[Found] = field(default_factory=list)
     parities: list[FoundParity] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    """Manifests that cannot be read, and why."""
+    """Manifests that cannot be used, and why."""
     unseen: list[Problem] = field(default_factory=list)
-    """Places that cannot be looked at, and why."""
+    """Places, and manifests, that cannot be looked at, and why."""
     pinned: set[tuple[str, int, int]] = field(default_factory=set)
     """Level, generation and version."""
     open_store: OpenPersistent = PersistentStore
@@ -129,7 +129,7 @@ def _has_shards(folder: Path) -> bool:
 def _look_at_disk(folder: Path, there: Survey) -> None:
     store, place = LocalStore(folder), Place("local", socket.gethostname(), str(folder.resolve()))
     look_at_local(store, place, there.found, there.problems, there.unseen)
-    there.parities += look_at_parities(store, place, there.problems)
+    there.parities += look_at_parities(store, place, there.problems, there.unseen)
     with suppress(OSError):  # said already
         pins = LocalPins(folder).pinned()
         there.pinned |= {("local", id_.generation, id_.version) for id_ in pins}
@@ -168,4 +168,5 @@ def _look_at_memory(shm_dir: Path, jobs: Iterable[str], there: Survey) -> None:
 def _look_at_slots(job: JobDirectory, there: Survey) -> None:
     if job.alive():
         there.living.add(job.job)
-    look_at_memory(job, job.node or socket.gethostname(), there.found, there.problems)
+    host = job.node or socket.gethostname()
+    look_at_memory(job, host, there.found, there.problems, there.unseen)

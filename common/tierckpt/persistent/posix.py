@@ -17,6 +17,7 @@ from pathlib import Path
 
 from .. import faults, folders
 from ..naming import PAGE_BYTES
+from ..plainfile import open_plain
 from .backend import Content
 
 STILL_READ = ".nfs"
@@ -103,7 +104,7 @@ class PosixBackend:
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """See `Backend.read`."""
-        with (self.root / name).open("rb", buffering=0) as file:
+        with open_plain(self.root / name, buffering=0) as file:
             left = os.fstat(file.fileno()).st_size - offset
             left = max(0, left if nbytes is None else min(left, nbytes))
             data = bytearray(left)
@@ -128,9 +129,8 @@ class PosixBackend:
                     if entry.name.startswith("."):
                         continue
                     with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
-                        is_folder = entry.is_dir()
-                        name = f"{entry.name}/" if is_folder else entry.name
-                        found[name] = 0 if is_folder else entry.stat().st_size
+                        is_folder, nbytes = _look_at(entry)
+                        found[f"{entry.name}/" if is_folder else entry.name] = nbytes
         except FileNotFoundError:
             return {}
         return found
@@ -217,6 +217,18 @@ def _listdir(path: Path) -> list[str]:
         return os.listdir(path)
     except FileNotFoundError:
         return []
+
+
+def _look_at(entry: os.DirEntry[str]) -> tuple[bool, int]:
+    """Whether it is a folder, and its length. FileNotFoundError when it was removed meanwhile; a
+    link that leads nowhere is there, and an empty file."""
+    try:
+        is_folder = entry.is_dir()
+        return is_folder, 0 if is_folder else entry.stat().st_size
+    except OSError:
+        if not entry.is_symlink():
+            raise
+        return False, 0
 
 
 def _writer_tag() -> str:

@@ -224,6 +224,11 @@ class PersistentStore:
         """Every version that exists, oldest first. One listing."""
         return self._with_suffix(MANIFEST)
 
+    def obstructed(self) -> list[VersionName]:
+        """Versions that may exist, as there is a folder where the manifest would be. One listing.
+        None is made by us."""
+        return self._with_suffix(f"{MANIFEST}/")
+
     def pinned(self) -> list[VersionName]:
         """Versions that retention leaves alone."""
         return self._with_suffix(PIN)
@@ -233,7 +238,8 @@ class PersistentStore:
         names = self.backend.sizes()
         stems = {n.rstrip("/") for n in names if n.endswith("/")}
         stems |= {n.removesuffix(RETIRED) for n in names if n.endswith(RETIRED)}
-        found = {VersionName.parse(s) for s in stems if s + MANIFEST not in names}
+        there = {n.rstrip("/") for n in names}  # a folder is no manifest, but may hide one
+        found = {VersionName.parse(s) for s in stems if s + MANIFEST not in there}
         return sorted(n for n in found if n is not None)
 
     def read_manifest(self, name: VersionName) -> VersionManifest:

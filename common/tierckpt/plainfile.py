@@ -1,0 +1,29 @@
+"""Files that are opened by a name under which anything at all may lie. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_plain(path: Path, buffering: int = -1) -> BinaryIO:
+    """The file, to be read; never waits for somebody to write to it, as opening a FIFO does.
+
+    Raises OSError for what is no file. FileNotFoundError means that there is nothing of that name,
+    not even a link that leads nowhere.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise OSError(errno.EINVAL, "a link that leads nowhere", str(path)) from None
+        raise
+    kind = os.fstat(fd).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(fd)
+        what = "a directory" if stat.S_ISDIR(kind) else "no regular file"
+        raise OSError(errno.EINVAL, f"{what} in the place of a file", str(path))
+    return os.fdopen(fd, "rb", buffering)
