@@ -57,13 +57,7 @@ class Halting:
         self._margin_seconds = config.halt_seconds_left
         self._standing = HaltRequest(seconds_left=config.halt_seconds_left or None)
         self._end_seconds = haltrequest.allocation_end(environment)
-        if self._end_seconds is not None and self._end_seconds <= time.time():
-            notice(
-                "SLURM_JOB_END_TIME is over already, as it is after the allocation was prolonged: "
-                "it is not heeded",
-                logging.WARNING if rank == 0 else logging.DEBUG,
-            )
-            self._end_seconds = None
+        self._why_no_end = haltrequest.why_no_end(environment)
         self._rank, self._notice = rank, notice
         self._grace_seconds = config.halt_grace_seconds
         self._agreed_seconds: float | None = None
@@ -100,9 +94,9 @@ class Halting:
         for request in requests:
             if request.unknown(self._end_seconds):
                 self._tell(
-                    "it is not known when this job's allocation ends (SLURM_JOB_END_TIME is not "
-                    "set), so how many seconds are left can't be told. Older versions of Slurm "
-                    "leave it out: in the batch script, export SLURM_JOB_END_TIME=$(date -d "
+                    f"it is not known when this job's allocation ends ({self._why_no_end}), so "
+                    "how many seconds are left can't be told. Older versions of Slurm leave it "
+                    "out: in the batch script, export SLURM_JOB_END_TIME=$(date -d "
                     '"$(squeue -h -j $SLURM_JOB_ID -o %e)" +%s); or set a time with '
                     "tierckpt halt PATH --before TIME",
                     logging.WARNING,
@@ -200,7 +194,7 @@ class Lookout:
     def __init__(self, directories: Sequence[str]) -> None:
         self.requests: tuple[HaltRequest, ...] = ()
         self.problems: tuple[str, ...] = ()
-        """Requests that cannot be read."""
+        """Requests that cannot be read, and why."""
         self._where: tuple[str, ...] = ()
         self._directories = directories
         self._over = threading.Event()
@@ -232,8 +226,10 @@ class Lookout:
         for directory in self._directories:
             try:
                 request = haltrequest.read(directory)
-            except (OSError, FormatError) as error:
-                problems.append(f"a halt request in {directory} is passed over: {error}")
+            except Exception as error:  # or nobody would look any more
+                known = isinstance(error, (OSError, FormatError))
+                why = str(error) if known else f"{type(error).__name__}: {error}"
+                problems.append(f"a halt request in {directory} is passed over: {why}")
                 continue
             if request is not None:
                 found[directory] = request

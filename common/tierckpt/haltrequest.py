@@ -13,16 +13,19 @@ import json
 import math
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from .errors import ConfigError, FormatError
+from .plainfile import open_plain
 
 FILE_NAME = "halt.json"
 KIND = "tierckpt-halt"
 FORMAT_VERSION = 1
+END_VARIABLE = "SLURM_JOB_END_TIME"
 
 
 class Reason(enum.IntEnum):
@@ -146,7 +149,7 @@ class HaltRequest:
                 before_seconds=None if before is None else float(before),
                 seconds_left=None if left is None else float(left),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise FormatError(f"not a halt request: {text[:80]!r} ({error!r})") from error
         if wrong := request.nonsense():
             raise FormatError(f"not a halt request that a job can act on: {wrong}")
@@ -159,9 +162,15 @@ class HaltRequest:
 def read(directory: str | os.PathLike[str]) -> HaltRequest | None:
     """The request in a directory; None without one. Raises OSError, FormatError."""
     try:
-        return HaltRequest.decode((Path(directory) / FILE_NAME).read_text())
+        with open_plain(Path(directory) / FILE_NAME) as file:
+            content = file.read()
     except FileNotFoundError:
         return None
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"not a halt request: {content[:40]!r} ({error})") from error
+    return HaltRequest.decode(text)
 
 
 def write(directory: str | os.PathLike[str], request: HaltRequest) -> None:
@@ -205,8 +214,25 @@ def parse_time(text: str, now: datetime) -> float:
 
 def allocation_end(environment: Mapping[str, str]) -> float | None:
     """When the scheduler ends this job, in Unix seconds, if its environment tells: that of newer
-    versions of Slurm does (SLURM_JOB_END_TIME; 22.05 does not set it)."""
+    versions of Slurm does (SLURM_JOB_END_TIME; 22.05 does not set it). One that is over is that of
+    before the allocation was prolonged, and tells nothing."""
+    seconds = _end_named(environment)
+    return seconds if seconds is not None and seconds > time.time() else None
+
+
+def why_no_end(environment: Mapping[str, str]) -> str:
+    """Why `allocation_end` is None, in words."""
+    if END_VARIABLE not in environment:
+        return f"{END_VARIABLE} is not set"
+    said = f"{END_VARIABLE} is {environment[END_VARIABLE]!r}"
+    if _end_named(environment) is None:
+        return f"{said}, which is no Unix time in seconds"
+    return f"{said}, which is over already"
+
+
+def _end_named(environment: Mapping[str, str]) -> float | None:
     try:
-        return float(environment["SLURM_JOB_END_TIME"])
+        seconds = float(environment[END_VARIABLE])
     except (KeyError, ValueError):
         return None
+    return seconds if math.isfinite(seconds) else None

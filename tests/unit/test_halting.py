@@ -121,9 +121,16 @@ def test_times_as_people_write_them() -> None:
 
 
 def test_the_end_of_the_allocation_is_slurms() -> None:
-    assert haltrequest.allocation_end({"SLURM_JOB_END_TIME": "1800000000"}) == NOON
+    assert haltrequest.allocation_end({"SLURM_JOB_END_TIME": "4000000000"}) == 4e9
     assert haltrequest.allocation_end({"SLURM_JOB_END_TIME": "Unknown"}) is None
+    assert haltrequest.allocation_end({"SLURM_JOB_END_TIME": "inf"}) is None
     assert haltrequest.allocation_end({}) is None
+
+
+def test_only_processes_and_allocations_that_end_are_interruptions() -> None:
+    """The others are what somebody asked for: such a job is not to be started again."""
+    found = [reason for reason in Reason if reason.is_interruption]
+    assert found == [Reason.SIGNAL, Reason.ALLOCATION]
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -242,6 +249,40 @@ def test_a_request_is_found_replaced_and_forgotten(often: None, tmp_path: Path) 
         assert f"a halt request in {tmp_path} is passed over" in lookout.problems[0]
     finally:
         lookout.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe\x00 no text in any encoding of ours",
+        b"[" * 100_000,
+        HaltRequest().encode().replace('"after_version": null', '"after_version": 1e999').encode(),
+    ],
+    ids=["no text", "too deep", "too large"],
+)
+def test_what_is_no_request_is_passed_over_and_the_next_one_found(
+    content: bytes, often: None, tmp_path: Path
+) -> None:
+    (tmp_path / haltrequest.FILE_NAME).write_bytes(content)
+    lookout = Lookout([str(tmp_path)])
+    try:
+        until(lambda: lookout.problems)
+        assert f"a halt request in {tmp_path} is passed over" in lookout.problems[0]
+        haltrequest.write(tmp_path, HaltRequest(now=True))
+        until(lambda: lookout.requests == (HaltRequest(now=True),))
+        assert lookout.problems == ()
+    finally:
+        lookout.close()
+
+
+def test_a_fifo_is_no_request(often: None, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / haltrequest.FILE_NAME)
+    lookout = Lookout([str(tmp_path)])
+    try:
+        until(lambda: lookout.problems)
+    finally:
+        lookout.close()
+    assert "no regular file in the place of a file" in lookout.problems[0]
 
 
 def test_who_looks_where() -> None:
@@ -471,7 +512,7 @@ def test_an_end_that_is_over_is_not_heeded(make_rank: Any) -> None:
     """A job whose allocation was prolonged keeps the old one in its environment."""
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "1"})
     assert rank.halting.vote(1)[0] is Reason.NONE
-    assert "SLURM_JOB_END_TIME is over already" in rank.texts()
+    assert "SLURM_JOB_END_TIME is '1', which is over already" in rank.texts()
 
 
 NEVER = math.inf
@@ -507,6 +548,13 @@ def test_how_long_an_end_may_take(
     granted = halting.seconds_to_wait()
     assert (NEVER if granted is None else granted) == disk
     assert halting.seconds_for_others() == others
+
+
+def test_an_end_that_is_no_time_is_told_as_it_is(make_rank: Any) -> None:
+    rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "tomorrow"})
+    rank.halting.vote(1)
+    assert "SLURM_JOB_END_TIME is 'tomorrow', which is no Unix time in seconds" in rank.texts()
+    assert "is not set" not in rank.texts()
 
 
 def test_a_signal_is_the_most_urgent_reason(make_rank: Any, tmp_path: Path) -> None:
