@@ -39,7 +39,7 @@ def interval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     what = "a step without a checkpoint"
     parser.add_argument("--step", type=duration, metavar="TIME", help=what)
     what = "mean time between failures of the job, of any kind; default: as in the events"
-    parser.add_argument("--failure-every", type=duration, metavar="TIME", help=what)
+    parser.add_argument("--failure-every", type=rarity, metavar="TIME", help=what)
     parser.add_argument(
         "--level",
         nargs="+",
@@ -61,9 +61,16 @@ def duration(text: str) -> float:
         seconds = float(number) * UNITS_SECONDS[text[len(number) :] or "s"]
     except (KeyError, ValueError):
         seconds = math.nan
-    if not seconds >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write for example 1.5s, 20m or 8h")
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no finite time of 0 or more; write for example 1.5s, 20m or 8h"
+        )
     return seconds
+
+
+def rarity(text: str) -> float:
+    """Seconds between failures; `inf` where there are none. Raises what `duration` raises."""
+    return math.inf if text == "inf" else duration(text)
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
@@ -209,7 +216,8 @@ def by_hand(job: Job, args: argparse.Namespace) -> Job:
                 "three times: of a version, between failures, of a restart"
             )
         try:
-            seconds = [duration(text) for text in times]
+            # The second is that between failures.
+            seconds = [(rarity if n == 1 else duration)(text) for n, text in enumerate(times)]
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"--level {name}: {error}") from error
         level = replace(levels.get(name, Level(name, 0.0, math.nan)), cost_seconds=seconds[0])

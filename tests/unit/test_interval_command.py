@@ -149,18 +149,31 @@ def test_the_last_line_of_a_killed_rank_may_be_cut(
         ("--level local 3ms 1h", "--step"),
         ("--step 1 --level local 3ms 1h --budget 2", "between 0 and 1"),
         ("--events /nowhere/events.jsonl", "/nowhere/events.jsonl"),
+        ("--step 1 --level memory inf 6h", "'inf' is no finite time of 0 or more"),
+        ("--step 1 --level memory 2ms 6h inf", "'inf' is no finite time of 0 or more"),
     ],
 )
 def test_what_is_missing_is_named(line: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert what in refused(capsys, *line.split())
 
 
+def test_a_step_that_never_ends_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["interval", "--step", "inf", "--level", "memory", "2ms", "6h"])
+    assert "'inf' is no finite time of 0 or more" in capsys.readouterr().err
+
+
+def test_a_level_that_no_failure_needs_is_never_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "--step", "1s", "--level", "memory", "2ms", "inf")
+    assert "memory_every_steps=0" in text
+
+
 def test_durations() -> None:
     assert [duration(t) for t in ("3", "20ms", "1.5s", "2m", "8h", "2d")] == pytest.approx(
         [3, 0.02, 1.5, 120, 28800, 172800]
     )
-    for wrong in ("", "x", "3y", "-1", "nan", "s"):
-        with pytest.raises(argparse.ArgumentTypeError):
+    for wrong in ("", "x", "3y", "-1", "nan", "s", "inf", "1e999", "infh"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{wrong}' is no finite time"):
             duration(wrong)
     assert [text_of(s) for s in (0.0005, 0.02, 90, 7200, math.inf)] == [
         "0.5 ms", "20 ms", "1.5 m", "2 h", "never",
