@@ -541,6 +541,8 @@ def test_what_the_system_does_not_take_is_told(node: Any, monkeypatch: pytest.Mo
     """It is not waited for as if only a buffer was full."""
     client = AgentClient(*node(0))
     pid = reach(client)
+    # The agent that it hangs up on would take the folder along, with no rank of a job in it.
+    (client.settings.place().job.path / "r00000.0").touch()
     send = socket.send_fds
 
     def refused(channel: socket.socket, parts: list[bytes], *rest: Any) -> int:
