@@ -117,11 +117,15 @@ class Node:
         return Node(nodes.index(host), len(nodes), ranks)
 
 
-def host_id(node: str = "") -> str:
-    """This node: its name (the host's if none is given), and the boot: a reboot is another one."""
+def boot_id() -> str:
+    """Of this machine since it was last switched on; empty where that cannot be told."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
+            return file.read().strip()
     except OSError:
-        boot = ""
-    return f"{node or socket.gethostname()}/{boot}"
+        return ""
+
+
+def host_id(node: str = "") -> str:
+    """This node: its name (the host's if none is given), and the boot: a reboot is another one."""
+    return f"{node or socket.gethostname()}/{boot_id()}"

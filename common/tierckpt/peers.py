@@ -54,6 +54,28 @@ def _has_parity(config: Config) -> bool:
         return False
 
 
+def out_of_reach(addresses: Sequence[Address | None], networks: Sequence[str]) -> list[str]:
+    """Which agents others would look for in vain, and what to do about it: by rank, where each
+    node's agent listens (told by one rank of it), and the network it is in (`own_network`)."""
+    problems: list[str] = []
+    taken: dict[Address, int] = {}
+    for rank, address in enumerate(addresses):
+        if address is None:
+            continue
+        listens = f"rank {rank}'s agent would listen at"
+        if address.is_loopback and len(set(networks)) > 1:
+            problems.append(
+                f"{listens} {address.host}, where other machines cannot reach it; set "
+                "peer_interface to the interface, or the address, that they reach"
+            )
+        elif (other := taken.setdefault(address, rank)) != rank:
+            problems.append(
+                f"{listens} {address}, and so would rank {other}'s; set peer_interface to an "
+                "address that is the node's own"
+            )
+    return problems
+
+
 class Peers:
     """One rank's part. Training thread.
 
@@ -96,24 +118,28 @@ class Peers:
         """
         if not self.groups:
             return
+        from .peer.address import own_network
         from .protector import PartySettings
 
         mine, problem = None, ""
         where = self._where(secret)
         if self._node.first == self._group.rank:
             mine, problem = self._listen(where)
-        told = self._group.all_gather_object((mine, problem))
-        problems = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why]
+        everyone = self._group.all_gather_object((mine, problem, own_network()))
+        addresses = [address for address, _, _ in everyone]
+        problems = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(everyone) if why]
+        problems = problems or out_of_reach(addresses, [network for _, _, network in everyone])
         self.ready = not problems
         if problems:
             complain(f"the peer level is off: {'; '.join(problems)}")
             return
         if mine is None:
             return
-        of_host = {h: a for h, (a, _) in zip(self._roll.hosts, told, strict=True) if a is not None}
-        addresses = {rank: of_host[host] for rank, host in enumerate(self._roll.hosts)}
+        hosts = self._roll.hosts
+        of_host = {h: a for h, a in zip(hosts, addresses, strict=True) if a is not None}
+        of_rank = {rank: of_host[host] for rank, host in enumerate(hosts)}
         parties = [
-            PartySettings.of(rank, group, addresses)
+            PartySettings.of(rank, group, of_rank)
             for group in self.groups
             for rank in group.ranks
             if rank in self._node.ranks

@@ -5,6 +5,7 @@ Whatever happens, it is said who it was, nothing half-made is visible, and the n
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -658,6 +659,28 @@ def test_where_to_listen() -> None:
     for wrong in ("192.0.2.1", "no-such-interface.invalid"):
         with pytest.raises(ConfigError, match=r"lo"):
             own_host(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("0.0.0.0", "stands for all addresses"),
+        ("::", "stands for all addresses"),
+        ("fe80::1%lo", "is a link-local address, which means nothing to other machines"),
+        ("169.254.1.7", "is no address of this machine"),
+    ],
+)
+def test_what_other_nodes_could_not_use_is_refused_by_name(wrong: str, why: str) -> None:
+    name = re.escape(wrong.partition("%")[0])
+    with pytest.raises(ConfigError, match=rf"{name}\W.*{why}.*set peer_interface to one of .*lo"):
+        own_host(wrong)
+
+
+def test_another_node_whose_name_is_unknown_here_is_no_riddle() -> None:
+    with pytest.raises(ConfigError) as caught:
+        own_host(towards="nd1.invalid")
+    assert "'nd1.invalid' is no known host" in str(caught.value)
+    assert "set peer_interface to one of" in str(caught.value)
 
 
 def test_a_port_that_is_taken_is_an_error_that_says_what_to_set() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.peers import Peers
+from tierckpt.peer.address import Address
+from tierckpt.peers import Peers, out_of_reach
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,29 @@ def test_an_agent_that_answers_nonsense_is_a_problem_told_and_not_raised(
     address, problem = peers._listen({})
     assert address is None
     assert problem
+
+
+LOOPBACK, OTHER_LOOPBACK = Address("127.0.1.1", 7001), Address("::1", 7002)
+FIRST, SECOND = Address("10.0.0.1", 7001), Address("10.0.0.2", 7001)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "networks", "blamed"),
+    [
+        ([FIRST, None, SECOND], "aab", {}),
+        ([LOOPBACK, OTHER_LOOPBACK], "aa", {}),
+        ([FIRST, OTHER_LOOPBACK], "ab", {1: "::1, where other machines cannot reach it"}),
+        ([LOOPBACK, LOOPBACK], "ab", {0: "127.0.1.1, where", 1: "127.0.1.1, where"}),
+        ([FIRST, None, FIRST], "aab", {2: "10.0.0.1:7001, and so would rank 0's"}),
+        ([LOOPBACK, LOOPBACK], "aa", {1: "127.0.1.1:7001, and so would rank 0's"}),
+    ],
+)
+def test_addresses_that_others_would_look_at_in_vain(
+    addresses: list[Address | None], networks: str, blamed: dict[int, str]
+) -> None:
+    """Nodes on one machine may meet at its loopback."""
+    said = out_of_reach(addresses, list(networks))
+    assert len(said) == len(blamed)
+    for text, (rank, why) in zip(said, blamed.items(), strict=True):
+        assert f"rank {rank}'s agent would listen at {why}" in text
+        assert "set peer_interface" in text

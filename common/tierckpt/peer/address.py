@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import ipaddress
+import os
 import socket
 import struct
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..group import boot_id
 
 _SIOCGIFADDR = 0x8915
+_NOT_IN_USE = 0x68
+"""Flags of an IPv6 address: tentative, deprecated, or found to be somebody else's, too."""
 _SOME_PORT = 9
 """For a datagram socket that sends nothing; any would do."""
 
@@ -25,20 +31,47 @@ class Address:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
+    @property
+    def is_loopback(self) -> bool:
+        """True where nobody but this machine finds it. The host is numeric."""
+        return ipaddress.ip_address(self.host).is_loopback
+
+
+def own_network() -> str:
+    """Names the network that this process is in. A loopback address reaches all that is in the
+    same one, and nothing else: containers on one machine have loopbacks of their own."""
+    try:
+        place = os.readlink("/proc/self/ns/net")
+    except OSError:
+        place = socket.gethostname()
+    return f"{boot_id() or socket.gethostname()}/{place}"
+
 
 def own_host(interface: str = "", towards: str = "localhost") -> str:
     """The numeric address to listen at.
 
-    `interface` is what the user set: the name of a network interface (its IPv4 address is taken),
-    or an address or host name of this machine. Empty: the address from which this machine reaches
-    the host `towards`, where the job's ranks meet. Nothing is sent.
+    `interface` is what the user set: the name of a network interface (its IPv4 address is taken,
+    or else its global IPv6 address), or an address or host name of this machine. Empty: the address
+    from which this machine reaches the host `towards`, where the job's ranks meet. Nothing is sent.
 
-    Raises ConfigError when there is no such interface, or no way to that host.
+    Raises ConfigError when there is no such interface, no way to that host, or an address that
+    could not be told to other nodes.
     """
     names = [name for _, name in socket.if_nameindex()]
     if interface in names:
         return _address_of(interface)
-    family, kind, protocol, _, where = _look_up(interface or towards, names if interface else [])
+    advice = f"set peer_interface to one of {', '.join(names)}, or an address"
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            interface or towards, _SOME_PORT, type=socket.SOCK_DGRAM
+        )[0]
+    except OSError as error:
+        what = (
+            f"peer_interface={interface!r} is no interface and" if interface else f"{towards!r} is"
+        )
+        raise ConfigError(f"{what} no known host: {error}; {advice}") from error
+    if interface:
+        _refuse_untellable(str(where[0]), advice)
     with socket.socket(family, kind, protocol) as probe:
         try:
             if interface:
@@ -48,18 +81,22 @@ def own_host(interface: str = "", towards: str = "localhost") -> str:
         except OSError as error:
             what = f"{interface!r} is no address of this machine" if interface else towards
             raise ConfigError(
-                f"cannot find an address for the agents to meet at: {what}: {error}; "
-                f"set the interface, one of {', '.join(names)}, or an address"
+                f"cannot find an address for the agents to meet at: {what}: {error}; {advice}"
             ) from error
-        return str(probe.getsockname()[0])
+        found = str(probe.getsockname()[0])
+    _refuse_untellable(found, advice)
+    return found
 
 
-def _look_up(host: str, names: list[str]) -> tuple[int, int, int, str, tuple]:  # type: ignore[type-arg]
-    try:
-        return socket.getaddrinfo(host, _SOME_PORT, type=socket.SOCK_DGRAM)[0]
-    except OSError as error:
-        valid = f"; the interfaces here are {', '.join(names)}" if names else ""
-        raise ConfigError(f"{host!r} is no interface and no known host: {error}{valid}") from error
+def _refuse_untellable(host: str, advice: str) -> None:
+    """Raise ConfigError for an address at which other machines would not find this one."""
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        raise ConfigError(f"{host} stands for all addresses, and other nodes need one; {advice}")
+    if address.version == 6 and address.is_link_local:
+        raise ConfigError(
+            f"{host} is a link-local address, which means nothing to other machines; {advice}"
+        )
 
 
 def _address_of(interface: str) -> str:
@@ -67,7 +104,20 @@ def _address_of(interface: str) -> str:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
         except OSError as error:
+            if found := _global_ipv6(interface):
+                return found
             raise ConfigError(
-                f"the interface {interface!r} has no IPv4 address ({error}); set an address instead"
+                f"peer_interface={interface!r} has neither an IPv4 nor a global IPv6 address "
+                f"({error}); set another one, or an address"
             ) from error
     return socket.inet_ntoa(answer[20:24])
+
+
+def _global_ipv6(interface: str) -> str:
+    """The first that can be listened at; empty without one."""
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        for line in file:
+            digits, _, _, scope, flags, name = line.split()
+            if name == interface and scope == "00" and not int(flags, 16) & _NOT_IN_USE:
+                return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return ""
