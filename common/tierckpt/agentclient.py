@@ -216,10 +216,15 @@ class AgentClient:
             time.sleep(0.002)
         raise TimeoutError(f"the agent did not answer within {timeout_seconds:.0f} s")
 
-    def behind(self) -> dict[str, list[VersionId]]:
-        """What is under way, by level beyond this node."""
-        under_way = {"peer": self._protecting, "persistent": self._flushing}
-        return {level: sorted(what) for level, what in under_way.items() if what}
+    def under_way(self) -> dict[str, list[VersionId]]:
+        """Versions that the agent has yet to bring to a level beyond this node, or to give up; by
+        level, where there are any."""
+        known = {"peer": self._protecting, "persistent": self._flushing}
+        return {level: sorted(versions) for level, versions in known.items() if versions}
+
+    def behind(self) -> list[str]:
+        """Levels beyond this node that something is under way to."""
+        return list(self.under_way())
 
     def busy(self) -> int:
         """How many commits are under way."""

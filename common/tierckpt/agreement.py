@@ -239,11 +239,12 @@ class Agreement:
 
     def settle(self) -> None:
         """Learn the fate of everything that is open; what is not done by now is broken, but with
-        the other nodes, whom nobody waits for.
+        the other nodes and on the persistent level, which nobody waits for.
 
         Collective and waiting: for the end, and for a save on demand.
         """
-        ledgers = (("memory", self.memory), ("local", self.local), ("peer", self.peer))
+        farther = (("peer", self.peer), ("persistent", self.persistent))
+        ledgers = (("memory", self.memory), ("local", self.local), *farther)
         mine: dict[str, dict[VersionId, int]] = {}
         for level, ledger in ledgers:
             # What is safe here may be open on a rank that has read one vote less.
@@ -259,9 +260,10 @@ class Agreement:
                     self._resolve_local(state, id_, max(nbytes for nbytes, _ in told), told[0][1])
                 else:
                     ledger.resolve(state, id_)
-        for id_ in list(self.peer.open):
-            state = min(theirs["peer"].get(id_, PENDING) for theirs in everyone)
-            self.peer.resolve(state, id_)
+        for level, ledger in farther:
+            for id_ in list(ledger.open):
+                state = min(theirs[level].get(id_, PENDING) for theirs in everyone)
+                ledger.resolve(state, id_)
         self._ballot = None
 
     # --- what follows for slots ----------------------------------------------------------------

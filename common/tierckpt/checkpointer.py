@@ -452,21 +452,22 @@ class Checkpointer:
             self._reports.notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
         # The life before, if nobody restored it, may be all there is of it.
         before = not self._lives.lineage and any(self._berth.job.sealed())
-        together = True
+        together, answers = True, end is not None and end.disk_answers
         try:
-            everyone = self.group.all_gather_object((safe, before))
+            everyone = self.group.all_gather_object((safe, before, answers))
         except Exception as error:
-            everyone, together = [(False, before)], False
+            everyone, together = [(False, before, answers)], False
             self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
-        if not (safe := all(safe for safe, _ in everyone)):
+        if not (safe := all(safe for safe, _, _ in everyone)):
             left = "nothing is left in memory"
             if any(self._berth.job.sealed()):
                 left = f"what is in memory stays there ({self._berth.job.path})"
             self._reports.notice(
                 f"v{self.version} is not durable everywhere; {left}", logging.ERROR
             )
-        self._await_others(end, together)
-        return safe and not any(before for _, before in everyone)
+        whole = safe and all(answers for _, _, answers in everyone)
+        self._await_others(end, together, whole)
+        return safe and not any(before for _, before, _ in everyone)
 
     def _make_durable(self, end: ending.Ending) -> bool:
         """The final checkpoint, where there is something new. False when it did not get there."""
@@ -478,15 +479,19 @@ class Checkpointer:
         # A job that ends early comes back; without a disk, what is in memory is all it has.
         return durable or not (self._local_enabled() or self._halting.reason < Reason.NONE)
 
-    def _await_others(self, end: ending.Ending | None, together: bool) -> None:
+    def _await_others(self, end: ending.Ending | None, together: bool, whole: bool) -> None:
         """Other nodes and stores. Ranks leave `together`, where none takes longer than its group
-        waits: all know by now what is durable."""
+        waits: all know by now what is durable. Where that is the `whole` of what they have,
+        versions go that were kept until something newer is with other nodes."""
         try:
             if end is not None and end.disk_answers:
                 end.await_others(self._collect)
                 self._collect()
             if together:
                 self.group.barrier()
+            if whole and self._lives.lineage:
+                self._agreement.settle()
+                self._levels.onward.retire()
         except Exception as error:
             self._reports.notice(f"not all ranks end together: {error!r}", logging.INFO)
 

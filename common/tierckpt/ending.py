@@ -91,7 +91,7 @@ class Ending:
         if self._agent.outlast(self._patience_seconds, granted, hear):
             return
         hear()
-        if not (behind := self._agent.behind()):  # it came in the last moment
+        if not (behind := self._agent.under_way()):  # it came in the last moment
             return
         if granted() <= 0:
             why = f"the job was told to end, and not everything is with {self._farther()} yet"

@@ -182,6 +182,27 @@ def test_versions_that_are_all_taken_on_demand_are_retired_too(
         assert kept <= 6, "shards and parities of three versions"
 
 
+def save_without_pause(place: Place) -> list[set[str]]:
+    """Save versions faster than they are protected, and close; what is on this node's disk then,
+    shards and parity."""
+    job = make_job()
+    attached = attach(job, place, **settings("rs 2+1"), local_keep_last=1)
+    for step in range(6):
+        train(job, attached.ckpt, range(step, step + 1))
+        attached.ckpt.save(now=True)
+    store = LocalStore(attached.ckpt.config.directory)
+    attached.ckpt.close()
+    return [{key.id.version for key in kind} for kind in (store.keys(), store.parities())]
+
+
+def test_what_is_protected_when_the_job_ends_frees_what_was_kept_until_then(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """No boundary comes any more that would."""
+    for kept in ranks(3).run(save_without_pause, place_of(tmp_path, shm_dir)):
+        assert kept == [{6}, {6}]
+
+
 def test_more_than_that_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     place = place_of(tmp_path, shm_dir)
     ranks(3).run(leave_behind, place, "xor")
