@@ -108,7 +108,7 @@ def held_bytes(config: Config, job: JobDirectory, node: Node, in_place: bool) ->
     held = 0
     for path, slot in files:
         with contextlib.suppress(FileNotFoundError):  # its rank has just replaced it
-            held += path.stat().st_size if rank_of(slot) in node.ranks else 0
+            held += path.lstat().st_size if rank_of(slot) in node.ranks else 0
     return held
 
 

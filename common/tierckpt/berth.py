@@ -30,18 +30,34 @@ class Berth:
     ) -> None:
         """Take it: `slots` of them, those adopted that are there. What dead jobs left is removed.
 
-        Collective. Raises JobBusyError while another process has this rank's place, ConfigError
-        when there is none; JobBusyError on all ranks alike, where another job has a directory.
+        Collective. On all ranks alike, raises JobBusyError while another process has a rank's
+        place, or another job a directory; ConfigError where there is no place.
         """
         self._config, self._rank, self._reports = config, group.rank, reports
         self._is_clear = False
         self._claims: Claims | None = None
         with contextlib.ExitStack() as undo:
-            self._take(slots, undo)
-            refusals: list[str] = group.all_gather_object(self._claim(roll, undo))
-            for text in filter(None, refusals):
-                raise JobBusyError(text)
+            refusals = group.all_gather_object(self._refusal(slots, roll, undo))
+            for refusal in filter(None, refusals):
+                raise refusal
             undo.pop_all()
+
+    def _refusal(
+        self, slots: int, roll: Roll, undo: contextlib.ExitStack
+    ) -> JobBusyError | ConfigError | None:
+        """Take this rank's place and its node's directory; why they are not to be had, else None.
+        The other ranks wait for it."""
+        try:
+            self._take(slots, undo)
+        except (JobBusyError, ConfigError) as error:
+            return error
+        except OSError as error:
+            return ConfigError(
+                f"rank {self._rank} cannot have its place in shared memory: {error}. Move what is "
+                f"in the way there out of {self.job.path}, which this job alone writes to"
+            )
+        taken = self._claim(roll, undo)
+        return JobBusyError(taken) if taken else None
 
     def _take(self, slots: int, undo: contextlib.ExitStack) -> None:
         config, reports = self._config, self._reports

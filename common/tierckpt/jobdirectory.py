@@ -29,6 +29,7 @@ from . import filelock
 from .errors import CorruptShardError, FormatError, TierckptError
 from .imagefile import LINK_SUFFIX, remove_link
 from .manifest import Manifest
+from .plainfile import plain
 from .slots import read_seal, remove_segment, seal_of
 
 
@@ -77,7 +78,8 @@ class JobDirectory:
         """Become the living trainer of `rank`; returns a descriptor for `unlock_rank`.
 
         A predecessor that was killed a moment ago may take the kernel some time to tear down, so
-        this waits `patience_seconds` before it raises JobBusyError.
+        this waits `patience_seconds` before it raises JobBusyError. Raises OSError for what is no
+        file, and where the folder cannot be had.
         """
         path = self.lock_path(rank)
         if filelock.held_here(path):
@@ -93,6 +95,8 @@ class JobDirectory:
             try:
                 fd = take_lock(path)
             except FileNotFoundError:  # whoever had the folder before has just removed it
+                if time.monotonic() > deadline:
+                    raise
                 continue
             if fd is not None:
                 break
@@ -234,11 +238,17 @@ class JobDirectory:
 def take_lock(path: Path) -> int | None:
     """Make and lock the file, with this process's id in it, until the descriptor is closed.
 
-    None when another process holds it. Raises FileNotFoundError when the folder is gone.
+    None when another process holds it. Raises FileNotFoundError when the folder is gone, OSError
+    for what is no file, a link included.
     """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with _gate(path.parent, fcntl.LOCK_SH) as folder:
         while True:
-            fd = os.open(path.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            try:
+                fd = plain(os.open(path.name, flags, 0o600, dir_fd=folder), path)
+            except OSError as error:
+                error.filename = str(path)  # opened by its name in the folder
+                raise
             if not filelock.try_lock(fd):
                 os.close(fd)
                 return None
@@ -278,7 +288,8 @@ def _path_lockable(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENXIO):  # the last: a socket
+        # Nobody locks what is no file; the last is a socket.
+        if error.errno in (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO):
             return True
         raise
     try:

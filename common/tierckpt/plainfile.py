@@ -21,9 +21,15 @@ def open_plain(path: Path, buffering: int = -1) -> BinaryIO:
         if path.is_symlink():
             raise OSError(errno.EINVAL, "a link that leads nowhere", str(path)) from None
         raise
+    return os.fdopen(plain(fd, path), "rb", buffering)
+
+
+def plain(fd: int, path: Path) -> int:
+    """The descriptor of what was opened at `path`; where that is no file it is closed, and OSError
+    says what is there."""
     kind = os.fstat(fd).st_mode
-    if not stat.S_ISREG(kind):
-        os.close(fd)
-        what = "a directory" if stat.S_ISDIR(kind) else "no regular file"
-        raise OSError(errno.EINVAL, f"{what} in the place of a file", str(path))
-    return os.fdopen(fd, "rb", buffering)
+    if stat.S_ISREG(kind):
+        return fd
+    os.close(fd)
+    what = "a directory" if stat.S_ISDIR(kind) else "no regular file"
+    raise OSError(errno.EINVAL, f"{what} in the place of a file", str(path))

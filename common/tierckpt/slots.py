@@ -22,7 +22,7 @@ from .imagefile import ImageFile, remove_image
 from .localstore import LocalStore
 from .manifest import DIGEST_BYTES, Manifest
 from .naming import PAGE_BYTES, round_up
-from .plainfile import open_plain
+from .plainfile import open_plain, plain
 
 _MAGIC = b"TCKPSLOT"
 _SEAL_HEAD_BYTES = 24
@@ -88,10 +88,13 @@ class Slot:
 
     @classmethod
     def open(cls, path: Path) -> Slot | None:
-        """Map an existing segment; None when it or its image is gone, or it is none of ours."""
+        """Map an existing segment; None when it or its image is gone, or it is none of ours.
+
+        Raises OSError for what is no file.
+        """
         try:
             file = ImageFile.of(path)
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = plain(os.open(path, os.O_RDWR | os.O_CLOEXEC), path)
         except FileNotFoundError:
             return None
         head = os.pread(fd, 16, 0)

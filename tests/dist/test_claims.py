@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from tests.dist.training import Place, attach, make_job, rank
 from tierckpt import claims
 from tierckpt.claims import PREFIX, Claims
-from tierckpt.jobdirectory import JobBusyError
+from tierckpt.errors import ConfigError
+from tierckpt.jobdirectory import JobBusyError, JobDirectory, job_id_of
 
 NODES = "ab"
 
@@ -52,3 +54,33 @@ def test_a_job_of_two_nodes_is_refused_where_another_one_is(
         tokens = {name.split(".")[2] for name in there}
         assert (len(there), len(tokens)) == (len(NODES), 1)
     assert marks(Path(place.path)) == []
+
+
+# --- what is in the way in memory ----------------------------------------------------------------
+
+OBSTACLES: dict[str, Callable[[Path], object]] = {
+    "a directory": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path),
+}
+
+
+def told(place: Place) -> str:
+    with pytest.raises(ConfigError) as caught:
+        attach(make_job(), place, local_every_steps=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["r00001.0", "r00001.lock"])
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_is_in_the_way_of_one_rank_is_told_by_all(
+    obstacle: str, name: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    job = JobDirectory.at(place.shm, job_id_of(place.path))
+    job.create()
+    OBSTACLES[obstacle](job.path / name)
+    texts = ranks(2).run(told, place)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("rank 1 cannot have its place")
+    assert str(job.path / name) in texts[0]
+    assert [path.name for path in job.path.iterdir()] == [name]

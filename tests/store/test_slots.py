@@ -6,8 +6,9 @@ import itertools
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ from tierckpt.manifest import Manifest
 from tierckpt.slots import Slot, pin, read_seal, seal_area_bytes, unpin
 
 SEAL_BYTES = seal_area_bytes(1)
+OBSTACLES: dict[str, Callable[[Path], object]] = {
+    "a directory": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link that leads nowhere": lambda path: path.symlink_to("/nowhere/at/all"),
+    "a FIFO": os.mkfifo,
+}
+"""What may be where a file should be."""
 LENGTH = slice(16, 24)
 """Where a slot keeps the length of its manifest, which seals it."""
 
@@ -182,6 +190,33 @@ def test_a_rank_that_lives_in_another_process_is_busy(
     assert "Two jobs cannot write to one path: give this one another path" in str(caught.value)
     assert "another job_id where that is set" in str(caught.value)
     os.close(job.lock_rank(1, patience_seconds=0.1))
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_is_no_file_is_no_lock_and_nobody_waits_for_it(
+    obstacle: str, job: JobDirectory
+) -> None:
+    path = job.lock_path(0)
+    OBSTACLES[obstacle](path)
+    text = (
+        "from tierckpt.jobdirectory import JobDirectory; import sys\n"
+        "JobDirectory.at(sys.argv[1], sys.argv[2]).lock_rank(0, patience_seconds=0.1)"
+    )
+    command = [sys.executable, "-c", text, str(job.root.parent), job.job]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "Error: [Errno" in ended.stderr
+    assert ended.stderr.rstrip().endswith(f"'{path}'")
+    assert not job.lives(0)
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_is_no_file_is_no_slot(obstacle: str, job: JobDirectory) -> None:
+    path = job.slot_path(0, 0)
+    OBSTACLES[obstacle](path)
+    ((damaged, error),) = job.damaged()
+    assert (damaged, type(error)) == (path, OSError)
+    assert str(path) in str(error)
+    assert list(job.sealed()) == []
 
 
 def test_a_rank_that_was_killed_is_free_at_once(
