@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import filelock
+from . import filelock, plainfile
 from .errors import CorruptShardError, FormatError, TierckptError
 from .imagefile import LINK_SUFFIX, remove_link
 from .manifest import Manifest
@@ -167,12 +167,12 @@ class JobDirectory:
         return max(times)
 
     def remove(self) -> None:
-        """Delete the folder and all segments in it."""
+        """Delete the folder and all files in it."""
         for path in _listdir(self.path):  # in this order a slot goes before its link
             if path.is_symlink():
                 remove_link(path)
             else:
-                path.unlink(missing_ok=True)
+                plainfile.remove(path)
         self.remove_if_unused()
 
     def remove_surplus(self, ranks: Collection[int], slots: int) -> bool:
@@ -204,11 +204,11 @@ class JobDirectory:
                 if not self.lives(rank):
                     for path in (path for path in paths if rank_of(path.name) == rank):
                         remove_segment(path)
-                    self.lock_path(rank).unlink(missing_ok=True)
+                    plainfile.remove(self.lock_path(rank))
             for lock in agents:
                 if _path_lockable(lock):
                     lock.with_suffix(".socket").unlink(missing_ok=True)
-                    lock.unlink(missing_ok=True)
+                    plainfile.remove(lock)
 
     def remove_if_unused(self) -> None:
         """Delete the folder unless somebody else still has something in it."""

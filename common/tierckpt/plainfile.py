@@ -1,7 +1,9 @@
-"""Files that are opened by a name under which anything at all may lie. Standard library only."""
+"""Files that are opened, or removed, by a name under which anything at all may lie. Standard
+library only."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -33,3 +35,9 @@ def plain(fd: int, path: Path) -> int:
     os.close(fd)
     what = "a directory" if stat.S_ISDIR(kind) else "no regular file"
     raise OSError(errno.EINVAL, f"{what} in the place of a file", str(path))
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a link, if it is there. A directory is not ours, and stays."""
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        path.unlink()

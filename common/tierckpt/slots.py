@@ -16,6 +16,7 @@ import mmap
 import os
 from pathlib import Path
 
+from . import plainfile
 from .errors import CorruptShardError, FormatError, TierckptError
 from .filelock import lockable
 from .imagefile import ImageFile, remove_image
@@ -191,7 +192,7 @@ class Slot:
 
 def remove_segment(path: Path) -> None:
     """Delete the slot at `path`, mapped by somebody or not."""
-    path.unlink(missing_ok=True)  # first: a seal must not be found without its image
+    plainfile.remove(path)  # first: a seal must not be found without its image
     remove_image(path)
 
 

@@ -219,6 +219,23 @@ def test_what_is_no_file_is_no_slot(obstacle: str, job: JobDirectory) -> None:
     assert list(job.sealed()) == []
 
 
+@pytest.mark.parametrize("name", ["r00005.0", "r00005.lock", "notes"])
+def test_a_directory_among_what_dead_ranks_and_jobs_left_is_in_nobodys_way(
+    name: str, shm_dir: Path, job: JobDirectory
+) -> None:
+    dead = JobDirectory.at(shm_dir, "dead")
+    dead.create()
+    for each in (job, dead):
+        (each.path / name).mkdir()
+        each.slot_path(6, 0).touch()
+    assert job.remove_surplus(ranks=[0], slots=2)
+    assert job.remove_dead_jobs(linger_seconds=-1) == ["dead"]
+    job.slot_path(6, 0).touch()
+    job.remove_orphans()
+    assert [path.name for path in job.path.iterdir()] == [name]
+    assert [path.name for path in dead.path.iterdir()] == [name]
+
+
 def test_a_rank_that_was_killed_is_free_at_once(
     job: JobDirectory, living: subprocess.Popen[str]
 ) -> None:
