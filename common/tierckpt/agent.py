@@ -10,7 +10,8 @@ groups) at low CPU and I/O priority, and imports neither torch nor numpy.
 Trainers reach it over a Unix socket in the job's private folder, one JSON object a message (see
 `packets`):
 
-    -> {"op": "hello", "protocol": 4, "desk": {...}}             first; see DeskSettings
+    -> {"op": "hello", "protocol": 4, "desk": {...},             first; see DeskSettings, and
+        "surroundings": ...}                                     `surroundings.fingerprint`
     -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
     -> {"op": "retire", "safe": [generation, version] or null,
         "lineage": [[generation, version], ...], "keep": the same, "void": the same}
@@ -22,6 +23,7 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
     -> {"op": "bye"}                                             this trainer ends of its own will
     <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "listening" |
         "protected" | "protect_failed" | "cleaned" | "problem", ...}
+    <- {"op": "unwelcome"}                                       by an agent of other surroundings
     <- {"op": "quiet", "seconds": ...}                           since the flush last got on
     <- {"op": "bye", "last": ...}                                last: the agent ends now, too
 
@@ -47,7 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import packets
+from . import packets, surroundings
 from .desk import Desk, DeskSettings
 from .flusher import Flusher, PersistentSettings
 from .held import Held
@@ -82,6 +84,8 @@ class AgentSettings:
     """Number 1 is started when number 0 is there and does not answer, and so on."""
     nice: int = 10
     linger_seconds: float = 60.0
+    module_path: tuple[str, ...] = ()
+    """Where it finds modules, once it runs; empty: where Python does."""
 
     def place(self) -> Place:
         """Where it is found."""
@@ -147,8 +151,12 @@ class Place:
 class Agent:
     """Serves every trainer that comes, each at a desk (and in a thread) of its own."""
 
-    def __init__(self, linger_seconds: float) -> None:
+    def __init__(self, linger_seconds: float, surroundings: str = "") -> None:
+        """`surroundings`: a fingerprint; only trainers of the same are served. Empty: all are."""
         self.linger_seconds = linger_seconds
+        self._surroundings = surroundings
+        self._left_behind = False
+        """A life of other surroundings has begun: no trainer will come back."""
         self._lock = threading.Lock()
         self._desks: dict[tuple[str, int], threading.Lock] = {}
         """One trainer of a shard at a time: a killed one's work is finished before its successor's
@@ -228,8 +236,14 @@ class Agent:
         return [
             end
             for (directory, shard), end in self._missed.items()
-            if shard in self._here.get(directory, (shard,))
+            if shard in self._here.get(directory, (shard,)) and not self._left_behind
         ]
+
+    def _serves(self, theirs: str) -> bool:
+        """Whether a trainer of such surroundings is served. With others a new life begins."""
+        with self._lock:
+            self._left_behind = bool(theirs and self._surroundings) and theirs != self._surroundings
+            return not self._left_behind
 
     def _at_work(self) -> bool:
         """With the lock held: something goes on that no trainer waits for."""
@@ -290,8 +304,12 @@ class Agent:
         desk, said_goodbye = None, True
         try:
             with channel:
-                settings = _greeting(channel)
-                if settings is None:
+                greeting = _greeting(channel)
+                if greeting is None:
+                    return
+                settings, theirs = greeting
+                if not self._serves(theirs):
+                    packets.send(channel, {"op": "unwelcome"})
                     return
                 desk = (settings.directory, settings.shard)
                 with self._lock:
@@ -348,8 +366,8 @@ class Agent:
             self._wake.send(b"\0")
 
 
-def _greeting(channel: socket.socket) -> DeskSettings | None:
-    """What a trainer says of itself; None for anything else.
+def _greeting(channel: socket.socket) -> tuple[DeskSettings, str] | None:
+    """What a trainer says of itself, and its surroundings; None for anything else.
 
     A tierckpt of another version finds no welcome then, and starts an agent of its own.
     """
@@ -357,7 +375,8 @@ def _greeting(channel: socket.socket) -> DeskSettings | None:
         hello, _ = packets.receive(channel)
         if hello is None or hello["op"] != "hello" or hello["protocol"] != PROTOCOL:
             return None
-        return DeskSettings(**{**hello["desk"], "ranks": tuple(hello["desk"]["ranks"])})
+        desk = DeskSettings(**{**hello["desk"], "ranks": tuple(hello["desk"]["ranks"])})
+        return desk, str(hello.get("surroundings", ""))
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -395,7 +414,7 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
     lower_priority(settings.nice)
     listener = place.listen()
     try:
-        agent = Agent(settings.linger_seconds)
+        agent = Agent(settings.linger_seconds, os.environ.pop(surroundings.VARIABLE, ""))
         with contextlib.closing(agent), _process(starter_pid) as starter:
             agent.serve(listener, _let_go_of_output, starter)
     finally:
@@ -429,7 +448,10 @@ def main() -> None:
     # The agent ends when its trainers have: signals meant for the job must not cut a write short.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    sys.exit(run(AgentSettings(**json.loads(sys.argv[1])), int(sys.argv[2])))
+    settings = AgentSettings(**json.loads(sys.argv[1]))
+    if settings.module_path:
+        surroundings.find_modules_in(settings.module_path)
+    sys.exit(run(settings, int(sys.argv[2])))
 
 
 if __name__ == "__main__":

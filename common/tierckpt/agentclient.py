@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import socket
@@ -22,7 +23,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from . import packets
+from . import packets, surroundings
 from .agent import PROTOCOL, TAKEN, Agent, AgentSettings
 from .children import child_environment
 from .desk import DeskSettings
@@ -44,7 +45,7 @@ AGAIN_SECONDS = 0.5
 LOOK_SECONDS = 5.0
 """So often the agent is asked whether its flushes get on, while somebody waits for them."""
 MOST_AGENTS = 4
-"""So many are passed over, then the first is asked again."""
+"""So many are passed over, then, after ANSWER_SECONDS, the first is asked again."""
 
 Packet = tuple[bytes, list[int]]
 """A message or a part of one, and the descriptors that go with it."""
@@ -53,11 +54,19 @@ Packet = tuple[bytes, list[int]]
 class AgentClient:
     """One rank's connection to its node's agent; a dead agent is replaced by the next commit."""
 
-    def __init__(self, settings: AgentSettings, desk: DeskSettings, inline: bool = False) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        desk: DeskSettings,
+        inline: bool = False,
+        surroundings: str = "",
+    ) -> None:
         """`inline`: the agent is a thread of this process (for debugging, and where processes
-        may not be started); it dies with it."""
+        may not be started); it dies with it. `surroundings`: the same for all ranks of the node,
+        see `surroundings.fingerprint`; an agent of others is left alone."""
         self.settings = settings
         self.desk = desk
+        self._surroundings = surroundings
         self.starts = 0
         """Agents that this client started."""
         self.pid: int | None = None
@@ -85,7 +94,9 @@ class AgentClient:
         self._welcome = False
         self._since = 0.0
         """When the connection, or the start of the agent, was begun."""
-        self._start_after = 0.0
+        self._start_after = self._ask_after = 0.0
+        self._passed: set[int] = set()
+        """Numbers of agents that are stuck, or not for us."""
         self._reaching = self._closing = False
         self._reacher: threading.Thread | None = None
         self._unproved = False
@@ -403,8 +414,8 @@ class AgentClient:
         if self._channel is not None:
             if self._welcome or time.monotonic() - self._since < ANSWER_SECONDS:
                 return
-            self._pass_over()
-        if not self._connect():
+            self._pass_over("does not answer", logging.ERROR)
+        if time.monotonic() >= self._ask_after and not self._connect():
             self._start_process()
 
     def _connect(self) -> bool:
@@ -414,17 +425,32 @@ class AgentClient:
             self._channel.setblocking(False)
             self._thread = self._inline.attend(theirs)
         else:
-            self._channel = self.settings.place().connect()
+            self._channel = self._call()
         if self._channel is None:
             return False
         self._since, self._incoming = time.monotonic(), packets.Joiner()
         self._packets.clear()
         hello = {"op": "hello", "protocol": PROTOCOL, "desk": asdict(self.desk)}
         try:
-            packets.send(self._channel, hello)
+            packets.send(self._channel, {**hello, "surroundings": self._surroundings})
         except OSError:  # it is just ending
             self._drop()
         return self._channel is not None
+
+    def _call(self) -> socket.socket | None:
+        """A connection to the first agent that is there: other ranks, or an earlier life, may have
+        passed over one that has ended since. While we start one, to that."""
+        numbers = [self.settings.index] if self._starting() else self._places()
+        for number in numbers:
+            settings = replace(self.settings, index=number)
+            if (channel := settings.place().connect()) is not None:
+                self.settings = settings
+                return channel
+        return None
+
+    def _places(self) -> list[int]:
+        """Numbers of agents that were not passed over."""
+        return [number for number in range(MOST_AGENTS) if number not in self._passed]
 
     def _starting(self) -> bool:
         return self._channel is None and self._process is not None and self._process.poll() is None
@@ -451,7 +477,7 @@ class AgentClient:
                 json.dumps(asdict(self.settings)),
                 str(os.getpid()),
             ],
-            env=child_environment(),
+            env={**child_environment(), surroundings.VARIABLE: self._surroundings},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
@@ -460,18 +486,18 @@ class AgentClient:
         self._unproved = True
         self.starts += 1
 
-    def _pass_over(self) -> None:
-        """The agent here is stuck. It was told nothing yet."""
+    def _pass_over(self, why: str, severity: int) -> None:
+        """The agent here is stuck, or not for us. It was told nothing yet."""
         self._drop()
-        stuck = self.settings.index
-        self.settings = replace(self.settings, index=(stuck + 1) % MOST_AGENTS)
+        number = self.settings.index
+        self._passed.add(number)
+        if not self._places():
+            self._passed.clear()
+            self._ask_after = time.monotonic() + ANSWER_SECONDS
+        self.settings = replace(self.settings, index=self._places()[0])
         self._process = None
-        self._heard.append(
-            {
-                "op": "problem",
-                "error": f"agent {stuck} of this node does not answer; another one is started",
-            }
-        )
+        text = f"agent {number} of this node {why}; another one is started"
+        self._heard.append({"op": "problem", "error": text, "severity": severity})
 
     def _send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
         self._unsent.extend(_packed(message, fds))
@@ -527,6 +553,9 @@ class AgentClient:
                 self._unsent.extendleft(reversed(first))
                 self._introduced = self.pid
             self._flush()
+            return
+        if message["op"] == "unwelcome":
+            self._pass_over("has an earlier start's keys, credentials or modules", logging.INFO)
             return
         if message["op"] == "quiet":
             self._asked = False

@@ -17,6 +17,7 @@ from .config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
 from .errors import ConfigError
 from .group import Group, Node, host_id
 from .modules.pipeline import Pipeline
+from .surroundings import fingerprint
 from .wording import some
 
 PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
@@ -34,6 +35,8 @@ class Roll:
     """Host names of their machines."""
     domains: tuple[str, ...]
     """What dies together."""
+    surroundings: tuple[str, ...] = ()
+    """See `surroundings.fingerprint`. Its node's first rank's count for an agent."""
     token: str = ""
     """Drawn for this attach, by rank 0."""
 
@@ -51,6 +54,7 @@ class _Told:
     compared: tuple[tuple[str, str], ...] = ()
     where: tuple[str, str, str] = ("", "", "")
     """Node, host name, domain."""
+    surroundings: str = ""
     token: str = ""
     """See `Roll`."""
 
@@ -68,7 +72,7 @@ def agree_on_settings(
         config = load_config(arguments, config_file=config_file)
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
-        mine = _Told("", tuple(_compared(config)), where, secrets.token_hex(8))
+        mine = _Told("", tuple(_compared(config)), where, fingerprint(), secrets.token_hex(8))
     except ConfigError as error:
         if group.size == 1:
             raise
@@ -77,7 +81,8 @@ def agree_on_settings(
     _check(everyone)
     assert config is not None, "or this rank had trouble"
     hosts, names, domains = zip(*(told.where for told in everyone), strict=True)
-    return config, Roll(hosts, names, domains, everyone[0].token)
+    surroundings = tuple(told.surroundings for told in everyone)
+    return config, Roll(hosts, names, domains, surroundings, everyone[0].token)
 
 
 def _compared(config: Config) -> Iterable[tuple[str, str]]:

@@ -23,6 +23,7 @@ from .jobdirectory import JobDirectory, job_id_of, rank_of
 from .modulenames import named_modules
 from .pool import too_small
 from .state import TrainingState
+from .surroundings import module_path
 from .wording import some
 
 
@@ -169,8 +170,11 @@ def _needs(
     return needs, slots_bytes
 
 
-def agent_client(config: Config, group: Group, job: JobDirectory, node: Node) -> AgentClient:
-    """This rank's way to the node's agent, which is not started yet."""
+def agent_client(
+    config: Config, group: Group, job: JobDirectory, node: Node, surroundings: str
+) -> AgentClient:
+    """This rank's way to the node's agent, which is not started yet; `surroundings` are those of
+    the node's first rank."""
     persistent = None
     if config.uses("persistent"):
         persistent = dataclasses.asdict(config.persistent)
@@ -181,6 +185,7 @@ def agent_client(config: Config, group: Group, job: JobDirectory, node: Node) ->
             folder=job.path.name,
             nice=config.agent_nice,
             linger_seconds=config.agent_linger_seconds,
+            module_path=tuple(module_path()),
         ),
         DeskSettings(
             directory=config.directory,
@@ -193,4 +198,5 @@ def agent_client(config: Config, group: Group, job: JobDirectory, node: Node) ->
             ranks=node.ranks,
         ),
         inline=config.agent == "inline",
+        surroundings=surroundings,
     )

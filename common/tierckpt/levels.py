@@ -45,7 +45,8 @@ class Levels:
         self._config, self._group, self._node = config, group, roll.node(group.rank)
         self._agreement, self._reports = agreement, reports
         host, job = roll.hosts[group.rank], berth.job
-        self.agent = attach.agent_client(config, group, job, self._node)
+        surroundings = roll.surroundings[self._node.first]
+        self.agent = attach.agent_client(config, group, job, self._node, surroundings)
         with contextlib.ExitStack() as undo:
             undo.callback(self.agent.close)
             asks = config.uses("peer") and self._node.first == group.rank

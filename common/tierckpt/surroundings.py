@@ -1,0 +1,71 @@
+"""What an agent's work depends on beside its settings: the trainers' environment, and the folders
+where they find modules.
+
+An agent has them from the process that started it, and clients of stores keep what they began
+with. A restarted job that finds the agent of the life before compares: with other keys or
+credentials it needs an agent of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+
+VARIABLE = "TIERCKPT_AGENT_SURROUNDINGS"
+"""Tells an agent the fingerprint that it was started with; nobody else sees its environment."""
+PREFIXES = (
+    "TIERCKPT_ENCRYPTION_",
+    *("AWS_", "BOTO_", "S3_", "AZURE_", "GOOGLE_", "GCLOUD_", "GCS_", "CLOUDSDK_", "OSS_", "OCI_"),
+    *("STORAGE_EMULATOR_", "HADOOP_", "KRB5", "HF_", "FSSPEC_", "SSL_CERT_"),
+)
+"""Of variables that keys, stores and their clients read; settings are told otherwise."""
+NAMES = frozenset(
+    (
+        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+        *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HOME", "XDG_CONFIG_HOME"),
+    )
+)
+"""Further ones, in capitals or not."""
+
+
+def fingerprint() -> str:
+    """Of this process: alike where an agent would do the same. From it no value can be read."""
+    what = [sys.executable, module_path(), sorted(relevant(os.environ).items())]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def relevant(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that count; all others (ranks, ports) may differ from launch to launch."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(PREFIXES) or name.upper() in NAMES
+    }
+
+
+def module_path() -> list[str]:
+    """Where this process finds modules, for one that runs in another folder."""
+    found = []
+    for entry in sys.path:
+        with contextlib.suppress(OSError):  # relative to a folder that was removed
+            # What does not exist may be a name that means something to an import hook.
+            found.append(os.path.abspath(entry) if os.path.exists(entry or ".") else entry)
+    return found
+
+
+def find_modules_in(path: Iterable[str]) -> None:
+    """Have this process find modules as one whose `module_path` that is.
+
+    The standard library stays first: what a script's folder has under the same name does not harm
+    the script, which imported the library's before, and must not harm us, who do so later.
+    """
+    library = os.path.dirname(os.__file__)
+    first = [library, os.path.join(library, "lib-dynload")]
+    sys.path[:] = [*first, *(entry for entry in path if entry not in first)]
+
+
+__all__ = ["VARIABLE", "find_modules_in", "fingerprint", "module_path", "relevant"]

@@ -1,0 +1,289 @@
+"""An agent works with the keys, credentials and modules of the trainers that it serves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store.processes import end, python
+from tierckpt import agentclient, alike, surroundings
+from tierckpt.agentclient import AgentClient, AgentSettings
+from tierckpt.desk import DeskSettings
+from tierckpt.jobdirectory import JobDirectory
+from tierckpt.localstore import LocalStore
+from tierckpt.manifest import Manifest
+from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE, fingerprint
+from tierckpt.testing import TinyJob, run_ranks
+
+PATIENCE_SECONDS = 60.0
+KEY, OTHER_KEY = "5e" * 32, "a7" * 32
+STEPS = 3
+
+TRAINER = """
+import sys
+from tierckpt.agentclient import AgentClient, AgentSettings
+from tierckpt.desk import DeskSettings
+root, folder, ckpts, surroundings = sys.argv[1:]
+settings = AgentSettings(root, folder, linger_seconds=600.0)
+client = AgentClient(settings, DeskSettings(ckpts, 0, 2, 2, 0), surroundings=surroundings)
+client.start()
+while client.pid is None:
+    pass
+print(client.pid, flush=True)
+sys.stdin.read()
+"""
+JOB = """
+import sys
+from tierckpt.testing import TinyJob
+path, shm_dir, steps, modules = sys.argv[1:]
+settings = {"shm_dir": shm_dir, "local_modules": modules, "agent_linger_seconds": 600.0}
+job = TinyJob(path, **settings).run(int(steps))
+job.settle()
+print(job.checkpointer._agent.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return b"tierckpt.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    end(process)
+
+
+@pytest.fixture
+def agents() -> Iterator[list[int]]:
+    """Process ids; those of them that live when the test ends are killed."""
+    pids: list[int] = []
+    yield pids
+    for pid in filter(alive, pids):
+        os.kill(pid, signal.SIGKILL)
+
+
+# --- keys and credentials ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modules", ["aes-gcm", ""])
+def test_a_restart_writes_with_its_own_key(
+    modules: str,
+    tmp_path: Path,
+    shm_dir: Path,
+    agents: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not with that of the killed life, which had another one or none, and whose agent lives."""
+    monkeypatch.delenv(FILE_VARIABLE, raising=False)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    if modules:
+        monkeypatch.setenv(KEY_VARIABLE, KEY)
+    ckpts = tmp_path / "ckpts"
+    killed = python(JOB, ckpts, shm_dir, STEPS, modules)
+    agents.append(int(killed.stdout.readline()))
+    kill(killed)
+    monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
+    settings = {"shm_dir": str(shm_dir), "local_modules": "aes-gcm"}
+    with TinyJob(ckpts, seed=1, **settings) as job:
+        restored = job.restore()
+        assert (int(restored), restored.levels) == (STEPS, {"memory": 1})
+        job.run(2 * STEPS).settle()
+    assert not job.heard("failed")
+    store = LocalStore(ckpts)
+    newest = Manifest.decode(store.read_manifest(max(store.keys(), key=lambda key: key.id)))
+    assert newest.key.id.version == 2 * STEPS
+    assert newest.encoding is not None
+    assert fingerprint(bytes.fromhex(OTHER_KEY)) in str(newest.encoding)
+    told = [e.text() for e in job.heard("notice") if "agent 0 of this node" in e.text()]
+    assert len(told) == 1
+    until(lambda: not alive(agents[0]))
+
+
+def client_of(shm_dir: Path, tmp_path: Path, shard: int, what: str) -> AgentClient:
+    job = JobDirectory.at(shm_dir, "job")
+    settings = AgentSettings(str(job.root), job.path.name)
+    desk = DeskSettings(str(tmp_path / "ckpts"), shard, 2, keep_last=2, keep_every=0)
+    return AgentClient(settings, desk, surroundings=what)
+
+
+def reach(client: AgentClient) -> int:
+    client.start()
+    until(lambda: client.pid is not None)
+    assert client.pid is not None
+    return client.pid
+
+
+@pytest.fixture
+def old(shm_dir: Path, tmp_path: Path, agents: list[int]) -> Iterator[Any]:
+    """A trainer with an agent that would wait for its successor for long."""
+    job = JobDirectory.at(shm_dir, "job")
+    job.create()
+    (job.path / "r00000.0").touch()  # the folder stays while there are slots
+    process = python(TRAINER, job.root, job.path.name, tmp_path / "ckpts", "old")
+    agents.append(int(process.stdout.readline()))
+    yield process
+    end(process)
+
+
+def test_an_agent_of_other_surroundings_is_left_and_ends(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: no answer is waited for, and the old one waits for nobody."""
+    monkeypatch.setattr(agentclient, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
+    old.send_signal(signal.SIGKILL)
+    old.wait()
+    first, second = (client_of(shm_dir, tmp_path, shard, "new") for shard in (0, 1))
+    agents.append(reach(first))
+    assert agents[1] != agents[0]
+    until(lambda: not alive(agents[0]))
+    assert reach(second) == agents[1], "also when the old one's place is free again"
+    heard = [m for client in (first, second) for m in client.poll()]
+    assert {m["severity"] for m in heard} == {logging.INFO}, "no trouble"
+    for client in (first, second):
+        client.close()
+    until(lambda: not alive(agents[1]))
+
+
+def test_where_all_places_are_taken_they_are_not_asked_without_end(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agentclient, "MOST_AGENTS", 1)
+    monkeypatch.setattr(agentclient, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
+    client = client_of(shm_dir, tmp_path, 1, "new")
+    client.start()
+    until(lambda: client._ask_after)
+    time.sleep(0.2)
+    assert len(client.poll()) == 1
+    kill(old)
+    until(lambda: not alive(agents[0]))
+    client._ask_after = 0.0
+    agents.append(reach(client))
+    client.close()
+    until(lambda: not alive(agents[1]))
+
+
+def test_ranks_of_a_node_that_differ_have_one_agent(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's surroundings count."""
+    theirs = iter(["one", "another"])
+    monkeypatch.setattr(alike, "fingerprint", lambda: next(theirs))
+
+    def program(group: Any) -> tuple[int | None, int]:
+        settings = {"shm_dir": str(shm_dir), "group": group, "local_in_place": False}
+        with TinyJob(tmp_path / "ckpts", **settings) as job:
+            client = job.checkpointer._agent
+            until(lambda: client.pid is not None)
+            return client.pid, client.settings.index
+
+    (one, index), (other, same) = run_ranks(2, program)
+    assert one == other is not None
+    assert index == same == 0
+
+
+def test_what_differs_between_launches_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = surroundings.fingerprint()
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("MASTER_PORT", "12345")
+    monkeypatch.setenv("TIERCKPT_SLOTS", "3")
+    assert surroundings.fingerprint() == before
+    for name in ("AWS_SESSION_TOKEN", KEY_VARIABLE, "https_proxy", "HTTPS_PROXY"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "another")
+            assert surroundings.fingerprint() != before
+    assert surroundings.fingerprint() == before
+    monkeypatch.syspath_prepend("/another")
+    assert surroundings.fingerprint() != before
+
+
+def test_neither_the_key_nor_a_hash_of_it_is_in_the_command_line(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which every user of the machine can read."""
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    with TinyJob(tmp_path / "ckpts", shm_dir=str(shm_dir)) as job:
+        job.run(1).settle()
+        line = Path(f"/proc/{job.checkpointer._agent.pid}/cmdline").read_text()
+        assert "tierckpt.agent" in line
+        assert KEY not in line
+        assert surroundings.fingerprint() not in line
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+MINE = """
+import colorsys
+class Mine:
+    name, most_extra_bytes, hides = "mine", 0, False
+    def parameters(self): return {}
+    def encode(self, block, where): return bytes(block)
+    def decode(self, block, where): return block
+"""
+SCRIPT = """
+import colorsys, json, sys
+from tierckpt.testing import TinyJob
+sys.path.insert(0, sys.argv[1])
+with TinyJob("ckpts", shm_dir=sys.argv[2], local_modules="mine") as job:
+    job.run(2)
+print([e.text() for e in job.events if e.severity >= 30])
+"""
+
+
+@pytest.mark.parametrize("where", ["the script's folder", "one that the script names"])
+def test_the_agent_finds_the_modules_that_the_script_finds(
+    where: str, tmp_path: Path, shm_dir: Path
+) -> None:
+    """And no others in place of the standard library's, which the script imported before."""
+    (tmp_path / "script").mkdir()
+    script = tmp_path / "script" / "train.py"
+    script.write_text(SCRIPT)
+    folder = script.parent if where == "the script's folder" else tmp_path / "modules"
+    info = folder / "mine-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tierckpt.modules]\nmine = mine:Mine\n")
+    (folder / "mine.py").write_text(MINE)
+    if folder != script.parent:
+        (folder / "colorsys.py").write_text("raise ImportError('not the library')")
+        (folder / "csv.py").write_text("raise ImportError('not the library')")
+    command = [sys.executable, str(script), str(folder.relative_to(tmp_path)), str(shm_dir)]
+    ran = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    assert ran.stdout == "[]\n"
+    store = LocalStore(tmp_path / "ckpts")
+    keys = store.keys()
+    manifests = [Manifest.decode(store.read_manifest(key)) for key in keys]
+    assert {m.key.id.version for m in manifests} == {1, 2}
+    assert all("mine" in str(m.encoding) for m in manifests)
+
+
+def test_a_path_that_is_no_more_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setattr(sys, "path", ["", "/somewhere", *sys.path])
+    assert surroundings.module_path()[0] == str(gone)
+    gone.rmdir()
+    assert "/somewhere" in surroundings.module_path()
+    os.chdir(tmp_path)
