@@ -23,7 +23,8 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
     -> {"op": "bye"}                                             this trainer ends of its own will
     <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "listening" |
         "protected" | "protect_failed" | "cleaned" | "problem", ...}
-    <- {"op": "unwelcome"}                                       by an agent of other surroundings
+    <- {"op": "unwelcome"}                                       by an agent of other surroundings,
+                                                                 or another protocol
     <- {"op": "quiet", "seconds": ...}                           since the flush last got on
     <- {"op": "bye", "last": ...}                                last: the agent ends now, too
 
@@ -305,12 +306,10 @@ class Agent:
         try:
             with channel:
                 greeting = _greeting(channel)
-                if greeting is None:
-                    return
-                settings, theirs = greeting
-                if not self._serves(theirs):
+                if greeting is None or not self._serves(greeting[1]):
                     packets.send(channel, {"op": "unwelcome"})
                     return
+                settings, _ = greeting
                 desk = (settings.directory, settings.shard)
                 with self._lock:
                     self._missed.pop(desk, None)

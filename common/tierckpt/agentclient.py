@@ -555,7 +555,8 @@ class AgentClient:
             self._flush()
             return
         if message["op"] == "unwelcome":
-            self._pass_over("has an earlier start's keys, credentials or modules", logging.INFO)
+            why = "has an earlier start's keys, credentials or modules, or is another tierckpt's"
+            self._pass_over(why, logging.INFO)
             return
         if message["op"] == "quiet":
             self._asked = False
