@@ -305,11 +305,13 @@ class Agent:
         desk, said_goodbye = None, True
         try:
             with channel:
-                greeting = _greeting(channel)
-                if greeting is None or not self._serves(greeting[1]):
+                hello = _greeting(channel)
+                if hello is None:
+                    return
+                settings = _desk_of(hello)
+                if settings is None or not self._serves(str(hello.get("surroundings", ""))):
                     packets.send(channel, {"op": "unwelcome"})
                     return
-                settings, _ = greeting
                 desk = (settings.directory, settings.shard)
                 with self._lock:
                     self._missed.pop(desk, None)
@@ -365,17 +367,21 @@ class Agent:
             self._wake.send(b"\0")
 
 
-def _greeting(channel: socket.socket) -> tuple[DeskSettings, str] | None:
-    """What a trainer says of itself, and its surroundings; None for anything else.
-
-    A tierckpt of another version finds no welcome then, and starts an agent of its own.
-    """
+def _greeting(channel: socket.socket) -> dict[str, Any] | None:
+    """What a trainer says first; None for anything else."""
     try:
         hello, _ = packets.receive(channel)
-        if hello is None or hello["op"] != "hello" or hello["protocol"] != PROTOCOL:
+        return hello if hello is not None and hello["op"] == "hello" else None
+    except (ValueError, KeyError):
+        return None
+
+
+def _desk_of(hello: dict[str, Any]) -> DeskSettings | None:
+    """What a trainer says of itself; None where that is another tierckpt's."""
+    try:
+        if hello["protocol"] != PROTOCOL:
             return None
-        desk = DeskSettings(**{**hello["desk"], "ranks": tuple(hello["desk"]["ranks"])})
-        return desk, str(hello.get("surroundings", ""))
+        return DeskSettings(**{**hello["desk"], "ranks": tuple(hello["desk"]["ranks"])})
     except (ValueError, TypeError, KeyError):
         return None
 
