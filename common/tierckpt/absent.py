@@ -8,6 +8,7 @@ all others are, and their successors in a restart ask those on whose nodes they 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -76,6 +77,8 @@ class Absent:
         self._agent, self._hosts, self._asks = agent, hosts, asks
         self.alive: list[Known] = []
         """Those that answered when all looked last; alike on all ranks."""
+        self._down: dict[str, threading.Event] = {}
+        """Of these, by the name of their places: set where one has not answered since."""
 
     def roster(self) -> Roster | None:
         """What this node's agent knows; None where nobody is absent, or it does not say."""
@@ -100,11 +103,13 @@ class Absent:
         found = _ask_all(told.without(self._hosts)[group.rank :: group.size])
         everyone = group.all_gather_object(found)
         self.alive = [known for theirs in everyone for known, _ in theirs]
+        self._down = {known.where: threading.Event() for known in self.alive}
         return [[inventory for _, inventory in theirs] for theirs in everyone]
 
     def open(self, where: str) -> RemoteNode | None:
         """One that answered, by the name of its places; the caller closes it. Any thread."""
-        return next((_remote(known) for known in self.alive if known.where == where), None)
+        found = (known for known in self.alive if known.where == where)
+        return next((_remote(known, self._down[where]) for known in found), None)
 
 
 def _ask_all(nodes: Sequence[Known]) -> list[tuple[Known, Inventory]]:
@@ -124,9 +129,9 @@ def _ask_all(nodes: Sequence[Known]) -> list[tuple[Known, Inventory]]:
     return sorted(answers, key=lambda answer: answer[0].host)
 
 
-def _remote(known: Known) -> RemoteNode:
+def _remote(known: Known, down: threading.Event | None = None) -> RemoteNode:
     from .peer.address import Address
     from .peer.remote import RemoteNode
 
     address = Address(known.address, known.port)
-    return RemoteNode(known.where, address, known.secret.encode())
+    return RemoteNode(known.where, address, known.secret.encode(), down)

@@ -103,14 +103,15 @@ def parities_to_mend(
         for rebuilt in plan.rebuilds
         for each in found
         for p in each
-        if p.group == rebuilt.group and p.key not in rebuilt.left
+        if p.place.level == "local" and p.group == rebuilt.group and p.key not in rebuilt.left
     }
     lost = set()
     for group in groups:
         code = (group.ranks, group.code.k, group.code.m)
         for rank in group.ranks:
             key = ParityKey(plan.id, rank, len(plan.sources))
-            there = {(p.key, p.life, (p.group, p.k, p.m)) for p in found[rank]}
+            here = (p for p in found[rank] if p.place.level == "local")
+            there = {(p.key, p.life, (p.group, p.k, p.m)) for p in here}
             if key in damaged or (key, plan.life, code) not in there:
                 lost.add(rank)
     return frozenset(lost)

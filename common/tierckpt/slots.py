@@ -14,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from pathlib import Path
 
 from . import plainfile
@@ -196,14 +197,30 @@ def remove_segment(path: Path) -> None:
     remove_image(path)
 
 
+_pinned: set[int] = set()
+_pinning = threading.Lock()
+
+
 def pin(fd: int) -> None:
     """Tell other processes that this one reads the segment; until `unpin`, or its death."""
-    fcntl.lockf(fd, fcntl.LOCK_SH)
+    with _pinning:
+        fcntl.lockf(fd, fcntl.LOCK_SH)
+        _pinned.add(fd)
 
 
 def unpin(fd: int) -> None:
     """The inverse of `pin`."""
-    fcntl.lockf(fd, fcntl.LOCK_UN)
+    with _pinning:
+        _pinned.discard(fd)
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+
+
+def pin_again() -> None:
+    """Where this process pins slots, after it has looked at any by descriptors of their own: the
+    kernel drops all of a process's locks on a file when it closes one descriptor of that."""
+    with _pinning:
+        for fd in _pinned:
+            fcntl.lockf(fd, fcntl.LOCK_SH)
 
 
 def _anonymous(name: str) -> int:

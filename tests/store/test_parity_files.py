@@ -32,6 +32,7 @@ from tierckpt.peer.parity import ParityManifest, Read, check_parity
 from tierckpt.peer.rebuild import rebuild
 from tierckpt.peer.remote import RemoteNode
 from tierckpt.peer.transport import Transport
+from tierckpt.persistent import VersionName
 from tierckpt.redundancy.codes import Code
 from tierckpt.testing import StoreConformance, injected
 from tierckpt.testing.storeprogram import commit_one, key_of
@@ -313,8 +314,10 @@ def test_a_shard_is_rebuilt_from_what_other_nodes_have(tmp_path: Path) -> None:
 
         def fetching(member: int, parity: bool) -> Callable[[int, memoryview], None]:
             key = parity_key_of(member, CODE)
-            stem = (key if parity else ShardKey(key.id, key.shard, key.shards)).stem
-            return lambda low, into: nodes[member].read(stem, low, into)
+            name = VersionName(key.id, key.shards, "life")
+            node = nodes[member]
+            file = node.open_parity(key) if parity else node.open_shard(name, key.shard)
+            return lambda low, into: node.read(file, low, into)
 
         nodes = [RemoteNode(f"node {m}", a, SECRET) for m, a in enumerate(members.addresses)]
         record = ParityManifest.decode(nodes[2].open_parity(parity_key_of(2, CODE)).manifest)
@@ -329,17 +332,20 @@ def test_a_shard_is_rebuilt_from_what_other_nodes_have(tmp_path: Path) -> None:
 
 
 def test_fetching_goes_on_when_the_peers_agent_was_started_again(tmp_path: Path) -> None:
-    """The connection is dead, which costs one answer."""
+    """The connection is dead, which is not found out twice."""
     with Members(tmp_path, CODE, LENGTHS) as members:
         members.protect()
         key, address = parity_key_of(1, CODE), members.addresses[1]
         with closing(RemoteNode("node 1", address, SECRET)) as node:
             found = node.open_parity(key).manifest
             members.transports[1].close()
-            with pytest.raises(ConnectionError, match="node 1"):
-                node.open_parity(key)
             members.transports[1] = Transport(SECRET, address.host, address.port)
             members.transports[1].shelf.add(members.store(1))
+            with pytest.raises(ConnectionError, match="node 1"):
+                node.open_parity(key)
+            with pytest.raises(ConnectionError, match="did not answer before"):
+                node.open_parity(key)
+        with closing(RemoteNode("node 1", address, SECRET)) as node:
             assert node.open_parity(key).manifest == found
 
 
@@ -353,17 +359,17 @@ def test_nothing_but_what_is_committed_can_be_fetched(tmp_path: Path) -> None:
             with pytest.raises(FileNotFoundError, match="is not here"):
                 node.open_parity(parity_key_of(1, CODE, version=9))
             with pytest.raises(EOFError, match="in part"):
-                node.read(key.stem, 1 << 40, memoryview(bytearray(9)))
+                node.open_parity(key).read(1 << 40, 9)
         stranger = RemoteNode("node 1", address, b"guessed")
         with pytest.raises(ConnectionError, match="refused"):
             stranger.open_parity(key)
         link = caller.connect(address)
         for stem in ("../secret", "/etc/passwd", f"../node1/{parity_key_of(1, CODE).stem}"):
-            link.send({"op": "fetch", "stem": stem, "offset": 0, "length": 9})
+            link.send({"op": "fetch", "stem": stem, "offset": 0, "length": 9, "copy": ""})
             assert "is no shard and no parity" in link.receive(20)["error"]
         for offset, length in ((-1, 9), (0, -1), (0, 1 << 40)):
             stem = parity_key_of(1, CODE).stem
-            link.send({"op": "fetch", "stem": stem, "offset": offset, "length": length})
+            link.send({"op": "fetch", "stem": stem, "offset": offset, "length": length, "copy": ""})
             assert "cannot be asked for" in link.receive(20)["error"]
         caller.drop(link)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tierckpt.inventory import EVERYWHERE, Found, FoundParity, Place
+from dataclasses import replace
+
+from tierckpt.inventory import AGENT, EVERYWHERE, Found, FoundParity, Place
 from tierckpt.mending import parities_to_mend, shards_to_mend
 from tierckpt.naming import ParityKey, ShardKey, VersionId
 from tierckpt.redundancy.codes import Code
@@ -99,6 +101,15 @@ def test_groups_that_are_others_now_have_no_parity() -> None:
     now = [RedundancyGroup((0, 2, 1, 3), Code(RANKS, 2, 2))]
     plan = plan_of(shards, parities)
     assert parities_to_mend(plan, now, parities) == set(range(RANKS))
+
+
+def test_parity_that_a_node_without_a_rank_has_is_on_no_rank_of_the_jobs() -> None:
+    """Rank 0's node was left out; a spare took its place, and its agent told its parity."""
+    shards, parities = world(0)
+    agent = Place(AGENT, EVERYWHERE, "agent of node0")
+    told = [replace(parity(0, 0), place=agent)]
+    plan = plan_of(shards, parities)
+    assert parities_to_mend(plan, [GROUP], [told, *parities[1:]]) == {0}
 
 
 def test_parity_of_another_life_is_none() -> None:

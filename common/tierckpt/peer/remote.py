@@ -16,7 +16,7 @@ from ..naming import ParityKey, ShardKey
 from ..persistent import VersionName
 from .address import Address
 from .errors import PeerError
-from .shelf import MOST_BYTES, listed
+from .shelf import MOST_BYTES, copy_of, listed
 from .wire import Link, greet, reach
 
 REACH_SECONDS = 2.0
@@ -33,10 +33,14 @@ class RemoteNode:
     not there, EOFError for what is there only in part, OSError for what could not be read there.
     """
 
-    def __init__(self, name: str, address: Address, secret: bytes) -> None:
+    def __init__(
+        self, name: str, address: Address, secret: bytes, down: threading.Event | None = None
+    ) -> None:
         """`name` is what its places are called; `secret` is that of the life in which the agent met
-        others last."""
+        others last. `down`, shared by all who ask this node: it has not answered one of them, and
+        is not asked any more, or each range would be waited for anew."""
         self.name, self._address, self._secret = name, address, secret
+        self._down = down or threading.Event()
         self._lock = threading.Lock()
         self._link: Link | None = None
 
@@ -66,15 +70,16 @@ class RemoteNode:
         """Never known: a node has some of the shards."""
         return False
 
-    def read(self, stem: str, offset: int, into: memoryview) -> None:
+    def read(self, file: RemoteFile, offset: int, into: memoryview) -> None:
         """Fill `into` from byte `offset` of a shard, or parity."""
+        what = {"stem": file.stem, "copy": copy_of(file.manifest)}
         for low in range(0, len(into), MOST_BYTES):
             part = into[low : low + MOST_BYTES]
-            where = {"stem": stem, "offset": offset + low, "length": len(part)}
+            where = {"offset": offset + low, "length": len(part)}
             with self._connection() as link:
-                head = _answer(link, {"op": "fetch", **where})
+                head = _answer(link, {"op": "fetch", **what, **where})
                 if head.get("nbytes", 0) != len(part):
-                    raise EOFError(f"truncated: {self.name} has {stem} only in part")
+                    raise EOFError(f"truncated: {self.name} has {file.stem} only in part")
                 link.receive_into(part)
 
     def close(self) -> None:
@@ -84,9 +89,11 @@ class RemoteNode:
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Link]:
-        """To ask something; after an error it is made anew by whoever asks next."""
+        """To ask something; after an error of the other side's it is made anew."""
         with self._lock:
             try:
+                if self._down.is_set():
+                    raise ConnectionError(f"{self.name} did not answer before")
                 if self._link is None:
                     self._link = reach(self._address, REACH_SECONDS)
                     greet(self._link, self._secret, REACH_SECONDS)
@@ -95,6 +102,7 @@ class RemoteNode:
             except BaseException as error:
                 self._hang_up()
                 if isinstance(error, PeerError):
+                    self._down.set()
                     raise ConnectionError(f"{self.name}: {error}") from error
                 raise
 
@@ -116,7 +124,7 @@ class RemoteFile:
     def read(self, offset: int, nbytes: int) -> bytes:
         """A range, unchecked."""
         data = bytearray(nbytes)
-        self.node.read(self.stem, offset, memoryview(data))
+        self.node.read(self, offset, memoryview(data))
         return bytes(data)
 
 

@@ -8,14 +8,16 @@ compares with the checksums in the manifests.
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from ..inventory import AGENT, EVERYWHERE, Found, FoundParity, Inventory, Place, take_inventory
 from ..jobdirectory import JobDirectory
 from ..localstore import LocalStore
+from ..manifest import digest
 from ..naming import Key, Lineage, ParityKey, ShardKey, VersionId
-from ..slots import Slot
+from ..slots import Slot, pin_again
 
 MOST_BYTES = 4 << 20
 """What is read at once, and held."""
@@ -37,6 +39,7 @@ class Shelf:
     def list(self) -> bytes:
         """All that is here, for `listed`. A shard that is in memory and on disk is told once."""
         seen = [take_inventory(self._job, store, "") for store in self._stores] if self._job else []
+        pin_again()
         found = {f.key: f for each in seen for f in each.found}  # on disk is told behind in memory
         told = {
             "generation": max((each.generation for each in seen), default=0),
@@ -51,30 +54,56 @@ class Shelf:
         for store in self._stores:
             if store.has(key):
                 return store.read_manifest(key)
-        with closing(self._slot(key)) as slot:
-            found = slot.manifest_bytes()
-        if found is None:
-            raise FileNotFoundError(f"{key} is not here any more")
-        return found
+        with self._slot(key) as slot:
+            return _manifest_in(slot)
 
-    def read(self, stem: str, offset: int, nbytes: int) -> bytes:
+    def read(self, stem: str, offset: int, nbytes: int, copy: str) -> bytes:
         """A range of the bytes, unchecked; less where they end. Only names that we give, of what
-        exists: no other file can be asked for."""
+        exists: no other file can be asked for.
+
+        `copy` is the digest of the manifest that was told (`copy_of`): what has another one by now,
+        as an agent commits what was in memory, is FileNotFoundError.
+        """
         key = _key(stem)
         if offset < 0 or not 0 <= nbytes <= MOST_BYTES:
             raise ValueError(f"bytes {offset} and {nbytes} more cannot be asked for at once")
         for store in self._stores:
             if store.has(key):
+                _see_that_it_is(copy, store.read_manifest(key), key)
                 return store.read(key, offset, nbytes)
-        with closing(self._slot(key)) as slot, slot.image() as image:
+        with self._slot(key) as slot, slot.image() as image:
+            _see_that_it_is(copy, _manifest_in(slot), key)
             return bytes(image[offset : offset + nbytes])
 
-    def _slot(self, key: ShardKey) -> Slot:
-        """The one that holds the shard; close it."""
-        for path, manifest in self._job.sealed() if self._job else ():
-            if manifest.key == key and (slot := Slot.open(path)) is not None:
-                return slot
+    @contextmanager
+    def _slot(self, key: ShardKey) -> Iterator[Slot]:
+        """The one that holds the shard."""
+        try:
+            for path, manifest in self._job.sealed() if self._job else ():
+                if manifest.key == key and (slot := Slot.open(path)) is not None:
+                    with closing(slot):
+                        yield slot
+                    return
+        finally:
+            pin_again()
         raise FileNotFoundError(f"{key} is not here")
+
+
+def copy_of(manifest: bytes) -> str:
+    """Tells one copy of a shard from another that is stored otherwise."""
+    return digest(manifest).hex()
+
+
+def _manifest_in(slot: Slot) -> bytes:
+    found = slot.manifest_bytes()
+    if found is None:
+        raise FileNotFoundError(f"slot {slot.name} is empty by now")
+    return found
+
+
+def _see_that_it_is(copy: str, manifest: bytes, key: ShardKey) -> None:
+    if copy_of(manifest) != copy:
+        raise FileNotFoundError(f"{key} is stored in another way by now")
 
 
 def _key(stem: str) -> ShardKey:

@@ -287,7 +287,7 @@ class Transport:
             elif operation == "manifest":
                 link.send({"op": "manifest"}, self.shelf.manifest(str(head["stem"])))
             elif operation == "fetch":
-                where = (int(head["offset"]), int(head["length"]))
+                where = (int(head["offset"]), int(head["length"]), str(head["copy"]))
                 link.send({"op": "bytes"}, self.shelf.read(str(head["stem"]), *where))
             elif operation == "why":
                 link.send(self._state_of(head))

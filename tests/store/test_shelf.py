@@ -1,0 +1,112 @@
+"""What an agent shows of its node, while the agent itself goes on changing that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.peershards import SECRET
+from tests.store.processes import end, python
+from tests.store.shards import IMAGE_BYTES, manifest
+from tierckpt.inventory import AGENT
+from tierckpt.jobdirectory import JobDirectory
+from tierckpt.localstore import LocalStore
+from tierckpt.manifest import Manifest
+from tierckpt.peer import remote
+from tierckpt.peer.remote import RemoteNode
+from tierckpt.peer.transport import Transport
+from tierckpt.persistent import VersionName
+from tierckpt.slots import Slot, pin, seal_area_bytes
+
+
+@pytest.fixture
+def slot(shm_dir: Path) -> Iterator[Slot]:
+    """Sealed, and pinned as by an agent that commits it."""
+    job = JobDirectory.at(shm_dir, "job")
+    job.create()
+    made = Slot.create(job.slot_path(0, 0), "r0", seal_area_bytes(8), IMAGE_BYTES)
+    made.seal(manifest().encode())
+    pin(made.fd)
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    made = LocalStore(tmp_path / "local")
+    made.create()
+    return made
+
+
+@pytest.fixture
+def agent(slot: Slot, store: LocalStore) -> Iterator[Transport]:
+    assert slot.path is not None
+    root, job = slot.path.parent.parent, slot.path.parent.name
+    with Transport(SECRET, "127.0.0.1") as made:
+        made.shelf.add(store, JobDirectory(root, job))
+        yield made
+
+
+@pytest.fixture
+def node(agent: Transport) -> Iterator[RemoteNode]:
+    with closing(RemoteNode("node 1", agent.address, SECRET)) as made:
+        yield made
+
+
+def name_of(shard: Manifest) -> VersionName:
+    return VersionName(shard.id, shard.shards, shard.life)
+
+
+def test_looking_at_slots_leaves_the_agents_own_pins(slot: Slot, node: RemoteNode) -> None:
+    (found,) = node.inventory("node1").found
+    assert (found.key, found.place.level) == (manifest().key, AGENT)
+    file = node.open_shard(name_of(manifest()), manifest().shard)
+    with slot.image() as image:
+        assert file.read(0, 100) == bytes(image[:100])
+    trainer = python(
+        "import sys; from pathlib import Path; from tierckpt.slots import Slot\n"
+        "print(Slot.open(Path(sys.argv[1])).in_use_elsewhere())",
+        slot.path,
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "True\n"
+    end(trainer)
+
+
+def test_what_is_stored_otherwise_by_now_is_gone(
+    slot: Slot, store: LocalStore, node: RemoteNode
+) -> None:
+    """A killed trainer's slot is committed between two reads of it, by modules: so its manifest is
+    another one."""
+    file = node.open_shard(name_of(manifest()), manifest().shard)
+    assert len(file.read(0, 100)) == 100
+    with slot.image() as image:
+        store.commit(manifest().key, image, manifest(created=1.0).encode())
+    with pytest.raises(FileNotFoundError, match="stored in another way by now"):
+        file.read(100, 100)
+    again = node.open_shard(name_of(manifest()), manifest().shard)
+    assert len(again.read(100, 100)) == 100
+
+
+def test_a_node_that_falls_silent_is_waited_for_once(
+    agent: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all who ask it, however many ranges they are still to read."""
+    down = threading.Event()
+    asked = [RemoteNode("node 1", agent.address, SECRET, down) for _ in range(2)]
+    files = [node.open_shard(name_of(manifest()), manifest().shard) for node in asked]
+    calls: list[object] = []
+    reach = remote.reach
+    monkeypatch.setattr(remote, "reach", lambda *where: calls.append(where) or reach(*where))
+    agent.close()
+    for _ in range(3):
+        for file in files:
+            with pytest.raises(ConnectionError):
+                file.read(0, 100)
+    assert not calls
+    for node in asked:
+        node.close()
