@@ -33,7 +33,7 @@ class Known:
     """A node's agent."""
 
     host: str
-    """The node, as `group.host_id` names it."""
+    """The node, as `hostid.host_id` names it."""
     address: str
     port: int
     secret: str

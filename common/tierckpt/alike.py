@@ -15,7 +15,8 @@ from typing import Any
 
 from .config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
 from .errors import ConfigError
-from .group import Group, Node, host_id
+from .group import Group, Node
+from .hostid import host_id
 from .modules.pipeline import Pipeline
 from .surroundings import fingerprint
 from .wording import some
@@ -30,7 +31,7 @@ class Roll:
     """Who takes part in the job, and where; by rank."""
 
     hosts: tuple[str, ...]
-    """Nodes, as `group.host_id` names them."""
+    """Nodes, as `hostid.host_id` names them."""
     names: tuple[str, ...]
     """Host names of their machines."""
     domains: tuple[str, ...]

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from . import filelock, folders
-from .group import host_id
+from .hostid import host_id
 
 PREFIX, NEW_SUFFIX = ".claim.", ".new"
 HERE_SECONDS, ELSEWHERE_SECONDS = 15.0, 100.0

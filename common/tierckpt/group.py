@@ -7,7 +7,6 @@ thread, except `Pending.wait`.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -115,17 +114,3 @@ class Node:
         nodes = list(dict.fromkeys(hosts))
         ranks = tuple(rank for rank, other in enumerate(hosts) if other == host)
         return Node(nodes.index(host), len(nodes), ranks)
-
-
-def boot_id() -> str:
-    """Of this machine since it was last switched on; empty where that cannot be told."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def host_id(node: str = "") -> str:
-    """This node: its name (the host's if none is given), and the boot: a reboot is another one."""
-    return f"{node or socket.gethostname()}/{boot_id()}"

@@ -26,7 +26,7 @@ def test_the_flusher_knows_its_node_among_the_jobs_and_how_many_flush_at_once(
     shared = {"persistent_path": tmp_path / "shared", "persistent_nodes_at_once": 2}
     config = load_config({**given, **shared, "persistent_keep_best": 1}, {})
     node = Node(index=3, count=5, ranks=(0,))
-    client = agent_client(config, SingleGroup(), job_directory(config), node)
+    client = agent_client(config, SingleGroup(), job_directory(config), node, "")
     with contextlib.closing(Agent(linger_seconds=0.0)) as agent:
         flusher = agent.flusher(client.desk)
         assert flusher is not None
@@ -71,7 +71,7 @@ def test_a_start_says_once_that_parity_will_be_slow(
     given = {"path": tmp_path / "ckpts", "shm_dir": shm_dir, "agent": "inline"}
     config = load_config({**given, "peer_redundancy": redundancy}, {})
     hosts = ("a", "b", "c", "d")
-    roll, group = Roll(hosts, hosts, hosts), SingleGroup()
+    roll, group = Roll(hosts, hosts, hosts, hosts), SingleGroup()
     group.rank, group.size = rank, len(hosts)
     groups, problem = redundancy_groups(config, roll, group)
     assert (len(groups), problem) == (1, "")

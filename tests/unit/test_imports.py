@@ -33,6 +33,16 @@ def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
+@pytest.mark.parametrize(
+    "module", ["tierckpt.flusher", "tierckpt.protector", "tierckpt.peer.remote"]
+)
+def test_what_agents_load_later_does_without_torch(module: str) -> None:
+    """It would take seconds, and 200 MB a node; numpy is for jobs with a peer level."""
+    program = f"import sys, {module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
 def test_every_public_name_is_there() -> None:
     import tierckpt
     import tierckpt.testing

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..group import boot_id
+from ..hostid import boot_id
 
 _SIOCGIFADDR = 0x8915
 _NOT_IN_USE = 0x68
