@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .absent import Known, Roster
 from .agentclient import AgentClient
 from .alike import Roll
+from .attach import job_directory
 from .config import Config
 from .group import Group, Node
 from .localstore import LocalStore
@@ -29,7 +31,7 @@ def redundancy_groups(config: Config, roll: Roll, group: Group) -> tuple[Groups,
     """Who protects whom, empty when nobody does; and what to say where that is not as asked.
 
     Raises ConfigError when it cannot be as asked and the job has yet to begin. Later nodes may be
-    lost that nobody replaces, and what earlier lives protected is to be rebuilt all the same: then
+    lost that nobody replaces, and what earlier lives left is to be restored all the same: then
     there are no groups. Collective.
     """
     scheme = Scheme.parse(config.peer.redundancy)
@@ -38,20 +40,24 @@ def redundancy_groups(config: Config, roll: Roll, group: Group) -> tuple[Groups,
     try:
         return plan_groups(roll.domains, scheme, config.peer.group_size), ""
     except TooFewDomainsError as error:
-        if not any(group.all_gather_object(_has_parity(config))):
+        if not any(group.all_gather_object(_is_begun(config))):
             raise
         return (), (
-            f"the peer level is off: {error}. What earlier lives of this job protected can still "
-            "be rebuilt; new versions are lost with a node's disk until peer_redundancy is set to "
-            "what the job can have, or it has its nodes again"
+            f"the peer level is off: {error}. What earlier lives of this job left can still be "
+            "restored, and rebuilt where it was protected; new versions are lost with a node's "
+            "disk until peer_redundancy is set to what the job can have, or it has its nodes again"
         )
 
 
-def _has_parity(config: Config) -> bool:
-    try:
-        return bool(LocalStore(config.directory).parities())
-    except OSError:
-        return False
+def _is_begun(config: Config) -> bool:
+    """Whether a life before left anything on this node, on disk or in memory."""
+    store = LocalStore(config.directory)
+    with contextlib.suppress(OSError):
+        if store.parities() or store.keys():
+            return True
+    with contextlib.suppress(OSError):
+        return next(job_directory(config).sealed(), None) is not None
+    return False
 
 
 def out_of_reach(addresses: Sequence[Address | None], networks: Sequence[str]) -> list[str]:

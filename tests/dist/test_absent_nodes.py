@@ -152,6 +152,24 @@ def test_and_what_is_on_their_disks(place: Place, ranks: Any) -> None:
     assert told["replicated"] == again["replicated"]
 
 
+def leave_in_memory(place: Place) -> str:
+    """A version that nothing protects yet."""
+    job = make_job()
+    attached = attach(job, place, **settings(NODES[rank()]))
+    train(job, attached.ckpt, range(STEPS))
+    vanish(attached)
+    return exact.digest(job.replicated())
+
+
+def test_also_where_too_few_are_left_for_a_scheme_that_protected_nothing_yet(
+    place: Place, ranks: Any
+) -> None:
+    before = ranks(2).run(leave_in_memory, place)
+    (told,) = ranks(1).run(come_back, place, "a")
+    assert told["restored"] == (STEPS, {"memory": 1, "agent": 1})
+    assert told["replicated"] == before[0]
+
+
 def test_parity_of_nodes_that_were_left_makes_what_others_lost(
     place: Place, agents: Agents, ranks: Any, tmp_path: Path
 ) -> None:
