@@ -6,8 +6,10 @@ every wait here has an end, and what is behind then is named.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable
 
 from .agentclient import AgentClient
@@ -49,6 +51,22 @@ def no_moment(
             f"rank {ahead} has {counts[ahead]} steps behind it, and rank {behind} {counts[behind]}"
         )
     return next(iter(troubles), ""), together
+
+
+def at_exit(abandon: Callable[[], None]) -> Callable[[], None]:
+    """Have a checkpointer's method called when the process ends and nobody has closed it: a thread
+    of ours that copies while torch is taken down would end the process by SIGABRT, whatever the
+    script's own status was.
+
+    Returns what was registered with `atexit`; it does not keep the checkpointer alive.
+    """
+    mine = weakref.WeakMethod(abandon)
+
+    def call() -> None:
+        if (left := mine()) is not None:
+            left()
+
+    return atexit.register(call)
 
 
 class Ending:
@@ -115,4 +133,4 @@ class Ending:
         return f"the node's agent (process {self._agent.pid}) goes on with it as long as it lives"
 
 
-__all__ = ["Ending", "no_moment"]
+__all__ = ["Ending", "at_exit", "no_moment"]

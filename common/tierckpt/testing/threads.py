@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import pickle
-import sys
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -173,7 +173,7 @@ def run_ranks(
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     stuck = [t for t in threads if t.is_alive()]
-    stacks = "\n".join(f"{t.name}:\n{_stack(t)}" for t in stuck)
+    stacks = _stacks() if stuck else ""
     if stuck:
         meeting.abort("the ranks' time is over")
         for thread in stuck:
@@ -181,10 +181,14 @@ def run_ranks(
     if failures and not (stuck and isinstance(failures[0], GroupAbortedError)):
         raise failures[0]
     if stuck:
-        raise TimeoutError(f"not done after {timeout_seconds} s:\n{stacks}")
+        names = ", ".join(thread.name for thread in stuck)
+        raise TimeoutError(f"{names}: not done after {timeout_seconds} s:\n{stacks}")
     return [results[rank] for rank in range(size)]
 
 
-def _stack(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or -1)
-    return "".join(traceback.format_stack(frame)) if frame else "(just ended)"
+def _stacks() -> str:
+    """Of all threads, in one go: frames of a thread that runs must not be walked by another."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
