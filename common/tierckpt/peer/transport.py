@@ -40,11 +40,11 @@ class Limits:
 
     join_seconds: float = 60.0
     """For the others to begin the same version: their trainers may seal later."""
+    stall_seconds: float = 30.0
+    """Without a byte of progress, once it has begun."""
     again_seconds: float = 10.0
     """To reach a peer's agent that the exchange before waited for in vain; once it is reached, its
     trainer has as long as any."""
-    stall_seconds: float = 30.0
-    """Without a byte of progress, once it has begun."""
 
 
 class Host(Protocol):
