@@ -8,7 +8,6 @@ All public methods are for the training thread, and all ranks call them alike.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import math
@@ -151,7 +150,7 @@ class Checkpointer:
             self._join(roll, groups, undo)
             self._watch(model, undo)
             self._halting = Halting(self.config, self.group.rank, self._node, self._reports.notice)
-            self._at_exit = ending.at_exit(self.abandon)
+            ending.at_exit(self)
             undo.pop_all()
 
     def _open_books(
@@ -787,7 +786,6 @@ class Checkpointer:
 
     def _shut_down(self, remove: bool) -> None:
         self._closed = True
-        atexit.unregister(self._at_exit)
         self._halting.close()
         self._own_hooks.close()
         # The copier would wait for what is never released.

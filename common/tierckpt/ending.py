@@ -11,6 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from .agentclient import AgentClient
 from .config import Config
@@ -53,20 +54,26 @@ def no_moment(
     return next(iter(troubles), ""), together
 
 
-def at_exit(abandon: Callable[[], None]) -> Callable[[], None]:
-    """Have a checkpointer's method called when the process ends and nobody has closed it: a thread
-    of ours that copies while torch is taken down would end the process by SIGABRT, whatever the
-    script's own status was.
+class Ends(Protocol):
+    """A checkpointer."""
 
-    Returns what was registered with `atexit`; it does not keep the checkpointer alive.
-    """
-    mine = weakref.WeakMethod(abandon)
+    def abandon(self) -> None: ...
 
-    def call() -> None:
-        if (left := mine()) is not None:
-            left()
 
-    return atexit.register(call)
+_open: weakref.WeakSet[Ends] = weakref.WeakSet()
+
+
+def at_exit(checkpointer: Ends) -> None:
+    """Have it abandoned when the process ends and nobody has closed it by then: a thread of ours
+    that copies while torch is taken down would end the process by SIGABRT, whatever the script's
+    own status was. It is not kept alive."""
+    _open.add(checkpointer)
+
+
+@atexit.register  # when this is imported: so it comes after all that is registered to close them
+def _abandon_all() -> None:
+    for checkpointer in list(_open):
+        checkpointer.abandon()
 
 
 class Ending:
