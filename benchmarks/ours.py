@@ -51,13 +51,13 @@ class OursMemory(Method):
         self._checkpointer = adapter.Checkpointer(
             job.model,
             job.optimizer,
-            memory_every_steps=NEVER if self.level == "memory" else 0,
-            local_every_steps=NEVER if self.level == "local" else 0,
             **self._settings(),
         )
 
     def _settings(self) -> dict[str, Any]:
         return {
+            "memory_every_steps": NEVER if self.level == "memory" else 0,
+            "local_every_steps": NEVER if self.level == "local" else 0,
             "path": str(self.job.directory),
             "local_every_seconds": 0,
             "slots": self.slots_on(self.job.device.type),
@@ -206,19 +206,16 @@ class OursAuto(OursMemory):
         super().__init__()
         self._taken: Counter[str] = Counter()
 
-    def setup(self, job: Job) -> None:
-        self.job = job
-        adapter = importlib.import_module(self.adapter)
-        self._checkpointer = adapter.Checkpointer(
-            job.model,
-            job.optimizer,
-            memory_every_steps="auto",
-            local_every_steps="auto",
-            persistent_path=str(job.directory / "persistent"),
-            persistent_every_steps="auto",
-            persistent_every_seconds=0,
-            **{**self._settings(), "path": str(job.directory / "local")},
-        )
+    def _settings(self) -> dict[str, Any]:
+        return {
+            **super()._settings(),
+            "path": str(self.job.directory / "local"),
+            "memory_every_steps": "auto",
+            "local_every_steps": "auto",
+            "persistent_path": str(self.job.directory / "persistent"),
+            "persistent_every_steps": "auto",
+            "persistent_every_seconds": 0,
+        }
 
     def boundary(self, version: int, due: bool) -> None:
         self._checkpointer.step()
