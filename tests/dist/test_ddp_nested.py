@@ -105,7 +105,7 @@ def make_gan(seed: int = 1, freezes: bool = True, keeps: bool = False, **ddp: An
     optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in nets.values()]
     if under_horovod():
         hvd = horovod()
-        # As README.md has it.
+        # As docs/loops.md has it.
         optimizers = [
             hvd.DistributedOptimizer(each, nets[name].named_parameters(name))
             for name, each in zip("gd", optimizers, strict=True)

@@ -1,4 +1,4 @@
-"""The first lines that a user copies from README.md, run as they stand."""
+"""The first lines that a user copies from README.md and docs/, run as they stand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.dist.rankpool import HOROVODRUN
 from tests.dist.training import horovod, working_in
 from tests.slurmcluster import free_ports
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
 # What the two blocks take for granted.
 BEFORE = """\
 import torch
@@ -33,10 +34,10 @@ def loss_of(net, step):
 AFTER = "print('versions', ckpt.version)"
 
 
-def block_with(text: str) -> str:
+def block_with(text: str, page: Path) -> str:
     """The one that holds `text`."""
     (found,) = (
-        b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if text in b
+        b for b in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if text in b
     )
     return str(found)
 
@@ -97,7 +98,7 @@ def train_g(step):
 
 
 def two_models(block: str, folder: str, fails_at: int | None) -> tuple[int, str]:
-    """What the README has, for six iterations: where it began, and the state at the end."""
+    """What docs/loops.md has, for six iterations: where it began, and the state at the end."""
     names = {"hvd": horovod(), "horovod_ckpt": importlib.import_module("horovod_ckpt")}
     torch.manual_seed(0)
     with working_in(Path(folder)):
@@ -111,7 +112,7 @@ def two_models(block: str, folder: str, fails_at: int | None) -> tuple[int, str]
 
 def test_two_models_that_take_turns_go_on_together(ranks: Any, tmp_path: Path) -> None:
     """After a failure between the steps of one iteration, bit for bit."""
-    pool, block = ranks(2, HOROVODRUN), block_with("train_g")
+    pool, block = ranks(2, HOROVODRUN), block_with("train_g", ROOT / "docs" / "loops.md")
     plain = pool.run(two_models, block, str(tmp_path / "plain"), None)
     pool.run(two_models, block, str(tmp_path / "failed"), 4)
     again = pool.run(two_models, block, str(tmp_path / "failed"), None)
