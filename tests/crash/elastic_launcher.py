@@ -194,6 +194,11 @@ class ElasticJob:
         """How many rules did what they say."""
         return len(list((self.folder / "marks").iterdir()))
 
+    def marked(self) -> list[int]:
+        """Processes in which a rule did what it says."""
+        told = [mark.read_text() for mark in (self.folder / "marks").iterdir()]
+        return [int(pid) for pid in told if pid]  # the mark is there before the number is in it
+
     def events(self, name: str) -> list[Line]:
         paths = sorted((self.folder / "events").glob("*.jsonl"))
         lines = [json.loads(x) for p in paths for x in p.read_text().splitlines()]

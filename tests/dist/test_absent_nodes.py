@@ -82,7 +82,7 @@ def forget_memory(place: Place) -> None:
 
 def vanish(attached: Attached) -> None:
     """For the agent, what a SIGKILL is: the connection ends without a goodbye."""
-    agent = attached.ckpt._agent
+    agent = attached.ckpt._agent._line
 
     def drop(deadline_seconds: float) -> bool:
         agent._drop()

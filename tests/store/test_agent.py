@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import agent, agentclient
+from tierckpt import agent, agentline
 from tierckpt.agent import PROTOCOL, Place
 from tierckpt.agentclient import AgentClient, AgentSettings
+from tierckpt.agentline import AgentLine
 from tierckpt.config import YEAR_SECONDS
 from tierckpt.desk import DeskSettings
 from tierckpt.jobdirectory import JobDirectory
@@ -112,8 +113,8 @@ def test_an_agent_that_came_too_late_to_serve_does_not_wait_for_somebody_else(no
     first, second = AgentClient(*node(0)), AgentClient(*node(1))
     reach(first)
     with second._lock:
-        second._start_process()
-    late = second._process
+        second._line._start_process()
+    late = second._line._process
     assert late is not None
     late.send_signal(signal.SIGSTOP)
     reach(second)
@@ -296,15 +297,15 @@ def test_it_outlives_the_process_group_of_its_trainers(node: Any) -> None:
 def test_one_that_does_not_answer_is_passed_over(
     node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pass_over = AgentClient._pass_over
+    pass_over = AgentLine._pass_over
 
-    def once(client: AgentClient, *why: Any) -> None:
+    def once(line: AgentLine, *why: Any) -> None:
         """The next one lives, however long its answer takes."""
-        monkeypatch.setattr(agentclient, "ANSWER_SECONDS", PATIENCE_SECONDS)
-        pass_over(client, *why)
+        monkeypatch.setattr(agentline, "ANSWER_SECONDS", PATIENCE_SECONDS)
+        pass_over(line, *why)
 
-    monkeypatch.setattr(AgentClient, "_pass_over", once)
-    monkeypatch.setattr(agentclient, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(AgentLine, "_pass_over", once)
+    monkeypatch.setattr(agentline, "ANSWER_SECONDS", 0.2)
     other = trainer(node(1))
     stuck = int(other.stdout.readline())
     os.kill(stuck, signal.SIGSTOP)
@@ -621,7 +622,7 @@ def test_a_connection_is_a_message_socket(node: Any) -> None:
     """A message is whole or not there at all."""
     client = AgentClient(*node(0))
     pid = reach(client)
-    assert client._channel is not None
-    assert client._channel.type == socket.SOCK_SEQPACKET
+    assert client._line._channel is not None
+    assert client._line._channel.type == socket.SOCK_SEQPACKET
     client.close()
     until(lambda: not alive(pid))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt import agentclient, faults
+from tierckpt import agentline, faults
 from tierckpt.testing import TinyJob
 
 PHASES = ["op=fsync", "op=rename", "op=fsync_directory", "op=write_manifest", "op=fsync_manifest"]
@@ -76,19 +76,19 @@ def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
 ) -> None:
     """Its socket is closed a moment before its process can be seen to have ended; that it was begun
     long ago does not make it a new one that does not come."""
-    monkeypatch.setattr(agentclient, "START_SECONDS", 30.0)
+    monkeypatch.setattr(agentline, "START_SECONDS", 30.0)
     with start("", tmp_path, shm_dir, marks, monkeypatch) as job:
         job.run(1)
         client = job.checkpointer._agent
         client.wait(PATIENCE_SECONDS)
         while client.pid is None:
             client.poll()
-        agent = client._process
+        agent = client._line._process
         assert agent is not None
         os.kill(agent.pid, signal.SIGKILL)
         agent.wait()
         alive = subprocess.Popen(["sleep", "1"])  # as it looks in that moment
-        client._process, client._since = alive, time.monotonic() - 100.0
+        client._line._process, client._line._since = alive, time.monotonic() - 100.0
         job.checkpointer.save()
         job.run(3)
     alive.wait()

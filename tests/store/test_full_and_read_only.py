@@ -163,17 +163,17 @@ def test_an_agent_that_cannot_be_started_is_a_notice(
     course: dict[int, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tierckpt.agentclient import AgentClient
+    from tierckpt.agentline import AgentLine
 
-    start, calls = AgentClient._start_process, []
+    start, calls = AgentLine._start_process, []
 
-    def fail_at_first(self: AgentClient) -> None:
+    def fail_at_first(self: AgentLine) -> None:
         calls.append(1)
         if len(calls) <= failing:
             raise OSError(errno.EAGAIN, "no more processes")
         start(self)
 
-    monkeypatch.setattr(AgentClient, "_start_process", fail_at_first)
+    monkeypatch.setattr(AgentLine, "_start_process", fail_at_first)
     with TinyJob(tmp_path / "ckpts", **settings) as job:
         job.run(STEPS)
         job.settle()

@@ -76,7 +76,7 @@ def measure(
         forget_peak()
         job.run(8)
         job.settle()
-        agent = job.checkpointer._agent._process
+        agent = job.checkpointer._agent._line._process
         assert agent is not None
         told = {
             "extra": peak_bytes() - alone_bytes,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import agentclient, alike, surroundings
+from tierckpt import agentline, alike, surroundings
 from tierckpt.agentclient import AgentClient, AgentSettings
 from tierckpt.desk import DeskSettings
 from tierckpt.jobdirectory import JobDirectory
@@ -149,7 +149,7 @@ def test_an_agent_of_other_surroundings_is_left_and_ends(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: no answer is waited for, and the old one waits for nobody."""
-    monkeypatch.setattr(agentclient, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(agentline, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
     old.send_signal(signal.SIGKILL)
     old.wait()
     first, second = (client_of(shm_dir, tmp_path, shard, "new") for shard in (0, 1))
@@ -167,16 +167,16 @@ def test_an_agent_of_other_surroundings_is_left_and_ends(
 def test_where_all_places_are_taken_they_are_not_asked_without_end(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agentclient, "MOST_AGENTS", 1)
-    monkeypatch.setattr(agentclient, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(agentline, "MOST_AGENTS", 1)
+    monkeypatch.setattr(agentline, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
     client = client_of(shm_dir, tmp_path, 1, "new")
     client.start()
-    until(lambda: client._ask_after)
+    until(lambda: client._line._ask_after)
     time.sleep(0.2)
     assert len(client.poll()) == 1
     kill(old)
     until(lambda: not alive(agents[0]))
-    client._ask_after = 0.0
+    client._line._ask_after = 0.0
     agents.append(reach(client))
     client.close()
     until(lambda: not alive(agents[1]))
