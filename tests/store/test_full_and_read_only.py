@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.store.tmpfs import make_read_only
+from tests.store.tmpfs import read_only
 from tierckpt.errors import ConfigError
 from tierckpt.testing import TinyJob, injected
 
@@ -95,10 +95,9 @@ def test_a_disk_that_turns_read_only(
     with TinyJob(path, **settings) as job:
         job.run(STEPS)
         job.settle()
-        make_read_only(small_tmpfs)
-        job.run(2 * STEPS)
-        committed = check_went_on(job, course, "Read-only file system")
-        make_read_only(small_tmpfs, read_only=False)
+        with read_only(small_tmpfs):
+            job.run(2 * STEPS)
+            committed = check_went_on(job, course, "Read-only file system")
         check_recovered(job, course, committed)
     check_restores(path, shm_dir / "elsewhere", 3 * STEPS, course)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.tmpfs import SIZE_BYTES, make_read_only
+from tests.store.tmpfs import SIZE_BYTES, read_only
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.naming import VersionId
 from tierckpt.persistent import (
@@ -434,8 +434,7 @@ def test_a_full_file_system_says_so_and_room_can_be_made(small_tmpfs: Path) -> N
 def test_a_read_only_file_system_says_so(small_tmpfs: Path) -> None:
     store = made(small_tmpfs, {})
     store.flush(name(1), facts(1), sources(1))
-    make_read_only(small_tmpfs)
-    with pytest.raises(PersistentError, match="read-only"):
+    with read_only(small_tmpfs), pytest.raises(PersistentError, match="read-only"):
         store.flush(name(2), facts(2), sources(2))
     check(store, 1)
 

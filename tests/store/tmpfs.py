@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,16 @@ import pytest
 SIZE_BYTES = 1024 * 1024
 
 
-def make_read_only(folder: Path, read_only: bool = True) -> None:
-    """Remount; raises when something is being written there."""
-    mount("-o", f"remount,{'ro' if read_only else 'rw'}", str(folder))
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Whoever opens something in `folder` meanwhile finds a file system that is read-only. What is
+    open for writing (a claim's lock) keeps the kernel from making it so: hence a mount over it."""
+    mount("--bind", str(folder), str(folder))
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        yield
+    finally:
+        unmount(folder)
 
 
 def mount(*arguments: str) -> None:
