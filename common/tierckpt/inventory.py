@@ -118,6 +118,8 @@ class Inventory:
         return replace(
             self,
             found=tuple(f for each in all_ for f in each.found),
+            problems=tuple(p for each in all_ for p in each.problems),
+            unseen=tuple(p for each in all_ for p in each.unseen),
             parities=tuple(p for each in all_ for p in each.parities),
             generation=max(each.generation for each in all_),
         )

@@ -203,6 +203,20 @@ def test_nodes_whose_agents_died_are_as_lost_as_ever(
         ranks(1).run(come_back, place, "b")
 
 
+def test_what_is_damaged_there_is_no_reason_to_begin_afresh(
+    place: Place, ranks: Any, tmp_path: Path
+) -> None:
+    """Nothing is left but v3's files, and c's manifest of it is not what it was."""
+    ranks(3).run(leave_behind, place)
+    forget_memory(place)
+    for parity in tmp_path.glob("*/ckpts/*p0000*"):
+        parity.unlink()
+    (manifest,) = tmp_path.glob("c/ckpts/*.manifest")
+    manifest.write_bytes(b"?")
+    with pytest.raises(AssertionError, match=r"v3 was one.*agent of node c.*damaged"):
+        ranks(2).run(come_back, place, "ab")
+
+
 def come_back_while_one_dies(place: Place, pid: int) -> dict[str, Any]:
     """An agent dies between its answer and the first byte of its shard."""
     job = make_job(seed=2)

@@ -12,10 +12,11 @@ import pytest
 from tests.peershards import SECRET
 from tests.store.processes import end, python
 from tests.store.shards import IMAGE_BYTES, manifest
-from tierckpt.inventory import AGENT
+from tierckpt.inventory import AGENT, Inventory
 from tierckpt.jobdirectory import JobDirectory
 from tierckpt.localstore import LocalStore
 from tierckpt.manifest import Manifest
+from tierckpt.naming import ShardKey
 from tierckpt.peer import remote
 from tierckpt.peer.remote import RemoteNode
 from tierckpt.peer.transport import Transport
@@ -110,3 +111,32 @@ def test_a_node_that_falls_silent_is_waited_for_once(
     assert not calls
     for node in asked:
         node.close()
+
+
+def test_what_cannot_be_used_there_is_told_as_of_any_node(
+    slot: Slot, store: LocalStore, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged seal, a manifest of which the name alone tells what it was, a disk that fails."""
+    assert slot.path is not None
+    with slot.image() as image:
+        store.commit(manifest(2).key, image, manifest(2).encode())
+        store.commit(manifest(3).key, image, manifest(3).encode())
+    with slot.path.open("r+b") as segment:
+        segment.seek(100)
+        segment.write(b"?")
+    (store.directory / f"{manifest(2).key.stem}.manifest").write_bytes(b"?")
+    read = LocalStore.read_manifest
+
+    def read_or_fail(self: LocalStore, key: ShardKey) -> bytes:
+        if key == manifest(3).key:
+            raise OSError("the disk fails")
+        return read(self, key)
+
+    monkeypatch.setattr(LocalStore, "read_manifest", read_or_fail)
+    mine = Inventory((), (), (), 0)
+    seen = mine.plus([node.inventory("node1")])
+    assert {problem.place.where for problem in (*seen.problems, *seen.unseen)} == {"node 1"}
+    memory, disk = sorted(seen.problems, key=lambda problem: problem.keys)
+    assert (str(slot.path) in memory.why, disk.keys) == (True, (manifest(2).key,))
+    (hidden,) = seen.unseen
+    assert "the disk fails" in hidden.why

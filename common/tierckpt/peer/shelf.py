@@ -8,11 +8,20 @@ compares with the checksums in the manifests.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-from ..inventory import AGENT, EVERYWHERE, Found, FoundParity, Inventory, Place, take_inventory
+from ..inventory import (
+    AGENT,
+    EVERYWHERE,
+    Found,
+    FoundParity,
+    Inventory,
+    Place,
+    Problem,
+    take_inventory,
+)
 from ..jobdirectory import JobDirectory
 from ..localstore import LocalStore
 from ..manifest import digest
@@ -37,7 +46,8 @@ class Shelf:
         self._job = job or self._job
 
     def list(self) -> bytes:
-        """All that is here, for `listed`. A shard that is in memory and on disk is told once."""
+        """All that is here, for `listed`, and what cannot be used, or seen. A shard that is in
+        memory and on disk is told once."""
         seen = [take_inventory(self._job, store, "") for store in self._stores] if self._job else []
         pin_again()
         found = {f.key: f for each in seen for f in each.found}  # on disk is told behind in memory
@@ -45,6 +55,8 @@ class Shelf:
             "generation": max((each.generation for each in seen), default=0),
             "shards": [_shard(each) for each in found.values()],
             "parities": [_parity(each) for inventory in seen for each in inventory.parities],
+            "problems": _problems(each.problems for each in seen),
+            "unseen": _problems(each.unseen for each in seen),
         }
         return json.dumps(told).encode()
 
@@ -129,14 +141,26 @@ def _parity(found: FoundParity) -> dict[str, Any]:
     return {"stem": found.key.stem, "lineage": found.lineage, "life": found.life, **made}
 
 
+def _problems(seen: Iterable[Iterable[Problem]]) -> list[dict[str, Any]]:
+    """Memory's are in what is seen with each store."""
+    return [
+        {
+            "why": f"{problem.place.where}: {problem.why}",
+            "newer": problem.newer,
+            "stems": [key.stem for key in problem.keys],
+        }
+        for problem in dict.fromkeys(problem for each in seen for problem in each)
+    ]
+
+
 def listed(data: bytes, where: str, host: str) -> Inventory:
     """What `Shelf.list` told of node `host`: all of it may be read by anybody, through the agent
     that is called `where`. Raises ValueError, KeyError or TypeError for anything else."""
     told = json.loads(data)
     return Inventory(
         tuple(_found(each, where) for each in told["shards"]),
-        (),
-        (),
+        tuple(_problem(each, where) for each in told["problems"]),
+        tuple(_problem(each, where) for each in told["unseen"]),
         int(told["generation"]),
         host,
         parities=tuple(_found_parity(each, where) for each in told["parities"]),
@@ -160,6 +184,11 @@ def _found_parity(told: dict[str, Any], where: str) -> FoundParity:
         k=int(told["k"]),
         m=int(told["m"]),
     )
+
+
+def _problem(told: dict[str, Any], where: str) -> Problem:
+    place, keys = Place(AGENT, EVERYWHERE, where), tuple(_key(stem) for stem in told["stems"])
+    return Problem(place, str(told["why"]), bool(told["newer"]), keys)
 
 
 def _told_key(told: dict[str, Any], kind: type[Key]) -> Key:
