@@ -27,9 +27,12 @@ from .reports import Reports
 from .restore import Aside, Attempt, Restored, Restorer, load
 from .state import TrainingState
 from .together import Together
+from .wording import some
 
 Inventories = Sequence[Sequence[Found]]
 Parities = Sequence[Sequence[FoundParity]]
+MOST_SAID = 8
+"""Events of copies that were rejected: a job of thousands has as many shards."""
 
 
 class Comeback:
@@ -108,8 +111,11 @@ class Comeback:
 
     def _find(self, version: int | None) -> Attempt | None:
         self._version = version
-        self._judge_what_was_seen()
-        return self._restorer.find(version)
+        try:
+            self._judge_what_was_seen()
+            return self._restorer.find(version)
+        finally:
+            self._count_rejected()
 
     def _look_again(self, missing: str) -> tuple[Inventories, Parities]:
         """Take stock once more: something was retired since."""
@@ -124,9 +130,10 @@ class Comeback:
 
     def _judge_what_was_seen(self) -> None:
         if self._lives.newer and self._version is None:
+            newer = some(self._lives.newer, between="; ")
             raise RestoreError(
-                f"a newer tierckpt was here: {'; '.join(self._lives.newer)}. Nothing was changed, "
-                "and nothing older was taken in its place",
+                f"a newer tierckpt was here: {newer}. Nothing was changed, and nothing older was "
+                "taken in its place",
                 "To go on without it: restore(version=...) goes back to an older version; moving "
                 "it away, or another path, starts without it",
             )
@@ -147,7 +154,7 @@ class Comeback:
 
     def _nothing_found(self, version: int | None, live_version: int) -> None:
         """A fresh start, unless something was expected, or may be where nobody could look."""
-        unseen = "; ".join(self._lives.unseen)
+        unseen = some(self._lives.unseen, between="; ")
         if version is not None:
             hidden = f", and what is there could not be seen in {unseen}" if unseen else ""
             raise RestoreError(f"no complete, sound v{version} was found on any level{hidden}")
@@ -180,7 +187,8 @@ class Comeback:
 
     def _what_is_left(self) -> str:
         shards = "; ".join(self._lives.remains()) or "none"
-        return "; ".join([f"what was found: {shards}", *self._restorer.rejected])
+        rejected = some(self._restorer.rejected, between="; ")
+        return f"what was found: {shards}" + (f"; {rejected}" if rejected else "")
 
     def load(
         self, attempt: Attempt, strict: bool, load_adapter: Callable[[Any], None]
@@ -249,6 +257,15 @@ class Comeback:
         return result
 
     def _reject(self, text: str) -> None:
+        if len(self._restorer.rejected) <= MOST_SAID:
+            self._say_rejected(text)
+
+    def _count_rejected(self) -> None:
+        """Those that were not said one by one."""
+        if (more := len(self._restorer.rejected) - MOST_SAID) > 0:
+            self._say_rejected(f"and {more} more")
+
+    def _say_rejected(self, text: str) -> None:
         severity = logging.ERROR if self._group.rank == 0 else logging.DEBUG
         self._reports.emit("rejected", message=text, severity=severity)
 

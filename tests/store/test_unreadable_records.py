@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from tierckpt import RestoreError
 from tierckpt.config import load_config
@@ -132,6 +134,39 @@ def test_damage_in_every_record_is_no_fresh_start(left: Left) -> None:
     assert f"this job had complete checkpoints (v{STEPS} was one)" in text
     assert text.count("truncated or damaged") == 2
     assert "To give it up: another path, or moving away what is left" in text
+
+
+MANY = 300
+"""Shards of one version."""
+
+
+def newer(path: Path) -> object:
+    line = json.dumps({"format": "tierckpt-manifest", "format_version": "99.0"}).encode()
+    return path.write_bytes(line + b"\n" + xxhash.xxh3_128_hexdigest(line).encode() + b"\n")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [newer, lambda path: path.write_bytes(b"?"), lambda path: path.symlink_to(path.name)],
+    ids=["newer", "damaged", "unseen"],
+)
+def test_what_is_wrong_with_many_shards_is_told_of_a_few(
+    spoil: Callable[[Path], object], tmp_path: Path, shm_dir: Path
+) -> None:
+    """Every rank of a job of thousands says it."""
+    for shard in range(MANY):
+        spoil(tmp_path / f"v0000000100.g000001.s{shard:05d}of{MANY:05d}.manifest")
+    with TinyJob(tmp_path, shm_dir=str(shm_dir), agent="inline") as job:
+        with pytest.raises(RestoreError) as caught:
+            job.restore()
+        said = [event.message for event in job.heard("rejected")]
+        job.checkpointer.abandon()
+    text = str(caught.value)
+    assert "s00002of" in text or "s2of" in text or "s2 " in text, text
+    assert f"{MANY - 3} more" in text
+    assert len(text) < 3000
+    assert len(said) < 10
+    assert not said or said[-1] == f"and {MANY - len(said) + 1} more"
 
 
 def test_what_has_a_manifest_of_any_kind_is_not_cleaned_away(tmp_path: Path) -> None:
