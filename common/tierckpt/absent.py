@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .agentclient import AgentClient
 from .group import Group
 from .inventory import Inventory
+from .manifest import digest
 
 if TYPE_CHECKING:
     from .peer.remote import RemoteNode
@@ -26,6 +27,13 @@ ROSTER_SECONDS = 5.0
 """So long this node's agent may take to bid welcome, which is to say whom it knows."""
 CALLS = 16
 """Nodes that a rank asks at once."""
+MOST_LISTS = 16
+"""Different ones of what nodes know; more are not looked at."""
+
+Mark = tuple[int, str]
+"""A generation and a digest: tells one list of nodes from another, and the newer of two."""
+UNKNOWN: Mark = (0, "")
+"""Of no list."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,16 @@ class Roster:
         """The inverse of `as_message`."""
         return Roster(int(values["generation"]), tuple(Known(**each) for each in values["agents"]))
 
-    def without(self, hosts: Iterable[str]) -> list[Known]:
+    def without(self, hosts: Iterable[str]) -> Roster:
         """Those of other nodes."""
         here = set(hosts)
-        return [each for each in self.agents if each.host not in here]
+        absent = tuple(each for each in self.agents if each.host not in here)
+        return Roster(self.generation, absent)
+
+    @property
+    def mark(self) -> Mark:
+        """The same wherever the same is known."""
+        return self.generation, digest(repr(self.agents).encode()).hex()
 
 
 class Absent:
@@ -81,26 +95,30 @@ class Absent:
         """Of these, by the name of their places: set where one has not answered since."""
 
     def roster(self) -> Roster | None:
-        """What this node's agent knows; None where nobody is absent, or it does not say."""
+        """What this node's agent knows of absent nodes; None where there are none, or it does not
+        say."""
         if not self._asks:
             return None
         with contextlib.suppress(Exception):  # of whatever kind: the other ranks wait for this one
             if told := self._agent.roster(ROSTER_SECONDS):
-                roster = Roster.of_message(told)
-                return roster if roster.without(self._hosts) else None
+                roster = Roster.of_message(told).without(self._hosts)
+                return roster if roster.agents else None
         return None
 
     def look(
-        self, group: Group | Together, roster: Roster | None, generations: Sequence[int]
+        self, group: Group | Together, roster: Roster | None, marks: Sequence[Mark]
     ) -> list[list[Inventory]]:
-        """What those nodes have, by the rank that asked. `generations`: of every rank's roster, 0
-        for none; of the newest the first rank's counts, and each rank asks its part of them.
+        """What those nodes have, by the rank that asked. `marks`: of every rank's roster. Of those
+        that differ, as nodes come from different lives, one rank each tells it, and each rank asks
+        its part of all that is known.
 
         A node that does not answer is down, as most are that were left out.
         """
-        teller = generations.index(max(generations))
-        told = group.all_gather_object(roster if group.rank == teller else None)[teller]
-        found = _ask_all(told.without(self._hosts)[group.rank :: group.size])
+        newest_first = sorted({*marks} - {UNKNOWN}, reverse=True)
+        tellers = [marks.index(mark) for mark in newest_first[:MOST_LISTS]]
+        told = group.all_gather_object(roster if group.rank in tellers else None)
+        known = dict.fromkeys(each for teller in tellers for each in told[teller].agents)
+        found = _ask_all(list(known)[group.rank :: group.size])
         everyone = group.all_gather_object(found)
         self.alive = [known for theirs in everyone for known, _ in theirs]
         self._down = {known.where: threading.Event() for known in self.alive}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from .absent import Absent
+from .absent import UNKNOWN, Absent
 from .config import Config
 from .group import Group
 from .inventory import (
@@ -117,11 +117,11 @@ class Lives:
     def _gather(self, group: Group | Together, mine: Inventory) -> Sequence[Inventory]:
         """Every rank's, and what agents of nodes have on which no rank is."""
         roster = self._absent.roster() if self._absent else None
-        told = group.all_gather_object((mine, roster.generation if roster else 0))
-        inventories, generations = zip(*told, strict=True)
-        if self._absent is None or not any(generations):
+        told = group.all_gather_object((mine, roster.mark if roster else UNKNOWN))
+        inventories, marks = zip(*told, strict=True)
+        if self._absent is None or {*marks} == {UNKNOWN}:
             return inventories
-        theirs = self._absent.look(group, roster, generations)
+        theirs = self._absent.look(group, roster, marks)
         return [each.plus(more) for each, more in zip(inventories, theirs, strict=True)]
 
     def open_agent(self, where: str) -> RemoteNode | None:

@@ -194,6 +194,15 @@ def test_lives_that_end_before_they_have_a_version_of_their_own_pass_it_on(
         assert [each["replicated"] for each in told] == [before[0]] * 2
 
 
+def test_none_of_those_lives_hides_whom_another_one_met(place: Place, ranks: Any) -> None:
+    """They have one generation, as they left nothing; what b knows of c is of before c met a."""
+    before = ranks(3).run(leave_behind, place)
+    for nodes in ("ab", "ac", "ba"):
+        told = ranks(2).run(come_back, place, nodes)
+        assert told[0]["restored"] == (STEPS, {"memory": 2, "agent": 1}), nodes
+        assert [each["replicated"] for each in told] == [before[0]] * 2
+
+
 def test_nodes_whose_agents_died_are_as_lost_as_ever(
     place: Place, agents: Agents, ranks: Any
 ) -> None:
