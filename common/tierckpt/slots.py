@@ -241,6 +241,12 @@ def read_seal(path: Path) -> Manifest | None:
 
 def seal_of(path: Path) -> Manifest | None:
     """The same, but raises why it cannot be read: OSError, CorruptShardError, FormatError."""
+    data = sealed_at(path)
+    return None if data is None else Manifest.decode(data)
+
+
+def sealed_at(path: Path) -> bytes | None:
+    """The manifest of the slot at `path`, unchecked; None when not sealed. Raises OSError."""
     with open_plain(path) as file:
         head = file.read(_SEAL_HEAD_BYTES)
         if head[:8] != _MAGIC:
@@ -249,4 +255,15 @@ def seal_of(path: Path) -> Manifest | None:
         area = int.from_bytes(head[8:16], "little")
         if not 0 < length <= area - _SEAL_HEAD_BYTES:
             return None
-        return Manifest.decode(file.read(length))
+        return file.read(length)
+
+
+def read_image(path: Path, offset: int, nbytes: int) -> bytes:
+    """A range of the image of the slot at `path`, sealed or not, without mapping it; less where it
+    ends. Raises OSError."""
+    if image := ImageFile.of(path):
+        with open_plain(image.path, buffering=0) as file:
+            return os.pread(file.fileno(), nbytes, offset)
+    with open_plain(path, buffering=0) as file:
+        area = int.from_bytes(file.read(16)[8:], "little")
+        return os.pread(file.fileno(), nbytes, area + offset)

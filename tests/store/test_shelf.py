@@ -6,18 +6,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 
 from tests.peershards import SECRET
 from tests.store.processes import end, python
 from tests.store.shards import IMAGE_BYTES, manifest
+from tierckpt import slots
+from tierckpt.imagefile import ImageFile
 from tierckpt.inventory import AGENT, Inventory
 from tierckpt.jobdirectory import JobDirectory
 from tierckpt.localstore import LocalStore
 from tierckpt.manifest import Manifest
 from tierckpt.naming import ShardKey
-from tierckpt.peer import remote
+from tierckpt.peer import remote, shelf
 from tierckpt.peer.remote import RemoteNode
 from tierckpt.peer.transport import Transport
 from tierckpt.persistent import VersionName
@@ -29,11 +32,20 @@ def slot(shm_dir: Path) -> Iterator[Slot]:
     """Sealed, and pinned as by an agent that commits it."""
     job = JobDirectory.at(shm_dir, "job")
     job.create()
-    made = Slot.create(job.slot_path(0, 0), "r0", seal_area_bytes(8), IMAGE_BYTES)
-    made.seal(manifest().encode())
+    made = sealed(job.slot_path(0, 0), manifest())
     pin(made.fd)
     yield made
     made.remove()
+
+
+def sealed(path: Path, shard: Manifest, store: LocalStore | None = None) -> Slot:
+    """A slot with that shard, whose bytes are its version's number; `store` has its image."""
+    file = store and ImageFile.make(path, store, shard.shard, IMAGE_BYTES)
+    made = Slot.create(path, path.name, seal_area_bytes(8), 0 if file else IMAGE_BYTES, file)
+    with made.image() as image:
+        image[:] = bytes([shard.version]) * IMAGE_BYTES
+    made.seal(shard.encode())
+    return made
 
 
 @pytest.fixture
@@ -91,6 +103,59 @@ def test_what_is_stored_otherwise_by_now_is_gone(
         file.read(100, 100)
     again = node.open_shard(name_of(manifest()), manifest().shard)
     assert len(again.read(100, 100)) == 100
+
+
+def test_each_range_of_a_slot_costs_itself_alone(
+    slot: Slot, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a look at the seal: nothing is mapped or decoded, and no other slot is looked at."""
+    assert slot.path is not None
+    other = sealed(slot.path.with_suffix(".1"), manifest(2))
+    file = node.open_shard(name_of(manifest(2)), manifest(2).shard)
+    assert file.read(0, 10) == bytes([2]) * 10
+    looked: set[Path] = set()
+    open_plain = slots.open_plain
+
+    def seen_opening(path: Path, buffering: int = -1) -> BinaryIO:
+        looked.add(path)
+        return open_plain(path, buffering)
+
+    monkeypatch.setattr(slots, "open_plain", seen_opening)
+    monkeypatch.setattr(Slot, "open", None)
+    monkeypatch.setattr(Manifest, "decode", None)
+    for offset in range(0, IMAGE_BYTES, 1000):
+        assert file.read(offset, 10) == bytes([2]) * 10
+    assert looked == {other.path}
+    other.remove()
+
+
+def test_a_slots_image_may_be_a_file_of_its_own(
+    slot: Slot, store: LocalStore, node: RemoteNode
+) -> None:
+    assert slot.path is not None
+    other = sealed(slot.path.with_suffix(".1"), manifest(2), store)
+    file = node.open_shard(name_of(manifest(2)), manifest(2).shard)
+    assert file.read(0, IMAGE_BYTES) == bytes([2]) * IMAGE_BYTES
+    other.remove()
+
+
+def test_what_is_in_a_slot_that_was_filled_again_is_gone(
+    slot: Slot, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two ranges, or while one is being read."""
+    files = [node.open_shard(name_of(manifest()), manifest().shard) for _ in range(2)]
+    read = slots.read_image
+
+    def fill_again(*what: Any) -> bytes:
+        slot.unseal()
+        data = read(*what)
+        slot.seal(manifest(2).encode())
+        return data
+
+    monkeypatch.setattr(shelf, "read_image", fill_again)
+    for file in files:
+        with pytest.raises(FileNotFoundError):
+            file.read(0, 10)
 
 
 def test_a_node_that_falls_silent_is_waited_for_once(

@@ -8,8 +8,9 @@ compares with the checksums in the manifests.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ..inventory import (
@@ -26,7 +27,7 @@ from ..jobdirectory import JobDirectory
 from ..localstore import LocalStore
 from ..manifest import digest
 from ..naming import Key, Lineage, ParityKey, ShardKey, VersionId
-from ..slots import Slot, pin_again
+from ..slots import pin_again, read_image, sealed_at
 
 MOST_BYTES = 4 << 20
 """What is read at once, and held."""
@@ -38,6 +39,8 @@ class Shelf:
     def __init__(self) -> None:
         self._stores: list[LocalStore] = []
         self._job: JobDirectory | None = None
+        self._found: dict[Path, str] = {}
+        """Which copy was in each slot that was looked at, then."""
 
     def add(self, store: LocalStore, job: JobDirectory | None = None) -> None:
         """Show what is committed in `store`, and what is sealed in the memory of `job`."""
@@ -66,8 +69,13 @@ class Shelf:
         for store in self._stores:
             if store.has(key):
                 return store.read_manifest(key)
-        with self._slot(key) as slot:
-            return _manifest_in(slot)
+        try:
+            for path, manifest in self._job.sealed() if self._job else ():
+                if manifest.key == key and (data := sealed_at(path)) is not None:
+                    return data
+        finally:
+            pin_again()
+        raise FileNotFoundError(f"{key} is not here")
 
     def read(self, stem: str, offset: int, nbytes: int, copy: str) -> bytes:
         """A range of the bytes, unchecked; less where they end. Only names that we give, of what
@@ -81,24 +89,33 @@ class Shelf:
             raise ValueError(f"bytes {offset} and {nbytes} more cannot be asked for at once")
         for store in self._stores:
             if store.has(key):
-                _see_that_it_is(copy, store.read_manifest(key), key)
+                if copy_of(store.read_manifest(key)) != copy:
+                    raise _stored_otherwise(key)
                 return store.read(key, offset, nbytes)
-        with self._slot(key) as slot, slot.image() as image:
-            _see_that_it_is(copy, _manifest_in(slot), key)
-            return bytes(image[offset : offset + nbytes])
-
-    @contextmanager
-    def _slot(self, key: ShardKey) -> Iterator[Slot]:
-        """The one that holds the shard."""
         try:
-            for path, manifest in self._job.sealed() if self._job else ():
-                if manifest.key == key and (slot := Slot.open(path)) is not None:
-                    with closing(slot):
-                        yield slot
-                    return
+            path = self._slot_with(copy, key)
+            data = read_image(path, offset, nbytes)
+            if self._in_slot(path) != copy:  # by now; a slot is unsealed before it changes
+                raise _stored_otherwise(key)
+            return data
         finally:
             pin_again()
-        raise FileNotFoundError(f"{key} is not here")
+
+    def _slot_with(self, copy: str, key: ShardKey) -> Path:
+        """The slot that has it; first looks where it was found last."""
+        slots = self._job.segments() if self._job else []
+        for path in sorted(slots, key=lambda path: self._found.get(path) != copy):
+            if self._in_slot(path) == copy:
+                return path
+        raise _stored_otherwise(key)
+
+    def _in_slot(self, path: Path) -> str:
+        """Which copy is sealed there; empty when none is."""
+        data = None
+        with suppress(OSError):
+            data = sealed_at(path)
+        self._found[path] = found = "" if data is None else copy_of(data)
+        return found
 
 
 def copy_of(manifest: bytes) -> str:
@@ -106,16 +123,8 @@ def copy_of(manifest: bytes) -> str:
     return digest(manifest).hex()
 
 
-def _manifest_in(slot: Slot) -> bytes:
-    found = slot.manifest_bytes()
-    if found is None:
-        raise FileNotFoundError(f"slot {slot.name} is empty by now")
-    return found
-
-
-def _see_that_it_is(copy: str, manifest: bytes, key: ShardKey) -> None:
-    if copy_of(manifest) != copy:
-        raise FileNotFoundError(f"{key} is stored in another way by now")
+def _stored_otherwise(key: ShardKey) -> FileNotFoundError:
+    return FileNotFoundError(f"{key} is stored in another way by now, or not any more")
 
 
 def _key(stem: str) -> ShardKey:
