@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from . import patience
 from .config import Config, PersistentConfig
-from .errors import PinError, TierckptError
+from .errors import ConfigError, PinError, TierckptError
 from .naming import VersionId
 from .persistent import PersistentStore
 from .persistent.backend import is_url
@@ -116,10 +117,13 @@ def mark_at(action: Action, version: int, path: str, place: PersistentConfig) ->
     a URL, of the persistent level. `place` has what the store is to be told. Returns the names of
     what was marked.
 
-    Raises PinError where nothing has that number, OSError and PersistentError.
+    Makes nothing but marks. Raises PinError where nothing has that number, ConfigError for what is
+    no directory, OSError and PersistentError.
     """
     marked, there = set[str](), set[int]()
     if not is_url(path):
+        if not Path(path).is_dir():
+            raise ConfigError(f"{path} is no directory; give a job's path, or its persistent_path")
         local = LocalPins(path)
         marked |= {str(v) for v in getattr(local, action)(local.named(version))}
         there |= {v.version for v in (local.versions() if action == "pin" else local.pinned())}

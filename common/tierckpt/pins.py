@@ -55,6 +55,8 @@ class LocalPins:
 
         `everywhere`: what is still to come to the persistent level is to be pinned there, too.
         """
+        if not (versions := set(versions)):
+            return set()  # and no directory is made for it
         self._store.create()
         with _locked(self._store.directory):
             for version in versions:
@@ -64,7 +66,7 @@ class LocalPins:
                 else:
                     mark.touch()
             self._store.sync_directory()
-            return self.versions() & set(versions)
+            return self.versions() & versions
 
     def unpin(self, versions: Iterable[VersionId]) -> set[VersionId]:
         """Take marks away; returns those that were there."""

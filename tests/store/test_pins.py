@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -226,8 +227,10 @@ def test_the_command_pins_at_one_place(
     [
         (["pin", "ckpts", "9"], "there is no such version as v9; there: v1, v2"),
         (["unpin", "ckpts", "1"], "no such version is pinned as v1; there: none"),
-        (["pin", "nowhere", "1"], "there is no such version as v1; there: none"),
-        (["pin", "file", "1"], "file cannot be used"),
+        (["pin", "empty", "1"], "there is no such version as v1; there: none"),
+        (["pin", "nowhere", "1"], "nowhere is no directory; give a job's path"),
+        (["unpin", "nowhere", "1"], "nowhere is no directory; give a job's path"),
+        (["pin", "file", "1"], "file is no directory; give a job's path"),
     ],
 )
 def test_the_command_says_what_is_there_instead(
@@ -239,12 +242,20 @@ def test_the_command_says_what_is_there_instead(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("no directory")
+    (tmp_path / "empty").mkdir()
     store = LocalStore("ckpts")
     store.create()
     for version in (1, 2):
         commit(store, version)
     assert main(line) == 1
     assert said in capsys.readouterr().err
+    assert sorted(os.listdir()) == ["ckpts", "empty", "file"], "nothing is made for a mistyped path"
+
+
+def test_no_versions_are_marked_without_making_a_directory(tmp_path: Path) -> None:
+    """A persistent place that is not mounted must not look like one that is there."""
+    assert LocalPins(tmp_path / "not" / "mounted").pin([]) == set()
+    assert os.listdir(tmp_path) == []
 
 
 # --- at once with a removal ----------------------------------------------------------------------
