@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 from .errors import ConfigError, NodeHealthError, TierckptError
 from .intervalcommand import interval
+from .naming import directory_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +75,7 @@ def halt(commands: Subparsers) -> None:
         "are cleared. Within some seconds the job has read them.",
     )
     what = "a directory; URLs (a persistent_path in an object store) are not watched"
-    parser.add_argument("path", metavar="PATH", help=what)
+    parser.add_argument("path", type=directory_of, metavar="PATH", help=what)
     what = "when version V, or a later one, is taken"
     parser.add_argument("--after-version", type=int, metavar="V", help=what)
     what = (
@@ -133,7 +134,8 @@ def health(commands: Subparsers) -> None:
         description="Writes, flushes, reads back and compares a file in each directory. For "
         "prologue scripts: the exit status is 0 when all is well, else 1.",
     )
-    parser.add_argument("path", nargs="+", metavar="PATH", help="directories of the levels")
+    what = "directories of the levels"
+    parser.add_argument("path", type=directory_of, nargs="+", metavar="PATH", help=what)
     what = "room that each directory must have, e.g. 20G"
     parser.add_argument("--free", default="0", metavar="SIZE", help=what)
     what = "memory that must be available"
@@ -204,7 +206,7 @@ def export(commands: Subparsers) -> None:
 
 
 def _add_places(parser: argparse.ArgumentParser, action: str) -> None:
-    parser.add_argument("path", nargs="+", metavar="PATH")
+    parser.add_argument("path", type=directory_of, nargs="+", metavar="PATH")
     parser.set_defaults(run=_offline, action=action)
 
 
@@ -232,7 +234,7 @@ def _add_pin(commands: Subparsers, action: str, what: str) -> None:
         "URL, whose client is told what TIERCKPT_PERSISTENT_STORAGE_OPTIONS says. On several nodes "
         f"with a path each, run it on all of them, or call {action}() in the job.",
     )
-    parser.add_argument("path", metavar="PATH")
+    parser.add_argument("path", type=directory_of, metavar="PATH")
     parser.add_argument("version", type=int, metavar="VERSION")
     parser.set_defaults(run=_run_pin, action=action)
 
@@ -258,7 +260,7 @@ def takeover(commands: Subparsers) -> None:
         "next job that asks has it. For a job that hangs somewhere, renews its lease, and cannot "
         "be ended: the lease of one that is dead ends by itself.",
     )
-    parser.add_argument("path", metavar="PATH")
+    parser.add_argument("path", type=directory_of, metavar="PATH")
     parser.set_defaults(run=_takeover)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from .errors import ConfigError
+from .naming import directory_of
 from .signals import parse_signals
 
 PREFIX = "TIERCKPT_"
@@ -318,7 +319,7 @@ TABLES = {
 AUTOMATIC = ("memory_every_steps", "local_every_steps", "persistent_every_steps")
 """Numbers that may be `auto`."""
 FOLDERS = ("path", "shm_dir", "events_dir", "trace_dir")
-"""As `persistent_path`, they may begin with `~`, the home directory."""
+"""As `persistent_path`, they may begin with `~`, the home directory, or be `file://` URLs."""
 STORAGE_OPTIONS = "persistent_storage_options"
 NAME_BYTES = 255
 """Of a file, on Linux."""
@@ -459,7 +460,7 @@ def _build(flat: Mapping[str, Any]) -> Config:
     shared = inner["persistent"]
     for given, name in (*((outer, n) for n in FOLDERS), (shared, "path")):
         if name in given:
-            given[name] = os.path.expanduser(given[name])
+            given[name] = os.path.expanduser(directory_of(given[name]))
     outer.update({k: os.path.abspath(outer[k]) for k in ("path", "shm_dir") if outer.get(k)})
     if shared.get("path") and "://" not in shared["path"]:
         shared["path"] = os.path.abspath(shared["path"])

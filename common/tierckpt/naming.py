@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ Lineage = tuple[tuple[int, int], ...]
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
+
+
+def directory_of(path: str | os.PathLike[str]) -> str:
+    """The directory that a `file://` URL names; any other path, or URL, as it is."""
+    return os.fspath(path).removeprefix("file://")
 
 
 def check_version(text: str, what: str) -> None:

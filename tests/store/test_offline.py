@@ -456,3 +456,28 @@ def test_nothing_is_replaced_unasked_and_nothing_half_done_is_left(
     assert main(["export", str(tmp_path / "ckpts"), str(missing)]) == 1
     assert "cannot be written" in texts(capsys)[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpts", "out.pt"]
+
+
+# --- file:// -------------------------------------------------------------------------------------
+
+
+def test_a_file_url_is_taken_wherever_a_path_is(
+    job: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    shared = f"file://{tmp_path}/shared"
+    with job(persistent_path=shared, persistent_every_steps=1) as ended:
+        ended.run(STEPS)
+    assert tierckpt.load(shared).levels == {"persistent": 1}
+    for command in ("list", "verify", "takeover", "health"):
+        assert main([command, shared]) == 0, command
+    assert main(["pin", shared, str(STEPS)]) == 0
+    assert main(["unpin", shared, str(STEPS)]) == 0
+    assert main(["export", shared, str(tmp_path / "out.pt")]) == 0
+    assert main(["halt", shared, "--now"]) == 0
+    assert (tmp_path / "shared" / "halt.json").exists()
+    assert os.listdir() == [], "no folder called file:"

@@ -83,3 +83,10 @@ def test_a_path_that_leads_to_no_utf8_has_a_job_id(tmp_path: Path) -> None:
 def test_no_place_for_slots_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="shm_dir is empty"):
         load_config(**{"environment": {}, **given})
+
+
+@pytest.mark.parametrize("setting", ["path", "shm_dir", "persistent_path"])
+def test_a_file_url_is_the_directory_that_it_names(setting: str) -> None:
+    """A folder called `file:` would be made in the working directory, and nobody look there."""
+    given = load_config({setting: "file:///shared/run 7"}, {})
+    assert given == load_config({setting: "/shared/run 7"}, {})

@@ -31,7 +31,7 @@ from ..inventory import (
 from ..jobdirectory import JobDirectory, job_id_of
 from ..localstore import LocalStore
 from ..manifest import Manifest
-from ..naming import ShardKey
+from ..naming import ShardKey, directory_of
 from ..persistent import PersistentStore
 from ..persistent.backend import is_url
 from ..pins import LocalPins, PersistentPins
@@ -86,7 +86,7 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
     there.open_store = functools.partial(PersistentStore, **config.persistent.options())
     jobs = set()
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    for path in dict.fromkeys(os.fspath(each) for each in given):
+    for path in dict.fromkeys(map(directory_of, given)):
         if is_url(path):
             _look_at_shared(replace(config.persistent, path=path), there)
             continue

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from ..errors import ConfigError
+from ..naming import directory_of
 
 Content = Callable[[], Iterator[memoryview]]
 """Makes the windows of what is to be written, in order; called anew for every try. A window is
@@ -82,8 +83,7 @@ class Backend(Protocol):
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     """True for what fsspec has to open; `file:` and plain paths are directories."""
-    text = os.fspath(path)
-    return "://" in text and not text.startswith("file://")
+    return "://" in directory_of(path)
 
 
 def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backend:
@@ -103,7 +103,7 @@ def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backen
     from .posix import PosixBackend
 
     try:
-        return PosixBackend(os.fspath(path).removeprefix("file://"), **storage_options)
+        return PosixBackend(directory_of(path), **storage_options)
     except TypeError:
         names = ", ".join(sorted(storage_options))
         raise ConfigError(
