@@ -183,7 +183,8 @@ def verify(commands: Subparsers) -> None:
         "verify",
         help="compare every byte of checkpoints with its checksum",
         description="Reads every copy of every shard, and all parity. The exit status is 0 when "
-        f"all is sound, else 1. {PLACES}",
+        "all is sound, else 1. What cannot be decoded here (no key, no package) is compared as it "
+        f"is stored: damage is found, and 0 says that there is none. {PLACES}",
     )
     _add_places(parser, "verify_versions")
     parser.add_argument("--version", type=int, metavar="V", help="only this one")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,43 @@ def test_every_byte_is_compared(
     assert main(["verify", "--version", "4", *places]) == 0
     assert main(["verify", "--version", "99", *places]) == 1
     assert "there is no v99 to verify" in texts(capsys)[1]
+
+
+@pytest.mark.parametrize("missing", ["key", "the right key", "package"])
+@pytest.mark.parametrize("level", ["local", "persistent"])
+def test_what_cannot_be_decoded_here_is_sound_as_stored(
+    level: str,
+    missing: str,
+    job: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv(FILE_VARIABLE, raising=False)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    shared = {"persistent_path": str(tmp_path / "shared"), "persistent_every_steps": 1}
+    modules = {f"{level}_modules": "incremental full_every=3, zstd, aes-gcm"}
+    with job(**modules, **(shared if level == "persistent" else {})) as ended:
+        ended.run(3)
+    path = tmp_path / ("ckpts" if level == "local" else "shared")
+    if missing == "package":
+        monkeypatch.setitem(sys.modules, "zstandard", None)
+    elif missing == "key":
+        monkeypatch.delenv(KEY_VARIABLE)
+    else:
+        monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
+    assert main(["verify", str(path)]) == 0
+    lines, error = texts(capsys)
+    assert error == ""
+    assert all("copy" in x and ": sound as stored; content not checked: " in x for x in lines)
+    assert ("zstandard" if missing == "package" else "the key whose id is") in lines[0]
+    files = [p for p in path.rglob("*") if p.is_file() and "manifest" not in p.name]
+    flip_byte(max(files, key=lambda p: (p.stat().st_size, p.name)), -200)
+    assert main(["verify", str(path)]) == 1
+    lines, error = texts(capsys)
+    assert sum("DAMAGED" in line for line in lines) == 1
+    assert "differ from their checksum" in "".join(lines)
+    assert "1 of " in error
 
 
 def test_parity_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,18 +91,37 @@ class Decoder:
 
     def _block(self, index: int) -> Buffer:
         """A block that is stored here; the one behind the image's is the sealed manifest."""
-        begin, nbytes = self.encoding.offsets[index], self.encoding.stored_bytes[index]
-        stored, key = self._read(begin, nbytes), self._manifest.key
-        if len(stored) != nbytes:
-            raise CorruptShardError(f"{key} is truncated: no bytes at {begin + len(stored)}")
-        if digest(stored) != self._digest(index):
-            raise CorruptShardError(
-                f"stored bytes {begin} to {begin + nbytes} of {key} differ from their checksum"
-            )
+        stored = stored_block(self._manifest, self.encoding, self._read, index)
         return self._pipeline.decode(stored, where(self._manifest, index))
 
     def _digest(self, index: int) -> bytes:
         return digest_at(self._manifest.digests, index)
+
+
+def check_stored(manifest: Manifest, read: Read) -> int:
+    """Compare what is stored of an encoded shard with its digests; returns its bytes. That takes
+    neither modules nor keys, and says nothing of what they would make of it.
+
+    Raises what `read` raises; CorruptShardError and FormatError.
+    """
+    encoding = _encoding_of(manifest)
+    for index, nbytes in enumerate(encoding.stored_bytes):
+        if nbytes:  # else it is another version's, which has its own digests
+            stored_block(manifest, encoding, read, index)
+    return manifest.image_bytes
+
+
+def stored_block(manifest: Manifest, encoding: Encoding, read: Read, index: int) -> bytes:
+    """One block as it is stored. Raises as `check_stored`."""
+    begin, nbytes = encoding.offsets[index], encoding.stored_bytes[index]
+    stored = read(begin, nbytes)
+    if len(stored) != nbytes:
+        raise CorruptShardError(f"{manifest.key} is truncated: no bytes at {begin + len(stored)}")
+    if digest(stored) != digest_at(manifest.digests, index):
+        raise CorruptShardError(
+            f"stored bytes {begin} to {begin + nbytes} of {manifest.key} differ from their checksum"
+        )
+    return stored
 
 
 def _encoding_of(manifest: Manifest) -> Encoding:

@@ -118,6 +118,16 @@ class _Tally:
     copies: int = 0
     nbytes: int = 0
     bad: list[str] = field(default_factory=list)
+    unchecked: str = ""
+    """Why the content of some could not be looked at."""
+
+    def text(self) -> str:
+        """How they are."""
+        if self.bad:
+            return f"{len(self.bad)} DAMAGED"
+        if self.unchecked:
+            return f"sound as stored; content not checked: {self.unchecked}"
+        return "sound"
 
 
 def verify_versions(args: argparse.Namespace, console: Console) -> None:
@@ -136,12 +146,12 @@ def verify_versions(args: argparse.Namespace, console: Console) -> None:
             tally = counts.setdefault(f"{key.id} {what}", _Tally())
             tally.copies += 1
             tally.nbytes += verdict.nbytes
+            tally.unchecked = tally.unchecked or verdict.unchecked
             if verdict.why:
                 tally.bad.append(f"{key} in {place.where}: {verdict.why}")
     for name, tally in counts.items():
-        said = f"{len(tally.bad)} DAMAGED" if tally.bad else "sound"
         files = "copy" if tally.copies == 1 else "copies"
-        text = f"{name}: {tally.copies} {files}, {size_text(tally.nbytes) or '0 B'}: {said}"
+        text = f"{name}: {tally.copies} {files}, {size_text(tally.nbytes) or '0 B'}: {tally.text()}"
         console.print(text, soft_wrap=True)
         for text in tally.bad:
             console.print(f"  {text}", soft_wrap=True)
