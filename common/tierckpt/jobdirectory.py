@@ -156,6 +156,11 @@ class JobDirectory:
         """True while any trainer or agent of this job lives."""
         return any(not _path_lockable(p) for p in _listdir(self.path) if not p.is_symlink())
 
+    def trains(self) -> bool:
+        """True while any trainer of this job lives; its agent alone changes no slot."""
+        locks = (p for p in _listdir(self.path) if re.fullmatch(r"r\d{5,}\.lock", p.name))
+        return any(not _path_lockable(path) for path in locks)
+
     def lives(self, rank: int) -> bool:
         """True while a trainer of that rank does, on this machine."""
         return not _path_lockable(self.lock_path(rank))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import stat
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,20 @@ def flip_byte(path: Path, at: int) -> None:
 
 def damage(path: Path, version: int) -> None:
     flip_byte(path / f"{key_of(path, version).stem}.safetensors", -5000)
+
+
+@contextlib.contextmanager
+def agent_at(folder: Path) -> Iterator[None]:
+    """A process that holds an agent's lock, as one does that waits for its next trainer."""
+    text = (
+        "import sys; from pathlib import Path; from tierckpt.jobdirectory import take_lock; "
+        "take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    line = [sys.executable, "-c", text, str(folder / "agent0.lock")]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == b"held\n"
+        yield  # leaving closes its standard input, and it ends
 
 
 def texts(capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
@@ -195,7 +211,27 @@ def test_the_memory_of_a_living_job_is_left_alone(job: Any, tmp_path: Path) -> N
     with job(local_every_steps=2) as living:
         living.run(STEPS).settle()
         assert [row.version for row in rows(tmp_path) if row.level == "memory"] == [4, 5]
-        assert tierckpt.load(tmp_path / "ckpts").levels == {"local": 1}
+        saved = tierckpt.load(tmp_path / "ckpts")
+        assert (saved.version, saved.levels) == (4, {"local": 1})
+        assert len(saved.rejected) == 1
+        assert f"v{STEPS} is left out: its job lives" in saved.rejected[0]
+        with pytest.raises(RestoreError, match=f"v{STEPS} is left out: its job lives"):
+            tierckpt.load(tmp_path / "ckpts", STEPS)
+
+
+def test_an_agent_that_lingers_is_no_living_job(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `list` says a restart takes, is what is exported."""
+    ended = job(local_every_steps=2).run(STEPS)
+    ended.checkpointer.complete()
+    ended.checkpointer.abandon()
+    (memory,) = (row.places[0] for row in rows(tmp_path) if row.next)
+    with agent_at(Path(memory).parent):
+        assert [row.level for row in rows(tmp_path) if row.next] == ["memory"]
+        assert tierckpt.load(tmp_path / "ckpts").version == STEPS
+        assert main(["export", str(tmp_path / "ckpts"), str(tmp_path / "out.pt")]) == 0
+        assert f"v{STEPS}, from memory" in capsys.readouterr().out
 
 
 def test_a_version_that_is_retired_while_it_is_read_is_not_returned(

@@ -15,6 +15,7 @@ from ..extras import EXTRA_STATES
 from ..filling import Filler
 from ..group import SingleGroup
 from ..images import Image
+from ..inventory import Problem
 from ..layout import Piece
 from ..manifest import Manifest
 from ..modulenames import FIXED, path_of
@@ -117,12 +118,17 @@ def _load(
 
 
 def _without_living_memory(there: Survey) -> Survey:
-    """A living job changes its slots faster than they are read."""
-    there.found = [
+    """A living job changes its slots faster than they are read. What is left out is said."""
+    living = [
         each
         for each in there.found
-        if each.place.level != "memory" or not _lives(each.place.where, there)
+        if each.place.level == "memory" and _lives(each.place.where, there)
     ]
+    there.found = [each for each in there.found if each not in living]
+    if living:
+        newest = max(living, key=lambda each: each.key.id)
+        why = f"{newest.key.id} is left out: its job lives, and changes its memory at any moment"
+        there.unseen.append(Problem(newest.place, why))
     return there
 
 

@@ -60,7 +60,7 @@ class Survey:
     """Level, generation and version."""
     open_store: OpenPersistent = PersistentStore
     living: set[str] = field(default_factory=set)
-    """Jobs of which a process lives on this machine."""
+    """Jobs of which a trainer lives on this machine."""
 
     def plan(self, version: int | None = None) -> RestorePlan | None:
         """What a restart would take, if it saw the same."""
@@ -166,7 +166,7 @@ def _look_at_memory(shm_dir: Path, jobs: Iterable[str], there: Survey) -> None:
 
 
 def _look_at_slots(job: JobDirectory, there: Survey) -> None:
-    if job.alive():
+    if job.trains():
         there.living.add(job.job)
     host = job.node or socket.gethostname()
     look_at_memory(job, host, there.found, there.problems, there.unseen)
