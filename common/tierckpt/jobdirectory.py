@@ -45,6 +45,11 @@ def job_id_of(path: str | os.PathLike[str]) -> str:
     return f"{slug[:40]}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:12]}"
 
 
+def is_default_id(job: str) -> bool:
+    """Whether it looks like what `job_id_of` makes: who has it set no job_id."""
+    return re.fullmatch(r"[A-Za-z0-9_.]{1,40}-[0-9a-f]{12}", job) is not None
+
+
 @dataclass(frozen=True)
 class JobDirectory:
     """The folder in the memory file system that holds one job's segments on this machine."""

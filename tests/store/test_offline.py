@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tierckpt import sealed
 from tierckpt.cli import main
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.filling import Filler
+from tierckpt.jobdirectory import job_id_of
 from tierckpt.localstore import LocalStore
 from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE
 from tierckpt.offline.catalog import Row, rows_of
@@ -97,6 +99,12 @@ def agent_at(folder: Path) -> Iterator[None]:
         assert agent.stdout is not None
         assert agent.stdout.readline() == b"held\n"
         yield  # leaving closes its standard input, and it ends
+
+
+def killed(job: TinyJob) -> None:
+    """Its last version is in memory alone."""
+    job.run(STEPS).checkpointer.complete()
+    job.checkpointer.abandon()
 
 
 def texts(capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
@@ -385,6 +393,57 @@ def test_a_version_of_which_a_shard_is_elsewhere(
 def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(tmp_path)]) == 0
     assert texts(capsys) == ([f"{tmp_path}: there are no checkpoints"], "")
+
+
+@pytest.mark.parametrize("how", [shutil.move, shutil.copytree])
+def test_memory_of_another_path_is_no_restarts(
+    how: Any,
+    job: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A restart looks by its own path: what was moved, or copied, has none of the old one's."""
+    killed(job(local_every_steps=2))
+    moved = tmp_path / "moved"
+    how(str(tmp_path / "ckpts"), str(moved))
+    assert main(["list", str(moved)]) == 0
+    lines, _ = texts(capsys)
+    taken = [line.split()[:2] for line in lines if "a restart takes this" in line]
+    assert taken == [["v4", "local"]]
+    assert sum("not seen by a restart from here" in line for line in lines[:-1]) == 2
+    was = job_id_of(tmp_path / "ckpts")
+    assert f"job {was!r}" in lines[-1]
+    assert "TIERCKPT_JOB_ID" in lines[-1]
+    saved = tierckpt.load(moved)
+    assert saved.version == 4
+    assert f"v{STEPS} is left out: memory of job {was!r}" in saved.rejected[0]
+    monkeypatch.setenv("TIERCKPT_JOB_ID", was)
+    assert main(["list", str(moved)]) == 0
+    assert "a restart takes this" in texts(capsys)[0][-1]
+    assert tierckpt.load(moved).version == STEPS
+
+
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("ckpts", {"job_id": "mine"}),
+        ("{node}/ckpts", {}),
+        ("{node}", {"node": "n1"}),
+        ("on-{node}", {"node": "n1"}),
+    ],
+)
+def test_memory_of_the_same_job_is_a_restarts(
+    path: str, given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named by job_id, or found by a path with the node's name in it."""
+    settings = {"agent": "inline", "local_every_steps": 2, **given}
+    killed(TinyJob(tmp_path / path, **settings))
+    node = given.get("node", socket.gethostname())
+    monkeypatch.setenv("TIERCKPT_NODE", node)
+    for where in {path, path.replace("{node}", node)}:
+        found = rows_of(survey(tmp_path / where))
+        assert [(row.version, row.level) for row in found if row.next] == [(STEPS, "memory")]
 
 
 # --- verify --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ..manifest import Manifest
 from ..naming import ShardKey, VersionId, on_lineage
 from ..persistent import VersionName
 from ..slots import read_seal
-from .survey import Copy, OpenPersistent, Survey
+from .survey import Copy, OpenPersistent, Survey, job_of
 
 Group = tuple[VersionId, str, int, str]
 """Version, life, number of shards, and level."""
@@ -47,6 +47,8 @@ class Row:
     """False for what a later life went back behind: no restart takes it by itself."""
     restartable: bool = False
     """A restart that sees what was seen here can take this version."""
+    elsewhere: str = ""
+    """Memory that no restart from these places sees has the id of its job here."""
     next: bool = False
     """A restart that sees what was seen here takes this version, from this level."""
 
@@ -65,14 +67,15 @@ class Row:
 
 def rows_of(there: Survey) -> list[Row]:
     """Oldest first, each version's levels cheapest first."""
-    lineages = {copy.key.id: copy.lineage for copy in there.copies}
+    own = [copy for copy in there.copies if not there.is_elsewhere(copy.place)]
+    lineages = {copy.key.id: copy.lineage for copy in own}
     past = lineages[max(lineages)] if lineages else ()
     taken = there.plan()
     rows = dict(_counted(there))
     for (id_, life, _, level), row in rows.items():
         row.is_past = on_lineage(id_, past)
         row.pinned = (level, id_.generation, id_.version) in there.pinned
-        if taken is not None and (taken.id, taken.life) == (id_, life):
+        if taken is not None and (taken.id, taken.life) == (id_, life) and not row.elsewhere:
             row.next = level in taken.levels or (level == "local" and "peer" in taken.levels)
     _tell_what_can_be_restored(there, rows.values())
     _add_details(there, rows)
@@ -97,6 +100,8 @@ def _counted(there: Survey) -> Iterator[tuple[Group, Row]]:
         row.parities = len({each.key.shard for each in parities.get(group, ())})
         row.places = sorted({each.place.where for each in here})
         row.encoded = any(each.place.encoded for each in here)
+        if all(there.is_elsewhere(each.place) for each in here):
+            row.elsewhere = job_of(here[0].place)
         yield group, row
 
 

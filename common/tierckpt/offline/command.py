@@ -17,7 +17,7 @@ from ..inventory import FoundParity
 from ..progress import Progress
 from ..wording import some
 from .catalog import Row, rows_of
-from .survey import Survey, survey
+from .survey import Survey, survey, why_elsewhere
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,6 +47,8 @@ def list_versions(args: argparse.Namespace, console: Console) -> None:
         console.print(f"{', '.join(args.path)}: there are no checkpoints", soft_wrap=True)
     for text in there.troubles:
         console.print(f"cannot be read: {text}", soft_wrap=True)
+    for job in sorted({row.elsewhere for row in rows} - {""}):
+        console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)
     if rows and not any(row.next for row in rows):
         text = "no version is complete here: a restart needs what is on other nodes, or levels"
         console.print(text, soft_wrap=True)
@@ -81,6 +83,8 @@ def _notes(row: Row) -> list[str]:
     notes = []
     if row.next:
         notes.append("a restart takes this")
+    elif row.elsewhere:
+        notes.append("not seen by a restart from here")
     elif not row.is_past:
         notes.append("of a life that a later one went back behind")
     elif not row.restartable:

@@ -24,7 +24,7 @@ from ..progress import Progress
 from ..restore import Attempt, Restorer
 from ..together import Together
 from .catalog import manifest_at
-from .survey import Survey, Where, survey
+from .survey import Survey, Where, job_of, survey, why_elsewhere
 
 TRIES = 5
 """A job that goes on may retire a version while it is read; then there is a newer one."""
@@ -53,7 +53,7 @@ class Saved:
     levels: dict[str, int]
     """How many shards came from which level."""
     rejected: tuple[str, ...]
-    """Copies that were not sound, or could not be read, and why."""
+    """Copies that were not sound, could not be read, or were left out, and why."""
 
 
 def load(
@@ -94,7 +94,8 @@ def _load(
     path: Where | Sequence[Where], version: int | None, model_only: bool, bar: Progress
 ) -> Saved | None:
     """None when what was read has changed meanwhile."""
-    there = _without_living_memory(survey(path))
+    there = survey(path)
+    _leave_out_memory(there)
     newer = [each for each in there.problems if each.newer]
     if newer and version is None:
         raise RestoreError(f"a newer tierckpt was here: {newer[0].place.where}: {newer[0].why}")
@@ -117,23 +118,17 @@ def _load(
         return saved if _unchanged(attempt, mapped) else None
 
 
-def _without_living_memory(there: Survey) -> Survey:
-    """A living job changes its slots faster than they are read. What is left out is said."""
-    living = [
-        each
-        for each in there.found
-        if each.place.level == "memory" and _lives(each.place.where, there)
-    ]
-    there.found = [each for each in there.found if each not in living]
-    if living:
-        newest = max(living, key=lambda each: each.key.id)
-        why = f"{newest.key.id} is left out: its job lives, and changes its memory at any moment"
-        there.unseen.append(Problem(newest.place, why))
-    return there
-
-
-def _lives(where: str, there: Survey) -> bool:
-    return any(f"/{job}/" in where or f"/{job}@" in where for job in there.living)
+def _leave_out_memory(there: Survey) -> None:
+    """What a restart would not take, or a living job changes faster than it is read; and say so."""
+    for job in sorted(there.living | there.elsewhere):
+        theirs = [each for each in there.found if job_of(each.place) == job]
+        if not theirs:
+            continue
+        there.found = [each for each in there.found if each not in theirs]
+        newest = max(theirs, key=lambda each: each.key.id)
+        lives = "its job lives, and changes its memory at any moment"
+        why = lives if job in there.living else why_elsewhere(job)
+        there.unseen.append(Problem(newest.place, f"{newest.key.id} is left out: {why}"))
 
 
 def _is_mapped(attempt: Attempt, shard: int) -> bool:

@@ -28,7 +28,7 @@ from ..inventory import (
     look_at_parities,
     look_at_persistent,
 )
-from ..jobdirectory import JobDirectory, job_id_of
+from ..jobdirectory import JobDirectory, is_default_id, job_id_of
 from ..localstore import LocalStore
 from ..manifest import Manifest
 from ..naming import ShardKey, directory_of
@@ -61,10 +61,18 @@ class Survey:
     open_store: OpenPersistent = PersistentStore
     living: set[str] = field(default_factory=set)
     """Jobs of which a trainer lives on this machine."""
+    elsewhere: set[str] = field(default_factory=set)
+    """Jobs whose memory on this machine no restart from these places sees: it has another job id,
+    as what is here was moved, or copied."""
 
     def plan(self, version: int | None = None) -> RestorePlan | None:
         """What a restart would take, if it saw the same."""
-        return plan_restore([self.found], version=version, parities=[self.parities])
+        found = [each for each in self.found if not self.is_elsewhere(each.place)]
+        return plan_restore([found], version=version, parities=[self.parities])
+
+    def is_elsewhere(self, place: Place) -> bool:
+        """Whether it is memory that no restart from these places sees."""
+        return job_of(place) in self.elsewhere
 
     @property
     def copies(self) -> list[Copy]:
@@ -78,24 +86,48 @@ class Survey:
         return list(dict.fromkeys(told))
 
 
+def job_of(place: Place) -> str:
+    """Whose memory it is; empty for another level."""
+    return Path(place.where).parent.name.partition("@")[0] if place.level == "memory" else ""
+
+
+def why_elsewhere(job: str) -> str:
+    """Why no restart from the places sees that job's memory, and what to do."""
+    return (
+        f"memory of job {job!r}, whose path is another one: this was moved from there, or copied. "
+        "A restart finds that memory from there, or with that name as its job_id (TIERCKPT_JOB_ID)"
+    )
+
+
 def survey(paths: Where | Sequence[Where]) -> Survey:
     """Look at all of `paths`, and at the memory of their jobs on this machine. Raises ConfigError
     for a path that is not there."""
     config = load_config()
     there = Survey()
     there.open_store = functools.partial(PersistentStore, **config.persistent.options())
-    jobs = set()
+    jobs, own = set[str](), set[str]()
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
     for path in dict.fromkeys(map(directory_of, given)):
         if is_url(path):
             _look_at_shared(replace(config.persistent, path=path), there)
             continue
         jobs |= {job_id_of(path), config.job_id} - {""}
+        own |= {config.job_id} if config.job_id else _ids_of(path, config.node)
         for folder in _folders(path):
             _look_at_disk(folder, there)
             _look_at_shared(PersistentConfig(path=str(folder)), there)
-    _look_at_memory(Path(config.shm_dir), jobs | _jobs_named(there), there)
+    jobs |= _jobs_named(there)
+    there.elsewhere = {job for job in jobs - own if config.job_id or is_default_id(job)}
+    _look_at_memory(Path(config.shm_dir), jobs, there)
     return there
+
+
+def _ids_of(path: str, node: str) -> set[str]:
+    """Of the jobs whose `path` it can be: as it is, and with `{node}` for a part of it."""
+    parts = Path(os.path.abspath(path)).parts
+    templates = [Path(*parts[:i], NODE, *parts[i + 1 :]) for i in range(1, len(parts))]
+    here = os.path.abspath(path).replace(node or socket.gethostname(), NODE)
+    return {job_id_of(each) for each in (path, here, f"{path}/{NODE}", *map(str, templates))}
 
 
 def _folders(path: str) -> list[Path]:
