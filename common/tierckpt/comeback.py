@@ -18,6 +18,7 @@ from .errors import RestoreError
 from .group import Group
 from .images import FarStore
 from .inventory import Found, FoundParity
+from .jobdirectory import JobDirectory
 from .lives import Lives
 from .naming import Lineage, VersionId
 from .newtensors import NewTensors
@@ -211,6 +212,8 @@ class Comeback:
             self._reports.notice(text, logging.WARNING)
         if "persistent" in result.levels and manifest.job != self._lives.job:
             self._tell_whose_it_was(attempt.plan.id, manifest.job)
+        elif self._version is None and manifest.job != self._lives.job:
+            self._tell_what_another_path_has(attempt.plan.id, manifest.job)
         result.seconds["load"] = time.perf_counter() - begin
         return manifest.lineage, result
 
@@ -229,6 +232,24 @@ class Comeback:
             + (f". The place is in use by {owner}" if others else ""),
             logging.WARNING,
         )
+
+    def _tell_what_another_path_has(self, id_: VersionId, job: str) -> None:
+        """Memory is found by the job's name, which is made of its path: a directory that was moved,
+        or copied, comes without it. Rank 0 looks on its node; the others' are alike."""
+        if self._group.rank:
+            return
+        theirs = JobDirectory.at(self._config.shm_dir, job, self._config.node)
+        newest = id_
+        with contextlib.suppress(OSError):
+            newest = max((id_, *(manifest.id for _, manifest in theirs.sealed())))
+        if newest > id_:
+            self._reports.notice(
+                f"{id_} was written by job {job!r}, which has {newest} in memory here; this job is "
+                f"called {self._lives.job!r}, and goes on from {id_}. Should it be the same job, "
+                f"moved: start it again with job_id={job!r}, or at the path that it had, before "
+                "it writes here",
+                logging.WARNING,
+            )
 
     def _owner(self) -> str:
         """Who holds the persistent place; empty also where that cannot be had."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tierckpt.jobdirectory import job_id_of
 from tierckpt.persistent import Lease, PersistentError
 from tierckpt.testing import TinyJob
 
@@ -75,6 +76,30 @@ def test_of_a_jobs_own_version_nothing_is_said(path: str, job: Any) -> None:
     with job(path, job_id="job") as second:
         assert second.restore() == STEPS
         assert warnings(second) == []
+
+
+@pytest.mark.parametrize(("back", "told"), [("moved", 1), ("here", 0)])
+def test_memory_that_a_moved_directory_left_behind_is_told_of(
+    back: str, told: int, job: Any, tmp_path: Path
+) -> None:
+    """It is found by the path that the job had."""
+    alone = {"persistent_path": "", "local_every_steps": 2}
+    first = job("here", **alone).run(3)
+    first.checkpointer.complete()
+    first.checkpointer.abandon()
+    if back == "moved":
+        (tmp_path / "here").rename(tmp_path / "moved")
+    with job(back, seed=99, **alone) as second:
+        assert second.restore() == 3 - told
+        found = warnings(second)
+        assert len(found) == told
+        for text in found:
+            name = job_id_of(tmp_path / "here")
+            assert f"v2 was written by job {name!r}, which has v3 in memory here" in text
+            assert f"start it again with job_id={name!r}" in text
+        second.checkpointer.abandon()
+    with job("moved", seed=99, job_id=job_id_of(tmp_path / "here"), **alone) as third:
+        assert third.restore() == 3, "as it was told"
 
 
 def test_a_store_that_does_not_say_who_has_it_costs_no_restore(
