@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 
 from . import attach, inplace
 from .alike import Roll
@@ -34,6 +35,7 @@ class Berth:
         place, or another job a directory; ConfigError where there is no place.
         """
         self._config, self._rank, self._reports = config, group.rank, reports
+        self.directory_is_new = not os.path.exists(config.directory)
         self._is_clear = False
         self._claims: Claims | None = None
         with contextlib.ExitStack() as undo:

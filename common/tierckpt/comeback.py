@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import attach
 from .config import Config
 from .errors import RestoreError
 from .group import Group
@@ -214,8 +216,22 @@ class Comeback:
             self._tell_whose_it_was(attempt.plan.id, manifest.job)
         elif self._version is None and manifest.job != self._lives.job:
             self._tell_what_another_path_has(attempt.plan.id, manifest.job)
+        if set(result.levels) == {"memory"} and self._lives.gone_from_disk():
+            self._tell_where_it_was(attempt.plan.id)
         result.seconds["load"] = time.perf_counter() - begin
         return manifest.lineage, result
+
+    def _tell_where_it_was(self, id_: VersionId) -> None:
+        """Who removed the directory may have meant to begin afresh."""
+        if self._group.rank:
+            return
+        directory, memory = self._config.directory, attach.job_directory(self._config).path
+        both = f"{shlex.quote(directory)} {shlex.quote(str(memory))}"
+        self._reports.notice(
+            f"{id_} was taken from memory ({memory}), and nothing is in {directory} any more. If "
+            f"that was to begin afresh: end this job, and remove both, on every node: rm -r {both}",
+            logging.WARNING,
+        )
 
     def _tell_whose_it_was(self, id_: VersionId, job: str) -> None:
         """A job that moved finds its own under another name, and one that is another's place finds

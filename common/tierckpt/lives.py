@@ -53,7 +53,9 @@ class Lives:
         store: LocalStore,
         host: str,
         absent: Absent | None = None,
+        directory_is_new: bool = False,
     ) -> None:
+        """`directory_is_new`: this start made it."""
         self.lineage: Lineage = ()
         """Empty before this life has begun."""
         self.name = ""
@@ -77,6 +79,7 @@ class Lives:
         self._config, self._group, self._job = config, group, job
         self._store, self._host = store, host
         self._absent = absent
+        self._directory_is_new = directory_is_new
         self._next_generation = 1
 
     @property
@@ -162,6 +165,13 @@ class Lives:
         there = {id_ for id_ in known if id_ is not None} | self._complete_by_name()
         lineage = lineages[max(lineages)] if lineages else ()
         return max((i for i in there if on_lineage(i, lineage)), default=None)
+
+    def gone_from_disk(self) -> bool:
+        """True when nothing is on any disk, although versions were on all ranks', as a shard says
+        that was taken later, or this node's directory is not the one that it was."""
+        found = [f for each in self.found for f in each]
+        there = self.damaged or self.unseen or any(f.place.level == "local" for f in found)
+        return not there and (self._directory_is_new or any(f.complete for f in found))
 
     def _complete_by_name(self) -> set[VersionId]:
         """Versions whose manifests are all there, some damaged. A manifest has its name when all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -330,6 +331,35 @@ def test_a_fresh_start_beside_old_files_keeps_them_and_says_so(path: Path, setti
     with TinyJob(path, seed=99, **settings) as third:
         assert third.restore() == 4
         assert third.fingerprint() == expected
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_directory_that_was_removed_is_no_fresh_start_and_it_is_said_what_is_in_memory(
+    path: Path, settings: Any, committed: bool
+) -> None:
+    """Emptied, where a version is known to have been there; else gone."""
+    settings |= {"agent": "inline", "local_every_steps": 1 if committed else 1000}
+    first = TinyJob(path, **settings).run(STEPS - 4)
+    first.settle()
+    first.run(STEPS).checkpointer.abandon()
+    for each in path.iterdir() if committed else ():
+        each.unlink()
+    if not committed:
+        path.rmdir()
+    with TinyJob(path, **settings) as second:
+        assert second.restore() == STEPS
+        (said,) = [e.message for e in second.heard("notice") if e.severity == logging.WARNING]
+        memory = second.checkpointer._berth.job.path
+    assert f"v{STEPS} was taken from memory" in said
+    assert f"rm -r {path} {memory}" in said
+
+
+def test_what_was_not_on_disk_yet_is_missed_by_nobody(path: Path, settings: Any) -> None:
+    settings |= {"agent": "inline", "local_every_steps": 1000}
+    TinyJob(path, **settings).run(STEPS).checkpointer.abandon()
+    with TinyJob(path, **settings) as second:
+        assert second.restore().levels == {"memory": 1}
+        assert not [e for e in second.heard("notice") if e.severity == logging.WARNING]
 
 
 def test_a_version_of_a_newer_format_ends_the_restart(
