@@ -63,6 +63,9 @@ class Berth:
 
     def _take(self, slots: int, undo: contextlib.ExitStack) -> None:
         config, reports = self._config, self._reports
+        taken = os.path.exists(config.directory) and not os.path.isdir(config.directory)
+        if taken and config.uses("local"):
+            raise ConfigError(f"path: {config.directory} is a file; name a directory")
         self.job = attach.job_directory(config)
         try:
             self.job.create()

@@ -145,6 +145,8 @@ class Checkpointer:
             for text in (unwell, unprotected):
                 if text and self.group.rank == 0:
                     self._reports.notice(text, logging.ERROR)
+            if idle := self.config.idle:
+                self._warn(f"no persistent_path is given, hence nothing is done with {some(idle)}")
             if omitted := attach.left_out(self.state):
                 self._say(omitted, logging.INFO)
             self._join(roll, groups, undo)

@@ -224,7 +224,11 @@ class Config:
         if self.slots:
             _at_least("slots", self.slots, 2)
         _at_least("trace_steps", self.trace_steps, 1)
-        _at_least("overhead_budget", self.overhead_budget, 1e-4)
+        if not 1e-4 <= self.overhead_budget < 1:  # NaN is not
+            raise ConfigError(
+                f"overhead_budget is {self.overhead_budget}; it is a share of the training's time, "
+                "0.0001 or more and below 1 (0.03 are 3 %)"
+            )
         _at_least("mean_failure_seconds", self.mean_failure_seconds, 0)
         _one_of("best", self.best, ("lowest", "highest"))
         _at_least("local_keep_last", self.local.keep_last, 1)
@@ -232,6 +236,7 @@ class Config:
             _at_least(name, getattr(self.memory, name.removeprefix("memory_")), 0)
         for name in ("every_steps", "every_seconds", "keep_every", "keep_best"):
             _at_least(f"local_{name}", getattr(self.local, name), 0)
+        _at_least("peer_group_size", self.peer.group_size, 2)
         _within("peer_port", self.peer.port, 0, 65535)
         persistent = self.persistent
         _at_least("persistent_keep_last", persistent.keep_last, 1)
@@ -240,9 +245,18 @@ class Config:
             _at_least(f"persistent_{name}", getattr(persistent, name), 0)
         for name in ("bytes_per_second", "nodes_at_once"):
             _at_least(f"persistent_{name}", getattr(persistent, name), 0)
+        self._check_protected()
         self._check_modules()
         self._check_places()
         self._check_storage_options()
+
+    def _check_protected(self) -> None:
+        if self._wants_parity and not self.uses("local"):
+            raise ConfigError(
+                f"peer_redundancy is {self.peer.redundancy!r}, and protects what is on the local "
+                "level, where nothing goes: set local_every_steps or local_every_seconds, or "
+                "peer_redundancy to none"
+            )
 
     def _check_places(self) -> None:
         """Here, where it is known which setting it is."""
@@ -252,7 +266,18 @@ class Config:
             raise ConfigError("shm_dir is empty; name a memory file system (default: /dev/shm)")
         for name in FOLDERS:
             _text(name, getattr(self, name))
-        _text("persistent_path", self.persistent.path)
+        shared = self.persistent.path
+        _text("persistent_path", shared)
+        if shared in (self.path, self.directory):
+            raise ConfigError(
+                f"path and persistent_path are both {shared!r}; each level needs a directory of "
+                "its own: path on the node's disk, persistent_path where all nodes see it"
+            )
+        if "{node}" in shared:
+            raise ConfigError(
+                f"persistent_path is {shared!r}; it is one place for all nodes, and only in path "
+                "does {node} stand for the node's name"
+            )
         for name in ("job_id", "node"):
             _file_name(name, getattr(self, name))
         folder_bytes = (len(self.job_id.encode()) or DEFAULT_ID_BYTES) + len(self.node.encode()) + 1
@@ -298,12 +323,25 @@ class Config:
         """`path` on this node."""
         return self.path.replace("{node}", self.node or socket.gethostname())
 
+    @property
+    def idle(self) -> list[str]:
+        """Settings that were given for a persistent level, of which nobody said where it is."""
+        if self.persistent.path:
+            return []
+        there = fields(PersistentConfig)
+        given = [f.name for f in there if getattr(self.persistent, f.name) != f.default]
+        return [f"persistent_{name}" for name in given]
+
+    @property
+    def _wants_parity(self) -> bool:
+        return self.peer.redundancy.strip().lower() != "none"
+
     def uses(self, level: str) -> bool:
         """True when versions go to this level now and then; what is persistent is local first."""
         if level == "local" and self.uses("persistent"):
             return True
         if level == "peer":
-            return self.peer.redundancy.strip().lower() != "none" and self.uses("local")
+            return self._wants_parity and self.uses("local")
         table = getattr(self, level)
         there = level != "persistent" or bool(self.persistent.path)
         return there and (table.every_steps != 0 or table.every_seconds > 0)
@@ -377,14 +415,25 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             content = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
     flat: dict[str, Any] = {}
     for key, value in content.items():
-        inner = (
-            {f"{key}_{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
-        )
-        flat.update({k: _convert(k, v, f"the file {path}") for k, v in inner.items()})
+        inner = {key: value}
+        if isinstance(value, dict) and key in TABLES:
+            inner = {f"{key}_{k}": v for k, v in value.items()}
+        elif isinstance(value, dict) and key not in known_settings():
+            raise ConfigError(
+                f"there is no table [{key}] in the file {path}: settings of a level are in "
+                f"{', '.join(f'[{table}]' for table in TABLES)}, all others at the top, in none"
+            )
+        for name, given in inner.items():
+            if name in flat:
+                table, _, rest = name.partition("_")
+                raise ConfigError(
+                    f"{name} is given twice in the file {path}: so, and as {rest} in [{table}]"
+                )
+            flat[name] = _convert(name, given, f"the file {path}")
     return flat
 
 
@@ -461,6 +510,12 @@ def _build(flat: Mapping[str, Any]) -> Config:
     for given, name in (*((outer, n) for n in FOLDERS), (shared, "path")):
         if name in given:
             given[name] = os.path.expanduser(directory_of(given[name]))
+    for name in FOLDERS:
+        if "://" in outer.get(name, ""):
+            raise ConfigError(
+                f"{name} is {outer[name]!r}, and must be a directory; versions go to a URL by "
+                "persistent_path, beside path on the node's own disk"
+            )
     outer.update({k: os.path.abspath(outer[k]) for k in ("path", "shm_dir") if outer.get(k)})
     if shared.get("path") and "://" not in shared["path"]:
         shared["path"] = os.path.abspath(shared["path"])

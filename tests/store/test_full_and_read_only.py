@@ -126,6 +126,14 @@ def test_a_path_through_a_file(
     check_restores(path, shm_dir / "elsewhere", 2 * STEPS, course)
 
 
+def test_a_path_that_is_a_file_is_refused(tmp_path: Path, settings: Any) -> None:
+    path = tmp_path / "file"
+    path.write_text("somebody's")
+    with pytest.raises(ConfigError, match=f"path: {path} is a file"):
+        TinyJob(path, **settings)
+    assert path.read_text() == "somebody's"
+
+
 def test_a_directory_that_is_removed_under_the_job_is_made_again(
     tmp_path: Path, shm_dir: Path, settings: Any, course: dict[int, str]
 ) -> None:

@@ -68,3 +68,11 @@ def test_what_a_device_stored_wrong_is_noticed_where_it_is_read_back(
     failures = [event.message for event in found.heard("failed", "persistent")]
     assert versions(tmp_path) == ([] if read_back else [1])
     assert ["checksum" in text for text in failures] == ([True] if read_back else [])
+
+
+def test_a_level_that_nobody_said_the_place_of_is_missed(tmp_path: Path, shm_dir: Path) -> None:
+    settings = {"shm_dir": str(shm_dir), "agent": "inline", "persistent_every_steps": 2}
+    with TinyJob(tmp_path / "ckpts", **settings) as job:
+        (said,) = job.heard("notice")
+    assert "no persistent_path is given" in said.message
+    assert said.message.endswith("persistent_every_steps")

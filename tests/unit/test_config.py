@@ -33,6 +33,7 @@ CHOICES = {
     "halt_signals": "SIGHUP",
     "health": "warn",
     "best": "highest",
+    "overhead_budget": 0.25,
     "local_modules": "checksum",
     "persistent_modules": "checksum",
 }
@@ -181,9 +182,17 @@ def test_an_unknown_setting_without_a_near_one_lists_all() -> None:
         load_config({"zzz": 1}, {})
 
 
-def test_an_unknown_table_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="locl_every_steps"):
-        load_config({}, {}, toml(tmp_path, "[locl]\nevery_steps = 3\n"))
+@pytest.mark.parametrize("table", ["locl", "tierckpt"])
+def test_an_unknown_table_is_refused(table: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"no table \[{table}\] in the file .*at the top"):
+        load_config({}, {}, toml(tmp_path, f"[{table}]\nevery_steps = 3\n"))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_setting_given_twice_in_a_file_is_refused(order: int, tmp_path: Path) -> None:
+    lines = ["local.every_steps = 10\n", "local_every_steps = 20\n"]
+    with pytest.raises(ConfigError, match="local_every_steps is given twice in the file"):
+        load_config({}, {}, toml(tmp_path, "".join(lines[::order])))
 
 
 @pytest.mark.parametrize(
@@ -228,6 +237,12 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(setting: str, value: Any) 
         ("path", ""),
         ("agent_nice", -21),
         ("agent_nice", 20),
+        ("overhead_budget", 0.0),
+        ("overhead_budget", 1.0),
+        ("overhead_budget", 3),
+        ("overhead_budget", math.nan),
+        ("peer_group_size", -3),
+        ("peer_group_size", 1),
         ("peer_port", -1),
         ("peer_port", 65536),
         ("health_seconds", math.inf),
@@ -251,10 +266,31 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_config({}, {}, tmp_path / "missing.toml")
     with pytest.raises(ConfigError, match=r"tierckpt\.toml"):
         load_config({}, {}, toml(tmp_path, "slots = = 3"))
+    (tmp_path / "latin.toml").write_bytes(b"\xff\xfepath = 'x'")
+    with pytest.raises(ConfigError, match=r"latin\.toml: .*utf-8"):
+        load_config({}, {}, tmp_path / "latin.toml")
 
 
 def test_a_config_error_is_a_value_error_too() -> None:
     assert issubclass(ConfigError, ValueError)
+
+
+# --- what makes no sense together ----------------------------------------------------------------
+
+
+def test_parity_of_nothing_is_refused() -> None:
+    never = {"local_every_steps": 0, "local_every_seconds": 0}
+    with pytest.raises(ConfigError, match=r"peer_redundancy is 'xor'.*set local_every_steps"):
+        load_config({**never, "peer_redundancy": "xor"}, {})
+    load_config({**never, "peer_redundancy": "none"}, {})
+    load_config({**never, "peer_redundancy": "xor", "persistent_path": "shared"}, {})
+
+
+def test_settings_of_a_level_that_is_not_there_are_named() -> None:
+    given = {"persistent_every_steps": 5, "persistent_modules": "checksum"}
+    assert load_config(given, {}).idle == list(given)
+    assert load_config({**given, "persistent_path": "shared"}, {}).idle == []
+    assert load_config({}, {}).idle == []
 
 
 # --- storage options -----------------------------------------------------------------------------

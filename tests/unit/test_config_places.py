@@ -90,3 +90,21 @@ def test_a_file_url_is_the_directory_that_it_names(setting: str) -> None:
     """A folder called `file:` would be made in the working directory, and nobody look there."""
     given = load_config({setting: "file:///shared/run 7"}, {})
     assert given == load_config({setting: "/shared/run 7"}, {})
+
+
+@pytest.mark.parametrize("setting", FOLDERS)
+def test_a_url_is_no_directory(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting} is 's3://bucket/run7'.*persistent_path"):
+        load_config({setting: "s3://bucket/run7"}, {})
+
+
+@pytest.mark.parametrize("shared", ["ckpts", "./x/../ckpts", "ckpts/"])
+def test_two_levels_have_two_places(shared: str) -> None:
+    with pytest.raises(ConfigError, match="path and persistent_path are both"):
+        load_config({"path": "ckpts", "persistent_path": shared}, {})
+    load_config({"path": "ckpts", "persistent_path": "ckpts/shared"}, {})
+
+
+def test_the_shared_place_is_one_for_all_nodes() -> None:
+    with pytest.raises(ConfigError, match=r"persistent_path is .*/\{node\}'.*all nodes"):
+        load_config({"persistent_path": "/shared/{node}"}, {})
