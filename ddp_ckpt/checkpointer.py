@@ -84,8 +84,8 @@ class Checkpointer(tierckpt.Checkpointer):
                 logging.INFO,
             )
 
-    def _shut_down(self, remove: bool) -> None:
-        super()._shut_down(remove)
+    def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
+        super()._shut_down(remove, abandoned)
         for hook in self._hooks.values():
             hook.let_go_of(self.release)
 

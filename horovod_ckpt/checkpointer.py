@@ -234,10 +234,10 @@ class Checkpointer(tierckpt.Checkpointer):
         reductions = self._reductions.get(label)
         return reductions is None or reductions.step_ended()
 
-    def _shut_down(self, remove: bool) -> None:
+    def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
         for reductions in self._reductions.values():
             reductions.unwatch()
-        super()._shut_down(remove)
+        super()._shut_down(remove, abandoned)
 
 
 def is_horovod(optimizer: Any) -> bool:

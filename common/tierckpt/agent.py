@@ -20,7 +20,8 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
     -> {"op": "know", "parties": [...]}                          see protector.PartySettings
     -> {"op": "protect", "version": ..., "generation": ..., "lost": [shard, ...] or null}
     -> {"op": "ask"}                                             whether flushes get on
-    -> {"op": "bye"}                                             this trainer ends of its own will
+    -> {"op": "bye", "abandoned": ...}                           this trainer ends of its own will;
+                                                                 abandoned: the job may come back
     <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "listening" |
         "protected" | "protect_failed" | "cleaned" | "problem", ...}
     <- {"op": "unwelcome"}                                       by an agent of other surroundings,
@@ -28,7 +29,8 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
     <- {"op": "quiet", "seconds": ...}                           since the flush last got on
     <- {"op": "bye", "last": ...}                                last: the agent ends now, too
 
-End of file from a trainer without a goodbye means that it was killed.
+End of file from a trainer without a goodbye means that it was killed; one that abandoned its job
+is waited for likewise, where agents of other nodes may ask this one.
 """
 
 from __future__ import annotations
@@ -323,11 +325,12 @@ class Agent:
                 packets.send(channel, self._welcome(settings))
                 with turn:
                     made = Desk(settings, channel, self)
-                    said_goodbye = made.serve()
-                if said_goodbye:
+                    goodbye = made.serve()
+                if goodbye is not None:
+                    said_goodbye = not (goodbye.get("abandoned") and self._may_be_asked())
                     with self._lock:
                         others = self._serving > 1 or self._awaited() or self._at_work()
-                        last = not others
+                        last = said_goodbye and not others
                     made.say(op="bye", last=last)
         except ConnectionError:
             pass
@@ -339,6 +342,12 @@ class Agent:
                     self._missed[desk] = time.monotonic() + self.linger_seconds
             with contextlib.suppress(OSError):
                 self._wake.send(b"\0")
+
+    def _may_be_asked(self) -> bool:
+        """Whether to linger is of use: the agents of several nodes have met, and a life without
+        this node would ask. On the node itself slots and files are found without an agent."""
+        met = self._protector is not None and bool(self._protector.roster())
+        return met and self.linger_seconds > 0
 
     def _welcome(self, desk: DeskSettings) -> dict[str, Any]:
         """To a trainer; the node's first one hears what is known of other nodes' agents."""

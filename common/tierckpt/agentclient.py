@@ -261,9 +261,12 @@ class AgentClient:
                     self._line.send({"op": "ask"})
         return True
 
-    def close(self, timeout_seconds: float = 10.0) -> None:
-        """Say goodbye and let the agent finish; it is left alone if that takes longer."""
-        self._line.close(timeout_seconds)
+    def close(self, timeout_seconds: float = 10.0, abandoned: bool = False) -> None:
+        """Say goodbye and let the agent finish; it is left alone if that takes longer.
+
+        `abandoned`: the job may come back, perhaps without this node. An agent that has met those
+        of other nodes lingers then, as for a trainer that was killed."""
+        self._line.close(timeout_seconds, abandoned)
 
     # --- called by the line, with the lock held ------------------------------------------------
 

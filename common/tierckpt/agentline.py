@@ -138,9 +138,8 @@ class AgentLine:
         if self._channel is not None:
             self._drop()
 
-    def close(self, timeout_seconds: float) -> None:
-        """Say goodbye and let the agent finish; it is left alone if that takes longer. Takes the
-        lock itself."""
+    def close(self, timeout_seconds: float, abandoned: bool) -> None:
+        """See `AgentClient`. Takes the lock itself."""
         deadline = time.monotonic() + timeout_seconds
         with self.lock:
             self._closing = True
@@ -151,7 +150,7 @@ class AgentLine:
                     self._reach_now()
                 time.sleep(0.005)
             served_by = self.pid
-            if self._channel is not None and self._say_goodbye(deadline):
+            if self._channel is not None and self._say_goodbye(deadline, abandoned):
                 # The last of its trainers leaves: wait, so that nothing is left when we return.
                 while self.settings.place().lock.exists() and time.monotonic() < deadline:
                     time.sleep(0.005)
@@ -170,13 +169,13 @@ class AgentLine:
 
     # --- finding one, and being found ----------------------------------------------------------
 
-    def _say_goodbye(self, deadline_seconds: float) -> bool:
+    def _say_goodbye(self, deadline_seconds: float, abandoned: bool = False) -> bool:
         """Wait until the agent has finished our work; True when it ends, having no other."""
         assert self._channel is not None
         last = False
         with contextlib.suppress(OSError):
             self._channel.settimeout(max(deadline_seconds - time.monotonic(), 0.01))
-            self._channel.send(b'{"op": "bye"}')
+            packets.send(self._channel, {"op": "bye", "abandoned": abandoned})
             while packet := self._channel.recv(packets.PACKET_BYTES):
                 if message := self._incoming.add(packet):
                     last = bool(message.get("last"))

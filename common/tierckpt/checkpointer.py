@@ -182,7 +182,7 @@ class Checkpointer:
         config, group, agreement, reports = self.config, self.group, self._agreement, self._reports
         self._levels = Levels(config, group, roll, groups, self._berth, agreement, reports)
         self._lives, self._agent = self._levels.lives, self._levels.agent
-        undo.callback(self._agent.close)
+        undo.callback(self._agent.close, abandoned=True)
         self._levels.start()
         self._schedule = Schedule(config)
         automatic = self._schedule.tuner.every_steps
@@ -517,7 +517,7 @@ class Checkpointer:
             self._reports.notice(f"the newest version was given up: {error!r}", logging.WARNING)
         if commit_newest:
             self._commit_newest()
-        self._shut_down(remove=False)
+        self._shut_down(remove=False, abandoned=True)
 
     def close_or_abandon(self) -> None:
         """At the end of a process: `close()` if all ranks get here within MEET_SECONDS, else every
@@ -786,7 +786,7 @@ class Checkpointer:
         """Hear what the agent said."""
         self._levels.collect()
 
-    def _shut_down(self, remove: bool) -> None:
+    def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
         self._closed = True
         self._halting.close()
         self._own_hooks.close()
@@ -794,7 +794,7 @@ class Checkpointer:
         self._underway.give_up("the job ended in the middle of an iteration")
         self._agreement.close()  # the copier may wait for the vote of a rank that is gone
         self._underway.close()
-        self._agent.close()
+        self._agent.close(abandoned=abandoned)
         self._berth.leave(remove)
         self.group.close()
         if self._trace is not None:

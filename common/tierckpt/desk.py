@@ -90,19 +90,18 @@ class Desk:
         self._slots: dict[tuple[int, int], Slot] = {}
         """Mapped slots by device and inode: mapping a large segment anew for every commit costs."""
 
-    def serve(self) -> bool:
-        """Serve until the trainer is gone and its work is done; False when it said no goodbye."""
+    def serve(self) -> dict[str, Any] | None:
+        """Serve until the trainer is gone and its work is done; returns its goodbye, None when it
+        said none."""
         self._prepare()
         try:
             while True:
                 try:
                     message, fds = packets.receive(self.channel)
                 except ConnectionResetError:
-                    return False
-                if message is None:
-                    return False
-                if message["op"] == "bye":
-                    return True
+                    return None
+                if message is None or message["op"] == "bye":
+                    return message
                 self._heed(message, fds)
         finally:
             with contextlib.suppress(OSError):

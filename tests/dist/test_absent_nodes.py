@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +28,11 @@ NODES = "abcd"
 JOB = "absent"
 LINGER_SECONDS = 600.0
 """Longer than any test."""
+PATIENT = f"""
+from tierckpt import agent
+agent.FIRST_CLIENT_SECONDS = {LINGER_SECONDS}
+agent.main()
+"""
 
 
 @dataclass
@@ -36,19 +41,16 @@ class Agents:
 
     shm_dir: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    _channels: list[socket.socket] = field(default_factory=list)
-    """They serve somebody, and so do not end."""
 
     def start(self, node: str) -> None:
         job = JobDirectory.at(self.shm_dir, JOB, node)
         job.create()
         told = AgentSettings(str(job.root), job.path.name, linger_seconds=LINGER_SECONDS)
-        command = [sys.executable, "-m", "tierckpt.agent", json.dumps(asdict(told))]
+        command = [sys.executable, "-c", PATIENT, json.dumps(asdict(told))]
         self.running[node] = agent = subprocess.Popen([*command, str(os.getpid())])
-        while (channel := told.place().connect()) is None:
+        while not told.place().address.exists():
             assert agent.poll() is None
             time.sleep(0.01)
-        self._channels.append(channel)
 
     def kill(self, *nodes: str) -> None:
         """By SIGKILL, with all that they know."""
@@ -64,8 +66,6 @@ def agents(shm_dir: Path) -> Iterator[Agents]:
         found.start(node)
     yield found
     found.kill(*found.running)
-    for channel in found._channels:
-        channel.close()
 
 
 @pytest.fixture
@@ -80,16 +80,10 @@ def forget_memory(place: Place) -> None:
         slot.unlink()
 
 
-def vanish(attached: Attached) -> None:
-    """For the agent, what a SIGKILL is: the connection ends without a goodbye."""
-    agent = attached.ckpt._agent._line
-
-    def drop(deadline_seconds: float) -> bool:
-        agent._drop()
-        return False
-
-    agent._say_goodbye = drop  # type: ignore[method-assign]
-    attached.ckpt.abandon()
+def fail(attached: Attached) -> None:
+    """As where an exception ends the training on all ranks."""
+    with contextlib.suppress(RuntimeError), attached.ckpt:
+        raise RuntimeError("the training failed")
 
 
 def settings(node: str, **more: Any) -> dict[str, Any]:
@@ -107,23 +101,23 @@ def settings(node: str, **more: Any) -> dict[str, Any]:
 
 
 def leave_behind(place: Place, **more: Any) -> str:
-    """Train on all nodes, and end as by SIGKILL: v3 is protected, v7 is in memory alone."""
+    """Train on all nodes, and end by an exception: v3 is protected, v7 is in memory alone."""
     job = make_job()
     attached = attach(job, place, **settings(NODES[rank()], **more))
     train(job, attached.ckpt, range(EARLIER))
     protected_at(EARLIER, attached)
     train(job, attached.ckpt, range(EARLIER, STEPS))
-    vanish(attached)
+    fail(attached)
     return exact.digest(job.replicated())
 
 
 def come_back(place: Place, nodes: str, steps: int = 0, **more: Any) -> dict[str, Any]:
-    """On these nodes; then train on for some steps, and end as by SIGKILL."""
+    """On these nodes; then train on for some steps, and end by an exception."""
     job = make_job(seed=2)
     attached = attach(job, place, **settings(nodes[rank()], memory_every_steps=0, **more))
     told = restored_into(job, attached)
     train(job, attached.ckpt, range(STEPS, STEPS + steps))
-    vanish(attached)
+    fail(attached)
     return told
 
 
@@ -157,7 +151,7 @@ def leave_in_memory(place: Place) -> str:
     job = make_job()
     attached = attach(job, place, **settings(NODES[rank()]))
     train(job, attached.ckpt, range(STEPS))
-    vanish(attached)
+    fail(attached)
     return exact.digest(job.replicated())
 
 
@@ -239,7 +233,7 @@ def come_back_while_one_dies(place: Place, pid: int) -> dict[str, Any]:
 
     lives.look = look_and_kill  # type: ignore[method-assign]
     told = restored_into(job, attached)
-    vanish(attached)
+    fail(attached)
     return told
 
 

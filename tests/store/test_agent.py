@@ -224,6 +224,39 @@ def test_it_does_not_wait_longer_than_it_was_told(node: Any) -> None:
     until(lambda: not alive(pid))
 
 
+def met(client: AgentClient) -> dict[str, Any]:
+    """Its agent is told of those of other nodes; returns what."""
+    where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
+    client.ask("meet", "listening", PATIENCE_SECONDS, where=where)
+    roster = {"generation": 1, "agents": []}
+    client.introduce(where, [], roster)
+    return roster
+
+
+def test_one_that_has_met_others_waits_for_a_job_that_was_abandoned(node: Any) -> None:
+    """Its node may be left out of the next life, which asks it."""
+    client, other = (AgentClient(*node(shard, linger=PATIENCE_SECONDS)) for shard in (0, 1))
+    pid = reach(client)
+    assert reach(other) == pid
+    roster = met(client)
+    client.close(abandoned=True)
+    other.close(abandoned=True)
+    settings, desk = node(0)
+    successor = AgentClient(settings, replace(desk, ranks=(0,)))
+    assert reach(successor) == pid
+    assert successor.roster(PATIENCE_SECONDS) == roster
+    successor.close()
+    until(lambda: not alive(pid))
+
+
+def test_one_that_has_met_nobody_does_not(node: Any) -> None:
+    """The next life finds slots and files without it."""
+    client = AgentClient(*node(0, linger=10 * PATIENCE_SECONDS))
+    pid = reach(client)
+    client.close(abandoned=True)
+    until(lambda: not alive(pid))
+
+
 class Flush:
     """Under way."""
 
