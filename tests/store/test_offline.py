@@ -391,8 +391,39 @@ def test_a_version_of_which_a_shard_is_elsewhere(
 
 
 def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that set a job_id, or its shm_dir, may have some in memory all the same."""
     assert main(["list", str(tmp_path)]) == 0
-    assert texts(capsys) == ([f"{tmp_path}: there are no checkpoints"], "")
+    (first, second), error = texts(capsys)
+    assert (first, error) == (f"{tmp_path}: there are no checkpoints", "")
+    assert f"/{job_id_of(tmp_path)}." in second
+    assert "TIERCKPT_JOB_ID and TIERCKPT_SHM_DIR" in second
+
+
+def test_what_could_not_be_looked_at_does_not_look_empty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No credentials, say. Here: a place of a kind that nobody knows."""
+    assert main(["list", "nosuch://bucket/run"]) == 1
+    (first, *others), error = texts(capsys)
+    assert first == "nosuch://bucket/run: no checkpoints that can be read"
+    assert others[0].startswith("cannot be read: nosuch://bucket/run: ")
+    assert error.startswith("tierckpt: not all could be looked at")
+    assert main(["list", "--json", "nosuch://bucket/run"]) == 1
+    out, error = capsys.readouterr()
+    assert len(json.loads(out)["problems"]) == 1
+    assert error.startswith("tierckpt: not all could be looked at")
+
+
+def test_of_many_damaged_copies_a_few_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version in range(20):
+        (tmp_path / f"v{version:010d}.g000001.s00000of00001.manifest").write_text("damaged")
+    assert main(["list", str(tmp_path)]) == 0
+    lines, _ = texts(capsys)
+    told = [line for line in lines if line.startswith("cannot be read: ")]
+    assert len(told) == 9
+    assert told[-1] == "cannot be read: 12 more; --json has all of them"
 
 
 @pytest.mark.parametrize("how", [shutil.move, shutil.copytree])

@@ -34,19 +34,36 @@ PICKLES = (".pt", ".pth")
 
 
 def list_versions(args: argparse.Namespace, console: Console) -> None:
-    """A line for each version on each level."""
+    """A line for each version on each level. Raises ConfigError, at the end, where something could
+    not be looked at."""
     there = survey(args.path)
     rows = rows_of(there)
     if args.json:
         told = {"versions": [row.as_json() for row in rows], "problems": there.troubles}
         print(json.dumps(told, indent=1))
-        return
+    else:
+        _print_all(rows, there, ", ".join(args.path), console)
+    if there.unseen:
+        raise ConfigError("not all could be looked at: there may be more than is told here")
+
+
+def _print_all(rows: list[Row], there: Survey, where: str, console: Console) -> None:
     if rows:
         _print_rows(rows, console)
+    elif there.troubles:
+        console.print(f"{where}: no checkpoints that can be read", soft_wrap=True)
     else:
-        console.print(f"{', '.join(args.path)}: there are no checkpoints", soft_wrap=True)
-    for text in there.troubles:
+        console.print(f"{where}: there are no checkpoints", soft_wrap=True)
+    for text in there.troubles[:MOST_TOLD]:
         console.print(f"cannot be read: {text}", soft_wrap=True)
+    if (more := len(there.troubles) - MOST_TOLD) > 0:
+        console.print(f"cannot be read: {more} more; --json has all of them", soft_wrap=True)
+    if there.memory and not rows:
+        text = (
+            f"nothing in memory: looked for {some(there.memory)}. Where the job has a job_id or a "
+            "shm_dir of its own, TIERCKPT_JOB_ID and TIERCKPT_SHM_DIR have to say so here, too"
+        )
+        console.print(text, soft_wrap=True)
     for job in sorted({row.elsewhere for row in rows} - {""}):
         console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)
     if rows and not any(row.next for row in rows):

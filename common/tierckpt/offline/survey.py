@@ -61,6 +61,8 @@ class Survey:
     open_store: OpenPersistent = PersistentStore
     living: set[str] = field(default_factory=set)
     """Jobs of which a trainer lives on this machine."""
+    memory: list[str] = field(default_factory=list)
+    """Folders that were looked for in this machine's memory."""
     elsewhere: set[str] = field(default_factory=set)
     """Jobs whose memory on this machine no restart from these places sees: it has another job id,
     as what is here was moved, or copied."""
@@ -190,6 +192,7 @@ def _jobs_named(there: Survey) -> set[str]:
 def _look_at_memory(shm_dir: Path, jobs: Iterable[str], there: Survey) -> None:
     for job in sorted(jobs):
         root = JobDirectory.at(shm_dir, job).root
+        there.memory.append(str(root / job))
         with suppress(OSError):
             for folder in sorted(root.glob(f"{glob.escape(job)}*")):
                 name, _, node = folder.name.partition("@")
