@@ -9,9 +9,10 @@ ckpt.add_callbacks(Watch())
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from .complaints import Complaints
 
 if TYPE_CHECKING:
     import torch
@@ -19,14 +20,13 @@ if TYPE_CHECKING:
     from .events import Event
     from .restore import Restored
 
-logger = logging.getLogger("tierckpt")
-
 
 class Callbacks:
     """Subclass it and override what you need.
 
     All methods are called on the training thread, on every rank, and must not enter a collective of
-    their own unless all ranks do. What they raise is logged, and training goes on.
+    their own unless all ranks do. What they raise is logged (once, then counted), and training
+    goes on.
     """
 
     def on_allreduce_launched(self, params: Iterable[torch.Tensor]) -> None:
@@ -54,6 +54,7 @@ class CallbackList:
 
     def __init__(self, registered: Iterable[Callbacks] = ()) -> None:
         self._registered = list(registered)
+        self._complaints = Complaints()
 
     def __bool__(self) -> bool:
         return bool(self._registered)
@@ -64,8 +65,9 @@ class CallbackList:
 
     def call(self, name: str, *args: Any) -> None:
         """Call the method `name` of all."""
-        for callbacks in self._registered:
+        for which, callbacks in enumerate(self._registered):
             try:
                 getattr(callbacks, name)(*args)
-            except Exception:
-                logger.exception("%s of %r failed", name, callbacks)
+            except Exception as error:
+                text = f"{name} of a {type(callbacks).__name__} failed"
+                self._complaints.log((which, name), text, error)

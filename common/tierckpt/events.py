@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .complaints import Complaints
+
 logger = logging.getLogger("tierckpt")
 
 
@@ -73,6 +75,7 @@ class EventLog:
         self.counts: dict[str, int] = {}
         """How many events there were, by `name` and `name/level`."""
         self._callbacks = [callback] if callback else []
+        self._complaints = Complaints()
         self._file: BinaryIO | None = None
         if folder is not None:
             path = Path(folder) / f"events-r{rank:05d}.jsonl"
@@ -95,11 +98,12 @@ class EventLog:
             self.counts[key] = self.counts.get(key, 0) + 1
         if logger.isEnabledFor(event.severity):
             logger.log(event.severity, "%s", event.text())
-        for receive in (self._write, *self._callbacks):
+        for which, receive in enumerate((self._write, *self._callbacks)):
             try:
                 receive(event)
-            except Exception:
-                logger.exception("an event receiver failed; the event was: %s", event.text())
+            except Exception as error:
+                text = f"an event receiver failed; the event was: {event.text()}"
+                self._complaints.log(which, text, error)
         return event
 
     def _write(self, event: Event) -> None:

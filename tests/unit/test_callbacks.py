@@ -88,3 +88,14 @@ def test_the_list_is_not_the_callers() -> None:
     given.clear()
     callbacks.call("on_step_boundary", 1)
     assert calls == [("a", 1)]
+
+
+def test_one_that_always_fails_is_shown_once_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    callbacks = CallbackList([Failing(), Failing()])
+    with caplog.at_level(logging.ERROR, logger="tierckpt"):
+        for version in range(100):
+            callbacks.call("on_step_boundary", version)
+    assert [bool(r.exc_info) for r in caplog.records] == [True, True, *[False] * 4]
+    assert "100 times" in caplog.records[-1].getMessage()

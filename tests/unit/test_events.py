@@ -103,3 +103,28 @@ def test_severity_decides_what_is_logged(caplog: pytest.LogCaptureFixture) -> No
 def test_an_event_in_words() -> None:
     event = Event("committed", "local", 4, 1, 2_500_000, {"write": 0.25}, message="fine")
     assert event.text() == "[rank 1] committed v4 to local 2.5 MB (write 250.0 ms) - fine"
+
+
+def test_a_receiver_that_always_fails_is_shown_once_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = EventLog(0, callback=fail)
+    for version in range(1000):
+        log.emit("sealed", version=version)
+    first, *others = caplog.records
+    assert first.exc_info is not None
+    counts = [r.getMessage().partition(" times")[0].split()[-1] for r in others]
+    assert counts == ["10", "100", "1000"]
+    assert all(r.exc_info is None and "RuntimeError: no ear" in r.getMessage() for r in others)
+
+
+def test_another_error_of_it_is_shown_too(caplog: pytest.LogCaptureFixture) -> None:
+    def fail_variously(event: Event) -> None:
+        raise (KeyError if event.version % 2 else ValueError)(event.version)
+
+    log = EventLog(0, callback=fail_variously)
+    log.add_callback(fail)
+    for version in range(4):
+        log.emit("sealed", version=version)
+    kinds = [r.exc_info[0] for r in caplog.records if r.exc_info]
+    assert kinds == [ValueError, RuntimeError, KeyError]
