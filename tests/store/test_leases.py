@@ -79,6 +79,23 @@ def test_a_job_does_not_wait_for_its_own_dead_life(tmp_path: Path) -> None:
     assert not before.held()
 
 
+def test_a_life_that_was_followed_does_not_take_the_lease_back(tmp_path: Path) -> None:
+    """It lives yet, and has something to flush: its successor is no dead one's."""
+    clock = FakeClock()
+    before, now = (made(tmp_path).lease(life, "us on node1", clock) for life in ("11", "22"))
+    before.ensure()
+    now.ensure()
+    for again in (before.ensure, before.keep):
+        clock.seconds += 40
+        with pytest.raises(LeaseHeldError, match="us on node1"):
+            again()
+        now.keep()
+    assert now.held()
+    clock.seconds += 1000
+    before.ensure()  # it is nobody's by now
+    assert before.held()
+
+
 def test_a_lease_that_was_given_back_or_damaged_is_free(tmp_path: Path) -> None:
     clock = FakeClock()
     first, second = lease(tmp_path, "1111", clock), lease(tmp_path, "2222", clock)

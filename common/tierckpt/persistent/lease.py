@@ -49,7 +49,8 @@ class Lease:
     time; clocks must agree to well below `lease_seconds`.
 
     A restarted job does not wait for its own dead life: what that life left under the same `owner`
-    is free at once. So an owner's name must be one that two living jobs cannot both have.
+    is free at once. So an owner's name must be one that two living jobs cannot both have. A life
+    that had the lease and was followed by one of the same owner is over, and does not take it back.
 
     Where nobody ever had a lease, only the member that `begins` takes it, and the others wait for
     it: one that sees none then does not see the same place (a file system that is not mounted).
@@ -179,8 +180,13 @@ class Lease:
         return record.expires_seconds <= self._clock.now()
 
     def _free(self, record: LeaseRecord) -> bool:
-        mine_before = record.owner == self.owner and record.life != self.life
-        return mine_before or self._expired(record)
+        same = record.owner == self.owner and record.life != self.life
+        return (same and not self._had) or self._expired(record)
+
+    @property
+    def _had(self) -> bool:
+        """Whether this life had it: then another one that has it is no earlier one's."""
+        return self._ensured_seconds > float("-inf")
 
     def _write(self, number: int, token: str = "", exclusive: bool = False) -> None:
         expires = self._clock.now() + self.lease_seconds
