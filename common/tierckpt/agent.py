@@ -161,9 +161,9 @@ class Agent:
         self._left_behind = False
         """A life of other surroundings has begun: no trainer will come back."""
         self._lock = threading.Lock()
-        self._desks: dict[tuple[str, int], threading.Lock] = {}
-        """One trainer of a shard at a time: a killed one's work is finished before its successor's
-        begins."""
+        self._desks: dict[tuple[str, int], threading.Thread] = {}
+        """Who serves the last trainer that came to a desk. One trainer of a shard at a time: a
+        killed one's work is finished before its successor's begins."""
         self._newest: dict[tuple[str, int], socket.socket] = {}
         """The last trainer that came to a desk."""
         self._serving = 0
@@ -320,12 +320,13 @@ class Agent:
                     self._newest[desk] = channel
                     if settings.ranks:
                         self._here[settings.directory] = settings.ranks
-                    turn = self._desks.setdefault(desk, threading.Lock())
+                    before = self._desks.get(desk)
+                    self._desks[desk] = threading.current_thread()
                 said_goodbye = False  # until it does: it is waited for also if the desk breaks
-                packets.send(channel, self._welcome(settings))
-                with turn:
-                    made = Desk(settings, channel, self)
-                    goodbye = made.serve()
+                made = Desk(settings, channel, self)
+                made.say(**self._welcome(settings))
+                made.await_turn(before)
+                goodbye = made.serve()
                 if goodbye is not None:
                     said_goodbye = not (goodbye.get("abandoned") and self._may_be_asked())
                     with self._lock:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +36,10 @@ UNDONE = {
 }
 """What a trainer hears, with an error, where what it asked for could not even be begun; otherwise
 it is a problem."""
+OUT_OF_TURN = frozenset(("flush", "meet", "know", "protect"))
+"""What others on the node do, and no desk is needed for."""
+LOOK_SECONDS = 0.1
+"""How often a trainer is heard that waits for its turn."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,43 @@ class Desk:
         self._bases = References(self.store)
         self._speaking = threading.Lock()
         self._cleaned_strays = False
+        self._waiting: deque[tuple[dict[str, Any] | None, list[int]]] = deque()
+        """Messages, and their descriptors, that came before its turn; None: the trainer is gone."""
         self._slots: dict[tuple[int, int], Slot] = {}
         """Mapped slots by device and inode: mapping a large segment anew for every commit costs."""
+
+    def await_turn(self, before: threading.Thread | None) -> None:
+        """Until the trainer before has been served at this desk: what it handed over may take long
+        to write. What needs no desk is heeded meanwhile, as other nodes' agents wait for it."""
+        try:
+            while before is not None and before.is_alive():
+                self._hear_early()
+                before.join(LOOK_SECONDS)
+        finally:
+            if before is not None:  # who comes next waits for us alone
+                before.join()
+
+    def _hear_early(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.channel, selectors.EVENT_READ)
+            while not self._is_over() and selector.select(0):
+                message, fds = self._receive()
+                if message is not None and message["op"] in OUT_OF_TURN:
+                    self._heed(message, fds)
+                else:
+                    self._waiting.append((message, fds))
+
+    def _is_over(self) -> bool:
+        """Whether the last message has come that the trainer says."""
+        last = self._waiting[-1][0] if self._waiting else {"op": ""}
+        return last is None or last["op"] == "bye"
+
+    def _receive(self) -> tuple[dict[str, Any] | None, list[int]]:
+        """The next message; None when the trainer is gone."""
+        try:
+            return packets.receive(self.channel)
+        except ConnectionResetError:
+            return None, []
 
     def serve(self) -> dict[str, Any] | None:
         """Serve until the trainer is gone and its work is done; returns its goodbye, None when it
@@ -96,10 +137,7 @@ class Desk:
         self._prepare()
         try:
             while True:
-                try:
-                    message, fds = packets.receive(self.channel)
-                except ConnectionResetError:
-                    return None
+                message, fds = self._waiting.popleft() if self._waiting else self._receive()
                 if message is None or message["op"] == "bye":
                     return message
                 self._heed(message, fds)

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.store.encodedshards import NoServices
 from tierckpt import packets
+from tierckpt.agent import PROTOCOL, Agent
 from tierckpt.desk import Desk, DeskSettings
 from tierckpt.errors import TierckptError
 from tierckpt.localstore import LocalStore
@@ -132,6 +134,64 @@ def test_whatever_cannot_be_begun_is_answered(
             heard, _ = packets.receive(channel)
             assert heard is not None
             assert (heard.pop("op"), heard.pop("error") != "", heard) == (op, True, about)
+
+
+# --- one trainer after the other -----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def trainer(node: Agent, desk: DeskSettings) -> Iterator[socket.socket]:
+    """The trainer's end of a channel, on which the agent has bidden welcome."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        ours.settimeout(60)
+        thread = node.attend(theirs)
+        packets.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(desk)})
+        welcome, _ = packets.receive(ours)
+        assert welcome is not None
+        assert welcome["op"] == "welcome"
+        try:
+            yield ours
+        finally:
+            ours.close()
+            thread.join()
+
+
+def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor's own shards come behind that, in their order."""
+    begun, go_on, served = threading.Event(), threading.Event(), list[str]()
+
+    def slow_commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+        begun.set()
+        go_on.wait()
+        served.append(message["stem"])
+
+    monkeypatch.setattr(Desk, "_commit", slow_commit)
+    settings = DeskSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
+    where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
+    roster = {"generation": 2, "agents": []}
+    with contextlib.closing(Agent(linger_seconds=0.0)) as node, contextlib.ExitStack() as lives:
+        channel = lives.enter_context(trainer(node, settings))
+        lives.callback(go_on.set)
+        packets.send(channel, {"op": "commit", "stem": "the life before's"})
+        assert begun.wait(60)
+        channel.shutdown(socket.SHUT_RDWR)
+        successor = lives.enter_context(trainer(node, settings))
+        packets.send(successor, {"op": "commit", "stem": "the first"})
+        packets.send(successor, {"op": "meet", "where": where})
+        packets.send(successor, {"op": "know", "parties": [], "roster": roster})
+        packets.send(successor, {"op": "commit", "stem": "the second"})
+        packets.send(successor, {"op": "bye"})
+        heard, _ = packets.receive(successor)
+        assert heard is not None
+        assert (heard["op"], heard["error"], served) == ("listening", "", [])
+        go_on.set()
+        heard, _ = packets.receive(successor)
+        assert heard == {"op": "bye", "last": True}
+        assert served == ["the life before's", "the first", "the second"]
+        assert node.protector().roster() == roster
 
 
 # --- what nobody else retires --------------------------------------------------------------------
