@@ -235,9 +235,11 @@ class Agent:
             return max([nobody_before, *self._awaited(), *stuck]) - time.monotonic()
 
     def _awaited(self) -> list[float]:
-        """With the lock held: until when to wait for each trainer that may come back."""
+        """With the lock held: until when to wait for each trainer that may come back; as long from
+        when another node last read what it left."""
+        read = self._protector.asked_at() + self.linger_seconds if self._protector else 0.0
         return [
-            end
+            max(end, read)
             for (directory, shard), end in self._missed.items()
             if shard in self._here.get(directory, (shard,)) and not self._left_behind
         ]

@@ -219,6 +219,10 @@ class Protector:
         """True while something is protected, or waits."""
         return self._thread is not None
 
+    def asked_at(self) -> float:
+        """When another node last read what is here (monotonic); -inf before."""
+        return self._shelf.asked_at
+
     def close(self) -> None:
         """Give the port back. Exchanges under way fail."""
         with self._lock:

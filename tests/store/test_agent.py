@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tierckpt.config import YEAR_SECONDS
 from tierckpt.desk import DeskSettings
 from tierckpt.jobdirectory import JobDirectory
 from tierckpt.naming import VersionId
+from tierckpt.peer.remote import RemoteNode
 from tierckpt.protector import PartySettings
 from tierckpt.testing import TinyJob
 
@@ -311,6 +313,22 @@ def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
     assert reach(successor) == pid
     successor.close()
     until(lambda: not alive(pid))
+
+
+def test_it_waits_on_while_nodes_read_what_killed_ranks_left(node: Any, tmp_path: Path) -> None:
+    """As long as for those ranks, of which it waits for no other than before."""
+    settings, _ = node(0)
+    shelf = {"root": settings.root, "job": settings.folder, "directory": str(tmp_path / "local")}
+    server = agent.Agent(linger_seconds=PATIENCE_SECONDS)
+    with closing(server):
+        address = server.protector().open("secret", "lo", 0, "localhost", shelf)
+        server._missed[shelf["directory"], 0] = time.monotonic()
+        assert server._patience(0.0) <= 0
+        with closing(RemoteNode("this one", address, b"secret")) as reader:
+            assert reader.inventory("node").found == ()
+        assert server._patience(0.0) > 0
+        server._missed.clear()
+        assert server._patience(0.0) <= 0
 
 
 def test_it_outlives_the_process_group_of_its_trainers(node: Any) -> None:

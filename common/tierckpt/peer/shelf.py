@@ -8,6 +8,8 @@ compares with the checksums in the manifests.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -41,6 +43,8 @@ class Shelf:
         self._job: JobDirectory | None = None
         self._found: dict[Path, str] = {}
         """Which copy was in each slot that was looked at, then."""
+        self.asked_at = -math.inf
+        """When somebody last asked for anything (monotonic)."""
 
     def add(self, store: LocalStore, job: JobDirectory | None = None) -> None:
         """Show what is committed in `store`, and what is sealed in the memory of `job`."""
@@ -51,6 +55,7 @@ class Shelf:
     def list(self) -> bytes:
         """All that is here, for `listed`, and what cannot be used, or seen. A shard that is in
         memory and on disk is told once."""
+        self.asked_at = time.monotonic()
         seen = [take_inventory(self._job, store, "") for store in self._stores] if self._job else []
         pin_again()
         found = {f.key: f for each in seen for f in each.found}  # on disk is told behind in memory
@@ -65,6 +70,7 @@ class Shelf:
 
     def manifest(self, stem: str) -> bytes:
         """Of a shard or of parity."""
+        self.asked_at = time.monotonic()
         key = _key(stem)
         for store in self._stores:
             if store.has(key):
@@ -84,6 +90,7 @@ class Shelf:
         `copy` is the digest of the manifest that was told (`copy_of`): what has another one by now,
         as an agent commits what was in memory, is FileNotFoundError.
         """
+        self.asked_at = time.monotonic()
         key = _key(stem)
         if offset < 0 or not 0 <= nbytes <= MOST_BYTES:
             raise ValueError(f"bytes {offset} and {nbytes} more cannot be asked for at once")
