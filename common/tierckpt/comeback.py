@@ -189,7 +189,7 @@ class Comeback:
         self._lives.begin_afresh()
 
     def _what_is_left(self) -> str:
-        shards = "; ".join(self._lives.remains()) or "none"
+        shards = "; ".join(self._lives.remains(self._restorer.left_out)) or "none"
         rejected = some(self._restorer.rejected, between="; ")
         return f"what was found: {shards}" + (f"; {rejected}" if rejected else "")
 

@@ -8,7 +8,7 @@ that says from which version of which life it went on (DESIGN.md, "Lives").
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .absent import UNKNOWN, Absent
@@ -191,11 +191,12 @@ class Lives:
                 known.add(id_)
         return known
 
-    def remains(self) -> list[str]:
-        """Which shards there are of the newest few versions, and which are nowhere. Those of two
-        lives, which may have versions of one number, are counted apart, and it is said why."""
+    def remains(self, without: Container[str] = ()) -> list[str]:
+        """Which shards there are of the newest few versions, and which are nowhere; `without` those
+        at some places, by their names. Those of two lives, which may have versions of one number,
+        are counted apart, and it is said why."""
         there: dict[tuple[VersionId, int, str], dict[int, set[str]]] = {}
-        for f in (f for each in self.found for f in each):
+        for f in (f for each in self.found for f in each if f.place.where not in without):
             shards = there.setdefault((f.key.id, f.key.shards, f.life), {})
             place = f.place.where if f.place.host == EVERYWHERE else f.place.host
             shards.setdefault(f.key.shard, set()).add(place)

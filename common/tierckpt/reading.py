@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .errors import CorruptShardError
 from .images import LOST, Image, MakeRoom, OpenStore, open_image
-from .inventory import FAR, Place
+from .inventory import AGENT, FAR, Place
 from .manifest import digest, digest_at
 from .modules.module import ModuleError
 from .naming import ShardKey, VersionId
@@ -78,13 +78,16 @@ class Failure:
     """That it was found on."""
     gone: bool = False
     """It is not there: perhaps not any more, and something newer is (see `Restorer`)."""
+    silent: bool = False
+    """The agent that has it does not answer, whatever it is asked for."""
 
     @staticmethod
     def of(key: ShardKey, place: Place, error: BaseException) -> Failure:
         """What `error` makes of a copy."""
         why = str(error) if isinstance(error, LOST) else f"{type(error).__name__}: {error}"
         blame, undecodable = Blame.of(place, error), isinstance(error, ModuleError)
-        return Failure(key, place, why, undecodable, blame, gone=_is_gone(error))
+        silent = place.level == AGENT and isinstance(error, ConnectionError)
+        return Failure(key, place, why, undecodable, blame, gone=_is_gone(error), silent=silent)
 
 
 def _is_gone(error: BaseException) -> bool:

@@ -46,6 +46,9 @@ from .together import Together
 __all__ = ["Attempt", "Restored", "Restorer", "all_finished", "load"]
 
 
+ENOUGH_IN_VAIN = 2
+"""Ranks that asked an agent; one of them may be cut off from it alone."""
+
 LookAgain = Callable[[str], tuple[Sequence[Sequence[Found]], Sequence[Sequence[FoundParity]]]]
 """Given what is missing, in words; returns inventories and parities."""
 
@@ -181,6 +184,8 @@ class Restorer:
         self._bad: set[tuple[ShardKey, Place]] = set()
         self._unreachable: set[tuple[ShardKey, Place, int]] = set()
         """With the rank that could not get at it."""
+        self._silent: dict[str, set[int]] = {}
+        """By the name of an agent's places: the ranks that got no answer from it."""
         self._undecodable: dict[VersionId, str] = {}
         """Versions that lack only a key or a module here, and which."""
         self._on_reject = on_reject
@@ -354,7 +359,8 @@ class Restorer:
         return [(r, f) for r, f in failed if not f.gone or (f.key, f.place) in found]
 
     def _reject(self, failed: Iterable[tuple[int, Failure]]) -> None:
-        """Never again: a damaged copy by anybody, one that a rank could not get at by that rank."""
+        """Never again: a damaged copy by anybody, one that a rank could not get at by that rank;
+        and by anybody all that an agent has which does not answer."""
         for rank, each in sorted(failed, key=lambda f: f[1].blame is Blame.SIGHT):
             key, place = each.key, each.place
             if (key, place) in self._bad:
@@ -365,10 +371,32 @@ class Restorer:
                 self._bad.add((key, place))
             by = f"as rank {rank} found, on node {each.node}"
             text = f"{key} on level {place.level} ({place.where}): {each.why} ({by})"
-            self.rejected.append(text)
-            self._on_reject(text)
+            if not each.silent:
+                self._tell(text)
+            elif place.where not in self._silent:  # once, whatever it has, and whoever asks
+                self._tell(f"{each.why} ({by})")
+            if each.silent:
+                self._silent.setdefault(place.where, set()).add(rank)
             if each.undecodable:
                 self._undecodable.setdefault(key.id, text)
+        self._leave_out_silent()
+
+    def _tell(self, text: str) -> None:
+        self.rejected.append(text)
+        self._on_reject(text)
+
+    @property
+    def left_out(self) -> set[str]:
+        """Agents that nobody is to ask any more, by the name of their places."""
+        enough = min(ENOUGH_IN_VAIN, self.group.size)
+        return {where for where, ranks in self._silent.items() if len(ranks) >= enough}
+
+    def _leave_out_silent(self) -> None:
+        """What their agents have is nowhere: each rank would wait for them anew."""
+        if out := self.left_out:
+            found, parities = self.inventories, self.parities
+            self.inventories = [[f for f in each if f.place.where not in out] for each in found]
+            self.parities = [[p for p in each if p.place.where not in out] for each in parities]
 
 
 @contextlib.contextmanager

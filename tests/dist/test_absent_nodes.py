@@ -22,6 +22,7 @@ from tests.dist.test_peer_level import EARLIER, STEPS, protected_at
 from tests.dist.training import Attached, Place, attach, make_job, rank, restored_into, train
 from tierckpt.agent import AgentSettings
 from tierckpt.jobdirectory import JobDirectory
+from tierckpt.peer.remote import RemoteNode
 
 NODES = "abcd"
 """The job begins on three; d is a spare."""
@@ -221,18 +222,27 @@ def test_what_is_damaged_there_is_no_reason_to_begin_afresh(
 
 
 def come_back_while_one_dies(place: Place, pid: int) -> dict[str, Any]:
-    """An agent dies between its answer and the first byte of its shard."""
+    """All on b. An agent dies between its answer and the first byte of its shard."""
     job = make_job(seed=2)
     attached = attach(job, place, **settings("b", memory_every_steps=0))
     lives = attached.ckpt._levels.lives
-    look = lives.look
+    look, open_shard = lives.look, RemoteNode.open_shard
+    asked: list[str] = []
 
     def look_and_kill(*group: Any) -> None:
         look(*group)
         os.kill(pid, signal.SIGKILL)
 
-    lives.look = look_and_kill  # type: ignore[method-assign]
-    told = restored_into(job, attached)
+    def ask(node: RemoteNode, *what: Any) -> Any:
+        asked.append(node.name)
+        return open_shard(node, *what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lives, "look", look_and_kill)
+        patch.setattr(RemoteNode, "open_shard", ask)
+        told = restored_into(job, attached)
+    told["asked"] = asked
+    told["lost"] = [event.message for event in attached.said("going back to")]
     fail(attached)
     return told
 
@@ -242,6 +252,12 @@ def test_one_that_dies_meanwhile_costs_what_it_alone_had(
 ) -> None:
     """v7 needs c; of v3 its shard is copied on a."""
     ranks(3).run(leave_behind, place)
-    (told,) = ranks(1).run(come_back_while_one_dies, place, agents.running["c"].pid)
-    assert told["restored"] == (EARLIER, {"local": 1, "peer": 1, "agent": 1})
-    assert any("agent of node c" in text for text in told["rejected"])
+    asked = []
+    for told in ranks(3).run(come_back_while_one_dies, place, agents.running["c"].pid):
+        assert told["restored"] == (EARLIER, {"local": 1, "peer": 1, "agent": 1})
+        (why,) = told["rejected"]
+        assert why.startswith("agent of node c"), "said once, of all that it had"
+        (lost,) = told["lost"]
+        assert f"2 of 3 shards of v{STEPS}, without 2" in lost
+        asked += [name for name in told["asked"] if "node c" in name]
+    assert len(asked) == 2, "one rank may be cut off from it alone, and is not waited for by all"
