@@ -18,6 +18,7 @@ from .agentclient import AgentClient
 from .group import Group
 from .inventory import Inventory
 from .manifest import digest
+from .wording import some
 
 if TYPE_CHECKING:
     from .peer.remote import RemoteNode
@@ -27,6 +28,8 @@ ROSTER_SECONDS = 5.0
 """So long this node's agent may take to bid welcome, which is to say whom it knows."""
 CALLS = 16
 """Nodes that a rank asks at once."""
+MOST_TOLD = 4
+"""Nodes that did not answer, with the reason."""
 MOST_LISTS = 16
 """Different ones of what nodes know; more are not looked at."""
 
@@ -48,9 +51,14 @@ class Known:
     """Of the life in which it met others last."""
 
     @property
+    def node(self) -> str:
+        """For people."""
+        return self.host.partition("/")[0]
+
+    @property
     def where(self) -> str:
         """How places there are called."""
-        return f"agent of node {self.host.partition('/')[0]}, {self.address} port {self.port}"
+        return f"agent of node {self.node}, {self.address} port {self.port}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,8 @@ class Absent:
         self._agent, self._hosts, self._asks = agent, hosts, asks
         self.alive: list[Known] = []
         """Those that answered when all looked last; alike on all ranks."""
+        self.silent: list[str] = []
+        """The nodes that did not, and why; the first few. Alike on all ranks."""
         self._down: dict[str, threading.Event] = {}
         """Of these, by the name of their places: set where one has not answered since."""
 
@@ -112,17 +122,36 @@ class Absent:
         that differ, as nodes come from different lives, one rank each tells it, and each rank asks
         its part of all that is known.
 
-        A node that does not answer is down, as most are that were left out.
+        A node that does not answer is down, as most are that were left out; `silent` says which.
         """
+        self.alive, self.silent = [], []
+        if {*marks} == {UNKNOWN}:
+            return [[] for _ in marks]
         newest_first = sorted({*marks} - {UNKNOWN}, reverse=True)
         tellers = [marks.index(mark) for mark in newest_first[:MOST_LISTS]]
         told = group.all_gather_object(roster if group.rank in tellers else None)
         known = dict.fromkeys(each for teller in tellers for each in told[teller].agents)
-        found = _ask_all(list(known)[group.rank :: group.size])
-        everyone = group.all_gather_object(found)
-        self.alive = [known for theirs in everyone for known, _ in theirs]
+        everyone = group.all_gather_object(_ask_all(list(known)[group.rank :: group.size]))
+        self.alive = [known for answers, _ in everyone for known, _ in answers]
         self._down = {known.where: threading.Event() for known in self.alive}
-        return [[inventory for _, inventory in theirs] for theirs in everyone]
+        self.silent = self._told_of_silent(why for _, whys in everyone for why in whys.items())
+        return [[inventory for _, inventory in answers] for answers, _ in everyone]
+
+    def _told_of_silent(self, whys: Iterable[tuple[Known, str]]) -> list[str]:
+        """A line for each node of which no agent answered, or for the first few."""
+        answered = {known.host for known in self.alive}
+        nodes: dict[str, list[str]] = {}
+        for known, why in whys:
+            if known.host not in answered:
+                nodes.setdefault(known.node, []).append(why)
+        lines = [
+            f"node {node}, which the job was on, does not tell what it has, and what it alone has "
+            f"counts as lost: {'; '.join(dict.fromkeys(reasons))}"
+            for node, reasons in sorted(nodes.items())
+        ]
+        more = sorted(nodes)[MOST_TOLD:]
+        rest = [f"nor do {len(more)} more nodes that it was on: {some(more)}"] if more else []
+        return lines[:MOST_TOLD] + rest
 
     def open(self, where: str) -> RemoteNode | None:
         """One that answered, by the name of its places; the caller closes it. Any thread."""
@@ -130,13 +159,21 @@ class Absent:
         return next((_remote(known, self._down[where]) for known in found), None)
 
 
-def _ask_all(nodes: Sequence[Known]) -> list[tuple[Known, Inventory]]:
-    """What those that answer have. Raises nothing: the other ranks wait for this one."""
+def _ask_all(nodes: Sequence[Known]) -> tuple[list[tuple[Known, Inventory]], dict[Known, str]]:
+    """What those that answer have, and why the others do not. Raises nothing: the other ranks wait
+    for this one."""
     answers: list[tuple[Known, Inventory]] = []
+    silent = {known: f"{known.where} was not asked: no more threads" for known in nodes}
 
     def ask(known: Known) -> None:
-        with contextlib.suppress(Exception), contextlib.closing(_remote(known)) as node:
-            answers.append((known, node.inventory(known.host)))
+        try:
+            with contextlib.closing(_remote(known)) as node:
+                answers.append((known, node.inventory(known.host)))
+        except Exception as error:
+            kind = "" if isinstance(error, OSError) else f"{known.where}: {type(error).__name__}: "
+            silent[known] = f"{kind}{error}"
+        else:
+            del silent[known]
 
     with (
         contextlib.suppress(RuntimeError),  # no more threads
@@ -144,7 +181,7 @@ def _ask_all(nodes: Sequence[Known]) -> list[tuple[Known, Inventory]]:
     ):
         for known in nodes:
             pool.submit(ask, known)
-    return sorted(answers, key=lambda answer: answer[0].host)
+    return sorted(answers, key=lambda answer: answer[0].host), silent
 
 
 def _remote(known: Known, down: threading.Event | None = None) -> RemoteNode:

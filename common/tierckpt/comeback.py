@@ -81,7 +81,7 @@ class Comeback:
                 Aside(Path(config.directory), _live_bytes(state)),
             )
         self._told: set[str] = set()
-        """Problems that were rejected."""
+        """Problems that were rejected, and nodes that do not answer."""
 
     def _open_store(self, where: str) -> FarStore:
         agent = self._lives.open_agent(where)
@@ -122,16 +122,23 @@ class Comeback:
 
     def _look_again(self, missing: str) -> tuple[Inventories, Parities]:
         """Take stock once more: something was retired since."""
-        self._reports.notice(
+        self._note(
             f"{missing}: not there any more, or never seen by the rank that was to read it. "
-            "Looking once more",
-            logging.DEBUG if self._group.rank else logging.INFO,
+            "Looking once more"
         )
         self._lives.look(self._together)
         self._judge_what_was_seen()
         return self._lives.found, self._lives.parities
 
+    def _note(self, text: str) -> None:
+        """What all ranks know, by one."""
+        self._reports.notice(text, logging.DEBUG if self._group.rank else logging.INFO)
+
     def _judge_what_was_seen(self) -> None:
+        for text in self._lives.silent:
+            if text not in self._told:
+                self._told.add(text)
+                self._note(text)
         if self._lives.newer and self._version is None:
             newer = some(self._lives.newer, between="; ")
             raise RestoreError(

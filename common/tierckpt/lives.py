@@ -122,7 +122,7 @@ class Lives:
         roster = self._absent.roster() if self._absent else None
         told = group.all_gather_object((mine, roster.mark if roster else UNKNOWN))
         inventories, marks = zip(*told, strict=True)
-        if self._absent is None or {*marks} == {UNKNOWN}:
+        if self._absent is None:
             return inventories
         theirs = self._absent.look(group, roster, marks)
         return [each.plus(more) for each, more in zip(inventories, theirs, strict=True)]
@@ -130,6 +130,11 @@ class Lives:
     def open_agent(self, where: str) -> RemoteNode | None:
         """The agent of an absent node, by the name of its places; the caller closes it."""
         return self._absent.open(where) if self._absent else None
+
+    @property
+    def silent(self) -> list[str]:
+        """Nodes without a rank that did not tell what they have, and why; the first few."""
+        return self._absent.silent if self._absent else []
 
     def begin_afresh(self) -> None:
         """Start from nothing, in a generation of its own."""

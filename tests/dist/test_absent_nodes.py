@@ -117,6 +117,7 @@ def come_back(place: Place, nodes: str, steps: int = 0, **more: Any) -> dict[str
     job = make_job(seed=2)
     attached = attach(job, place, **settings(nodes[rank()], memory_every_steps=0, **more))
     told = restored_into(job, attached)
+    told["silent"] = [event.message for event in attached.said("counts as lost")]
     train(job, attached.ckpt, range(STEPS, STEPS + steps))
     fail(attached)
     return told
@@ -131,9 +132,11 @@ def test_a_job_that_shrank_gets_what_is_in_the_memory_of_nodes_it_left(
     assert told["restored"] == (STEPS, {"memory": 1, "agent": 2})
     assert told["replicated"] == before[0]
     assert told["rejected"] == ()
+    assert told["silent"] == []
     agents.kill("a", "c")
     (later,) = ranks(1).run(come_back, place, "b")
     assert later["restored"][0] == STEPS + 1
+    assert [text.partition(",")[0] for text in later["silent"]] == ["node a", "node c"]
 
 
 def test_and_what_is_on_their_disks(place: Place, ranks: Any) -> None:

@@ -1,0 +1,64 @@
+"""What is said of nodes that the job is on no more, and that do not tell what they have."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tierckpt.absent import MOST_TOLD, Absent, Known, Roster
+from tierckpt.group import SingleGroup
+from tierckpt.peer.transport import Transport
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """Nobody can listen there."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield int(taken.getsockname()[1])
+
+
+def look(*nodes: Known) -> Absent:
+    agent: Any = None
+    absent = Absent(agent, ("here/boot",), asks=True)
+    roster = Roster(1, nodes)
+    absent.look(SingleGroup(), roster, [roster.mark])
+    return absent
+
+
+def test_each_is_named_with_all_reasons(closed_port: int) -> None:
+    """One is down; another one met others since, as one of two lists of nodes knows."""
+    with Transport(b"of a later life", "127.0.0.1") as agent:
+        host, port = agent.address.host, agent.address.port
+        down = Known("a/boot", "127.0.0.1", closed_port, "of this")
+        refuses = Known("b/boot", host, port, "of this")
+        first, second = look(down, refuses).silent
+        assert first.startswith("node a, ")
+        assert "cannot be reached" in first
+        assert second.startswith("node b, ")
+        assert "of another life of this one" in second
+        absent = look(down, refuses, Known("b/boot", host, port, "of a later life"))
+        assert absent.silent == [first]
+        assert [known.node for known in absent.alive] == ["b"]
+
+
+def test_of_many_the_first_few_and_how_many_more(closed_port: int) -> None:
+    nodes = [Known(f"n{i}/boot", "127.0.0.1", closed_port, "of this") for i in range(MOST_TOLD + 5)]
+    *told, rest = look(*nodes).silent
+    assert len(told) == MOST_TOLD
+    assert rest == "nor do 5 more nodes that it was on: n4, n5, n6 and 2 more"
+
+
+def test_those_that_could_not_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container allows no more threads."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    (why,) = look(Known("a/boot", "127.0.0.1", 1, "of this")).silent
+    assert "was not asked" in why
