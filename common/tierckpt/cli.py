@@ -148,8 +148,11 @@ def health(commands: Subparsers) -> None:
 def _health(args: argparse.Namespace, console: Console) -> None:
     import socket
 
+    from .config import DAY_SECONDS
     from .health import Need, examine, parse_size
 
+    if not 0.1 <= args.seconds <= DAY_SECONDS:  # as health_seconds; NaN is not
+        raise ConfigError(f"--seconds is {args.seconds:g}: give 0.1 to {DAY_SECONDS} (a day)")
     free, node = parse_size(args.free), os.environ.get("TIERCKPT_NODE") or socket.gethostname()
     needs = [Need(os.path.abspath(path), free) for path in args.path]
     problems = examine(needs, parse_size(args.memory), args.seconds)
@@ -300,22 +303,29 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status. Errors of ours are one sentence on stderr."""
-    parser = argparse.ArgumentParser("tierckpt", description="Looks after checkpoints.")
-    parser.add_argument("--version", action="version", version=f"tierckpt {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in COMMANDS:
-        add(commands)
-    args = parser.parse_args(arguments)
-    from rich.console import Console
-
+    """Run a command; returns the exit status. Errors of ours are one sentence on stderr; Ctrl-C is
+    130, as in shells."""
     try:
+        args = _parser().parse_args(arguments)
+        from rich.console import Console
+
         args.run(args, Console(highlight=False, markup=False))
         sys.stdout.flush()
     except TierckptError as error:
         print(f"tierckpt: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # `| head`; nor is anything to be flushed to it at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("tierckpt", description="Looks after checkpoints.")
+    parser.add_argument("--version", action="version", version=f"tierckpt {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in COMMANDS:
+        add(commands)
+    return parser

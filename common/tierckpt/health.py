@@ -61,11 +61,15 @@ def examine(
     """
     found = [check_memory(memory_bytes)]
     if processes:
-        started = [(need.path, _start(need)) for need in needs]
-        deadline = time.monotonic() + timeout_seconds
-        for path, process in started:
-            hangs = f"{path} did not answer within {timeout_seconds:g} s; its file system hangs"
-            found.append(_outcome(path, process, deadline - time.monotonic(), hangs))
+        with contextlib.ExitStack() as interrupted:
+            started = [(need.path, _start(need)) for need in needs]
+            for _, process in started:
+                interrupted.callback(process.kill)
+            deadline = time.monotonic() + timeout_seconds
+            for path, process in started:
+                hangs = f"{path} did not answer within {timeout_seconds:g} s; its file system hangs"
+                found.append(_outcome(path, process, deadline - time.monotonic(), hangs))
+            interrupted.pop_all()
     else:
         found += map(check_directory, needs)
     return [problem for problem in found if problem]
@@ -128,6 +132,7 @@ def _start(need: Need) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
         cwd="/",
+        process_group=0,  # Ctrl-C is for whoever waits for it
     )
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 UNITS_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_STEPS = 10**9
 MEASURED = "what the agent's writing takes from the training is only known of levels on `auto`"
+TIMED = {"sealed": "stall", "interval": "cost"}
+"""Events, and which of their times is asked for."""
 Record = dict[str, Any]
 
 
@@ -106,20 +108,35 @@ def read(paths: Iterable[Path]) -> list[Record]:
     found = []
     for path in paths:
         try:
-            lines = path.read_text().splitlines(keepends=True)
+            lines = path.read_text(errors="replace").splitlines(keepends=True)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
-                found.append({**record, "time_seconds": float(record["time_seconds"])})
-            except (ValueError, KeyError, TypeError) as error:
+                found.append(_event(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 if line.endswith("\n"):  # the last line of a killed rank may be half a line
                     raise ConfigError(
                         f"{path}, line {number}: no event of a job; give files that Tierckpt wrote "
                         "to events_dir"
                     ) from error
     return sorted(found, key=lambda record: record["time_seconds"])
+
+
+def _event(record: Record) -> Record:
+    """With the fields that are asked for, whatever else it has. Raises what a wrong one raises."""
+    name, seconds = str(record["name"]), record["seconds"]
+    if name in TIMED:
+        seconds[TIMED[name]]
+    return {
+        **record,
+        "time_seconds": float(record["time_seconds"]),
+        "name": name,
+        "rank": int(record["rank"]),
+        "level": str(record["level"]),
+        "version": int(record["version"]),
+        "seconds": {what: float(each) for what, each in seconds.items()},
+    }
 
 
 def observe(events: Sequence[Record]) -> Job:
@@ -197,8 +214,8 @@ def _failures(events: Sequence[Record]) -> tuple[dict[str, int], dict[str, float
             continue
         if event["level"] and not ended:
             parts = event["level"].split(" and ")
-            # What peers rebuild is of the local level.
-            level = max(("local" if p == "peer" else p for p in parts), key=list(SHARES).index)
+            # What peers rebuild, and other nodes' agents have, is of the local level.
+            level = max((p if p in SHARES else "local" for p in parts), key=list(SHARES).index)
             count[level] += 1
             gap = event["time_seconds"] - before["time_seconds"]
             gaps[level].append(max(gap, event["seconds"].get("total", 0.0)))

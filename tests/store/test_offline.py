@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import socket
 import stat
@@ -620,6 +621,26 @@ def test_nothing_is_replaced_unasked_and_nothing_half_done_is_left(
     assert main(["export", str(tmp_path / "ckpts"), str(missing)]) == 1
     assert "cannot be written" in texts(capsys)[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpts", "out.pt"]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("limit", [200, 2000])
+def test_an_export_to_a_full_disk_is_told_and_leaves_nothing(
+    limit: int, suffix: str, job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with job() as ended:
+        ended.run(2)
+    (tmp_path / "out").mkdir()
+    out = tmp_path / "out" / f"model{suffix}"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        status = main(["export", str(tmp_path / "ckpts"), str(out)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == 1
+    assert f"tierckpt: {out} cannot be written: " in capsys.readouterr().err
+    assert list(out.parent.iterdir()) == []
 
 
 # --- file:// -------------------------------------------------------------------------------------

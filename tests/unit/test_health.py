@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +142,31 @@ def test_the_command_is_for_prologue_scripts(
     assert f"\nnode node17: {place / 'gone'}: [Errno 2]" in said
     assert main(["health", str(place), "--free", "plenty"]) == 1
     assert "'plenty' is no size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-5"])
+def test_the_command_refuses_what_is_no_time(
+    seconds: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["health", str(place), "--seconds", seconds]) == 1
+    assert "give 0.1 to 86400 (a day)" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_an_exit_status(place: Path, fault: Any) -> None:
+    """The terminal sends it to the command and to all that it has started."""
+    script = (
+        "import sys; from tierckpt import health, cli; "
+        "wait = health._outcome; "
+        "health._outcome = lambda *a: print('here', flush=True) or wait(*a); "
+        "sys.exit(cli.main(['health', sys.argv[1]]))"
+    )
+    fault("stop@health:op=read")
+    line, pipe = [sys.executable, "-c", script, str(place)], subprocess.PIPE
+    with subprocess.Popen(
+        line, start_new_session=True, stdout=pipe, stderr=pipe, text=True
+    ) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "here\n"
+        os.killpg(command.pid, signal.SIGINT)
+        out, error = command.communicate(timeout=60)
+    assert (command.returncode, out, error) == (130, "", "")

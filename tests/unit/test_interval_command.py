@@ -168,6 +168,26 @@ def test_a_level_that_no_failure_needs_is_never_taken(capsys: pytest.CaptureFixt
     assert "memory_every_steps=0" in text
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"time_seconds": 1}',
+        b'{"time_seconds": 1, "name": "sealed"}',
+        b'{"time_seconds":1,"name":"sealed","rank":0,"level":"memory","version":1,"seconds":{}}',
+        b'{"time_seconds":1,"name":"sealed","rank":0,"level":"","version":1,"seconds":{"stall":"a"}}',
+        b'{"time_seconds":1,"name":"sealed","rank":0,"level":"memory","version":1,"seconds":[1]}',
+        b"[1]",
+        b"\x80\x81",
+    ],
+)
+def test_what_is_no_event_is_named(
+    line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(line + b"\n")
+    assert f"{path}, line 1: no event of a job" in refused(capsys, "--events", str(path))
+
+
 def test_durations() -> None:
     assert [duration(t) for t in ("3", "20ms", "1.5s", "2m", "8h", "2d")] == pytest.approx(
         [3, 0.02, 1.5, 120, 28800, 172800]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, CorruptShardError
+from ..errors import ConfigError, CorruptShardError, TierckptError
 from ..inventory import FoundParity
 from ..progress import Progress
 from ..wording import some
@@ -210,7 +210,9 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
             os.fchmod(file.fileno(), rights)
             os.fsync(file.fileno())
         temp.replace(out)
-    except OSError as error:
+    except TierckptError:
+        raise
+    except Exception as error:  # torch, and safetensors, have their own for a full disk
         raise ConfigError(f"{out} cannot be written: {error}") from error
     finally:
         with suppress(OSError):
