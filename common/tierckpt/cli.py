@@ -88,6 +88,8 @@ def halt(commands: Subparsers) -> None:
     parser.add_argument("--seconds-left", type=float, metavar="S", help=what)
     parser.add_argument("--now", action="store_true", help="at once")
     parser.add_argument("--show", action="store_true", help="print what is asked for")
+    what = "also where no job has left anything yet"
+    parser.add_argument("--force", action="store_true", help=what)
     what = "ask for nothing any more, or only for what is given along with this"
     parser.add_argument("--clear", action="store_true", help=what)
     parser.set_defaults(run=_halt)
@@ -111,6 +113,12 @@ def _halt(args: argparse.Namespace, console: Console) -> None:
     if nothing and not (args.show or args.clear):
         raise ConfigError("nothing is asked for; see tierckpt halt --help for the conditions")
     try:
+        if not (nothing or args.force or haltrequest.was_job_here(args.path)):
+            raise ConfigError(
+                f"no job has left anything in {args.path} yet, and one that runs elsewhere would "
+                "never see this: give the job's path, as it has it on this node. --force leaves "
+                "the request all the same, for a job that is still to start, or to come so far"
+            )
         if args.clear:
             haltrequest.clear(args.path)
         standing = haltrequest.read(args.path)

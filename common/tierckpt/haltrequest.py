@@ -12,6 +12,7 @@ import enum
 import json
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from . import claims
 from .errors import ConfigError, FormatError
 from .plainfile import open_plain
 
@@ -26,6 +28,12 @@ FILE_NAME = "halt.json"
 KIND = "tierckpt-halt"
 FORMAT_VERSION = 1
 END_VARIABLE = "SLURM_JOB_END_TIME"
+
+
+_OF_A_JOB = re.compile(
+    rf"{re.escape(claims.PREFIX)}|\.?v\d{{10,}}\.g\d{{6,}}\.|lease\.\d|{re.escape(FILE_NAME)}$"
+)
+"""How names begin."""
 
 
 class Reason(enum.IntEnum):
@@ -171,6 +179,12 @@ def read(directory: str | os.PathLike[str]) -> HaltRequest | None:
     except UnicodeDecodeError as error:
         raise FormatError(f"not a halt request: {content[:40]!r} ({error})") from error
     return HaltRequest.decode(text)
+
+
+def was_job_here(directory: str | os.PathLike[str]) -> bool:
+    """Whether a job has left anything here: its claim, a version, a lease, or a request to it.
+    Raises OSError."""
+    return any(map(_OF_A_JOB.match, os.listdir(directory)))
 
 
 def write(directory: str | os.PathLike[str], request: HaltRequest) -> None:

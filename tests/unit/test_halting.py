@@ -140,7 +140,7 @@ def test_the_command_asks_adds_shows_and_clears(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = str(tmp_path)
-    assert main(["halt", place, "--after-version", "100"]) == 0
+    assert main(["halt", place, "--after-version", "100", "--force"]) == 0
     assert haltrequest.read(tmp_path) == HaltRequest(after_version=100)
     assert main(["halt", place, "--before", "2027-01-15T08:00+00:00", "--seconds-left", "90"]) == 0
     assert haltrequest.read(tmp_path) == HaltRequest(False, 100, NOON, 90.0)
@@ -154,6 +154,33 @@ def test_the_command_asks_adds_shows_and_clears(
     assert "may go on" in capsys.readouterr().out
     assert main(["halt", place, "--clear"]) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("left", "seen"),
+    [
+        (".claim.9f8e7d6c.0", True),
+        ("v0000000012.g000001.s00000of00002.manifest", True),
+        (".v0000000012.g000001.s00000of00002.tmp", True),
+        ("v0000000012.g000001.9f8e7d6c.2/", True),
+        ("lease.000003", True),
+        ("node17/", False),
+        ("train.py", False),
+        ("", False),
+    ],
+)
+def test_the_command_refuses_a_directory_where_no_job_would_look(
+    left: str, seen: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else it is believed to have asked, and the job goes on. A job that is still to start is asked
+    by --force."""
+    if left:
+        (tmp_path / left).mkdir() if left.endswith("/") else (tmp_path / left).touch()
+    asked = main(["halt", str(tmp_path), "--now"]) == 0
+    assert asked == seen == (haltrequest.read(tmp_path) is not None)
+    assert ("no job has left anything in" in capsys.readouterr().err) != seen
+    assert main(["halt", str(tmp_path), "--now", "--force"]) == 0
+    assert haltrequest.read(tmp_path) == HaltRequest(now=True)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +240,7 @@ def test_the_command_refuses_a_url(
 def test_the_command_says_whose_margin_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["halt", str(tmp_path), "--before", "2027-01-15T08:00+00:00"]) == 0
+    assert main(["halt", str(tmp_path), "--before", "2027-01-15T08:00+00:00", "--force"]) == 0
     assert "to end: the job's halt_seconds_left before 2027-01-15" in capsys.readouterr().out
 
 
