@@ -89,7 +89,13 @@ class Berth:
         node = roll.node(self._rank)
         if node.first != self._rank or not self._config.uses("local"):
             return ""
-        self._claims = Claims(self._config.directory, roll.token, node.index, self._reports.notice)
+        self._claims = Claims(
+            self._config.directory,
+            roll.token,
+            node.index,
+            self._reports.notice,
+            memory=self.job.path,
+        )
         undo.callback(self._claims.release)
         return self._claims.stake()
 

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from . import filelock, folders
 from .hostid import host_id
+from .plainfile import open_plain
 
 PREFIX, NEW_SUFFIX = ".claim.", ".new"
 HERE_SECONDS, ELSEWHERE_SECONDS = 15.0, 100.0
@@ -55,6 +56,8 @@ class Claim:
     """And boot: where the kernel that keeps the lock is the same."""
     launch: str
     """What the launcher calls what it started, alike when it starts it again; or empty."""
+    memory: str = ""
+    """Folder that has the job's slots on that machine."""
 
     def text(self) -> str:
         """For people."""
@@ -72,13 +75,20 @@ class Claims:
         node: int,
         notice: Notice,
         environment: Mapping[str, str] = os.environ,
+        memory: str | os.PathLike[str] = "",
     ) -> None:
-        """`token` is alike in all of the job; `node` says which of its nodes this one is."""
+        """`token` is alike in all of the job; `node` says which of its nodes this one is; `memory`
+        is told to those who look for the job's slots."""
         self._notice = notice
         self._directory, self._token = Path(directory), token
         self._path = self._directory / f"{PREFIX}{token}.{node}"
         self._mine = Claim(
-            socket.gethostname(), os.getpid(), time.time(), host_id(), launch_of(environment)
+            socket.gethostname(),
+            os.getpid(),
+            time.time(),
+            host_id(),
+            launch_of(environment),
+            os.fspath(memory),
         )
         self._fd: int | None = None
 
@@ -184,6 +194,21 @@ class Claims:
         )
 
 
+def memory_told(directory: str | os.PathLike[str]) -> set[Path]:
+    """Folders in this machine's memory of the jobs whose claims are here, dead ones' too. None in a
+    trainer's own process: the kernel drops its lock when it closes a claim that it has read."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in [] if filelock.any_held() else os.listdir(directory):
+            if name.startswith(PREFIX):
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    with open_plain(Path(directory, name)) as file:
+                        claim = Claim(**json.loads(file.read(MOST_BYTES)))
+                    if claim.memory and claim.machine == host_id():
+                        found.add(Path(claim.memory))
+    return found
+
+
 def launch_of(environment: Mapping[str, str]) -> str:
     """What the launcher calls what it started, where a restart has the same name, and no other
     living job has; else empty."""
@@ -197,4 +222,4 @@ def launch_of(environment: Mapping[str, str]) -> str:
     return f"Horovod {address}:{port}" if address and port else ""
 
 
-__all__ = ["Claims"]
+__all__ = ["Claims", "memory_told"]

@@ -44,9 +44,14 @@ def held_here(path: Path) -> bool:
     return _held.get(path) == os.getpid()
 
 
+def any_held() -> bool:
+    """True while this process has the lock of any file."""
+    return os.getpid() in _held.values()
+
+
 def let_go(path: Path) -> None:
     """The inverse of `hold`."""
     _held.pop(path, None)
 
 
-__all__ = ["held_here", "hold", "let_go", "lockable", "try_lock"]
+__all__ = ["any_held", "held_here", "hold", "let_go", "lockable", "try_lock"]

@@ -456,6 +456,24 @@ def test_memory_of_another_path_is_no_restarts(
     assert tierckpt.load(moved).version == STEPS
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_memory_is_found_by_the_claim_that_a_killed_job_left(
+    dies: bool, job: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Nothing else tells a job_id and a shm_dir of its own where nothing is on disk yet."""
+    (other := shm_dir / "other").mkdir()
+    ended = job(job_id="mine", shm_dir=str(other), local_every_steps=2)
+    ended.run(1).checkpointer.complete()
+    (claim,) = (tmp_path / "ckpts").glob(".claim.*")
+    # By another process: this one would drop its lock.
+    left = subprocess.check_output(["cat", str(claim)])
+    ended.checkpointer.abandon()
+    if dies:
+        claim.write_bytes(left)
+    found = [(row.version, row.level) for row in rows(tmp_path) if row.next]
+    assert found == ([(1, "memory")] if dies else [])
+
+
 @pytest.mark.parametrize(
     ("path", "given"),
     [

@@ -2,13 +2,14 @@
 
 A place is a job's `path` on a node (or the folder that has all nodes', where they are seen from
 here), or its `persistent_path`. A job's memory on this machine is found by its path, or by its name
-in what lies on disk.
+in what lies on disk, or by the claim that it left there.
 """
 
 from __future__ import annotations
 
 import functools
 import glob
+import itertools
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..claims import memory_told
 from ..config import PersistentConfig, load_config
 from ..errors import ConfigError
 from ..inventory import (
@@ -107,7 +109,7 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
     config = load_config()
     there = Survey()
     there.open_store = functools.partial(PersistentStore, **config.persistent.options())
-    jobs, own = set[str](), set[str]()
+    jobs, own, told = set[str](), set[str](), set[Path]()
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
     for path in dict.fromkeys(map(directory_of, given)):
         if is_url(path):
@@ -115,12 +117,15 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
             continue
         jobs |= {job_id_of(path), config.job_id} - {""}
         own |= {config.job_id} if config.job_id else _ids_of(path, config.node)
-        for folder in _folders(path):
+        folders = _folders(path)
+        for folder in folders:
             _look_at_disk(folder, there)
             _look_at_shared(PersistentConfig(path=str(folder)), there)
-    jobs |= _jobs_named(there)
+        told |= set[Path]().union(*map(memory_told, folders))
+    jobs |= _jobs_named(there) | {folder.name.partition("@")[0] for folder in told}
     there.elsewhere = {job for job in jobs - own if config.job_id or is_default_id(job)}
-    _look_at_memory(Path(config.shm_dir), jobs, there)
+    roots = {JobDirectory.at(config.shm_dir, "").root, *(folder.parent for folder in told)}
+    _look_at_memory(roots, jobs, there)
     return there
 
 
@@ -189,9 +194,8 @@ def _jobs_named(there: Survey) -> set[str]:
     return found
 
 
-def _look_at_memory(shm_dir: Path, jobs: Iterable[str], there: Survey) -> None:
-    for job in sorted(jobs):
-        root = JobDirectory.at(shm_dir, job).root
+def _look_at_memory(roots: Iterable[Path], jobs: Iterable[str], there: Survey) -> None:
+    for root, job in itertools.product(sorted(roots), sorted(jobs)):
         there.memory.append(str(root / job))
         with suppress(OSError):
             for folder in sorted(root.glob(f"{glob.escape(job)}*")):
