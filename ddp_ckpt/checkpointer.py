@@ -13,6 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
+from tierckpt.extras import named_objects
+from tierckpt.refusals import refuse_model
 from tierckpt.scripts import refuse_second, serve
 
 from .group import current_group
@@ -60,8 +62,9 @@ class Checkpointer(tierckpt.Checkpointer):
         comm_hook: tuple[Any, CommHook] | None = None,
         **settings: Any,
     ) -> None:
+        refuse_model(model)
         ddps = find_ddps(model)
-        objects = (settings.get("extra_per_rank") or {}).values()
+        objects = named_objects("extra_per_rank", settings.get("extra_per_rank")).values()
         self._hook_states = [obj for obj in objects if isinstance(obj, HookState)]
         _refuse_hooks(ddps, comm_hook, self._hook_states)
         group = current_group(common_group(ddps))

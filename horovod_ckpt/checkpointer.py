@@ -16,6 +16,7 @@ from tierckpt.config import load_config
 from tierckpt.haltrequest import Reason
 from tierckpt.naming import Lineage
 from tierckpt.policy import VOID
+from tierckpt.refusals import refuse_model
 from tierckpt.state import label_optimizers
 from tierckpt.wording import some
 
@@ -96,6 +97,7 @@ class Checkpointer(tierckpt.Checkpointer):
             raise tierckpt.ConfigError("call hvd.init() before making a Checkpointer")
         if not self._is_elastic:
             _refuse_elastic_job()
+        refuse_model(model)
         optimizers = label_optimizers(optimizer)
         horovods: dict[str, Any] = {n: o for n, o in optimizers.items() if is_horovod(o)}
         for label, each in optimizers.items():

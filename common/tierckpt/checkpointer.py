@@ -64,6 +64,15 @@ ORPHANS = (
 )
 
 
+def _as_number(metric: Any) -> float:
+    """Raises TypeError for what is none."""
+    try:
+        return float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
+    except (TypeError, ValueError, RuntimeError):
+        text = f"metric must be one number, or a tensor of one; it is a {type(metric).__name__}"
+        raise TypeError(text) from None
+
+
 class Checkpointer:
     """Checkpoints a replicated training state, layer by layer, while training goes on.
 
@@ -235,7 +244,7 @@ class Checkpointer:
         It does not make a checkpoint due (`save(now=True)`, called next, does). Where boundaries
         are not called so, set the attribute `metric` instead: the optimizer's next step clears it.
         """
-        self.metric = self.metric if metric is None else float(metric)
+        self.metric = self.metric if metric is None else _as_number(metric)
         mixed = self._iterations.guessed
         self._iterations.called()
         self._underway.capture.drop_streams()
@@ -595,7 +604,7 @@ class Checkpointer:
 
     def register(self, name: str, obj: Any, per_rank: bool = False) -> None:
         """Add an object to `extra` after construction, before the first boundary or restore."""
-        check_extra(name, obj)
+        check_extra("extra_per_rank" if per_rank else "extra", name, obj)
         (self.state.extra_per_rank if per_rank else self.state.extra)[name] = obj
 
     # --- boundary ------------------------------------------------------------------------------
@@ -656,7 +665,7 @@ class Checkpointer:
 
     def _measured(self) -> float | None:
         """Rank 0's metric, if it is a number."""
-        metric = None if self.metric is None or self.group.rank else float(self.metric)
+        metric = None if self.metric is None or self.group.rank else _as_number(self.metric)
         return metric if metric is not None and math.isfinite(metric) else None
 
     # --- lives ---------------------------------------------------------------------------------

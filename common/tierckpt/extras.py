@@ -19,7 +19,21 @@ PLAIN_VALUES = "attributes"
 without it, and the other way round; see `Loader`."""
 
 
-def check_extra(name: str, obj: Any) -> None:
+def named_objects(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What was given as `extra` or `extra_per_rank`. Raises UnsupportedStateError for what is no
+    mapping, or has an object without a way to give and take its state."""
+    if not isinstance(given or {}, Mapping):
+        raise UnsupportedStateError(
+            f"{argument} is a {type(given).__name__}; give a dict of names and objects, "
+            f"{argument}={{'name': object}}"
+        )
+    objects = dict(given or {})
+    for name, obj in objects.items():
+        check_extra(argument, name, obj)
+    return objects
+
+
+def check_extra(argument: str, name: str, obj: Any) -> None:
     """Raise UnsupportedStateError when `obj` has no way to give and take its state."""
     if isinstance(obj, (torch.Generator, np.random.Generator)):
         return
@@ -28,7 +42,7 @@ def check_extra(name: str, obj: Any) -> None:
         and callable(getattr(obj, "load_state_dict", None))
     ):
         raise UnsupportedStateError(
-            f"extra[{name!r}] is a {type(obj).__name__} without state_dict() and "
+            f"{argument}[{name!r}] is a {type(obj).__name__} without state_dict() and "
             "load_state_dict(); give it both, or wrap it in an object that has them."
         )
 
@@ -130,5 +144,6 @@ __all__ = [
     "PlainValues",
     "check_extra",
     "load_extra",
+    "named_objects",
     "pack_extra",
 ]

@@ -10,6 +10,11 @@ import torch
 
 from .errors import UnsupportedStateError
 
+ORDER = (
+    "Mind the order: Checkpointer(model, optimizer), and wrap(optimizer, model), "
+    "install(optimizer, model)."
+)
+
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """For one that has not the same state on all ranks, or cannot be held back."""
@@ -84,7 +89,12 @@ def refuse_same_names(names: Iterable[str]) -> None:
 
 
 def refuse_model(model: torch.nn.Module) -> None:
-    """Raise UnsupportedStateError for sharded models; the text names the module."""
+    """Raise UnsupportedStateError for what is none, and for sharded models; the text names the
+    module."""
+    if not isinstance(model, torch.nn.Module):
+        raise UnsupportedStateError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module. {ORDER}"
+        )
     for name, module in model.named_modules():
         kinds = {c.__name__ for c in type(module).__mro__}
         if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
@@ -111,6 +121,7 @@ def refuse_several_gpus(named: Sequence[tuple[str, torch.device]]) -> None:
 
 
 __all__ = [
+    "ORDER",
     "refuse_model",
     "refuse_odd_keys",
     "refuse_optimizer",

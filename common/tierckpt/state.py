@@ -25,10 +25,11 @@ from typing import Any
 import torch
 
 from . import tree
-from .errors import ConfigError
-from .extras import EXTRA_STATES, ExtraStates, check_extra, pack_extra
+from .errors import ConfigError, UnsupportedStateError
+from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
 from .modulenames import named_buffers, named_parameters, other_names, unwrap
 from .refusals import (
+    ORDER,
     refuse_odd_keys,
     refuse_optimizer,
     refuse_same_names,
@@ -77,8 +78,8 @@ class TrainingState:
         """`reduced`: see `Checkpointer.reduced`."""
         self.model = unwrap(model)
         self.optimizers = dict(optimizers)
-        self.extra = dict(extra or {})
-        self.extra_per_rank = dict(extra_per_rank or {})
+        self.extra = named_objects("extra", extra)
+        self.extra_per_rank = named_objects("extra_per_rank", extra_per_rank)
         self.torn = False
         """A restore began to change it and did not get to its end."""
         self.looks = 0
@@ -97,8 +98,6 @@ class TrainingState:
         self._reduced = None if reduced is None else {id(p): p for p in reduced}
         for optimizer in self.optimizers.values():
             refuse_optimizer(optimizer)
-        for name, obj in {**self.extra, **self.extra_per_rank}.items():
-            check_extra(name, obj)
         self.first_options = {
             label: {*_GROUP_KEYS_NOT_STORED}.union(*optimizer.param_groups)
             for label, optimizer in self.optimizers.items()
@@ -380,4 +379,9 @@ def label_optimizers(
             if label in ("model", "buffer"):
                 raise ConfigError(f"optimizer name {label!r} is taken; choose another one")
         return dict(optimizers)
+    if isinstance(optimizers, torch.nn.Module) or not isinstance(optimizers, Iterable):
+        raise UnsupportedStateError(
+            f"the optimizer is a {type(optimizers).__name__}; give a torch.optim.Optimizer, a list "
+            f"of them, or a dict of names and optimizers. {ORDER}"
+        )
     return {f"optimizer{i}": o for i, o in enumerate(optimizers)}

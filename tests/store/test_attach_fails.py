@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+import ddp_ckpt
 import tierckpt
 from tierckpt import berth, checkpointer, hooks, levels, underway
 from tierckpt.errors import UnsupportedStateError
@@ -165,3 +168,49 @@ def test_buffers_that_are_not_persistent_are_named_quietly(settings: dict[str, A
     with tierckpt.Checkpointer(model, optimizer, on_event=events.append, **settings):
         pass
     assert [e for e in events if "not persistent" in e.message] == []
+
+
+SCHEDULE = "a StepLR; give a dict of names and objects"
+
+
+@pytest.mark.parametrize("make", [tierckpt.Checkpointer, ddp_ckpt.Checkpointer])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda model, opt, _: ((opt, model), {}), "the model is a SGD"),
+        (lambda model, opt, _: ((model.parameters(), opt), {}), "the model is a generator"),
+        (lambda model, opt, _: ((model, model), {}), "the optimizer is a Linear"),
+        (lambda model, opt, _: ((model, 3), {}), "the optimizer is a int"),
+        (lambda model, opt, s: ((model, opt), {"extra": s}), f"extra is {SCHEDULE}"),
+        (lambda model, opt, s: ((model, opt), {"extra": [s]}), "extra is a list"),
+        (lambda model, opt, s: ((model, opt), {"extra_per_rank": s}), f"per_rank is {SCHEDULE}"),
+        (
+            lambda model, opt, _: ((model, opt), {"extra_per_rank": {"loader": 3}}),
+            re.escape("extra_per_rank['loader'] is a int without state_dict()"),
+        ),
+    ],
+)
+def test_what_is_given_in_the_place_of_something_else_is_named(
+    make: Any, given: Any, said: str, settings: dict[str, Any]
+) -> None:
+    model, optimizer = build()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    positional, named = given(model, optimizer, schedule)
+    with pytest.raises(UnsupportedStateError, match=said):
+        make(*positional, **named, **settings)
+
+
+def test_one_line_with_both_swapped(settings: dict[str, Any]) -> None:
+    model, optimizer = build()
+    with pytest.raises(UnsupportedStateError, match=r"wrap\(optimizer, model"):
+        ddp_ckpt.wrap(model, optimizer, **settings)  # type: ignore[type-var, arg-type]
+
+
+def test_a_metric_is_a_number(settings: dict[str, Any]) -> None:
+    model, optimizer = build()
+    with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt, warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's, of a tensor that requires a gradient
+        ckpt.step(metric=model(torch.ones(2, 8)).sum())
+        for wrong in ({"loss": 1.0}, [1.0], torch.ones(2), "much"):
+            with pytest.raises(TypeError, match="metric must be one number"):
+                ckpt.step(metric=wrong)  # type: ignore[arg-type]
