@@ -285,6 +285,8 @@ class Checkpointer:
         `now=True` all ranks call it, between two steps, and it returns when the version is durable
         on this rank (or an event said why not).
         """
+        if not isinstance(now, bool):
+            raise TypeError(f"save(now=...) is True or False, not {now!r}; `path` says where to")
         self._refuse_closed("save()", TierckptError)
         if not now:
             self._agreement.ask()
@@ -345,6 +347,11 @@ class Checkpointer:
             strict: raise StateMismatchError when the structure differs; else load what fits.
             progress: show a bar on rank 0's standard error; None: if that is a terminal.
         """
+        if isinstance(version, bool) or not isinstance(version, int | None):
+            raise TypeError(
+                f"restore(version=...) takes a version's number, not {version!r}; `path`, given to "
+                "the Checkpointer, says where to look"
+            )
         self._refuse_closed("restore()", RestoreError)
         bar = Progress(Progress.wanted(self.group.rank, progress))
         with contextlib.closing(bar), torch.inference_mode(False):

@@ -167,7 +167,9 @@ class Comeback:
         unseen = some(self._lives.unseen, between="; ")
         if version is not None:
             hidden = f", and what is there could not be seen in {unseen}" if unseen else ""
-            raise RestoreError(f"no complete, sound v{version} was found on any level{hidden}")
+            raise RestoreError(
+                f"no complete, sound v{version} was found on any level{hidden}", self._versions()
+            )
         if live_version > 0:
             raise RestoreError(
                 f"nothing sound was found on any level; the live state stays at v{live_version}"
@@ -194,6 +196,12 @@ class Comeback:
                 logging.ERROR if self._restorer.rejected else logging.WARNING,
             )
         self._lives.begin_afresh()
+
+    def _versions(self) -> str:
+        found = {f.key.id.version for each in self._lives.found for f in each}
+        names = some([f"v{version}" for version in sorted(found, reverse=True)], MOST_SAID)
+        there = f"There are {names}" if names else "There is none at all"
+        return f"{there}; tierckpt list {self._config.directory} tells which are complete"
 
     def _what_is_left(self) -> str:
         shards = "; ".join(self._lives.remains(self._restorer.left_out)) or "none"

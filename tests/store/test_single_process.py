@@ -311,8 +311,16 @@ def test_a_version_that_is_not_there_is_an_error_and_changes_nothing(
     with TinyJob(path, **settings) as job:
         job.run(3)
         job.settle()
-        with pytest.raises(RestoreError, match="no complete, sound v77"):
+        with pytest.raises(RestoreError, match="no complete, sound v77") as caught:
             job.restore(version=77)
+        assert "There are v3, v2" in str(caught.value)
+        assert f"tierckpt list {path}" in str(caught.value)
+        for wrong in ("ckpts", str(path), 3.0, True):
+            with pytest.raises(TypeError, match=r"restore\(version=...\) takes a version's number"):
+                job.restore(version=wrong)  # type: ignore[arg-type]
+        for wrong in ("ckpts", 1, None):
+            with pytest.raises(TypeError, match=r"save\(now=...\) is True or False"):
+                job.checkpointer.save(wrong)  # type: ignore[arg-type]
         assert job.fingerprint() == course[3]
         job.run(STEPS)
         assert job.fingerprint() == course[STEPS]
