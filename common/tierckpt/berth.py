@@ -36,6 +36,8 @@ class Berth:
         """
         self._config, self._rank, self._reports = config, group.rank, reports
         self.directory_is_new = not os.path.exists(config.directory)
+        self._is_first = roll.node(group.rank).first == group.rank
+        """Of its node's ranks."""
         self._is_clear = False
         self._claims: Claims | None = None
         with contextlib.ExitStack() as undo:
@@ -76,7 +78,10 @@ class Berth:
             ) from error
         for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
             reports.notice(f"removed shared memory of the dead job {job}", logging.INFO)
-        self._lock_fd = self.job.lock_rank(self._rank)
+        severity = logging.WARNING if self._is_first else logging.DEBUG
+        self._lock_fd = self.job.lock_rank(
+            self._rank, on_wait=lambda text: reports.notice(text, severity)
+        )
         undo.callback(self.job.remove_if_unused)
         undo.callback(self._unlock)
         place = inplace.place_for_slots(config)

@@ -21,7 +21,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,12 +79,17 @@ class JobDirectory:
             )
         self.path.mkdir(mode=0o700, exist_ok=True)
 
-    def lock_rank(self, rank: int, patience_seconds: float = 15.0) -> int:
+    def lock_rank(
+        self,
+        rank: int,
+        patience_seconds: float = 15.0,
+        on_wait: Callable[[str], None] = lambda text: None,
+    ) -> int:
         """Become the living trainer of `rank`; returns a descriptor for `unlock_rank`.
 
         A predecessor that was killed a moment ago may take the kernel some time to tear down, so
-        this waits `patience_seconds` before it raises JobBusyError. Raises OSError for what is no
-        file, and where the folder cannot be had.
+        this waits `patience_seconds` before it raises JobBusyError; `on_wait` is told, once. Raises
+        OSError for what is no file, and where the folder cannot be had.
         """
         path = self.lock_path(rank)
         if filelock.held_here(path):
@@ -94,7 +99,7 @@ class JobDirectory:
                 "horovod_ckpt.install with all that hvd.DistributedOptimizer returned); or close "
                 "the other one first, or give this one another path"
             )
-        deadline = time.monotonic() + patience_seconds
+        deadline, told = time.monotonic() + patience_seconds, False
         while True:
             self.create()
             try:
@@ -105,8 +110,13 @@ class JobDirectory:
                 continue
             if fd is not None:
                 break
+            owner = path.read_text(errors="replace").strip() or "unknown"
             if time.monotonic() > deadline:
-                raise self._busy(rank, path.read_text(errors="replace").strip() or "unknown")
+                raise self._busy(rank, owner)
+            if not told:
+                told = True
+                text = f"rank {rank} of job {self.job!r} still runs on this machine (process"
+                on_wait(f"{text} {owner}): waiting {patience_seconds:g} s for its end, at most")
             time.sleep(0.05)
         filelock.hold(path)
         return fd

@@ -184,9 +184,13 @@ def living(shm_dir: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_rank_that_lives_in_another_process_is_busy(
     job: JobDirectory, living: subprocess.Popen[str]
 ) -> None:
+    said: list[str] = []
     with pytest.raises(JobBusyError) as caught:
-        job.lock_rank(0, patience_seconds=0.1)
+        job.lock_rank(0, patience_seconds=0.1, on_wait=said.append)
     assert f"process {living.pid}" in str(caught.value)
+    (waits,) = said
+    assert f"process {living.pid}" in waits
+    assert "waiting 0.1 s for its end" in waits
     assert "Two jobs cannot write to one path: give this one another path" in str(caught.value)
     assert "another job_id where that is set" in str(caught.value)
     os.close(job.lock_rank(1, patience_seconds=0.1))
