@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 
@@ -19,4 +20,9 @@ def host_id(node: str = "") -> str:
     return f"{node or socket.gethostname()}/{boot_id()}"
 
 
-__all__ = ["boot_id", "host_id"]
+def host_name(host: str) -> str:
+    """For people: what `host_id` made without the boot; anything else as it is."""
+    return re.sub(r"/([0-9a-f]{8}-[0-9a-f-]{27})?$", "", host)
+
+
+__all__ = ["boot_id", "host_id", "host_name"]

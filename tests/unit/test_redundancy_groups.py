@@ -11,7 +11,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tierckpt.errors import ConfigError
-from tierckpt.redundancy.groups import RedundancyGroup, Scheme, plan_groups
+from tierckpt.hostid import boot_id, host_id
+from tierckpt.redundancy.groups import (
+    RedundancyGroup,
+    Scheme,
+    TooFewDomainsError,
+    plan_groups,
+)
 
 # (form, group size): several of each kind, with the smallest and with large ones.
 ASKED = [
@@ -271,3 +277,12 @@ def test_planning_needs_neither_torch_nor_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_a_node_is_called_by_its_name_not_by_its_boot() -> None:
+    for domains in ([host_id("here")] * 2, [host_id("here"), *[host_id("here")] * 4, "rack/7"]):
+        with pytest.raises(TooFewDomainsError, match="'here'") as caught:
+            plan_groups(domains, Scheme.parse("xor"), 8)
+        assert not boot_id() or boot_id() not in str(caught.value)
+    with pytest.raises(TooFewDomainsError, match="'rack/7'"):
+        plan_groups(["rack/7"] * 2, Scheme.parse("xor"), 8)

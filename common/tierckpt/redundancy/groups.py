@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from ..hostid import host_name
 from ..wording import some
 from .codes import Code
 from .field import MOST_SYMBOLS
@@ -142,12 +143,14 @@ def _cannot(scheme: Scheme, members: dict[str, list[int]], ranks: int, fullest: 
     """Why, and what instead."""
     least = scheme.least
     if len(members) < least:
+        names = some([repr(host_name(name)) for name in members], 4)
         why = (
-            f"the job has {len(members)} ({some([repr(name) for name in members], 4)}), and no "
-            "two members of a group may die together"
+            f"the job has {len(members)} ({names}), and no two members of a group may die together"
         )
     else:
-        crowded = next(name for name, theirs in members.items() if len(theirs) == fullest)
+        crowded = next(
+            host_name(name) for name, theirs in members.items() if len(theirs) == fullest
+        )
         why = (
             f"the job has {len(members)}, but {crowded!r} holds {fullest} of its {ranks} ranks; no "
             f"two of them may share a group, so there must be {fullest} groups, and {ranks} ranks "
