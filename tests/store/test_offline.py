@@ -456,6 +456,22 @@ def test_memory_of_another_path_is_no_restarts(
     assert tierckpt.load(moved).version == STEPS
 
 
+def test_a_directory_that_was_moved_with_nothing_in_it_lacks_no_node(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its only versions are in memory, of the old path: no other node has more of them."""
+    first = job(local_every_steps=9).run(1)
+    first.checkpointer.complete()
+    (claim,) = (tmp_path / "ckpts").glob(".claim.*")
+    left = subprocess.check_output(["cat", str(claim)])
+    first.checkpointer.abandon()
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / claim.name).write_bytes(left)
+    assert main(["list", str(tmp_path / "moved")]) == 0
+    lines, _ = texts(capsys)
+    assert lines[-1].startswith("not seen by a restart from here: memory of job 'ckpts-")
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_memory_is_found_by_the_claim_that_a_killed_job_left(
     dies: bool, job: Any, tmp_path: Path, shm_dir: Path

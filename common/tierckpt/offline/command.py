@@ -66,7 +66,8 @@ def _print_all(rows: list[Row], there: Survey, where: str, console: Console) -> 
         console.print(text, soft_wrap=True)
     for job in sorted({row.elsewhere for row in rows} - {""}):
         console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)
-    if rows and not any(row.next for row in rows):
+    own = [row for row in rows if not row.elsewhere]
+    if own and not any(row.next for row in own):
         text = "no version is complete here: a restart needs what is on other nodes, or levels"
         console.print(text, soft_wrap=True)
 
