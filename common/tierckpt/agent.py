@@ -4,14 +4,16 @@ It takes sealed slots through the levels behind memory (today: `local`), so that
 Python is never disturbed, and goes on when a trainer is killed: it finishes what was handed to it.
 A restarted trainer finds it where it was; it ends when all its trainers have said goodbye, or when
 those that were killed did not come back for `linger_seconds`. A flush under way is finished first,
-unless its store hangs. It runs in a session of its own (launchers kill their workers' process
-groups) at low CPU and I/O priority, and imports neither torch nor numpy.
+unless its store hangs, or a trainer of other surroundings comes, for whose agent this one makes
+way. It runs in a session of its own (launchers kill their workers' process groups) at low CPU and
+I/O priority, and imports neither torch nor numpy.
 
 Trainers reach it over a Unix socket in the job's private folder, one JSON object a message (see
 `packets`):
 
     -> {"op": "hello", "protocol": 4, "desk": {...},             first; see DeskSettings, and
-        "surroundings": ...}                                     `surroundings.fingerprint`
+        "surroundings": ..., "began": ...}                       `surroundings.fingerprint`; began:
+                                                                 when the trainer did (monotonic)
     -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
     -> {"op": "retire", "safe": [generation, version] or null,
         "lineage": [[generation, version], ...], "keep": the same, "void": the same}
@@ -24,8 +26,10 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
                                                                  abandoned: the job may come back
     <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "listening" |
         "protected" | "protect_failed" | "cleaned" | "problem", ...}
-    <- {"op": "unwelcome"}                                       by an agent of other surroundings,
-                                                                 or another protocol
+    <- {"op": "unwelcome", "makes_way": true, "pid": ...,        by an agent of other surroundings,
+        "roster": ..., "given_up": [version, ...]}               or another protocol, which ends
+    <- {"op": "unwelcome", "outlived": true}                     to a trainer of an earlier life
+    <- {"op": "unwelcome"}                                       by earlier tierckpts: it lives on
     <- {"op": "quiet", "seconds": ...}                           since the flush last got on
     <- {"op": "bye", "last": ...}                                last: the agent ends now, too
 
@@ -38,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import platform
 import selectors
@@ -72,6 +77,8 @@ Not less, as a large file's fsync may take its time."""
 LOOK_AGAIN_SECONDS = 5.0
 MOST_SECONDS = 3600.0
 """At a time; the kernel counts milliseconds, and only 25 days of them."""
+FIRST_SECONDS = 2.0
+"""An agent that makes way waits so long for the node's first rank, to tell it whom it knows."""
 TAKEN = 3
 """Exit status of an agent that found another one at its place."""
 
@@ -151,6 +158,12 @@ class Place:
             os.close(fd)
 
 
+Life = tuple[tuple[Any, str], float]
+"""A start of the job on this node: protocol and surroundings of its trainers, and when one of them
+began (monotonic)."""
+OUTLIVED = {"op": "unwelcome", "outlived": True}
+
+
 class Agent:
     """Serves every trainer that comes, each at a desk (and in a thread) of its own."""
 
@@ -158,12 +171,20 @@ class Agent:
         """`surroundings`: a fingerprint; only trainers of the same are served. Empty: all are."""
         self.linger_seconds = linger_seconds
         self._surroundings = surroundings
-        self._left_behind = False
-        """A life of other surroundings has begun: no trainer will come back."""
+        self.makes_way = False
+        """A life of other surroundings has begun: no more orders are taken, and this ends."""
+        self._leave_at = 0.0
+        """Until then the first rank of that life is waited for (monotonic)."""
+        self._given_up: list[int] = []
+        """Versions whose flush was given up for it."""
+        self._life: Life = ((PROTOCOL, surroundings), -math.inf)
+        """The newest that came."""
         self._lock = threading.Lock()
         self._desks: dict[tuple[str, int], threading.Thread] = {}
         """Who serves the last trainer that came to a desk. One trainer of a shard at a time: a
         killed one's work is finished before its successor's begins."""
+        self._channels: set[socket.socket] = set()
+        """Of all trainers, but those that were turned away."""
         self._newest: dict[tuple[str, int], socket.socket] = {}
         """The last trainer that came to a desk."""
         self._serving = 0
@@ -229,6 +250,8 @@ class Agent:
     def _patience(self, nobody_before: float) -> float | None:
         """How long to wait for a trainer; None: until those that are here have gone."""
         with self._lock:
+            if self.makes_way:
+                return None if self._serving else self._leave_at - time.monotonic()
             if self._serving or self._protecting():
                 return None
             stuck = [at + max(STUCK_SECONDS, self.linger_seconds) for at in self._flushing()]
@@ -241,14 +264,8 @@ class Agent:
         return [
             max(end, read)
             for (directory, shard), end in self._missed.items()
-            if shard in self._here.get(directory, (shard,)) and not self._left_behind
+            if shard in self._here.get(directory, (shard,))
         ]
-
-    def _serves(self, theirs: str) -> bool:
-        """Whether a trainer of such surroundings is served. With others a new life begins."""
-        with self._lock:
-            self._left_behind = bool(theirs and self._surroundings) and theirs != self._surroundings
-            return not self._left_behind
 
     def _at_work(self) -> bool:
         """With the lock held: something goes on that no trainer waits for."""
@@ -296,11 +313,13 @@ class Agent:
         )
         with self._lock:
             self._serving += 1
+            self._channels.add(channel)
         try:
             thread.start()
         except RuntimeError as error:
             with self._lock:
                 self._serving -= 1
+                self._channels.discard(channel)
             channel.close()
             raise OSError(str(error)) from error
         return thread
@@ -313,22 +332,18 @@ class Agent:
                 if hello is None:
                     return
                 settings = _desk_of(hello)
-                if settings is None or not self._serves(str(hello.get("surroundings", ""))):
-                    packets.send(channel, {"op": "unwelcome"})
+                if settings is None or not self._serves(hello, settings):
+                    self._turn_away(hello, settings, channel)
                     return
                 desk = (settings.directory, settings.shard)
-                with self._lock:
-                    self._missed.pop(desk, None)
-                    self._newest[desk] = channel
-                    if settings.ranks:
-                        self._here[settings.directory] = settings.ranks
-                    before = self._desks.get(desk)
-                    self._desks[desk] = threading.current_thread()
+                before = self._sit_down(settings, channel)
                 said_goodbye = False  # until it does: it is waited for also if the desk breaks
                 made = Desk(settings, channel, self)
                 made.say(**self._welcome(settings))
                 made.await_turn(before)
                 goodbye = made.serve()
+                if self.makes_way:
+                    made.say(**OUTLIVED)
                 if goodbye is not None:
                     said_goodbye = not (goodbye.get("abandoned") and self._may_be_asked())
                     with self._lock:
@@ -340,6 +355,7 @@ class Agent:
         finally:
             with self._lock:
                 self._serving -= 1
+                self._channels.discard(channel)
                 # Its successor may have come before its end was noticed.
                 if desk is not None and not said_goodbye and self._newest[desk] is channel:
                     self._missed[desk] = time.monotonic() + self.linger_seconds
@@ -352,10 +368,75 @@ class Agent:
         met = self._protector is not None and bool(self._protector.roster())
         return met and self.linger_seconds > 0
 
+    def _serves(self, hello: dict[str, Any], desk: DeskSettings | None) -> bool:
+        """Whether such a trainer is served here."""
+        life = _life_of(hello)
+        (protocol, theirs), _ = life
+        same = theirs == self._surroundings or not (theirs and self._surroundings)
+        with self._lock:
+            if self.makes_way or protocol != PROTOCOL or desk is None or not same:
+                return False
+            self._life = max(self._life, life, key=_began)
+            return True
+
+    def _sit_down(self, desk: DeskSettings, channel: socket.socket) -> threading.Thread | None:
+        """Be the desk's newest trainer, in this thread; returns who served the one before."""
+        at = (desk.directory, desk.shard)
+        with self._lock:
+            self._missed.pop(at, None)
+            self._newest[at] = channel
+            if desk.ranks:
+                self._here[desk.directory] = desk.ranks
+            before = self._desks.get(at)
+            self._desks[at] = threading.current_thread()
+            return before
+
     def _welcome(self, desk: DeskSettings) -> dict[str, Any]:
-        """To a trainer; the node's first one hears what is known of other nodes' agents."""
-        roster = self._protector.roster() if desk.first and self._protector is not None else {}
-        return {"op": "welcome", "pid": os.getpid(), "roster": roster}
+        """To a trainer."""
+        return {"op": "welcome", "pid": os.getpid(), "roster": self._roster(desk)}
+
+    def _roster(self, desk: DeskSettings) -> dict[str, Any]:
+        """What is known of other nodes' agents: for the node's first trainer."""
+        return self._protector.roster() if desk.first and self._protector is not None else {}
+
+    # --- for trainers of other surroundings ----------------------------------------------------
+
+    def _turn_away(
+        self, hello: dict[str, Any], desk: DeskSettings | None, channel: socket.socket
+    ) -> None:
+        """Make way for a later life; a trainer of an earlier one is told that it is over."""
+        life = _life_of(hello)
+        with self._lock:
+            self._channels.discard(channel)
+            outlived = life[0] != self._life[0] and _began(life) < _began(self._life)
+            if not outlived:
+                self._life = max(self._life, life, key=_began)
+                self._make_way()
+        if outlived:
+            packets.send(channel, OUTLIVED)
+            return
+        what = {"makes_way": True, "pid": os.getpid(), "given_up": self._given_up}
+        roster = {} if desk is None else self._roster(desk)
+        packets.send(channel, {"op": "unwelcome", **what, "roster": roster})
+        if desk is None or desk.speaks:
+            with self._lock:
+                self._leave_at = 0.0
+        if self._protector is not None:
+            self._protector.close()  # the port is the successor's
+
+    def _make_way(self) -> None:
+        """With the lock held: finish the commits under way, and give up all else. Of that nothing
+        is removed: it is left as if this process were killed."""
+        if self.makes_way:
+            return
+        self.makes_way = True
+        self._leave_at = time.monotonic() + FIRST_SECONDS
+        self._given_up = sorted({v for f in self._flushers.values() for v in f.cancel()})
+        for channel in self._channels:
+            with contextlib.suppress(OSError):
+                channel.shutdown(socket.SHUT_RD)
+
+    # --- what all desks share ------------------------------------------------------------------
 
     def flusher(self, desk: DeskSettings) -> Flusher | None:
         """One for all desks that flush to the same place."""
@@ -363,6 +444,7 @@ class Agent:
             return None
         settings = PersistentSettings(**desk.persistent)
         with self._lock:
+            self._check_stays()
             return self._flushers.setdefault(settings, Flusher(settings, self.held, self._wake_up))
 
     def protector(self) -> Protector:
@@ -370,9 +452,15 @@ class Agent:
         from .protector import Protector  # and with it numpy
 
         with self._lock:
+            self._check_stays()
             if self._protector is None:
                 self._protector = Protector(self.held, self._wake_up)
             return self._protector
+
+    def _check_stays(self) -> None:
+        """With the lock held: an order that a trainer gave just before is not begun any more."""
+        if self.makes_way:
+            raise RuntimeError("the agent makes way for a later start's")
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -388,11 +476,20 @@ def _greeting(channel: socket.socket) -> dict[str, Any] | None:
         return None
 
 
+def _life_of(hello: dict[str, Any]) -> Life:
+    """A trainer's. One that does not say when it began is of another tierckpt, and has just."""
+    began = hello.get("began")
+    what = (hello.get("protocol"), str(hello.get("surroundings", "")))
+    return what, float(began) if isinstance(began, int | float) else time.monotonic()
+
+
+def _began(life: Life) -> float:
+    return life[1]
+
+
 def _desk_of(hello: dict[str, Any]) -> DeskSettings | None:
     """What a trainer says of itself; None where that is another tierckpt's."""
     try:
-        if hello["protocol"] != PROTOCOL:
-            return None
         return DeskSettings(**{**hello["desk"], "ranks": tuple(hello["desk"]["ranks"])})
     except (ValueError, TypeError, KeyError):
         return None

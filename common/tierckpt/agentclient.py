@@ -6,18 +6,20 @@ waits for the agent but `wait` and `close`.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from .agent import AgentSettings
-from .agentline import AgentLine, Message
+from .agentline import OTHERS, AgentLine, Message
 from .desk import DeskSettings
 from .flusher import FlushOrder
 from .naming import Lineage, ShardKey, VersionId
 from .patience import Patience
 from .slots import Slot
+from .wording import some
 
 LOOK_SECONDS = 5.0
 """So often the agent is asked whether its flushes get on, while somebody waits for them."""
@@ -35,7 +37,7 @@ class AgentClient:
     ) -> None:
         """`inline`: the agent is a thread of this process (for debugging, and where processes
         may not be started); it dies with it. `surroundings`: the same for all ranks of the node,
-        see `surroundings.fingerprint`; an agent of others is left alone."""
+        see `surroundings.fingerprint`; an agent of others makes way."""
         self.desk = desk
         self._line = AgentLine(settings, desk, self, inline, surroundings)
         self._lock = self._line.lock
@@ -158,7 +160,9 @@ class AgentClient:
             said: dict[str, Any] = self._introduction[-1]["roster"]
             return said
         deadline = time.monotonic() + timeout_seconds
-        while not (self._line.welcome or self.starts) and time.monotonic() < deadline:
+        while (
+            not (self._roster or self._line.welcome or self.starts) and time.monotonic() < deadline
+        ):
             with self._lock:
                 self._line.look()
             time.sleep(0.002)
@@ -272,8 +276,20 @@ class AgentClient:
 
     def greeted(self, welcome: Message) -> Iterable[Message]:
         """See `agentline.Owner`."""
-        self._roster = welcome["roster"]
+        self._roster = welcome["roster"] or self._roster
         return self._introduction
+
+    def made_way(self, unwelcome: Message) -> None:
+        """See `agentline.Owner`. One rank of the node says what is given up."""
+        self._roster = unwelcome["roster"] or self._roster
+        text = f"agent {self.settings.index} of this node has {OTHERS}; it makes way for ours"
+        given_up = unwelcome["given_up"] if self.desk.speaks else []
+        if given_up:
+            versions = some([f"v{version}" for version in given_up], 8)
+            text += f", and gives up what it still had to flush: {versions}"
+        severity = logging.WARNING if given_up else logging.INFO
+        level = "persistent" if given_up else "local"
+        self._heard.append({"op": "problem", "level": level, "error": text, "severity": severity})
 
     def heard(self, message: Message) -> None:
         """See `agentline.Owner`: what is answered is under way no more."""

@@ -37,8 +37,15 @@ JOIN_SECONDS = 2.0
 """So long the other ranks of a node leave it to the first one to start the agent."""
 AGAIN_SECONDS = 0.5
 """An agent that found another one in its place is started again after this at the earliest."""
+GONE_SECONDS = 0.2
+"""So often one that makes way is asked whether it is still there."""
 MOST_AGENTS = 4
 """So many are passed over, then, after ANSWER_SECONDS, the first is asked again."""
+OTHERS = "an earlier start's keys, credentials or modules, or is another tierckpt's"
+OUTLIVED = (
+    "a later start of this job, with other keys, credentials or modules, has this node's agent "
+    "(parts of one job that share a machine need the same, or a node of their own)"
+)
 
 Message = dict[str, Any]
 Packet = tuple[bytes, list[int]]
@@ -50,6 +57,9 @@ class Owner(Protocol):
 
     def greeted(self, welcome: Message) -> Iterable[Message]:
         """An agent bids welcome; returns what it is told before all else, if it is a new one."""
+
+    def made_way(self, unwelcome: Message) -> None:
+        """An agent that is not for us ends, and says so for the first time."""
 
     def heard(self, message: Message) -> None:
         """Whatever else it says."""
@@ -95,6 +105,14 @@ class AgentLine:
         self._since = 0.0
         """When the connection, or the start of the agent, was begun."""
         self._start_after = self._ask_after = 0.0
+        self._began = time.monotonic()
+        """Tells agents the later of two lives."""
+        self._first = True
+        """This is the node's first rank."""
+        self._leaving: tuple[int | None, float] = (None, 0.0)
+        """Process id of the agent that makes way for one of ours, and since when."""
+        self._outlived = False
+        """A later life has an agent here: there is none for us any more."""
         self._passed: set[int] = set()
         """Numbers of agents that are stuck, or not for us."""
         self._reaching = self._closing = False
@@ -110,7 +128,8 @@ class AgentLine:
 
         `first`: this is the node's first rank; the others leave the start to it for a while.
         """
-        self._start_after = 0.0 if first else time.monotonic() + JOIN_SECONDS
+        self._first = first
+        self._leave_start()
         self._reach()
 
     def ready(self) -> None:
@@ -239,7 +258,13 @@ class AgentLine:
                     return
             time.sleep(0.005)
 
+    def _leave_start(self) -> None:
+        """To the node's first rank, for a while."""
+        self._start_after = 0.0 if self._first else time.monotonic() + JOIN_SECONDS
+
     def _reach_now(self) -> None:
+        if self._outlived:
+            raise ConnectionRefusedError(OUTLIVED)
         if self._channel is not None:
             if self.welcome or time.monotonic() - self._since < ANSWER_SECONDS:
                 return
@@ -260,8 +285,9 @@ class AgentLine:
         self._since, self._incoming = time.monotonic(), packets.Joiner()
         self._packets.clear()
         hello = {"op": "hello", "protocol": PROTOCOL, "desk": asdict(self._desk)}
+        what = {"surroundings": self._surroundings, "began": self._began}
         try:
-            packets.send(self._channel, {**hello, "surroundings": self._surroundings})
+            packets.send(self._channel, {**hello, **what})
         except OSError:  # it is just ending
             self._drop()
         return self._channel is not None
@@ -317,7 +343,8 @@ class AgentLine:
 
     def _pass_over(self, why: str, severity: int) -> None:
         """The agent here is stuck, or not for us. It was told nothing yet."""
-        self._drop()
+        if self._channel is not None:
+            self._drop()
         number = self.settings.index
         self._passed.add(number)
         if not self._places():
@@ -325,8 +352,29 @@ class AgentLine:
             self._ask_after = time.monotonic() + ANSWER_SECONDS
         self.settings = replace(self.settings, index=self._places()[0])
         self._process = None
-        text = f"agent {number} of this node {why}; another one is started"
+        self._leave_start()
+        self._complain(f"agent {number} of this node {why}; another one is started", severity)
+
+    def _complain(self, text: str, severity: int) -> None:
         self._owner.heard({"op": "problem", "error": text, "severity": severity})
+
+    def _wait_until_gone(self, unwelcome: Message) -> None:
+        """The agent here makes way: its place is ours as soon as it has ended."""
+        self._drop()
+        now = time.monotonic()
+        if unwelcome["pid"] != self._leaving[0]:
+            self._leaving = unwelcome["pid"], now
+            self._owner.made_way(unwelcome)
+        if now - self._leaving[1] > ANSWER_SECONDS:
+            self._pass_over("does not end", logging.ERROR)
+            return
+        self._ask_after = now + GONE_SECONDS
+        self._leave_start()
+
+    def _end_outlived(self) -> None:
+        self._outlived = True
+        self._complain(OUTLIVED, logging.ERROR)
+        self._owner.gave_up(OUTLIVED)
 
     # --- messages ------------------------------------------------------------------------------
 
@@ -379,9 +427,12 @@ class AgentLine:
                 self._unsent.extendleft(reversed(first))
                 self._greeted = self.pid
             self._flush()
+        elif message["op"] == "unwelcome" and message.get("outlived"):
+            self._end_outlived()
+        elif message["op"] == "unwelcome" and message.get("makes_way"):
+            self._wait_until_gone(message)
         elif message["op"] == "unwelcome":
-            why = "has an earlier start's keys, credentials or modules, or is another tierckpt's"
-            self._pass_over(why, logging.INFO)
+            self._pass_over(f"has {OTHERS}", logging.INFO)
         else:
             self._owner.heard(message)
 

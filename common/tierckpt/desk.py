@@ -64,11 +64,18 @@ class DeskSettings:
         """Whether it is the node's first rank."""
         return self.ranks[:1] == (self.shard,)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether it speaks for the node: as `first`, or its ranks are not known."""
+        return self.first or not self.ranks
+
 
 class NodeServices(Protocol):
     """What all desks of an agent share. Any thread."""
 
     held: Held
+    makes_way: bool
+    """No more orders are taken."""
 
     def flusher(self, desk: DeskSettings) -> Flusher | None:
         """The persistent level's, if the desk has one."""
@@ -132,13 +139,15 @@ class Desk:
             return None, []
 
     def serve(self) -> dict[str, Any] | None:
-        """Serve until the trainer is gone and its work is done; returns its goodbye, None when it
-        said none."""
+        """Serve until the trainer is gone and its work is done, or the agent makes way; returns
+        the trainer's goodbye, None when it said none."""
         self._prepare()
         try:
             while True:
                 message, fds = self._waiting.popleft() if self._waiting else self._receive()
-                if message is None or message["op"] == "bye":
+                if message is None or self.services.makes_way:
+                    return None
+                if message["op"] == "bye":
                     return message
                 self._heed(message, fds)
         finally:

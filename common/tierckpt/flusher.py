@@ -56,6 +56,7 @@ MOST_ROUNDS, ROUND_SECONDS = 4, 30.0
 between."""
 STILL_UNDER_WAY = 2
 """So many versions before the one that a node is at may be under way on others."""
+CANCELLED = "the agent makes way for a later start's"
 MOST_SUPERSEDED = 2
 """So many flushes in a row may be given up for newer versions: else none would ever be complete."""
 
@@ -151,6 +152,8 @@ class Flusher:
         self._keeper = Keeper(lambda: self._make_store(RetryPolicy(tries=1)))
         self._resting = False
         """No trainer lives here for whom the lease would be kept between flushes."""
+        self._cancelled = False
+        """For good: see `cancel`."""
         self._throttle: Throttle | None = None
         """Of all flushes: the node's bandwidth is no larger for many small ones."""
         self._bases = Bases(lambda name: self._store is not None and self._store.exists(name))
@@ -166,9 +169,12 @@ class Flusher:
         """Flush a version after those ordered before; `answer` is told how it went.
 
         How many wait is the trainers' affair: they order alike on all nodes (see `backlog`).
-        Raises RuntimeError, and has nothing to do, where there may be no more threads.
+        Raises RuntimeError, and has nothing to do, where there may be no more threads, and after
+        `cancel`.
         """
         with self._changed:
+            if self._cancelled:
+                raise RuntimeError(CANCELLED)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="tierckpt-flusher", daemon=True)
                 thread.start()  # RuntimeError: no more threads; nothing was ordered then
@@ -180,7 +186,7 @@ class Flusher:
 
     def busy(self) -> bool:
         """True while something is flushed or waits."""
-        return self._thread is not None
+        return self._thread is not None and not self._cancelled
 
     def quiet_seconds(self) -> float:
         """How long what is under way has not got on; 0.0 where nothing is. Any thread."""
@@ -188,7 +194,22 @@ class Flusher:
 
     def close(self) -> None:
         """The lease is renewed no more, and given back if all nodes are through."""
-        self._keeper.close(self._last())
+        if not self._cancelled:  # who waits for our end does not for the store's
+            self._keeper.close(self._last())
+
+    def cancel(self) -> list[int]:
+        """Give up what is under way and what waits, as if this process were killed: what there is
+        of it stays. The lease is neither taken nor renewed from now on, and nothing is ordered any
+        more. Returns the versions. Any thread; waits for nothing."""
+        self.rest()
+        with self._changed:
+            now = [self._now] if self._now is not None and self.busy() else []
+            given_up = [order.version for order, _ in (*now, *self._orders)]
+            self._cancelled = True
+            self._orders.clear()
+            if self._lease is not None:
+                self._lease.abandon()
+        return given_up
 
     def rest(self) -> None:
         """No trainer of this node lives: the lease is renewed by flushes alone, and given back if
@@ -247,7 +268,7 @@ class Flusher:
             rounds += 1
 
     def _failed(self, order: FlushOrder, error: Exception) -> dict[str, Any]:
-        if isinstance(error, PersistentError) and not error.transient:
+        if isinstance(error, PersistentError) and not (error.transient or self._cancelled):
             with contextlib.suppress(Exception):  # it will never be whole: its room is wanted
                 self._open(order).give_up(order.name)
             if lacks_room(error):  # no version that is complete would ever see to that
@@ -267,6 +288,8 @@ class Flusher:
     def _retain(self, order: FlushOrder, complete: bool = True) -> None:
         """What fails here does not concern the version, whether it is `complete` or not."""
         self._go_on()
+        if self._cancelled:
+            return
         policy = self.settings.retention()
         try:
             store = self._open(order)
@@ -352,6 +375,8 @@ class Flusher:
             self._lease = store.lease(order.life, owner, self._clock, begins=first)
         begin, pause = self._clock.monotonic(), FIRST_PAUSE_SECONDS
         while True:
+            if self._cancelled:
+                raise FlushCancelledError(CANCELLED)
             try:
                 self._lease.ensure()
             except (LeaseHeldError, FileNotFoundError) as error:
@@ -402,7 +427,7 @@ class Flusher:
     # --- waiting, and what is said meanwhile ---------------------------------------------------
 
     def _superseded(self) -> bool:
-        return self.settings.drop_superseded and bool(self._orders)
+        return self._cancelled or (self.settings.drop_superseded and bool(self._orders))
 
     def _sleep(self, seconds: float) -> None:
         """Between two tries of a call to the store. The lease is not seen to: that is a call."""
@@ -411,7 +436,7 @@ class Flusher:
     def _pause(self, seconds: float) -> None:
         """Wait, but not when something newer does."""
         end = self._clock.monotonic() + seconds
-        while not self._orders and (left := end - self._clock.monotonic()) > 0:
+        while not (self._orders or self._cancelled) and (left := end - self._clock.monotonic()) > 0:
             self._clock.sleep(min(left, NAP_SECONDS))
             self._go_on()
 

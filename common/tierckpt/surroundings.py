@@ -3,7 +3,7 @@ where they find modules.
 
 An agent has them from the process that started it, and clients of stores keep what they began
 with. A restarted job that finds the agent of the life before compares: with other keys or
-credentials it needs an agent of its own.
+credentials it needs an agent of its own, for which that one makes way.
 """
 
 from __future__ import annotations

@@ -99,6 +99,8 @@ def shard(version: int) -> Iterator[tuple[memoryview, bytes]]:
 
 
 class NoServices:
+    makes_way = False
+
     def __init__(self) -> None:
         self.held = Held()
 

@@ -521,6 +521,39 @@ def test_no_lease_is_kept_for_those_who_are_dead(
     assert keeper._thread is not None, "a trainer lives again"
 
 
+def test_what_is_given_up_stays_as_it_is_and_the_lease_is_let_be(
+    node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A life has begun of which the agent is another one."""
+    come, go_on = threading.Event(), threading.Event()
+    write_at = PosixBackend.write_at
+
+    def write(backend: PosixBackend, *rest: Any) -> None:
+        write_at(backend, *rest)
+        come.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+
+    zero = node()
+    zero.flush(order(1, 0, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "write_at", write)
+        for version in (2, 3):
+            zero.start(order(version, 0, 1))
+        assert come.wait(PATIENCE_SECONDS)
+        assert zero.flusher.cancel() == [2, 3]
+        successor = PersistentStore(str(place)).lease("11fe", "job on node0")
+        successor.ensure()
+        go_on.set()
+        zero.wait()
+    assert not zero.flusher.busy()
+    assert successor.held()
+    assert zero.flusher._keeper._thread is None
+    assert versions(place) == [1]
+    assert sorted(begun(place)) == [1, 2], "what there was of it stays"
+    with pytest.raises(RuntimeError, match="makes way"):
+        zero.start(order(4, 0))
+
+
 def test_a_flush_that_outlasts_the_lease_keeps_it(
     node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

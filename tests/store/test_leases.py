@@ -12,6 +12,7 @@ import pytest
 from tests.store.processes import end, python
 from tierckpt import cli
 from tierckpt.persistent import (
+    FlushCancelledError,
     Lease,
     LeaseHeldError,
     PersistentStore,
@@ -94,6 +95,19 @@ def test_a_life_that_was_followed_does_not_take_the_lease_back(tmp_path: Path) -
     clock.seconds += 1000
     before.ensure()  # it is nobody's by now
     assert before.held()
+
+
+def test_a_lease_that_was_abandoned_is_neither_renewed_nor_taken(tmp_path: Path) -> None:
+    clock = FakeClock()
+    old = made(tmp_path).lease("11", "us on node1", clock)
+    for _ in range(2):
+        old.ensure()
+        old.abandon()
+        clock.seconds += 100
+        for again in (old.ensure, old.renew):
+            with pytest.raises(FlushCancelledError):
+                again()
+        old = made(tmp_path).lease("22", "us on node1", clock)
 
 
 def test_a_lease_that_was_given_back_or_damaged_is_free(tmp_path: Path) -> None:

@@ -7,21 +7,26 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import agentline, alike, surroundings
+from tierckpt import agent, agentline, alike, surroundings
 from tierckpt.agentclient import AgentClient, AgentSettings
-from tierckpt.desk import DeskSettings
+from tierckpt.desk import Desk, DeskSettings
+from tierckpt.flusher import FlushOrder, PersistentSettings
 from tierckpt.jobdirectory import JobDirectory
 from tierckpt.localstore import LocalStore
 from tierckpt.manifest import Manifest
 from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE, fingerprint
+from tierckpt.naming import VersionId
+from tierckpt.persistent import PersistentStore
 from tierckpt.testing import TinyJob, run_ranks
 
 PATIENCE_SECONDS = 60.0
@@ -119,10 +124,21 @@ def test_a_restart_writes_with_its_own_key(
     until(lambda: not alive(agents[0]))
 
 
-def client_of(shm_dir: Path, tmp_path: Path, shard: int, what: str) -> AgentClient:
+def client_of(
+    shm_dir: Path,
+    tmp_path: Path,
+    shard: int,
+    what: str,
+    ranks: tuple[int, ...] = (),
+    shared: str = "",
+) -> AgentClient:
     job = JobDirectory.at(shm_dir, "job")
     settings = AgentSettings(str(job.root), job.path.name)
-    desk = DeskSettings(str(tmp_path / "ckpts"), shard, 2, keep_last=2, keep_every=0)
+    persistent = asdict(PersistentSettings(shared)) if shared else None
+    ckpts = str(tmp_path / "ckpts")
+    desk = DeskSettings(
+        ckpts, shard, 2, keep_last=2, keep_every=0, ranks=ranks, persistent=persistent
+    )
     return AgentClient(settings, desk, surroundings=what)
 
 
@@ -145,41 +161,146 @@ def old(shm_dir: Path, tmp_path: Path, agents: list[int]) -> Iterator[Any]:
     end(process)
 
 
-def test_an_agent_of_other_surroundings_is_left_and_ends(
+def test_an_agent_of_other_surroundings_makes_way(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once: no answer is waited for, and the old one waits for nobody."""
+    """At once, and its place is its successor's, whichever rank of the node comes first."""
     monkeypatch.setattr(agentline, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
-    old.send_signal(signal.SIGKILL)
-    old.wait()
-    first, second = (client_of(shm_dir, tmp_path, shard, "new") for shard in (0, 1))
+    monkeypatch.setattr(agentline, "JOIN_SECONDS", 10 * PATIENCE_SECONDS)
+    kill(old)
+    first, second = (client_of(shm_dir, tmp_path, shard, "new", (0, 1)) for shard in (0, 1))
+    second.start(first=False)
+    until(lambda: second.poll())
     agents.append(reach(first))
     assert agents[1] != agents[0]
-    until(lambda: not alive(agents[0]))
-    assert reach(second) == agents[1], "also when the old one's place is free again"
-    heard = [m for client in (first, second) for m in client.poll()]
-    assert {m["severity"] for m in heard} == {logging.INFO}, "no trouble"
+    assert not alive(agents[0])
+    until(lambda: second.pid is not None)
+    assert second.pid == agents[1]
+    assert (first.starts, second.starts) == (1, 0)
+    assert first.settings.index == second.settings.index == 0
+    assert {m["severity"] for m in first.poll()} == {logging.INFO}, "no trouble"
     for client in (first, second):
         client.close()
     until(lambda: not alive(agents[1]))
 
 
-def test_where_all_places_are_taken_they_are_not_asked_without_end(
-    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(agentline, "MOST_AGENTS", 1)
-    monkeypatch.setattr(agentline, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
-    client = client_of(shm_dir, tmp_path, 1, "new")
-    client.start()
-    until(lambda: client._line._ask_after)
-    time.sleep(0.2)
-    assert len(client.poll()) == 1
-    kill(old)
-    until(lambda: not alive(agents[0]))
-    client._line._ask_after = 0.0
-    agents.append(reach(client))
-    client.close()
+    """The roster goes to the node's first rank, also where another one came before."""
+    ranks = (0, 1)
+    zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
+    reach(zombie)
+    where = {"secret": "one", "interface": "lo", "port": 0, "towards": "localhost"}
+    where["port"] = zombie.ask("meet", "listening", PATIENCE_SECONDS, where=where)["port"]
+    roster = {"generation": 1, "agents": [{"host": "node" * 9}] * 1000}
+    zombie.introduce(where, [], roster)
+    zombie.ask("meet", "listening", PATIENCE_SECONDS, where=where)  # it knows them by now
+    second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
+    second.start(first=False)
+    until(lambda: second.poll())
+    first.start()
+    assert first.roster(PATIENCE_SECONDS) == roster
+    heard = first.ask("meet", "listening", PATIENCE_SECONDS, where={**where, "secret": "two"})
+    assert heard == {"op": "listening", "error": "", "host": "127.0.0.1", "port": where["port"]}
+    agents.append(first.pid or 0)
+    assert first.roster(PATIENCE_SECONDS) == roster
+    for client in (first, second, zombie):
+        client.close()
+
+
+def test_a_trainer_of_the_life_before_that_still_lives_starts_no_agent(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+) -> None:
+    """It hangs, perhaps, on a node where its rank is not any more. It hears that it is over,
+    whether it was connected when that happened or asks only later."""
+    zombies = [client_of(shm_dir, tmp_path, 1, "old") for _ in range(2)]
+    reach(zombies[0])
+    zombies[0].protect(VersionId(1, 1))
+    new = client_of(shm_dir, tmp_path, 0, "new")
+    agents.append(reach(new))
+    zombies[1].start()
+    for zombie in zombies:
+        until(lambda zombie=zombie: "a later start of this job" in told(zombie))
+        zombie.protect(VersionId(1, 2))
+        assert zombie.wait(PATIENCE_SECONDS, everything=True), "what it asks for fails"
+        assert zombie.starts == 0
+    assert new.pid == agents[1]
+    assert alive(agents[1])
+    for client in (*zombies, new):
+        client.close()
     until(lambda: not alive(agents[1]))
+
+
+def told(client: AgentClient) -> str:
+    return "; ".join(message.get("error", "") for message in client.poll())
+
+
+def test_only_the_commit_under_way_is_finished(
+    shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose disk hangs in it is passed over, loudly."""
+    begun, go_on = list[str](), threading.Event()
+
+    def commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+        begun.append(message["stem"])
+        assert go_on.wait(PATIENCE_SECONDS)
+        desk.say(op="problem", error="was finished")
+
+    monkeypatch.setattr(Desk, "_commit", commit)
+    monkeypatch.setattr(agentline, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(agent, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(agent, "_let_go_of_output", lambda: None)  # the same
+    monkeypatch.setenv(surroundings.VARIABLE, "old")
+    before, new = (client_of(shm_dir, tmp_path, 0, what) for what in ("old", "new"))
+    before.settings.place().job.create()
+    serving = threading.Thread(target=agent.run, args=(before.settings, os.getpid()), daemon=True)
+    serving.start()
+    until(before.settings.place().address.exists)
+    assert reach(before) == os.getpid()
+    for stem in ("one", "another"):
+        before._line.send({"op": "commit", "stem": stem, "segment": "nowhere"})
+    until(lambda: begun)
+    agents.append(reach(new))
+    assert new.settings.index == 1
+    heard = [(m["severity"], m["error"]) for m in new.poll()]
+    assert [severity for severity, _ in heard] == [logging.INFO, logging.ERROR]
+    assert "does not end; another one is started" in heard[1][1]
+    assert serving.is_alive()
+    go_on.set()
+    serving.join(PATIENCE_SECONDS)
+    assert not serving.is_alive()
+    assert begun == ["one"]
+    until(lambda: "was finished" in told(before))
+    for client in (before, new):
+        client.close()
+
+
+def test_flushes_that_it_gives_up_are_named(
+    old: Any, shm_dir: Path, tmp_path: Path, agents: list[int]
+) -> None:
+    """As a warning, which one rank of the node says."""
+    shared = PersistentStore(str(tmp_path / "shared"))
+    shared.create()
+    somebody = shared.lease("ffff", "another job")
+    somebody.ensure()  # so the flush waits
+    zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1), shared.url)
+    reach(zombie)
+    life = ("life", "job", ((1, 0),), 2, 1000, None, "here")
+    zombie.flush(FlushOrder(zombie.desk.directory, (0,), 2, 1, 2, *life))
+    until(lambda: "v2 waits" in told(zombie))
+    clients = [client_of(shm_dir, tmp_path, shard, "new", (0, 1), shared.url) for shard in (0, 1)]
+    agents += map(reach, clients)
+    heard = [
+        (m["severity"], m["error"].partition("makes way")[2]) for c in clients for m in c.poll()
+    ]
+    given_up = " for ours, and gives up what it still had to flush: v2"
+    assert heard[0] == (logging.WARNING, given_up)
+    assert {severity for severity, _ in heard[1:]} <= {logging.INFO}
+    assert not alive(agents[0])
+    assert somebody.held()
+    for client in (*clients, zombie):
+        client.close()
 
 
 def test_ranks_of_a_node_that_differ_have_one_agent(

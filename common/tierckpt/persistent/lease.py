@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ..errors import CorruptShardError, FormatError
 from .backend import Backend
 from .clock import Clock
-from .errors import LeaseHeldError
+from .errors import FlushCancelledError, LeaseHeldError
 from .records import seal, unseal
 
 LEASE_SECONDS = 120.0
@@ -69,6 +69,12 @@ class Lease:
         self._begins = begins
         self._clock, self.lease_seconds = clock, lease_seconds
         self._ensured_seconds = float("-inf")
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """Take and renew nothing any more: FlushCancelledError, where that is asked for. Any
+        thread."""
+        self._abandoned = True
 
     def keep(self) -> None:
         """`ensure`, if the last time was a quarter of the lease's time ago. Cheap otherwise."""
@@ -189,6 +195,8 @@ class Lease:
         return self._ensured_seconds > float("-inf")
 
     def _write(self, number: int, token: str = "", exclusive: bool = False) -> None:
+        if self._abandoned:
+            raise FlushCancelledError(f"the lease of {self.owner} is not to be kept any more")
         expires = self._clock.now() + self.lease_seconds
         values = {"owner": self.owner, "life": self.life, "expires_seconds": expires}
         data = seal("lease", {**values, "token": token})
