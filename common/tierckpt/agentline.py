@@ -115,6 +115,8 @@ class AgentLine:
         """A later life has an agent here: there is none for us any more."""
         self._passed: set[int] = set()
         """Numbers of agents that are stuck, or not for us."""
+        self._refused = False
+        """All were passed over, which was said, and none was had since."""
         self._reaching = self._closing = False
         self._reacher: threading.Thread | None = None
         self._unproved = False
@@ -347,13 +349,23 @@ class AgentLine:
             self._drop()
         number = self.settings.index
         self._passed.add(number)
-        if not self._places():
+        full = not self._places()
+        if full:
             self._passed.clear()
             self._ask_after = time.monotonic() + ANSWER_SECONDS
         self.settings = replace(self.settings, index=self._places()[0])
         self._process = None
         self._leave_start()
-        self._complain(f"agent {number} of this node {why}; another one is started", severity)
+        if not self._refused:
+            then = "and no other place is free" if full else "another one is started"
+            text = f"agent {number} of this node {why}; {then}"
+            self._complain(text, logging.ERROR if full else severity)
+        if full:
+            self._refused = True
+            self._owner.gave_up(
+                f"none of this node's {MOST_AGENTS} agents is for us, or answers; they are asked "
+                "again"
+            )
 
     def _complain(self, text: str, severity: int) -> None:
         self._owner.heard({"op": "problem", "error": text, "severity": severity})
@@ -422,6 +434,7 @@ class AgentLine:
     def _hear(self, message: Message) -> None:
         if message["op"] == "welcome":
             self.welcome, self.pid, self._unproved = True, message["pid"], False
+            self._refused = False
             first = [packet for each in self._owner.greeted(message) for packet in _packed(each)]
             if self.pid != self._greeted:
                 self._unsent.extendleft(reversed(first))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +303,51 @@ def test_flushes_that_it_gives_up_are_named(
     assert somebody.held()
     for client in (*clients, zombie):
         client.close()
+
+
+def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
+    shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots are free for the memory level then; and it is tried again."""
+    monkeypatch.setattr(agentline, "MOST_AGENTS", 2)
+    monkeypatch.setattr(agentline, "ANSWER_SECONDS", 0.1)
+    client = client_of(shm_dir, tmp_path, 0, "new")
+    client.settings.place().job.create()
+    places = [replace(client.settings, index=index).place() for index in range(2)]
+    asked = [0, 0]
+
+    def refuse(index: int, listener: socket.socket) -> None:
+        """As agents of earlier tierckpts do."""
+        with contextlib.suppress(OSError):
+            while True:
+                channel, _ = listener.accept()
+                with channel:
+                    channel.recv(100_000)
+                    channel.send(b'{"op": "unwelcome"}')
+                asked[index] += 1
+
+    listeners = [place.listen() for place in places]
+    threads = [threading.Thread(target=refuse, args=each) for each in enumerate(listeners)]
+    for thread in threads:
+        thread.start()
+    client.start()
+    client.protect(VersionId(1, 1))
+    assert client.wait(PATIENCE_SECONDS, everything=True)
+    until(lambda: min(asked) > 3)
+    heard = client.poll()
+    assert [m["severity"] for m in heard if m["op"] == "problem"] == [logging.INFO, logging.ERROR]
+    assert [m["error"] for m in heard if m["op"] == "protect_failed"] != []
+    for place, listener in zip(places, listeners, strict=True):
+        place.address.unlink()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+    monkeypatch.setattr(agentline, "ANSWER_SECONDS", PATIENCE_SECONDS)
+    until(lambda: client.pid is not None)
+    agents.append(client.pid or 0)
+    client.close()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
 
 
 def test_ranks_of_a_node_that_differ_have_one_agent(
