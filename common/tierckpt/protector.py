@@ -114,6 +114,9 @@ class Protector:
         self._secret = b""
         self._place: tuple[str, str, int, str] | None = None
         """Where to listen: secret, interface, port, and towards whom."""
+        self._met: tuple[bytes, ...] = ()
+        """Secret of the life in which agents met last. Where those of a later one do not, or not
+        all have heard of it when that ends, this is what they know each other by."""
         self._shelf = Shelf()
         self._transport: Transport | None = None
         self._parties: list[PartySettings] = []
@@ -130,9 +133,9 @@ class Protector:
         towards: str,
         shelf: dict[str, str] | None = None,
     ) -> Address:
-        """Listen for the agents of the life that has this secret; what the life before had is
-        closed. `shelf`: what is shown to whoever asks what is here, the local level's `directory`
-        and the job's memory (`root` and `job`).
+        """Listen for the agents of the life that has this secret. Exchanges of the life before are
+        given up, and its agents may only look. `shelf`: what is shown to whoever asks what is
+        here, the local level's `directory` and the job's memory (`root` and `job`).
 
         Raises ConfigError when that is not possible.
         """
@@ -148,14 +151,26 @@ class Protector:
         assert self._place is not None
         text, interface, port, towards = self._place
         secret = text.encode()
-        if self._transport is not None and self._secret != secret:
-            self._transport.close()
-            self._transport = None
-        if self._transport is None:
-            host = own_host(interface, towards)
-            self._transport, self._secret = Transport(secret, host, port), secret
+        if self._transport is None or self._secret != secret:
+            self._transport = self._successor(secret, own_host(interface, towards), port)
+            self._secret = secret
             self._transport.shelf = self._shelf
         return self._transport.address
+
+    def _successor(self, secret: bytes, host: str, port: int) -> Transport:
+        """With the lock held: of the transport of the life before, and at its port where that will
+        do, as who has not met us in this life looks for us there. Raises ConfigError; what cannot
+        have another port is still there."""
+        before = self._transport
+        if before is not None and before.address == Address(host, port or before.address.port):
+            before.close()
+            self._transport = None
+            with contextlib.suppress(ConfigError):
+                return Transport(secret, host, before.address.port, former=self._met)
+        made = Transport(secret, host, port, former=self._met)
+        if before is not None:
+            before.close()
+        return made
 
     def _listen_again(self) -> None:
         """With the lock held. A dead agent's port, which all know, may have been somebody's when
@@ -170,6 +185,7 @@ class Protector:
         """Who protects the node's shards from now on, and where all agents of the job are."""
         with self._lock:
             self._parties, self._roster = parties, dict(roster)
+            self._met = (self._place[0].encode(),) if self._place is not None else ()
 
     def roster(self) -> dict[str, Any]:
         """What `know` was told of all agents: an `absent.Roster`; empty before."""

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -166,6 +167,21 @@ def test_also_where_too_few_are_left_for_a_scheme_that_protected_nothing_yet(
     (told,) = ranks(1).run(come_back, place, "a")
     assert told["restored"] == (STEPS, {"memory": 1, "agent": 1})
     assert told["replicated"] == before[0]
+
+
+def come_back_apart(place: Place, port: int) -> dict[str, Any]:
+    """The first node's agent cannot have its port."""
+    return come_back(place, "ab", **({"peer_port": port} if rank() == 0 else {}))
+
+
+@pytest.mark.parametrize("left", ["a", "b"])
+def test_also_after_a_life_whose_agents_did_not_meet(left: str, place: Place, ranks: Any) -> None:
+    """They know each other from the life before."""
+    ranks(2).run(leave_in_memory, place)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ranks(2).run(come_back_apart, place, other.getsockname()[1])
+    (told,) = ranks(1).run(come_back, place, left)
+    assert told["restored"] == (STEPS, {"memory": 1, "agent": 1})
 
 
 def test_parity_of_nodes_that_were_left_makes_what_others_lost(

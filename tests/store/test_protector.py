@@ -21,6 +21,9 @@ from tierckpt.held import Held
 from tierckpt.localstore import LocalStore
 from tierckpt.manifest import Manifest
 from tierckpt.naming import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.peer.address import Address
+from tierckpt.peer.remote import RemoteNode
+from tierckpt.peer.transport import Transport
 from tierckpt.protector import PartySettings, Protector
 
 PATIENCE_SECONDS = 60.0
@@ -132,6 +135,57 @@ def test_an_order_is_carried_out_by_those_who_knew_each_other_then(
         assert (said["op"], said["version"]) == ("protect_failed", version)
         assert f"v{version} shard 0 of 9: FileNotFoundError" in said["error"]
     orders.check_idle(0, 4)
+    orders.made.close()
+
+
+def answers(address: Address, secret: str) -> bool:
+    """Whether an agent that listens there tells who knows the secret what it has."""
+    with contextlib.closing(RemoteNode("node", address, secret.encode())) as node:
+        try:
+            node.inventory("node")
+        except ConnectionError:
+            return False
+        return True
+
+
+def test_who_met_others_in_the_life_before_is_answered_until_a_later_one_begins(
+    tmp_path: Path,
+) -> None:
+    """A life may end before all its nodes have met, or have heard that they did."""
+    orders = Orders(tmp_path)
+    lives = ("first", "never met", "third", "fourth")
+    places = []
+    for number, life in enumerate(lives):
+        places.append(orders.made.open(life, "lo", 0, "localhost"))
+        answered = [each for each in lives if answers(places[-1], each)]
+        known = {0: ["first"], 1: ["first", "never met"], 2: ["first", "third"]}
+        assert answered == known.get(number, ["third", "fourth"])
+        if life != "never met":
+            orders.made.know([])
+    assert places == places[:1] * 4, "it is looked for where it was"
+    assert not answers(places[0], "")
+    with (
+        Transport(b"third", "127.0.0.1") as former,
+        contextlib.closing(former.connect(places[0])) as link,
+    ):
+        link.send({"op": "join", "tag": "", "series": "", "to": 0, "version": 1, "generation": 1})
+        assert link.receive(PATIENCE_SECONDS)["op"] == "refused", "it is shown, and no more"
+        former.drop(link)
+    orders.made.close()
+
+
+def test_who_cannot_have_a_new_port_stays_at_the_old_one(tmp_path: Path) -> None:
+    orders = Orders(tmp_path)
+    place = orders.made.open("life", "lo", 0, "localhost")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        with pytest.raises(ConfigError, match="in use"):
+            orders.made.open("another", "lo", taken, "localhost")
+    assert answers(place, "life")
+    moved = orders.made.open("another", "lo", taken, "localhost")
+    assert moved.port == taken
+    assert answers(moved, "another")
+    assert not answers(place, "life")
     orders.made.close()
 
 

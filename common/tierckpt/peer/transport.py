@@ -77,13 +77,15 @@ class Transport:
         port: int = 0,
         limits: Limits | None = None,
         notice: Callable[[str], None] = lambda text: None,
+        former: tuple[bytes, ...] = (),
     ) -> None:
         """`secret` is the life's; port 0 takes any. `notice` hears of strangers, in any thread.
+        Who knows a secret of `former` lives may read what is here, but joins no exchange.
 
         Raises ConfigError when it cannot listen there.
         """
         self.limits = limits or Limits()
-        self._secret, self._notice = secret, notice
+        self._secret, self._former, self._notice = secret, former, notice
         self._changed = threading.Condition()
         self._closing = False
         self._hosts: dict[tuple[str, int], Host] = {}
@@ -262,7 +264,7 @@ class Transport:
         """The thread of an incoming connection."""
         try:
             try:
-                admit(link, self._secret)
+                met = admit(link, self._secret, *self._former) == self._secret
             except PeerError as error:
                 self._notice(f"a connection was refused: {error}")
                 return
@@ -271,16 +273,19 @@ class Transport:
             link.seconds = self.limits.stall_seconds
             with contextlib.suppress(PeerError):  # whoever it concerns has heard of it
                 while True:
-                    self._serve(link, link.receive(None))
+                    self._serve(link, link.receive(None), met)
         finally:
             self.drop(link)
 
-    def _serve(self, link: Link, head: dict[str, Any]) -> None:
+    def _serve(self, link: Link, head: dict[str, Any], met: bool) -> None:
+        """`met`: the caller is an agent of this life."""
         operation = head.get("op")
         try:
             if operation == "join":
                 record = link.receive_record(head)
-                if host := self._await_host(link, head):
+                if not met:
+                    link.send({"op": "refused", "why": "another life of the job has begun here"})
+                elif host := self._await_host(link, head):
                     host.attend(link, head, record)
             elif operation == "list":
                 link.send({"op": "list"}, self.shelf.list())

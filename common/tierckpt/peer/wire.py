@@ -266,21 +266,21 @@ def greet(link: Link, secret: bytes, seconds: float = HELLO_SECONDS) -> None:
         raise RefusedError(f"{link.peer} does not know the secret of this life of the job")
 
 
-def admit(link: Link, secret: bytes) -> None:
-    """The listener's side. Raises PeerError for a stranger, who is told why; nothing else is read
-    from one."""
+def admit(link: Link, *secrets_of_lives: bytes) -> bytes:
+    """The listener's side; returns which of the secrets the caller knows. Raises PeerError for a
+    stranger, who is told why; nothing else is read from one."""
     ours = secrets.token_hex(16)
     link.send({"tierckpt": "peer", "protocol": PROTOCOL, "nonce": ours})
     hello = link.receive(HELLO_SECONDS)
     if hello.get("protocol") != PROTOCOL:
         why = f"this agent speaks protocol {PROTOCOL}; install the same tierckpt on all nodes"
-    elif not _same(
-        hello.get("proof"), _proof(secret, "caller", ours, theirs := str(hello.get("nonce")))
-    ):
-        why = "it is an agent of another job, or of another life of this one"
     else:
-        link.send({"proof": _proof(secret, "listener", ours, theirs)})
-        return
+        theirs = str(hello.get("nonce"))
+        for secret in secrets_of_lives:
+            if _same(hello.get("proof"), _proof(secret, "caller", ours, theirs)):
+                link.send({"proof": _proof(secret, "listener", ours, theirs)})
+                return secret
+        why = "it is an agent of another job, or of another life of this one"
     link.send_now({"error": why})
     raise RefusedError(f"{link.peer} was refused: {why}")
 
