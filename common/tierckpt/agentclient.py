@@ -34,12 +34,14 @@ class AgentClient:
         desk: DeskSettings,
         inline: bool = False,
         surroundings: str = "",
+        may_start: bool = True,
     ) -> None:
         """`inline`: the agent is a thread of this process (for debugging, and where processes
         may not be started); it dies with it. `surroundings`: the same for all ranks of the node,
-        see `surroundings.fingerprint`; an agent of others makes way."""
+        see `surroundings.fingerprint`; an agent of others makes way. `may_start`: they are this
+        process's, too, from which an agent that it starts would have them."""
         self.desk = desk
-        self._line = AgentLine(settings, desk, self, inline, surroundings)
+        self._line = AgentLine(settings, desk, self, inline, surroundings, may_start)
         self._lock = self._line.lock
         self._pending: dict[VersionId, tuple[ShardKey, Slot]] = {}
         self._tried_again: set[VersionId] = set()

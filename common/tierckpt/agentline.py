@@ -81,6 +81,7 @@ class AgentLine:
         owner: Owner,
         inline: bool,
         surroundings: str,
+        may_start: bool,
     ) -> None:
         """See `AgentClient`."""
         self.settings = settings
@@ -93,7 +94,7 @@ class AgentLine:
         self._greeted: int | None = None
         """Process id of the last agent that said it."""
         self._desk, self._owner = desk, owner
-        self._surroundings = surroundings
+        self._surroundings, self._may_start = surroundings, may_start
         self._inline = Agent(0.0) if inline else None
         self._unsent: deque[Packet] = deque()
         self._process: subprocess.Popen[bytes] | None = None
@@ -261,8 +262,10 @@ class AgentLine:
             time.sleep(0.005)
 
     def _leave_start(self) -> None:
-        """To the node's first rank, for a while."""
-        self._start_after = 0.0 if self._first else time.monotonic() + JOIN_SECONDS
+        """To the node's first rank, for a while; for as long as it may take, where an agent of ours
+        would have other keys. What is handed over waits meanwhile."""
+        seconds = 0.0 if self._first else JOIN_SECONDS
+        self._start_after = time.monotonic() + (seconds if self._may_start else START_SECONDS)
 
     def _reach_now(self) -> None:
         if self._outlived:
@@ -320,6 +323,10 @@ class AgentLine:
                 self._process = None
                 raise TimeoutError(f"a new agent was not there after {START_SECONDS:.0f} s")
             return
+        if not self._may_start and now >= self._start_after:
+            raise TimeoutError(
+                f"the node's first rank, which is to start it, has not in {START_SECONDS:.0f} s"
+            )
         status = self._process.returncode if self._process is not None else 0
         if self._unproved and status not in (0, TAKEN):
             self._process = None
@@ -455,6 +462,8 @@ class AgentLine:
         self._channel, self.welcome, self.pid = None, False, None
         # Its process may be seen to live for a moment yet: that is no start that takes long.
         self._since = time.monotonic()
+        if not self._may_start:
+            self._leave_start()
 
 
 def _packed(message: Message, fds: list[int] | None = None) -> list[Packet]:

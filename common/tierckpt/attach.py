@@ -171,10 +171,15 @@ def _needs(
 
 
 def agent_client(
-    config: Config, group: Group, job: JobDirectory, node: Node, surroundings: str
+    config: Config,
+    group: Group,
+    job: JobDirectory,
+    node: Node,
+    surroundings: str,
+    may_start: bool = True,
 ) -> AgentClient:
     """This rank's way to the node's agent, which is not started yet; `surroundings` are those of
-    the node's first rank."""
+    the node's first rank. `may_start`: this rank's are the same."""
     persistent = None
     if config.uses("persistent"):
         persistent = dataclasses.asdict(config.persistent)
@@ -199,4 +204,5 @@ def agent_client(
         ),
         inline=config.agent == "inline",
         surroundings=surroundings,
+        may_start=may_start,
     )

@@ -46,7 +46,8 @@ class Levels:
         self._agreement, self._reports = agreement, reports
         host, job = roll.hosts[group.rank], berth.job
         surroundings = roll.surroundings[self._node.first]
-        self.agent = attach.agent_client(config, group, job, self._node, surroundings)
+        alike = roll.surroundings[group.rank] == surroundings
+        self.agent = attach.agent_client(config, group, job, self._node, surroundings, alike)
         with contextlib.ExitStack() as undo:
             undo.callback(self.agent.close)
             asks = config.uses("peer") and self._node.first == group.rank

@@ -226,6 +226,29 @@ def test_it_does_not_wait_longer_than_it_was_told(node: Any) -> None:
     until(lambda: not alive(pid))
 
 
+def test_a_rank_of_other_surroundings_leaves_the_start_to_the_first(node: Any) -> None:
+    """An agent of its own would pass for one that has the first rank's keys and credentials."""
+    first = AgentClient(*node(0), surroundings="the first rank's")
+    other = AgentClient(*node(1), surroundings="the first rank's", may_start=False)
+    pid = reach(first)
+    assert reach(other) == pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: first.poll() and not first.pid)
+    until(lambda: other.poll() and not other.pid)
+    with other._lock:
+        other._line.ready()
+        assert other.starts == 0
+        other._line._start_after = 0.0
+        with pytest.raises(TimeoutError, match="the node's first rank"):
+            other._line.ready()
+    pid = reach(first)
+    assert reach(other) == pid
+    assert other.starts == 0
+    first.close()
+    other.close()
+    until(lambda: not alive(pid))
+
+
 def met(client: AgentClient) -> dict[str, Any]:
     """Its agent is told of those of other nodes; returns what."""
     where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
