@@ -127,7 +127,11 @@ class OursPeer(Ours):
 
     title = "ours, peer (a node is lost)"
     lost = ("memory", "node")
-    settings: ClassVar[dict[str, Any]] = {"peer_redundancy": "partner", "peer_interface": "lo"}
+    settings: ClassVar[dict[str, Any]] = {
+        "peer_redundancy": "partner",
+        "peer_interface": "lo",
+        "agent_linger_seconds": 0.0,  # they are lost with their nodes
+    }
 
     def _nodes(self, job: Job) -> int:
         return max(2, job.nodes)
