@@ -85,10 +85,11 @@ def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
             client.poll()
         agent = client._line._process
         assert agent is not None
-        os.kill(agent.pid, signal.SIGKILL)
-        agent.wait()
         alive = subprocess.Popen(["sleep", "1"])  # as it looks in that moment
-        client._line._process, client._line._since = alive, time.monotonic() - 100.0
+        with client._lock:  # nobody hears of its death before
+            os.kill(agent.pid, signal.SIGKILL)
+            agent.wait()
+            client._line._process, client._line._since = alive, time.monotonic() - 100.0
         job.checkpointer.save()
         job.run(3)
     alive.wait()
