@@ -261,11 +261,13 @@ class Agent:
         """With the lock held: until when to wait for each trainer that may come back; as long from
         when another node last read what it left."""
         read = self._protector.asked_at() + self.linger_seconds if self._protector else 0.0
-        return [
+        ends = [
             max(end, read)
             for (directory, shard), end in self._missed.items()
             if shard in self._here.get(directory, (shard,))
         ]
+        now = time.monotonic()
+        return [end for end in ends if end > now]  # the others come back no more
 
     def _at_work(self) -> bool:
         """With the lock held: something goes on that no trainer waits for."""
