@@ -35,7 +35,8 @@ class Berth:
         place, or another job a directory; ConfigError where there is no place.
         """
         self._config, self._rank, self._reports = config, group.rank, reports
-        self.directory_is_new = not os.path.exists(config.directory)
+        there = os.path.exists(config.directory)
+        self.directory_is_new = config.uses("local") and not there  # else nobody makes it
         self._is_first = roll.node(group.rank).first == group.rank
         """Of its node's ranks."""
         self._is_clear = False
