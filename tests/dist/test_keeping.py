@@ -123,7 +123,7 @@ def test_a_pin_holds_on_all_nodes(ranks: Any, tmp_path: Path, shm_dir: Path) -> 
 
 def pin_in_vain(place: Place) -> str:
     if rank() == 1:
-        Path(place.path.replace("{node}", "node1")).write_text("no directory")
+        Path(place.path.replace("{node}", "node1")).parent.write_text("no directory")
     _, attached = start(GLOO, place)
     with pytest.raises(tierckpt.PinError) as refused:
         attached.ckpt.pin(1)
@@ -134,6 +134,7 @@ def pin_in_vain(place: Place) -> str:
 def test_a_node_that_cannot_be_asked_is_an_error_on_all_ranks(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    for text in ranks(2).run(pin_in_vain, place_of(tmp_path, shm_dir)):
+    place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
+    for text in ranks(2).run(pin_in_vain, place):
         assert text.startswith("rank 1 cannot reach its pins")
         assert str(tmp_path / "node1") in text
