@@ -400,7 +400,7 @@ def load_config(
     config_file = config_file or environment.get(PREFIX + "CONFIG") or None
     flat: dict[str, Any] = {}
     if config_file is not None:
-        flat.update(_from_file(Path(config_file)))
+        flat.update(_from_file(Path(config_file).expanduser()))
     for name, text in environment.items():
         if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in NOT_SETTINGS:
             key = name.removeprefix(PREFIX).lower()

@@ -108,3 +108,11 @@ def test_two_levels_have_two_places(shared: str) -> None:
 def test_the_shared_place_is_one_for_all_nodes() -> None:
     with pytest.raises(ConfigError, match=r"persistent_path is .*/\{node\}'.*all nodes"):
         load_config({"persistent_path": "/shared/{node}"}, {})
+
+
+def test_the_file_of_settings_may_be_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "settings.toml").write_text("slots = 3")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config({}, {"TIERCKPT_CONFIG": "~/settings.toml"}).slots == 3
