@@ -334,7 +334,7 @@ class Agent:
                 if hello is None:
                     return
                 settings = _desk_of(hello)
-                if settings is None or not self._serves(hello, settings):
+                if settings is None or not self._serves(hello):
                     self._turn_away(hello, settings, channel)
                     return
                 desk = (settings.directory, settings.shard)
@@ -370,13 +370,13 @@ class Agent:
         met = self._protector is not None and bool(self._protector.roster())
         return met and self.linger_seconds > 0
 
-    def _serves(self, hello: dict[str, Any], desk: DeskSettings | None) -> bool:
+    def _serves(self, hello: dict[str, Any]) -> bool:
         """Whether such a trainer is served here."""
         life = _life_of(hello)
         (protocol, theirs), _ = life
         same = theirs == self._surroundings or not (theirs and self._surroundings)
         with self._lock:
-            if self.makes_way or protocol != PROTOCOL or desk is None or not same:
+            if self.makes_way or protocol != PROTOCOL or not same:
                 return False
             self._life = max(self._life, life, key=_began)
             return True
