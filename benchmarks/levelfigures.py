@@ -29,26 +29,35 @@ class Work:
 class Sample:
     """One visit to a level. Wall seconds of whole blocks are measured from outside.
 
-    alone: while the training is idle; bare_seconds, bare_cpu_s: the same bytes with nothing around
-    them, each time, and all nodes' CPU seconds of all times.
+    alone: while the training is idle; bare: the same bytes with nothing around them.
     compute_s: a block of the training alone; overall_s: a block and the work, begun at once, until
-    both are over. plain_s, beside_s: the timed steps of such blocks.
+    both are over; bare_overall_s: a block and the bare bytes, where that is the limit. plain_s,
+    beside_s: the timed steps of such blocks.
     """
 
     alone: Work
-    bare_seconds: list[float]
+    bare: Work
     compute_s: float
     overall_s: float
     plain_s: float
     beside_s: float
-    bare_cpu_s: float = 0.0
+    bare_overall_s: float | None = None
 
     @property
     def overlap(self) -> float:
-        """Share of the work that is hidden behind computing, as the OSU micro-benchmarks define
-        it for non-blocking collectives: 1 - (overall - compute) / alone, and no less than 0. (No
-        more than 1, either: a training that is faster beside the work is noise.)"""
-        hidden = 1 - (self.overall_s - self.compute_s) / self.alone.span_s
+        """Share of the work that is hidden behind computing."""
+        return self._hidden(self.alone, self.overall_s)
+
+    @property
+    def bare_overlap(self) -> float | None:
+        """The same of the bare bytes: what they cost the cores nobody can hide."""
+        return None if self.bare_overall_s is None else self._hidden(self.bare, self.bare_overall_s)
+
+    def _hidden(self, work: Work, overall_s: float) -> float:
+        """As the OSU micro-benchmarks define the overlap of non-blocking collectives:
+        1 - (overall - compute) / alone, and no less than 0. (No more than 1, either: a training
+        that is faster beside the work is noise.)"""
+        hidden = 1 - (overall_s - self.compute_s) / work.span_s
         return min(max(hidden, 0.0), 1.0)
 
     @property
@@ -76,6 +85,7 @@ class Row:
     cpu_s: Spread | None = None
     bare_cpu_s: Spread | None = None
     overlap: Spread | None = None
+    bare_overlap: Spread | None = None
     slowdown: Spread | None = None
     samples: list[Sample] = field(default_factory=list, repr=False)
 
@@ -83,11 +93,13 @@ class Row:
         """Work them out."""
         each = self.samples
         self.seconds = spread(s for sample in each for s in sample.alone.seconds)
-        self.bare_seconds = spread(s for sample in each for s in sample.bare_seconds)
-        self.of_bare = spread(mean(s.bare_seconds) / mean(s.alone.seconds) for s in each)
+        self.bare_seconds = spread(s for sample in each for s in sample.bare.seconds)
+        self.of_bare = spread(mean(s.bare.seconds) / mean(s.alone.seconds) for s in each)
         self.cpu_s = spread(s.alone.cpu_s / len(s.alone.seconds) for s in each)
-        self.bare_cpu_s = spread(s.bare_cpu_s / len(s.bare_seconds) for s in each)
+        self.bare_cpu_s = spread(s.bare.cpu_s / len(s.bare.seconds) for s in each)
         self.overlap = spread(s.overlap for s in each)
+        bare_overlap = [s.bare_overlap for s in each if s.bare_overlap is not None]
+        self.bare_overlap = spread(bare_overlap) if bare_overlap else None
         self.slowdown = spread(s.slowdown for s in each)
 
 

@@ -21,6 +21,7 @@ HEADERS = (
     "CPU-s/GB, ours / bare",
     "slowdown % (min..max)",
     "overlap % (min..max)",
+    "bare overlap",
 )
 
 
@@ -46,6 +47,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         ),
         _percent(row.slowdown),
         _percent(row.overlap),
+        _percent(row.bare_overlap),
     )
 
 
@@ -90,7 +92,8 @@ def _overlap(row: Row, why: str, no_network: str) -> Verdict:
     met = row.overlap.median >= OVERLAP
     share = f"{row.of_bare.median:.2f} of the bare link"
     measured = f"{_percent(row.overlap)} %, {share}"
-    return Verdict(target, measured, "met" if met else "MISSED")
+    limit = f"bare sockets: {_percent(row.bare_overlap)} %"
+    return Verdict(target, measured, "met" if met else "MISSED", "" if met else limit)
 
 
 def _slowdown(found: AllLevels, why: str) -> Verdict:

@@ -25,7 +25,7 @@ import models
 from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
 from harness import Team, TeamError, measure_visit
 from levelfigures import AllLevels, Block, Row, Sample, Work, block_seconds
-from levelkinds import LEVELS, Level
+from levelkinds import LEVELS, Level, Orders
 from levelnodes import NodeError, Nodes, Place
 from methods import Method, Setting
 from ours import OursLevels
@@ -122,27 +122,36 @@ class Bench:
             self.all_levels.visits.append(measure_visit(self.ours, self.ours, self.options.steps))
 
     def _sample(self, level: Level) -> Sample:
-        """Alone, bare, and beside the training, which is timed without it before and after."""
+        """Alone, bare, and beside the training, which is timed without it before and after. What
+        bare sockets do to the training is the limit for a level that uses the cables."""
         cadence, nodes = self._cadence[level], self.nodes
         orders = level.orders(nodes, cadence.repeat)
         alone = nodes.do(orders)
-        bare = nodes.do(level.bare(nodes, cadence.repeat, alone))
+        bare_orders = level.bare(nodes, cadence.repeat, alone)
+        bare = nodes.do(bare_orders)
         before, before_s = self._train(cadence.steps)
-        begin = time.perf_counter()
-        wait = nodes.begin(orders)
-        beside, _ = self._train(cadence.steps)
-        wait()
-        overall_s = time.perf_counter() - begin
+        beside, overall_s = self._train_beside(orders, cadence.steps)
+        bare_overall_s = None
+        if level.linked:
+            _, bare_overall_s = self._train_beside(bare_orders, cadence.steps)
         after, after_s = self._train(cadence.steps)
         return Sample(
             Work(alone.seconds, alone.span_s, alone.cpu_s),
-            bare.seconds,
+            Work(bare.seconds, bare.span_s, bare.cpu_s),
             compute_s=mean((before_s, after_s)),
             overall_s=overall_s,
+            bare_overall_s=bare_overall_s,
             plain_s=mean(map(block_seconds, (before, after))),
             beside_s=block_seconds(beside),
-            bare_cpu_s=bare.cpu_s,
         )
+
+    def _train_beside(self, orders: Orders, steps: int) -> tuple[Block, float]:
+        """A block of plain steps, and how long it and the nodes' work took, begun at once."""
+        begin = time.perf_counter()
+        wait = self.nodes.begin(orders)
+        block, _ = self._train(steps)
+        wait()
+        return block, time.perf_counter() - begin
 
     def _train(self, steps: int) -> tuple[Block, float]:
         """A block of plain steps, and how long it took in all."""

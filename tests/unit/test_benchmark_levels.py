@@ -20,10 +20,10 @@ def modules(benchmark_module: Callable[[str], Any]) -> argparse.Namespace:
 
 
 def sample(modules: argparse.Namespace, alone: float, overall: float, **changed: Any) -> Any:
-    """Computing takes 10 s; bare, the work takes 1.8 s a time."""
+    """Computing takes 10 s; bare, the work takes 1.8 s a time, and the same in all."""
     values = {"compute_s": 10.0, "overall_s": overall, "plain_s": 8.0, "beside_s": 8.4, **changed}
     work = modules.f.Work([alone / 2, alone / 2], alone, cpu_s=1.0)
-    return modules.f.Sample(work, [1.8], **values, bare_cpu_s=0.25)
+    return modules.f.Sample(work, modules.f.Work([1.8], 1.8, cpu_s=0.25), **values)
 
 
 def row(modules: argparse.Namespace, *samples: Any, **changed: Any) -> Any:
@@ -43,6 +43,17 @@ def test_overlap_is_what_the_work_does_not_add(
 ) -> None:
     found = sample(modules, alone=4.0, overall=overall).overlap
     assert found == pytest.approx(overlap)
+
+
+def test_what_bare_sockets_cost_the_training_is_the_limit_of_overlap(
+    modules: argparse.Namespace,
+) -> None:
+    assert sample(modules, 4.0, 10.4).bare_overlap is None  # not of a disk
+    missed = row(modules, sample(modules, 4.0, 10.4, bare_overall_s=10.09))
+    assert (missed.overlap.median, missed.bare_overlap.median) == pytest.approx((0.9, 0.95))
+    (verdict, _) = modules.report.judge([missed], modules.f.AllLevels(1), toy=False, no_network="")
+    assert (verdict.verdict, verdict.why) == ("MISSED", "bare sockets: 95.0 (95.0..95.0) %")
+    assert modules.report._cells(missed)[-1] == "95.0 (95.0..95.0)"
 
 
 def test_a_rows_figures_are_medians_of_its_rounds(modules: argparse.Namespace) -> None:
