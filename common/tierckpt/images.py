@@ -48,6 +48,8 @@ class Stored(Protocol):
 
     def read(self, offset: int, nbytes: int) -> bytes: ...
 
+    def read_into(self, offset: int, into: memoryview) -> None: ...
+
 
 class FarStore(Protocol):
     """Where shards are fetched from: the persistent level, or an agent (`peer.remote`)."""
@@ -179,7 +181,7 @@ def _fetch(
             if manifest.encoding is not None:
                 decode(low, high)
             else:
-                image.view[low:high] = reader.read(low, high - low)
+                reader.read_into(low, image.view[low:high])
 
     image.bring = bring
     return image

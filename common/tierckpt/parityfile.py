@@ -71,7 +71,7 @@ class _Fetched:
                 if block not in self._there:
                     begin = block * BLOCK_BYTES
                     part = self.view[begin : begin + BLOCK_BYTES]
-                    self._file.node.read(self._file, begin, part)
+                    self._file.read_into(begin, part)
                     self._there.add(block)
 
     def close(self) -> None:

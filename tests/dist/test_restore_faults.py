@@ -50,6 +50,7 @@ def refuse(patch: pytest.MonkeyPatch, asked: list[str]) -> None:
         raise PermissionError(errno.EACCES, "no right to read", name)
 
     patch.setattr(PosixBackend, "read", read)
+    patch.setattr(PosixBackend, "read_into", read)
 
 
 def hide(patch: pytest.MonkeyPatch, asked: list[str]) -> None:
@@ -60,20 +61,24 @@ def hide(patch: pytest.MonkeyPatch, asked: list[str]) -> None:
         raise FileNotFoundError(errno.ENOENT, "not there", name)
 
     patch.setattr(PosixBackend, "read", read)
+    patch.setattr(PosixBackend, "read_into", read)
     patch.setattr(PosixBackend, "size", read)
 
 
 def hide_data(patch: pytest.MonkeyPatch, asked: list[str]) -> None:
     """What says where a shard is can be read still, the shard cannot."""
-    plain = PosixBackend.read
 
-    def read(backend: PosixBackend, name: str, *rest: Any) -> bytes:
-        if not name.endswith(".shards"):
-            return plain(backend, name, *rest)
-        asked.append(name)
-        raise PermissionError(errno.EACCES, "no right to read", name)
+    def refusing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def read(backend: PosixBackend, name: str, *rest: Any) -> Any:
+            if not name.endswith(".shards"):
+                return plain(backend, name, *rest)
+            asked.append(name)
+            raise PermissionError(errno.EACCES, "no right to read", name)
 
-    patch.setattr(PosixBackend, "read", read)
+        return read
+
+    for method in ("read", "read_into"):
+        patch.setattr(PosixBackend, method, refusing(getattr(PosixBackend, method)))
 
 
 VIEWS = {"refused": refuse, "not mounted": hide, "data refused": hide_data}

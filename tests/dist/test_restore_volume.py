@@ -21,15 +21,20 @@ from tierckpt.persistent.reader import ShardReader
 def volume(place: Place, settings: dict[str, Any], host: int | None = None) -> dict[str, Any]:
     """Restore, and tell how many bytes went where; also those that storage was asked for."""
     asked: list[int] = []
-    plain = ShardReader.read
+    read, read_into = ShardReader.read, ShardReader.read_into
 
     def counted(reader: ShardReader, offset: int = 0, nbytes: int | None = None) -> bytes:
-        data = plain(reader, offset, nbytes)
+        data = read(reader, offset, nbytes)
         asked.append(len(data))
         return data
 
+    def counted_into(reader: ShardReader, offset: int, into: memoryview) -> None:
+        read_into(reader, offset, into)
+        asked.append(len(into))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardReader, "read", counted)
+        patch.setattr(ShardReader, "read_into", counted_into)
         if host is not None:
             patch.setattr(tierckpt.alike, "host_id", lambda node: f"host{host}")
         attached = attach(make_job(seed=2), place, **settings)

@@ -114,6 +114,11 @@ def test_ranges_are_read_without_the_rest(store: PersistentStore) -> None:
     assert reader.nbytes == len(wanted)
     assert reader.read(4096, 100) == wanted[4096:4196]
     assert reader.read(len(wanted), 0) == b""
+    into = bytearray(100)
+    reader.read_into(4096, memoryview(into))
+    assert into == wanted[4096:4196]
+    with pytest.raises(ValueError, match="bytes"):
+        reader.read_into(len(wanted) - 99, memoryview(into))
     with pytest.raises(ValueError, match="bytes 0 to"):
         reader.read(0, len(wanted) + 1)
     with pytest.raises(FileNotFoundError, match="no shard 5"):

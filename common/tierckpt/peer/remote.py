@@ -114,7 +114,7 @@ class RemoteNode:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One shard, or parity. `read` raises as the node's methods do."""
+    """One shard, or parity. Reading raises as the node's methods do."""
 
     node: RemoteNode
     stem: str
@@ -124,8 +124,12 @@ class RemoteFile:
     def read(self, offset: int, nbytes: int) -> bytes:
         """A range, unchecked."""
         data = bytearray(nbytes)
-        self.node.read(self, offset, memoryview(data))
+        self.read_into(offset, memoryview(data))
         return bytes(data)
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from byte `offset` on, unchecked."""
+        self.node.read(self, offset, into)
 
 
 def _answer(link: Link, request: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,11 @@ class Backend(Protocol):
         """A range; shorter where the file ends. Threads may read at once."""
         ...
 
+    def read_into(self, name: str, offset: int, into: memoryview) -> int:
+        """The range that fills `into`, put there; how many bytes of it there were. Threads may read
+        at once."""
+        ...
+
     def size(self, name: str) -> int:
         """Length of a file."""
         ...

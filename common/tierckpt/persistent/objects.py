@@ -116,9 +116,17 @@ class ObjectBackend:
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """See `Backend.read`."""
+        if nbytes == 0:  # HTTP has no such range
+            return b""
         end = None if nbytes is None else offset + nbytes
         data: bytes = self._fs.cat_file(self._path(name), start=offset or None, end=end)
         return data
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> int:
+        """See `Backend.read_into`; clients have no way of their own to do this."""
+        data = self.read(name, offset, len(into))
+        into[: len(data)] = data
+        return len(data)
 
     def size(self, name: str) -> int:
         """See `Backend.size`."""

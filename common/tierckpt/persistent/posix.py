@@ -107,14 +107,24 @@ class PosixBackend:
         with open_plain(self.root / name, buffering=0) as file:
             left = os.fstat(file.fileno()).st_size - offset
             left = max(0, left if nbytes is None else min(left, nbytes))
-            data = bytearray(left)
-            done = 0
-            while done < left:
-                got = os.preadv(file.fileno(), [memoryview(data)[done:]], offset + done)
+            data = b""
+            while len(data) < left:  # once, but for gigabytes
+                more = os.pread(file.fileno(), left - len(data), offset + len(data))
+                if not more:
+                    break
+                data = data + more if data else more
+            return data
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> int:
+        """See `Backend.read_into`."""
+        done = 0
+        with open_plain(self.root / name, buffering=0) as file:
+            while done < len(into):
+                got = os.preadv(file.fileno(), [into[done:]], offset + done)
                 if not got:
                     break
                 done += got
-            return bytes(data[:done])
+        return done
 
     def size(self, name: str) -> int:
         """See `Backend.size`."""

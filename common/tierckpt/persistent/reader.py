@@ -36,12 +36,25 @@ class ShardReader:
     def read(self, offset: int = 0, nbytes: int | None = None) -> bytes:
         """A range of the shard. Raises EOFError when the file is shorter than it was."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
+        begin = self._begin_of(offset, nbytes)
+        data = self._backend.read(self._path, begin, nbytes)
+        self._see_that_all_came(len(data), nbytes)
+        return data
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from byte `offset` of the shard; otherwise as `read`."""
+        begin = self._begin_of(offset, len(into))
+        self._see_that_all_came(self._backend.read_into(self._path, begin, into), len(into))
+
+    def _begin_of(self, offset: int, nbytes: int) -> int:
+        """In the file."""
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + nbytes} of {self.nbytes}")
-        data = self._backend.read(self._path, self._record.offset + offset, nbytes)
-        if len(data) != nbytes:
-            raise EOFError(f"truncated: {self.where} has {len(data)} of {nbytes} bytes")
-        return data
+        return self._record.offset + offset
+
+    def _see_that_all_came(self, came_bytes: int, nbytes: int) -> None:
+        if came_bytes != nbytes:
+            raise EOFError(f"truncated: {self.where} has {came_bytes} of {nbytes} bytes")
 
     def verify(self) -> None:
         """Check every byte against the checksum that was taken when it was written.

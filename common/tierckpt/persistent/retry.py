@@ -186,6 +186,11 @@ class RetryingBackend:
         read = self.inner.read
         return self._call(name, lambda: read(name, offset, nbytes), (FileNotFoundError,))
 
+    def read_into(self, name: str, offset: int, into: memoryview) -> int:
+        """See `Backend`."""
+        read = self.inner.read_into
+        return self._call(name, lambda: read(name, offset, into), (FileNotFoundError,))
+
     def size(self, name: str) -> int:
         """See `Backend`."""
         return self._call(name, lambda: self.inner.size(name), (FileNotFoundError,))

@@ -40,6 +40,18 @@ class BackendConformance:
         assert backend.read("a/b/c", 250, 100) == bytes(range(250, 256))
         assert backend.size("a/b/c") == 256
 
+    def test_a_range_comes_into_memory_that_is_there(self, backend: Backend) -> None:
+        """As much of it as there is; the rest of the memory stays as it was."""
+        put(backend, "file", bytes(range(256)))
+        into = bytearray(b"-" * 20)
+        window = memoryview(into)[5:15]
+        assert backend.read_into("file", 10, window) == 10
+        assert into == b"-" * 5 + bytes(range(10, 20)) + b"-" * 5
+        assert backend.read_into("file", 253, window) == 3
+        assert into[5:8] == bytes(range(253, 256))
+        assert into[:5] == into[15:] == b"-" * 5
+        assert backend.read_into("file", 0, window[:0]) == 0
+
     def test_content_of_many_windows_and_a_bit_is_whole(self, backend: Backend) -> None:
         """Every window is told from the others."""
         data = b"".join(bytes([i]) * WINDOW_BYTES for i in range(3)) + b"end"
@@ -103,6 +115,8 @@ class BackendConformance:
         """FileNotFoundError; deleting it does nothing."""
         with pytest.raises(FileNotFoundError):
             backend.read("nothing")
+        with pytest.raises(FileNotFoundError):
+            backend.read_into("nothing", 0, memoryview(bytearray(1)))
         with pytest.raises(FileNotFoundError):
             backend.size("nothing")
         backend.delete("nothing", "neither/here")
