@@ -30,37 +30,37 @@ class MappedFile:
     def ask(self, low: int = 0, high: int | None = None) -> None:
         """Have the disk begin to read a range, all at once: page faults alone ask for a few pages
         at a time."""
-        begin, nbytes = self._pages(low, high)
-        if nbytes > 0:
-            self._mapped.madvise(mmap.MADV_WILLNEED, begin, nbytes)
+        if (nbytes := self._there(low, high)) > 0:
+            self._advise(low, nbytes, mmap.MADV_WILLNEED)
 
     def bring(self, low: int, high: int) -> None:
         """Have a range in memory. Lets other threads run meanwhile.
 
         Raises OSError (EIO) where that cannot be read.
         """
-        self.ask(low, high)
-        begin, nbytes = self._pages(low, high)
-        if nbytes <= 0:
+        if (nbytes := self._there(low, high)) <= 0:
             return
-        # Not by mmap.madvise, which would hold all of Python until the disk has answered.
-        if _libc.madvise(self._address + begin, nbytes, _MADV_POPULATE_READ):
-            error = ctypes.get_errno()
-            if error not in (
-                errno.EINVAL,
-                errno.ENOSYS,
-            ):  # an older kernel: pages come when touched
-                raise OSError(
-                    errno.EIO,
-                    f"bytes {low} to {high} cannot be read: the disk fails ({os.strerror(error)}), "
-                    "or the file was cut short",
-                )
+        self.ask(low, high)
+        error = self._advise(low, nbytes, _MADV_POPULATE_READ)
+        # An older kernel knows no such thing: pages come when they are touched.
+        if error not in (0, errno.EINVAL, errno.ENOSYS):
+            raise OSError(
+                errno.EIO,
+                f"bytes {low} to {high} cannot be read: the disk fails ({os.strerror(error)}), "
+                "or the file was cut short",
+            )
 
-    def _pages(self, low: int, high: int | None) -> tuple[int, int]:
-        """The range in whole pages: its beginning, and its length."""
+    def _advise(self, low: int, nbytes: int, advice: int) -> int:
+        """madvise(2) for whole pages; 0, or the number of the error. Not by mmap.madvise, which
+        would hold all of Python until the disk has answered."""
         begin = low - low % mmap.PAGESIZE
-        size = len(self._mapped)
-        return begin, (size if high is None else min(high, size)) - begin
+        failed = _libc.madvise(self._address + begin, low + nbytes - begin, advice)
+        return ctypes.get_errno() if failed else 0
+
+    def _there(self, low: int, high: int | None) -> int:
+        """How many bytes of a range the file has; below 0 where it ends before."""
+        nbytes = len(self._mapped)
+        return (nbytes if high is None else min(high, nbytes)) - low
 
     def close(self) -> None:
         """Unmap; later, where somebody still holds a part of it."""
