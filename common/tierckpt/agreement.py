@@ -10,7 +10,8 @@ For the training thread, but for `tell` and `last_word`, which the copier thread
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from .ballots import Ballots, RankGoneError
 from .best import as_vote, of_vote
@@ -79,15 +80,20 @@ class Agreement:
         local: VersionId | None,
         peer: VersionId | None = None,
         broken: Iterable[VersionId] = (),
+        ages_seconds: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Begin with these versions as safe, after a restore; `broken` ones are on local disks."""
+        """Begin with these versions as safe, after a restore; `broken` ones are on local disks.
+        `ages_seconds`, by level: what has passed of its interval already."""
         self.memory = Ledger(safe=memory)
         self.local = Ledger(safe=local, broken=sorted(broken)[-REMEMBERED:])
         self.peer = Ledger(safe=peer)
         self.persistent = Ledger()
         """Of flushes: what is open there some node may still be at. It tells nothing of what
         exists there."""
-        self._since_memory = self._since_local = self._since_persistent = time.monotonic()
+        now, ages = time.monotonic(), ages_seconds
+        self._since_memory = now
+        self._since_local = now - ages.get("local", 0.0)
+        self._since_persistent = now - ages.get("persistent", 0.0)
         self._ballot = None
 
     def open(self, id_: VersionId, levels: Iterable[str]) -> None:

@@ -338,8 +338,9 @@ class Checkpointer:
     ) -> Restored:
         """Bring back the newest sound version, in place; returns the iteration to go on from.
 
-        Looks at memory and local on every node, verifies checksums before anything is changed, and
-        falls back to the next copy, then to the next older version. 0 when there is nothing.
+        Looks at memory, local and parity on every node, also on those that the job is on no more,
+        and at the persistent level; verifies checksums before anything is changed, and falls back
+        to the next copy, then to the next older version. 0 when there is nothing.
         All ranks call it; before the first step, or later to go back.
 
         Args:

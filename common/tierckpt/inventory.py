@@ -61,6 +61,8 @@ class Found:
     """Of the version, in a local shard 0's manifest."""
     complete: VersionId | None = None
     """A version that was on all ranks' disks when this shard was taken."""
+    created_seconds: float | None = None
+    """When that was, by the clock of its rank; None where its manifest was not read."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,8 @@ def look_at_memory(
     """Add the slots of this machine."""
     for path, m in job.sealed():
         place = Place("memory", host, str(path))
-        found.append(Found(m.key, place, m.lineage, m.life, complete=m.complete))
+        seal = (m.lineage, m.life, None, m.complete, m.created_seconds)
+        found.append(Found(m.key, place, *seal))
     for path, error in job.damaged():
         told = unseen if isinstance(error, OSError) else problems
         told.append(Problem.of(Place("memory", host, str(path)), error))
@@ -223,7 +226,7 @@ def look_at_local(
         else:
             place = replace(disk, encoded=manifest.encoding is not None)
             told = (manifest.lineage, manifest.life, manifest.metric, manifest.complete)
-            found.append(Found(key, place, *told))
+            found.append(Found(key, place, *told, manifest.created_seconds))
     return keys
 
 

@@ -7,6 +7,7 @@ that says from which version of which life it went on (DESIGN.md, "Lives").
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -157,6 +158,21 @@ class Lives:
         seen = [[f for f in each if level in ("", f.place.level)] for each in self.found]
         plan: RestorePlan | None = plan_restore(seen)
         return plan.id if plan and (limit is None or plan.id <= limit) else None
+
+    def age_seconds(self, level: str, limit: VersionId) -> float:
+        """What lay between the newest complete version on a level and `limit`, when they were
+        taken; without end where that cannot be told, or the level has none. So a job that is
+        killed again and again before an interval is over gets to the level all the same."""
+        newest = self.newest(level, limit)
+        created: dict[VersionId, float] = {}
+        for f in (f for each in self.found for f in each):
+            if f.created_seconds is not None:
+                created[f.key.id] = f.created_seconds
+        if newest == limit:
+            return 0.0
+        if newest not in created or limit not in created:
+            return math.inf
+        return max(0.0, created[limit] - created[newest])
 
     def once_complete(self) -> VersionId | None:
         """The newest version of which anything tells that it was complete: one that is now, though

@@ -9,7 +9,7 @@ from=$1 to=$2
 shift 2
 mkdir -p "$to"
 cp -a "$from/." "$to"
-rm -f "$to"/lease.*  # the old job's, on the place that was copied
+rm -f "$to"/lease.* "$to"/halt.json  # the old job's, and what made it end
 
 export TIERCKPT_PATH="${TIERCKPT_PATH:-ckpts}" TIERCKPT_PERSISTENT_PATH="$to"
 exec torchrun --standalone --nproc-per-node="${PROCESSES:-2}" --max-restarts=10 train.py "$@"

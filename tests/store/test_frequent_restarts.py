@@ -1,0 +1,85 @@
+"""A job that is killed again and again before an interval is over: its levels get versions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.inventory import Found, Place
+from tierckpt.lives import Lives
+from tierckpt.naming import ShardKey, VersionId
+from tierckpt.testing import TinyJob
+
+LONG_SECONDS = 1e6
+PATIENCE_SECONDS = 60.0
+STEPS = 4
+Start = Callable[..., TinyJob]
+
+
+@pytest.fixture
+def start(tmp_path: Path, shm_dir: Path) -> Start:
+    def start(**settings: Any) -> TinyJob:
+        given = {"shm_dir": str(shm_dir), "agent": "inline", "local_every_steps": 0}
+        return TinyJob(tmp_path / "job", **{**given, **settings})
+
+    return start
+
+
+def on_disk(job: TinyJob) -> set[int]:
+    assert job.checkpointer.wait(60.0)
+    return {event.version for event in job.heard("committed", "local")}
+
+
+def live_on(start: Start, **settings: Any) -> tuple[int, set[int]]:
+    """A life that is killed: where it began, and what it brought to disk."""
+    job = start(**settings)
+    with job:
+        began = int(job.restore())
+        job.run(began + STEPS)
+        told = began, on_disk(job)
+        job.checkpointer.abandon()
+    return told
+
+
+def test_an_interval_goes_on_where_the_life_before_ended(start: Start) -> None:
+    """Nothing has ever got to disk: it is due at once. Then the interval begins."""
+    timed = {"local_every_seconds": LONG_SECONDS}
+    assert live_on(start, **timed) == (0, set())
+    began, written = live_on(start, **timed)
+    assert (began, len(written)) == (STEPS, 1)
+    began, more = live_on(start, **timed)
+    assert (began, more) == (2 * STEPS, set())
+
+
+def test_the_persistent_level_too(start: Start, tmp_path: Path) -> None:
+    timed = {"local_every_steps": 1, "persistent_every_seconds": LONG_SECONDS}
+    timed["persistent_path"] = str(tmp_path / "shared")
+    live_on(start, **timed)
+    with start(**timed) as job:
+        assert job.restore() == STEPS
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not job.heard("committed", "persistent"):  # which only a boundary hears
+            assert time.monotonic() < deadline
+            job.run(job.iteration + 1)
+        job.checkpointer.abandon()
+
+
+@pytest.mark.parametrize(
+    ("on_level", "age"), [((3, 40.0), 60.0), ((3, None), float("inf")), ((5, 100.0), 0.0)]
+)
+def test_the_age_of_a_level_is_of_training_and_not_of_the_time_between_lives(
+    on_level: tuple[int, float | None], age: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(level: str, version: int, created: float | None) -> Found:
+        key = ShardKey(VersionId(1, version), 0, 1)
+        where = Place(level, "here", level)
+        return Found(key, where, ((1, 0),), "life", created_seconds=created)
+
+    lives = object.__new__(Lives)
+    lives.found = [[found("memory", 5, 100.0), found("local", *on_level)]]
+    assert lives.age_seconds("local", VersionId(1, 5)) == age
+    assert lives.age_seconds("persistent", VersionId(1, 5)) == float("inf")
