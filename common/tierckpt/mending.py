@@ -36,7 +36,8 @@ def mend(
     reports: Reports,
 ) -> bool:
     """Have a version that was loaded whole and protected again, if any of it was rebuilt, or was
-    fetched from a node that is none of the job's.
+    fetched from a node that is none of the job's; or if it is on all disks, and not all of its
+    parity is: a life before was killed before it had made that, or before it had mended.
 
     False when that cannot be, and a new version is to be taken. Training thread; all ranks do the
     same, and none waits for another.
@@ -45,12 +46,19 @@ def mend(
     if any(source.place.level == AGENT for source in attempt.plan.sources):
         return False  # that agent ends soon, and its node may be gone then
     lacking = shards_to_mend(attempt.plan, levels.lives.found)
-    if not levels.peers.ready or lacking == frozenset():
+    if not levels.peers.ready:
         return True
+    if lacking != frozenset() and not any(source.rebuilt for source in attempt.plan.sources):
+        return True  # it never was on all disks, or was another number of ranks': nothing was lost
     if lacking is None:
         return False
     parities = parities_to_mend(attempt.plan, levels.peers.groups, levels.lives.parities)
+    if not lacking and not parities:
+        return True
     levels.peers.mend(id_, parities)
+    if not lacking:
+        levels.onward.protect(id_)
+        return True
     agreement.local.open.append(id_)
     if group.rank not in lacking:
         agreement.tell("local", id_, DONE)
@@ -67,14 +75,12 @@ def mend(
 
 
 def shards_to_mend(plan: RestorePlan, found: Sequence[Sequence[Found]]) -> frozenset[int] | None:
-    """Shards that are not on the disk of the node of their rank; empty when none was rebuilt.
+    """Shards that are not on the disk of the node of their rank.
 
     Pure: every rank comes to the same. `found` is what each rank saw before the restore. None when
     this version cannot be protected again and a new one has to be: it has another number of ranks,
     or some rank's shard is on another node, and no longer in memory.
     """
-    if not any(source.rebuilt for source in plan.sources):
-        return frozenset()
     shards = len(plan.sources)
     if shards != len(found):
         return None

@@ -99,7 +99,7 @@ class Onward:
         """
         self._best.add(safe, metric)
         self.retire()
-        self._protect(safe)
+        self.protect(safe)
         self._flush(safe, largest_bytes, metric)
 
     def retire(self) -> None:
@@ -110,7 +110,8 @@ class Onward:
         keep = self._agreement.peer.protected() | self._best.versions | self.backlog.versions
         self._agent.retire(local.safe, lineage, keep, void)
 
-    def _protect(self, safe: VersionId) -> None:
+    def protect(self, safe: VersionId) -> None:
+        """A version that is complete on all local levels goes to the other nodes."""
         if self._peers.ready:
             self._agreement.open_peer(safe)
             if not self._peers.protect(safe):

@@ -19,11 +19,15 @@ from tests.dist.test_peer_level import (
 from tests.dist.training import Place, attach, make_job, restored_into, train
 
 
-def come_back_and_crash(place: Place, scheme: str, steps: int = 4) -> dict[str, Any]:
+def come_back_and_crash(
+    place: Place, scheme: str, steps: int = 4, times: int = 1
+) -> dict[str, Any]:
     """Restore, go on for some steps without a checkpoint to disk, and crash when protected."""
     job = make_job(seed=2)
     attached = attach(job, place, memory_every_steps=0, **settings(scheme))
     ckpt = attached.ckpt
+    for _ in range(times - 1):
+        ckpt.restore()
     told = restored_into(job, attached)
     told["course"] = {}
     for step in range(STEPS, STEPS + steps):
@@ -56,6 +60,33 @@ def test_one_failure_after_the_other(
             assert told["digest"] == before[number]["course"][STEPS]
             assert told["protected"] == [STEPS], "the restored version, not a later one"
             assert told["complaints"] == []
+
+
+def come_back_and_crash_at_once(place: Place, scheme: str) -> dict[str, int]:
+    """What was rebuilt gets to disk, and nobody hears of it."""
+    attached = attach(make_job(seed=2), place, memory_every_steps=0, **settings(scheme))
+    found = attached.ckpt.restore()
+    attached.ckpt.wait()
+    attached.ckpt.abandon()
+    return found.levels
+
+
+@pytest.mark.parametrize("crash", [True, False], ids=["crash", "restored twice"])
+def test_a_mending_that_is_cut_short_is_taken_up_again(
+    crash: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    ranks(3).run(leave_behind, place, "xor")
+    lose(place, tmp_path, 1)
+    if crash:
+        there = {"local": 2, "peer": 1}
+        assert ranks(3).run(come_back_and_crash_at_once, place, "xor") == [there] * 3
+    for told in ranks(3).run(come_back_and_crash, place, "xor", times=1 if crash else 2):
+        assert told["protected"] == [STEPS]
+        assert told["complaints"] == []
+    lose(place, tmp_path, 0)
+    for told in ranks(3).run(come_back_and_crash, place, "xor"):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
 
 
 def test_on_fewer_ranks_a_new_version_is_protected(

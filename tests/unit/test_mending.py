@@ -48,6 +48,15 @@ def plan_of(
 def test_nothing_was_lost() -> None:
     shards, parities = world()
     assert shards_to_mend(plan_of(shards, parities), shards) == frozenset()
+    assert parities_to_mend(plan_of(shards, parities), [GROUP], parities) == frozenset()
+
+
+def test_shards_are_all_there_and_parity_was_not_made_yet() -> None:
+    shards, parities = world()
+    parities[2] = []
+    plan = plan_of(shards, parities)
+    assert shards_to_mend(plan, shards) == frozenset()
+    assert parities_to_mend(plan, [GROUP], parities) == {2}
 
 
 def test_what_was_rebuilt_is_to_be_kept_where_it_was_lost() -> None:
