@@ -34,7 +34,8 @@ NAMES = frozenset(
 
 def fingerprint() -> str:
     """Of this process: alike where an agent would do the same. From it no value can be read."""
-    what = [sys.executable, module_path(), sorted(relevant(os.environ).items())]
+    path = without_packages_own(module_path())
+    what = [sys.executable, path, sorted(relevant(os.environ).items())]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
@@ -57,6 +58,13 @@ def module_path() -> list[str]:
     return found
 
 
+def without_packages_own(path: list[str]) -> list[str]:
+    """Without folders inside installed packages, which put them there as they are imported
+    (setuptools does): they come with the package, and at another moment in each process."""
+    sites = [p for p in path if os.path.basename(p) in ("site-packages", "dist-packages")]
+    return [p for p in path if not any(p.startswith(site + os.sep) for site in sites)]
+
+
 def find_modules_in(path: Iterable[str]) -> None:
     """Have this process find modules as one whose `module_path` that is.
 
@@ -68,4 +76,11 @@ def find_modules_in(path: Iterable[str]) -> None:
     sys.path[:] = [*first, *(entry for entry in path if entry not in first)]
 
 
-__all__ = ["VARIABLE", "find_modules_in", "fingerprint", "module_path", "relevant"]
+__all__ = [
+    "VARIABLE",
+    "find_modules_in",
+    "fingerprint",
+    "module_path",
+    "relevant",
+    "without_packages_own",
+]

@@ -163,6 +163,20 @@ def old(shm_dir: Path, tmp_path: Path, agents: list[int]) -> Iterator[Any]:
     end(process)
 
 
+def test_what_an_import_adds_to_the_path_is_nothing_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site-packages"
+    vendored = site / "setuptools" / "_vendor"
+    vendored.mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
+    before = surroundings.fingerprint()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(vendored)])
+    assert surroundings.fingerprint() == before
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert surroundings.fingerprint() != before
+
+
 def test_an_agent_of_other_surroundings_makes_way(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
