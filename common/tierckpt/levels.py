@@ -108,9 +108,10 @@ class Levels:
         # Until something newer is protected, what was rebuilt may have to be rebuilt again.
         peer = id_ if "peer" in result.levels else self.lives.newest_protected(id_)
         local, broken = self.lives.newest("local", id_), self.lives.incomplete()
-        ages_seconds = {"persistent": self.lives.age_seconds("persistent", id_)}
+        persistent = self.lives.newest("persistent", id_)
+        ages_seconds = {"persistent": self.lives.age_seconds(persistent, id_)}
         if "peer" not in result.levels:  # what was rebuilt is on its way there (see `mending`)
-            ages_seconds["local"] = self.lives.age_seconds("local", id_)
+            ages_seconds["local"] = self.lives.age_seconds(local, id_)
         self._agreement.restart(memory, local, peer, broken, ages_seconds)
         self.onward.restart()
         self.meet()

@@ -159,11 +159,10 @@ class Lives:
         plan: RestorePlan | None = plan_restore(seen)
         return plan.id if plan and (limit is None or plan.id <= limit) else None
 
-    def age_seconds(self, level: str, limit: VersionId) -> float:
-        """What lay between the newest complete version on a level and `limit`, when they were
-        taken; without end where that cannot be told, or the level has none. So a job that is
-        killed again and again before an interval is over gets to the level all the same."""
-        newest = self.newest(level, limit)
+    def age_seconds(self, newest: VersionId | None, limit: VersionId) -> float:
+        """What lay between the `newest` version of a level and `limit`, when they were taken;
+        without end where that cannot be told, or the level has none. So a job that is killed
+        again and again before an interval is over gets to the level all the same."""
         created: dict[VersionId, float] = {}
         for f in (f for each in self.found for f in each):
             if f.created_seconds is not None:

@@ -79,7 +79,8 @@ def test_the_age_of_a_level_is_of_training_and_not_of_the_time_between_lives(
         where = Place(level, "here", level)
         return Found(key, where, ((1, 0),), "life", created_seconds=created)
 
+    limit = VersionId(1, 5)
     lives = object.__new__(Lives)
     lives.found = [[found("memory", 5, 100.0), found("local", *on_level)]]
-    assert lives.age_seconds("local", VersionId(1, 5)) == age
-    assert lives.age_seconds("persistent", VersionId(1, 5)) == float("inf")
+    assert lives.age_seconds(lives.newest("local", limit), limit) == age
+    assert lives.age_seconds(lives.newest("persistent", limit), limit) == float("inf")
