@@ -17,6 +17,7 @@ from .claims import Claims
 from .config import Config
 from .errors import ConfigError
 from .group import Group, Node
+from .halting import watched_directories
 from .jobdirectory import JobBusyError
 from .pool import SlotPool
 from .reports import Reports
@@ -53,7 +54,7 @@ class Berth:
         """Take this rank's place and its node's directory; why they are not to be had, else None.
         The other ranks wait for it."""
         try:
-            self._take(slots, undo)
+            self._take(slots, roll.node(self._rank), undo)
         except (JobBusyError, ConfigError) as error:
             return error
         except OSError as error:
@@ -64,7 +65,7 @@ class Berth:
         taken = self._claim(roll, undo)
         return JobBusyError(taken) if taken else None
 
-    def _take(self, slots: int, undo: contextlib.ExitStack) -> None:
+    def _take(self, slots: int, node: Node, undo: contextlib.ExitStack) -> None:
         config, reports = self._config, self._reports
         taken = os.path.exists(config.directory) and not os.path.isdir(config.directory)
         if taken and config.uses("local"):
@@ -81,7 +82,9 @@ class Berth:
             reports.notice(f"removed shared memory of the dead job {job}", logging.INFO)
         severity = logging.WARNING if self._is_first else logging.DEBUG
         self._lock_fd = self.job.lock_rank(
-            self._rank, on_wait=lambda text: reports.notice(text, severity)
+            self._rank,
+            on_wait=lambda text: reports.notice(text, severity),
+            watches=watched_directories(config, self._rank, node),
         )
         undo.callback(self.job.remove_if_unused)
         undo.callback(self._unlock)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .errors import ConfigError, NodeHealthError, TierckptError
+from .haltcommand import halt
 from .intervalcommand import interval
 from .naming import directory_of
 
@@ -63,75 +64,6 @@ def _add_inputs(parser: argparse.ArgumentParser, action: str) -> None:
         getattr(command, action)(args, console)
 
     parser.set_defaults(run=run)
-
-
-def halt(commands: Subparsers) -> None:
-    """`tierckpt halt PATH`."""
-    parser = commands.add_parser(
-        "halt",
-        help="have a job take a last checkpoint and end",
-        description="Asks the job whose path (or persistent_path, if that is a directory) PATH is "
-        "to take a last checkpoint and end: when any of the conditions holds. They stay until they "
-        "are cleared. Within some seconds the job has read them.",
-    )
-    what = "a directory; URLs (a persistent_path in an object store) are not watched"
-    parser.add_argument("path", type=directory_of, metavar="PATH", help=what)
-    what = "when version V, or a later one, is taken"
-    parser.add_argument("--after-version", type=int, metavar="V", help=what)
-    what = (
-        "before a time: HH:MM, or 2026-12-24T18:00. How long before says --seconds-left, or else "
-        "the job's halt_seconds_left. Without either the job ends just AFTER that time: at the "
-        "first boundary that finds it over"
-    )
-    parser.add_argument("--before", metavar="TIME", help=what)
-    what = "S seconds before that time, and before the end of the scheduler's allocation"
-    parser.add_argument("--seconds-left", type=float, metavar="S", help=what)
-    parser.add_argument("--now", action="store_true", help="at once")
-    parser.add_argument("--show", action="store_true", help="print what is asked for")
-    what = "also where no job has left anything yet"
-    parser.add_argument("--force", action="store_true", help=what)
-    what = "ask for nothing any more, or only for what is given along with this"
-    parser.add_argument("--clear", action="store_true", help=what)
-    parser.set_defaults(run=_halt)
-
-
-def _halt(args: argparse.Namespace, console: Console) -> None:
-    from datetime import datetime
-
-    from . import haltrequest
-
-    if "://" in args.path:
-        raise ConfigError(
-            f"{args.path} is a URL, and no job looks for requests there: give the job's path, a "
-            "directory, on one of its nodes"
-        )
-    before = haltrequest.parse_time(args.before, datetime.now()) if args.before else None
-    asked = haltrequest.HaltRequest(args.now, args.after_version, before, args.seconds_left)
-    if wrong := asked.nonsense():
-        raise ConfigError(f"nothing is asked for; {wrong}")
-    nothing = asked == haltrequest.HaltRequest()
-    if nothing and not (args.show or args.clear):
-        raise ConfigError("nothing is asked for; see tierckpt halt --help for the conditions")
-    try:
-        if not (nothing or args.force or haltrequest.was_job_here(args.path)):
-            raise ConfigError(
-                f"no job has left anything in {args.path} yet, and one that runs elsewhere would "
-                "never see this: give the job's path, as it has it on this node. --force leaves "
-                "the request all the same, for a job that is still to start, or to come so far"
-            )
-        if args.clear:
-            haltrequest.clear(args.path)
-        standing = haltrequest.read(args.path)
-        if not nothing:
-            standing = (standing or haltrequest.HaltRequest()).merged(asked)
-            haltrequest.write(args.path, standing)
-    except OSError as error:
-        raise ConfigError(
-            f"{args.path} cannot be used: {error}; PATH is the directory of the job's checkpoints, "
-            "on a node where the job runs"
-        ) from error
-    said = f"the job is to end: {standing.text()}" if standing else "the job may go on"
-    console.print(f"{args.path}: {said}", soft_wrap=True)
 
 
 def health(commands: Subparsers) -> None:

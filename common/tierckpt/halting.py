@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -206,7 +207,7 @@ class Lookout:
 
     def advice(self) -> str:
         """How to get rid of the requests that were found; empty without any."""
-        commands = [f"tierckpt halt {directory} --clear" for directory in self._where]
+        commands = [f"tierckpt halt {shlex.quote(each)} --clear" for each in self._where]
         return f"; before the next start: {', '.join(commands)}" if commands else ""
 
     def close(self) -> None:

@@ -12,15 +12,13 @@ import enum
 import json
 import math
 import os
-import re
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from . import claims
 from .errors import ConfigError, FormatError
 from .plainfile import open_plain
 
@@ -28,12 +26,8 @@ FILE_NAME = "halt.json"
 KIND = "tierckpt-halt"
 FORMAT_VERSION = 1
 END_VARIABLE = "SLURM_JOB_END_TIME"
-
-
-_OF_A_JOB = re.compile(
-    rf"{re.escape(claims.PREFIX)}|\.?v\d{{10,}}\.g\d{{6,}}\.|lease\.\d|{re.escape(FILE_NAME)}$"
-)
-"""How names begin."""
+LAST_SECONDS = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
+"""Unix time, in every time zone one that can be told as a date."""
 
 
 class Reason(enum.IntEnum):
@@ -84,6 +78,8 @@ class HaltRequest:
             seconds = getattr(self, name)
             if seconds is not None and not 0 <= seconds < math.inf:
                 return f"{name} is {seconds:g}: it is a finite number of seconds, 0 or more"
+        if self.before_seconds is not None and self.before_seconds >= LAST_SECONDS:
+            return f"before_seconds is {self.before_seconds:g}: that is the year 9999, or later"
         return ""
 
     def with_margin(self, configured_seconds: float) -> HaltRequest:
@@ -181,12 +177,6 @@ def read(directory: str | os.PathLike[str]) -> HaltRequest | None:
     return HaltRequest.decode(text)
 
 
-def was_job_here(directory: str | os.PathLike[str]) -> bool:
-    """Whether a job has left anything here: its claim, a version, a lease, or a request to it.
-    Raises OSError."""
-    return any(map(_OF_A_JOB.match, os.listdir(directory)))
-
-
 def write(directory: str | os.PathLike[str], request: HaltRequest) -> None:
     """Put the request in place of one that is there, atomically. Raises OSError."""
     folder = Path(directory)
@@ -219,7 +209,7 @@ def parse_time(text: str, now: datetime) -> float:
         clock = datetime.strptime(text, "%H:%M")
         then = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
         return (then if then > now else then + timedelta(days=1)).timestamp()
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):  # the latter: the year 1
         return datetime.fromisoformat(text).timestamp()
     raise ConfigError(
         f"{text!r} is no time; give HH:MM, or date and time, for example 2026-12-24T18:00"

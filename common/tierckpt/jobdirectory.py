@@ -4,7 +4,9 @@ The `memory` level is the sealed slots themselves: they are files in a memory fi
 outlive a process that is killed, and its successor finds them by name:
 
     <shm_dir>/tierckpt-<uid>/<job>/r<rank>.<k>       a slot
-    <shm_dir>/tierckpt-<uid>/<job>/r<rank>.lock      held by the living trainer of that rank
+    <shm_dir>/tierckpt-<uid>/<job>/r<rank>.lock      held by the living trainer of that rank; says
+                                                     which process that is, and where it looks for
+                                                     halt requests
 
 Locks are POSIX record locks: the kernel drops them when the process dies, and forked children (a
 DataLoader's workers, which outlive a killed parent for seconds) do not inherit them. Whoever takes
@@ -18,10 +20,11 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,8 +87,10 @@ class JobDirectory:
         rank: int,
         patience_seconds: float = 15.0,
         on_wait: Callable[[str], None] = lambda text: None,
+        watches: Sequence[str] = (),
     ) -> int:
-        """Become the living trainer of `rank`; returns a descriptor for `unlock_rank`.
+        """Become the living trainer of `rank`; returns a descriptor for `unlock_rank`. `watches`:
+        directories in which it looks for halt requests; see `watched`.
 
         A predecessor that was killed a moment ago may take the kernel some time to tear down, so
         this waits `patience_seconds` before it raises JobBusyError; `on_wait` is told, once. Raises
@@ -110,7 +115,7 @@ class JobDirectory:
                 continue
             if fd is not None:
                 break
-            owner = path.read_text(errors="replace").strip() or "unknown"
+            owner = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
             if time.monotonic() > deadline:
                 raise self._busy(rank, owner)
             if not told:
@@ -119,6 +124,8 @@ class JobDirectory:
                 on_wait(f"{text} {owner}): waiting {patience_seconds:g} s for its end, at most")
             time.sleep(0.05)
         filelock.hold(path)
+        with contextlib.suppress(OSError):  # it has its place all the same
+            os.pwrite(fd, f"{os.getpid()}\n{json.dumps(list(watches))}".encode(), 0)
         return fd
 
     def unlock_rank(self, rank: int, fd: int) -> None:
@@ -173,8 +180,20 @@ class JobDirectory:
 
     def trains(self) -> bool:
         """True while any trainer of this job lives; its agent alone changes no slot."""
-        locks = (p for p in _listdir(self.path) if re.fullmatch(r"r\d{5,}\.lock", p.name))
-        return any(not _path_lockable(path) for path in locks)
+        return any(not _path_lockable(path) for path in self._rank_locks())
+
+    def watched(self) -> set[str]:
+        """Directories in which living trainers of this job look for halt requests. Not those of
+        this process: the kernel drops its lock when it closes a file of that name."""
+        found = set[str]()
+        for path in self._rank_locks():
+            if not (filelock.held_here(path) or _path_lockable(path)):
+                with contextlib.suppress(FileNotFoundError, ValueError):  # of another tierckpt
+                    found.update(json.loads(path.read_text().partition("\n")[2]))
+        return found
+
+    def _rank_locks(self) -> list[Path]:
+        return [p for p in _listdir(self.path) if re.fullmatch(r"r\d{5,}\.lock", p.name)]
 
     def lives(self, rank: int) -> bool:
         """True while a trainer of that rank does, on this machine."""
@@ -238,11 +257,7 @@ class JobDirectory:
 
     def others(self) -> list[JobDirectory]:
         """Folders of this user's other jobs."""
-        return [
-            JobDirectory(self.root, p.name)
-            for p in _listdir(self.root)
-            if p.is_dir() and p.name != self.path.name
-        ]
+        return [each for each in _jobs_in(self.root) if each.path != self.path]
 
     def remove_dead_jobs(self, linger_seconds: float) -> list[str]:
         """Delete other jobs' segments when nobody of the job lives and nobody came back in time."""
@@ -253,6 +268,15 @@ class JobDirectory:
                     other.remove()
                     removed.append(other.job)
         return removed
+
+
+def jobs_at(shm_dir: str | os.PathLike[str]) -> list[JobDirectory]:
+    """Folders of all of this user's jobs under `shm_dir`."""
+    return _jobs_in(JobDirectory.at(shm_dir, "").root)
+
+
+def _jobs_in(root: Path) -> list[JobDirectory]:
+    return [JobDirectory(root, path.name) for path in _listdir(root) if path.is_dir()]
 
 
 def take_lock(path: Path) -> int | None:

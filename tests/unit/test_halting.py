@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import signal
 import threading
 import time
@@ -97,6 +98,7 @@ def test_what_is_asked_later_is_added(first: HaltRequest, second: HaltRequest) -
         HaltRequest(after_version=-3).encode(),
         HaltRequest(seconds_left=float("nan")).encode(),
         HaltRequest(before_seconds=float("inf")).encode(),
+        HaltRequest(before_seconds=1e300).encode(),
     ],
 )
 def test_what_is_no_request_is_refused(text: str) -> None:
@@ -139,8 +141,9 @@ def test_only_processes_and_allocations_that_end_are_interruptions() -> None:
 def test_the_command_asks_adds_shows_and_clears(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = str(tmp_path)
-    assert main(["halt", place, "--after-version", "100", "--force"]) == 0
+    place, claim = str(tmp_path), tmp_path / ".claim.9f8e7d6c.0"
+    claim.touch()
+    assert main(["halt", place, "--after-version", "100"]) == 0
     assert haltrequest.read(tmp_path) == HaltRequest(after_version=100)
     assert main(["halt", place, "--before", "2027-01-15T08:00+00:00", "--seconds-left", "90"]) == 0
     assert haltrequest.read(tmp_path) == HaltRequest(False, 100, NOON, 90.0)
@@ -153,7 +156,7 @@ def test_the_command_asks_adds_shows_and_clears(
     assert haltrequest.read(tmp_path) is None
     assert "may go on" in capsys.readouterr().out
     assert main(["halt", place, "--clear"]) == 0
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [claim]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,10 @@ def test_the_command_asks_adds_shows_and_clears(
         (".claim.9f8e7d6c.0", True),
         ("v0000000012.g000001.s00000of00002.manifest", True),
         (".v0000000012.g000001.s00000of00002.tmp", True),
-        ("v0000000012.g000001.9f8e7d6c.2/", True),
+        ("v0000000012.g000001.of00002.9f8e7d6c/", True),
+        ("v0000000012.g000001.of00002.9f8e7d6c.manifest", True),
+        ("v0000000012.g000001.of00002.9f8e7d6c.retired", True),
+        (".spare.s00000of", True),
         ("lease.000003", True),
         ("node17/", False),
         ("train.py", False),
@@ -183,11 +189,49 @@ def test_the_command_refuses_a_directory_where_no_job_would_look(
     assert haltrequest.read(tmp_path) == HaltRequest(now=True)
 
 
+@pytest.mark.parametrize("asked", [["--show"], ["--clear"]])
+def test_where_no_job_ever_was_none_is_said_to_go_on(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever mistypes a path would believe that a request is taken back."""
+    for path in (tmp_path, tmp_path / "nowhere"):
+        assert main(["halt", str(path), *asked]) == 1
+        out, told = capsys.readouterr()
+        assert (out, str(path) in told) == ("", True)
+        assert "no job has left anything in" in told or "cannot be used" in told
+    assert main(["halt", str(tmp_path), *asked, "--force"]) == 0
+    assert "may go on" in capsys.readouterr().out
+
+
+def test_the_command_says_who_will_read_the_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".claim.9f8e7d6c.0").touch()
+    assert main(["halt", str(tmp_path), "--now"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{tmp_path}: the job is to end: now"
+    assert second.startswith(f"{tmp_path}: no job on this machine looks there now; ")
+
+
+def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What would be made above it may be a file system that is not mounted."""
+    assert main(["halt", str(tmp_path / "ckpts"), "--now", "--force"]) == 0
+    assert haltrequest.read(tmp_path / "ckpts") == HaltRequest(now=True)
+    assert main(["halt", str(tmp_path / "mount" / "ckpts"), "--now", "--force"]) == 1
+    told = capsys.readouterr().err
+    assert f"{tmp_path}/mount is not there; make it, unless it should have been mounted" in told
+    assert not (tmp_path / "mount").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "nothing is asked for"),
         (["--before", "noon"], "'noon' is no time"),
+        (["--before", "0001-01-01"], "'0001-01-01' is no time|before_seconds is -"),
+        (["--before", "9999-12-31T23:59"], "the year 9999, or later"),
         (["--now"], "cannot be used: .*No such file.*directory of the job's checkpoints"),
     ],
 )
@@ -235,6 +279,20 @@ def test_the_command_refuses_a_url(
     assert main(["halt", "s3://bucket", *arguments]) == 1
     assert "s3://bucket is a URL, and no job looks for requests there" in capsys.readouterr().err
     assert list((tmp_path / "s3:" / "bucket").iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ['{"kind": "tierckpt-halt", "ver', "what?"])
+def test_a_request_that_cannot_be_read_is_named_with_the_way_out(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / haltrequest.FILE_NAME).write_text(content)
+    for asked in ("--show", "--now"):
+        assert main(["halt", str(tmp_path), asked]) == 1
+        told = capsys.readouterr().err
+        assert told.startswith(f"tierckpt: {tmp_path}: ")
+        assert told.endswith("; --clear removes it\n")
+    assert main(["halt", str(tmp_path), "--clear", "--now"]) == 0
+    assert haltrequest.read(tmp_path) == HaltRequest(now=True)
 
 
 def test_the_command_says_whose_margin_counts(
@@ -322,6 +380,19 @@ def test_who_looks_where() -> None:
     assert watched_directories(both, 5, first) == []
     assert watched_directories(both, 0, second) == ["/local/ckpts", "/shared"]
     assert watched_directories(bucket, 0, second) == ["/local/ckpts"]
+
+
+def test_the_advice_can_be_pasted_into_a_shell(often: None, tmp_path: Path) -> None:
+    place = tmp_path / "my run; rm"
+    place.mkdir()
+    haltrequest.write(place, HaltRequest(now=True))
+    lookout = Lookout([str(place)])
+    try:
+        until(lookout.advice)
+        command = lookout.advice().partition(": ")[2]
+        assert shlex.split(command) == ["tierckpt", "halt", str(place), "--clear"]
+    finally:
+        lookout.close()
 
 
 def test_a_rank_that_does_not_look_has_no_thread() -> None:

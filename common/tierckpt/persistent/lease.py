@@ -151,10 +151,12 @@ class Lease:
 
     def newest(self) -> LeaseRecord | None:
         """Whose the place is, or was; None when nobody's."""
-        numbers = [int(m[1]) for n in self._backend.sizes() if (m := _NAME.fullmatch(n))]
-        if not numbers:
-            return None
-        return self._read(max(numbers))
+        numbers = self.numbers()
+        return self._read(max(numbers)) if numbers else None
+
+    def numbers(self) -> list[int]:
+        """Of all that are in the place, those that have expired and cannot be read included."""
+        return [int(m[1]) for n in self._backend.sizes() if (m := _NAME.fullmatch(n))]
 
     def _take(self, number: int, expired: LeaseRecord | None) -> int | None:
         """Make the file `number`; None when another life did, or the old holder woke up."""

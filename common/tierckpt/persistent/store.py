@@ -242,6 +242,11 @@ class PersistentStore:
         found = {VersionName.parse(s) for s in stems if s + MANIFEST not in there}
         return sorted(n for n in found if n is not None)
 
+    def is_used(self) -> bool:
+        """Whether any job has left anything here: a version, finished or not, or a lease."""
+        versions = self.versions() or self.incomplete() or self.obstructed()
+        return bool(versions or self._nobody().numbers())
+
     def read_manifest(self, name: VersionName) -> VersionManifest:
         """The version's manifest, checked. Raises CorruptShardError or FormatError if it isn't."""
         manifest = VersionManifest.decode(self.backend.read(name.stem + MANIFEST))
