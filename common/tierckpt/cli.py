@@ -215,12 +215,11 @@ def _takeover(args: argparse.Namespace, console: Console) -> None:
     from .persistent import PersistentStore
     from .persistent.backend import is_url
 
-    url = is_url(args.path)
-    if not url and not Path(args.path).is_dir():
+    there = load_config().persistent.at(args.path)
+    if not is_url(args.path) and not Path(args.path).is_dir():
         raise ConfigError(f"{args.path} is no directory; PATH is a job's persistent_path")
-    options = load_config().persistent.options() if url else {}
     try:
-        with closing(PersistentStore(args.path, **options)) as store:
+        with closing(PersistentStore(there.path, **there.options())) as store:
             owner = store.take_over()
     except OSError as error:
         raise ConfigError(f"{args.path} cannot be used: {error}") from error

@@ -13,7 +13,7 @@ import os
 import socket
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -127,6 +127,12 @@ class PersistentConfig:
         """`storage_options` as keyword arguments."""
         found: dict[str, Any] = json.loads(self.storage_options or "{}")
         return found
+
+    def at(self, place: str) -> PersistentConfig:
+        """The same for a place that somebody named, to read it or to put marks there: the options
+        are for URLs. What a directory takes is about how shards are written."""
+        url = "://" in directory_of(place)
+        return replace(self, path=place, storage_options=self.storage_options if url else "")
 
 
 @dataclass(frozen=True)

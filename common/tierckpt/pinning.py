@@ -138,9 +138,8 @@ def mark_at(action: Action, version: int, path: str, place: PersistentConfig) ->
 
 @contextmanager
 def _persistent(place: PersistentConfig, path: str = "") -> Iterator[PersistentPins]:
-    where = path or place.path
-    options = place.options() if is_url(where) else {}  # a directory's are about shards
-    with closing(PersistentStore(where, **options)) as store:
+    there = place.at(path or place.path)
+    with closing(PersistentStore(there.path, **there.options())) as store:
         yield PersistentPins(store)
 
 

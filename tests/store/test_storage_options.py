@@ -159,3 +159,18 @@ def test_a_directory_takes_some_of_its_own(job: Any, tmp_path: Path) -> None:
     (failed, *_) = second.heard("failed", "persistent")
     assert "a directory, whose storage options are direct and shared_writes" in failed.text()
     assert WRONG not in failed.text()
+
+
+def test_a_directory_is_read_whatever_the_environment_says_for_a_url(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = str(tmp_path / "shared")
+    with job(agent="inline", persistent_path=shared) as first:
+        first.run(1)
+    monkeypatch.setenv(VARIABLE, json.dumps({"key": WRONG}))
+    assert main(["list", shared]) == 0
+    assert " kB " in capsys.readouterr().out.splitlines()[1]
+    assert main(["verify", shared]) == 0
+    assert main(["export", shared, str(tmp_path / "out.pt")]) == 0
+    assert main(["pin", shared, "1"]) == 0
+    assert main(["takeover", shared]) == 0

@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..claims import memory_told
@@ -107,26 +107,29 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
     """Look at all of `paths`, and at the memory of their jobs on this machine. Raises ConfigError
     for a path that is not there."""
     config = load_config()
-    there = Survey()
-    there.open_store = functools.partial(PersistentStore, **config.persistent.options())
+    there = Survey(open_store=functools.partial(_open_store, config.persistent))
     jobs, own, told = set[str](), set[str](), set[Path]()
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
     for path in dict.fromkeys(map(directory_of, given)):
         if is_url(path):
-            _look_at_shared(replace(config.persistent, path=path), there)
+            _look_at_shared(config.persistent.at(path), there)
             continue
         jobs |= {job_id_of(path), config.job_id} - {""}
         own |= {config.job_id} if config.job_id else _ids_of(path, config.node)
         folders = _folders(path)
         for folder in folders:
             _look_at_disk(folder, there)
-            _look_at_shared(PersistentConfig(path=str(folder)), there)
+            _look_at_shared(config.persistent.at(str(folder)), there)
         told |= set[Path]().union(*map(memory_told, folders))
     jobs |= _jobs_named(there) | {folder.name.partition("@")[0] for folder in told}
     there.elsewhere = {job for job in jobs - own if config.job_id or is_default_id(job)}
     roots = {JobDirectory.at(config.shm_dir, "").root, *(folder.parent for folder in told)}
     _look_at_memory(roots, jobs, there)
     return there
+
+
+def _open_store(config: PersistentConfig, where: str) -> PersistentStore:
+    return PersistentStore(where, **config.at(where).options())
 
 
 def _ids_of(path: str, node: str) -> set[str]:
@@ -176,7 +179,7 @@ def _look_at_disk(folder: Path, there: Survey) -> None:
 
 def _look_at_shared(config: PersistentConfig, there: Survey) -> None:
     look_at_persistent(config, there.found, there.problems, there.unseen)
-    with suppress(Exception), closing(PersistentStore(config.path, **config.options())) as store:
+    with suppress(Exception), closing(there.open_store(config.path)) as store:
         pins = [name.id for name in PersistentPins(store).pinned()]
         there.pinned |= {("persistent", id_.generation, id_.version) for id_ in pins}
 
