@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 import tierckpt
 from tests import exact, peershards
 from tests.peershards import Members
+from tests.rights import as_anybody
 from tierckpt import sealed
 from tierckpt.cli import main
 from tierckpt.errors import ConfigError, RestoreError
@@ -398,6 +399,88 @@ def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (first, error) == (f"{tmp_path}: there are no checkpoints", "")
     assert f"/{job_id_of(tmp_path)}." in second
     assert "TIERCKPT_JOB_ID and TIERCKPT_SHM_DIR" in second
+
+
+def test_what_may_not_be_looked_into_is_named_and_the_rest_is_told(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory, and all commands; nobody's right to it is asked of root."""
+    with job() as ended:
+        ended.run(STEPS)
+    (closed := tmp_path / "closed").mkdir(mode=0o000)
+    paths, out = [str(closed), str(tmp_path / "ckpts")], tmp_path / "out.pt"
+    with as_anybody():
+        assert main(["list", *paths]) == 1
+        lines, error = texts(capsys)
+        assert sum("a restart takes this" in line for line in lines) == 1
+        told = [line for line in lines if line.startswith("cannot be read: ")]
+        assert told == [f"cannot be read: {closed}: [Errno 13] Permission denied: '{closed}'"]
+        assert error.startswith("tierckpt: not all could be looked at")
+        assert main(["verify", *paths]) == 1
+        lines, error = texts(capsys)
+        assert [line.rpartition(": ")[2] for line in lines] == ["sound"] * STEPS
+        assert f"not all can be read: {closed}: [Errno 13]" in error
+        assert main(["export", *paths, str(out)]) == 1
+        lines, error = texts(capsys)
+        assert any(line.startswith(f"passed over: {closed}: ") for line in lines)
+        assert error == f"tierckpt: not all could be looked at: there may be more than v{STEPS}\n"
+        assert torch.load(out, weights_only=True)["version"] == STEPS
+        # Whoever names a version has that very one.
+        assert main(["export", *paths, str(out), "--force", "--version", "5"]) == 0
+
+
+@pytest.mark.parametrize("inside", ["n2", "n2/ckpts"])
+def test_a_node_s_folder_that_may_not_be_looked_into_is_named(
+    inside: str, job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with job() as ended:
+        ended.run(1)
+    (tmp_path / "nodes").mkdir()
+    shutil.move(tmp_path / "ckpts", tmp_path / "nodes" / "n1")
+    (tmp_path / "nodes" / "lost+found").mkdir(mode=0o000)
+    (tmp_path / "nodes" / inside).mkdir(parents=True)
+    (tmp_path / "nodes" / "n2").chmod(0o000)
+    try:
+        with as_anybody():
+            for path in ("nodes", "nodes/{node}", "nodes/n2/ckpts", "nodes/{node}/ckpts"):
+                assert main(["list", str(tmp_path / path)]) == 1, path
+                lines, _ = texts(capsys)
+                told = [line for line in lines if line.startswith("cannot be read: ")]
+                assert any(f"{tmp_path}/nodes/n2" in line for line in told), (path, lines)
+                assert "ckpts" in path or any(line.split()[:1] == ["v1"] for line in lines)
+                assert "lost+found" not in "".join(told)
+    finally:
+        (tmp_path / "nodes" / "n2").chmod(0o700)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".manifest"])
+def test_a_copy_that_may_not_be_read_is_not_called_damaged(
+    suffix: str, job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with job() as ended:
+        ended.run(STEPS)
+    (tmp_path / "ckpts" / f"{key_of(tmp_path / 'ckpts', 3).stem}{suffix}").chmod(0o000)
+    with as_anybody():
+        assert main(["verify", str(tmp_path / "ckpts")]) == 1
+    lines, error = texts(capsys)
+    assert "DAMAGED" not in "".join(lines)
+    if suffix == ".manifest":
+        assert "not all can be read" in error
+    else:
+        assert sum("1 that cannot be read" in line for line in lines) == 1
+        assert error == f"tierckpt: 1 of {STEPS} copies cannot be read\n"
+
+
+@pytest.mark.parametrize("path", ["on-{node}/x-{node}", "[1]{node}-{node}*", "{node}"])
+def test_a_node_s_name_is_the_same_wherever_the_path_has_it(
+    path: str, job: Any, tmp_path: Path
+) -> None:
+    with job() as ended:
+        ended.run(1)
+    where = tmp_path / "all" / path.replace("{node}", "n1")
+    where.parent.mkdir(parents=True)
+    shutil.move(tmp_path / "ckpts", where)
+    assert [row.version for row in rows_of(survey(tmp_path / "all" / path))] == [1]
 
 
 def test_what_could_not_be_looked_at_does_not_look_empty(

@@ -140,13 +140,15 @@ class _Tally:
     copies: int = 0
     nbytes: int = 0
     bad: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     unchecked: str = ""
     """Why the content of some could not be looked at."""
 
     def text(self) -> str:
         """How they are."""
-        if self.bad:
-            return f"{len(self.bad)} DAMAGED"
+        if self.bad or self.unread:
+            counts = {"DAMAGED": len(self.bad), "that cannot be read": len(self.unread)}
+            return ", ".join(f"{number} {what}" for what, number in counts.items() if number)
         if self.unchecked:
             return f"sound as stored; content not checked: {self.unchecked}"
         return "sound"
@@ -170,12 +172,13 @@ def verify_versions(args: argparse.Namespace, console: Console) -> None:
             tally.nbytes += verdict.nbytes
             tally.unchecked = tally.unchecked or verdict.unchecked
             if verdict.why:
-                tally.bad.append(f"{key} in {place.where}: {verdict.why}")
+                told = tally.unread if verdict.unread else tally.bad
+                told.append(f"{key} in {place.where}: {verdict.why}")
     for name, tally in counts.items():
         files = "copy" if tally.copies == 1 else "copies"
         text = f"{name}: {tally.copies} {files}, {size_text(tally.nbytes) or '0 B'}: {tally.text()}"
         console.print(text, soft_wrap=True)
-        for text in tally.bad:
+        for text in (*tally.bad, *tally.unread):
             console.print(f"  {text}", soft_wrap=True)
     _judge(args, there, counts.values())
 
@@ -186,8 +189,11 @@ def _judge(args: argparse.Namespace, there: Survey, tallies: Iterable[_Tally]) -
     if not (every := list(tallies)):
         which = "no checkpoints" if args.version is None else f"no v{args.version}"
         raise ConfigError(f"{', '.join(args.path)}: there is {which} to verify")
+    copies = sum(tally.copies for tally in every)
     if bad := sum(len(tally.bad) for tally in every):
-        raise CorruptShardError(f"{bad} of {sum(t.copies for t in every)} copies are damaged")
+        raise CorruptShardError(f"{bad} of {copies} copies are damaged")
+    if unread := sum(len(tally.unread) for tally in every):
+        raise CorruptShardError(f"{unread} of {copies} copies cannot be read")
 
 
 # --- export --------------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     """One version to one file, which appears when it is whole."""
     out: Path = args.out
     write = _writer_of(out)
-    if out.exists() and not args.force:
+    if os.path.lexists(out) and not args.force:
         raise ConfigError(f"{out} is there already; --force replaces it")
     from .saved import load
 
@@ -223,6 +229,8 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     levels = " and ".join(saved.levels)
     nbytes = size_text(out.stat().st_size)
     console.print(f"{out}: v{saved.version}, from {levels}, {nbytes}", soft_wrap=True)
+    if saved.unseen and args.version is None:
+        raise ConfigError(f"not all could be looked at: there may be more than v{saved.version}")
 
 
 def _writer_of(out: Path) -> Any:

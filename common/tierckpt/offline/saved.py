@@ -54,6 +54,8 @@ class Saved:
     """How many shards came from which level."""
     rejected: tuple[str, ...]
     """Copies that were not sound, could not be read, or were left out, and why."""
+    unseen: bool = False
+    """Some of it could not be looked at: there may be a newer version."""
 
 
 def load(
@@ -95,6 +97,7 @@ def _load(
 ) -> Saved | None:
     """None when what was read has changed meanwhile."""
     there = survey(path)
+    unseen = bool(there.unseen)
     _leave_out_memory(there)
     newer = [each for each in there.problems if each.newer]
     if newer and version is None:
@@ -115,6 +118,7 @@ def _load(
         mapped = {s: image for s, image in attempt.images.items() if _is_mapped(attempt, s)}
         saved = _Reading(attempt, attempt.contents, model_only).saved()
         saved.rejected = (*there.troubles, *restorer.rejected)
+        saved.unseen = unseen
         return saved if _unchanged(attempt, mapped) else None
 
 

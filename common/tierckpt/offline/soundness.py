@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from ..modules.decoder import check_stored
 from ..peer.parity import ParityManifest, check_parity
 from ..persistent import VersionName
 from ..progress import Progress
-from ..reading import READERS, Reads
+from ..reading import READERS, Blame, Reads
 from ..rebuilding import reader_of
 from ..restoreplan import Source
 from .catalog import manifest_at
@@ -35,6 +35,13 @@ class Verdict:
     unchecked: str = ""
     """Why its content could not be looked at: a key or a module is missing here. What is stored is
     sound all the same, unless `why` says otherwise."""
+    unread: bool = False
+    """`why` is about the way to it (no right, no network): its bytes may well be sound."""
+
+    @staticmethod
+    def of_error(copy: Copy, error: Exception) -> Verdict:
+        """On a copy that raised it."""
+        return Verdict(copy, 0, str(error), unread=Blame.of(copy.place, error) is not Blame.COPY)
 
 
 def verify(there: Survey, progress: Progress, version: int | None = None) -> Iterator[Verdict]:
@@ -61,7 +68,9 @@ def _of_shard(copy: Found, there: Survey, pool: ThreadPoolExecutor, progress: Pr
             image.close()
     if failures and failures[0].undecodable:
         return _as_stored(copy, there, failures[0].why)
-    return Verdict(copy, nbytes, failures[0].why if failures else "")
+    if failures:
+        return Verdict(copy, nbytes, failures[0].why, unread=failures[0].blame is not Blame.COPY)
+    return Verdict(copy, nbytes, "")
 
 
 def _as_stored(copy: Found, there: Survey, unchecked: str) -> Verdict:
@@ -77,29 +86,31 @@ def _as_stored(copy: Found, there: Survey, unchecked: str) -> Verdict:
             record = Manifest.decode(store.read_manifest(key))
             nbytes = check_stored(record, partial(store.read, key))
     except LOST as error:
-        return Verdict(copy, 0, str(error))
+        return Verdict.of_error(copy, error)
     return Verdict(copy, nbytes, "", unchecked)
 
 
 def _of_parity(copy: FoundParity, progress: Progress) -> Verdict:
     store = LocalStore(copy.place.where)
-    nbytes, why = 0, ""
     try:
         record = ParityManifest.decode(store.read_manifest(copy.key))
         with closing(MappedFile(store.open_image(copy.key))) as file:
             nbytes = check_parity(record, reader_of(file.view, file.bring))
     except LOST as error:
-        why = str(error)
+        return Verdict.of_error(copy, error)
     progress.advance(nbytes)
-    return Verdict(copy, nbytes, why)
+    return Verdict(copy, nbytes, "")
 
 
 def is_there(copy: Copy, there: Survey) -> bool:
-    """Whether it still is: a job that goes on retires what it no longer needs."""
+    """Whether it still is, as far as can be seen: a job that goes on retires what it no longer
+    needs."""
     key, place = copy.key, copy.place
-    if isinstance(copy, FoundParity):
-        return LocalStore(place.where).has(key)
-    if place.level != "persistent":
-        return manifest_at(key, place) is not None
-    with closing(there.open_store(place.where)) as store:
-        return store.exists(VersionName(key.id, key.shards, copy.life))
+    with suppress(*LOST):
+        if isinstance(copy, FoundParity):
+            return LocalStore(place.where).has(key)
+        if place.level != "persistent":
+            return manifest_at(key, place) is not None
+        with closing(there.open_store(place.where)) as store:
+            return store.exists(VersionName(key.id, key.shards, copy.life))
+    return True

@@ -11,6 +11,7 @@ import functools
 import glob
 import itertools
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
@@ -41,7 +42,8 @@ from ..restoreplan import RestorePlan, plan_restore
 
 Where = str | os.PathLike[str]
 NODE = "{node}"
-
+FOREIGN = "lost+found"
+"""A file system's own folder, which few may look into."""
 
 Copy = Found | FoundParity
 OpenPersistent = Callable[[str], PersistentStore]
@@ -116,7 +118,7 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
             continue
         jobs |= {job_id_of(path), config.job_id} - {""}
         own |= {config.job_id} if config.job_id else _ids_of(path, config.node)
-        folders = _folders(path)
+        folders = _folders(path, there)
         for folder in folders:
             _look_at_disk(folder, there)
             _look_at_shared(config.persistent.at(str(folder)), there)
@@ -140,32 +142,64 @@ def _ids_of(path: str, node: str) -> set[str]:
     return {job_id_of(each) for each in (path, here, f"{path}/{NODE}", *map(str, templates))}
 
 
-def _folders(path: str) -> list[Path]:
-    """The directories that a path means: itself, or its nodes'."""
+def _folders(path: str, there: Survey) -> list[Path]:
+    """The directories that a path means: itself, or its nodes'. Those that cannot be looked at are
+    told. Raises ConfigError for a path that is not there."""
     if NODE in path:
-        before, _, after = path.partition(NODE)
-        parent, prefix = os.path.split(before)
-        suffix, _, rest = after.partition("/")
-        found = [
-            folder
-            for each in sorted(Path(parent or ".").glob(f"{prefix}*{suffix}"))
-            if (folder := each / rest.replace(NODE, each.name)).is_dir()
-        ]
-        if not found:
-            raise ConfigError(f"there is no directory {path}, whatever {NODE} stands for")
-        return found
+        return _named_after_nodes(path, there)
     folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigError(f"{path} is no directory; give a job's path, or its persistent_path")
-    nodes = [each for each in sorted(folder.iterdir()) if each.is_dir() and _has_shards(each)]
-    return [folder, *nodes]
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"{path} is no directory; give a job's path, or its persistent_path")
+        inside = sorted({*folder.iterdir()} - {folder / FOREIGN})
+    except OSError as error:
+        _tell_unseen(folder, error, there)
+        return []
+    return [folder, *(each for each in inside if _has_shards(each, there))]
 
 
-def _has_shards(folder: Path) -> bool:
+def _named_after_nodes(path: str, there: Survey) -> list[Path]:
+    """What `{node}` can stand for is told by names: it is the same wherever the path has it."""
+    before, _, after = path.partition(NODE)
+    parent, prefix = os.path.split(before)
+    suffix, slash, rest = after.partition("/")
+    again = "(?P=node)".join(map(re.escape, suffix.split(NODE)))
+    shape = re.compile(f"{re.escape(prefix)}(?P<node>.+){again}", re.DOTALL)
+    unseen, found = len(there.unseen), list[Path]()
+    for match in filter(None, map(shape.fullmatch, _names_in(Path(parent), there))):
+        folder = Path(parent, match[0] + slash + rest.replace(NODE, match["node"]))
+        try:
+            if folder.is_dir():
+                found.append(folder)
+        except OSError as error:
+            _tell_unseen(folder, error, there)
+    if not found and len(there.unseen) == unseen:
+        raise ConfigError(f"there is no directory {path}, whatever {NODE} stands for")
+    return found
+
+
+def _names_in(folder: Path, there: Survey) -> list[str]:
+    try:
+        return sorted({*os.listdir(folder)} - {FOREIGN})
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        _tell_unseen(folder, error, there)
+        return []
+
+
+def _has_shards(folder: Path, there: Survey) -> bool:
     store = LocalStore(folder)
-    with suppress(OSError):
-        return bool(store.keys() or store.parities())
-    return False
+    try:
+        return folder.is_dir() and bool(store.keys() or store.parities())
+    except OSError as error:
+        _tell_unseen(folder, error, there)
+        return False
+
+
+def _tell_unseen(folder: Path, error: OSError, there: Survey) -> None:
+    where = Place("local", socket.gethostname(), str(folder.absolute()))
+    there.unseen.append(Problem.of(where, error))
 
 
 def _look_at_disk(folder: Path, there: Survey) -> None:
