@@ -28,7 +28,7 @@ from tierckpt import sealed
 from tierckpt.cli import main
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.filling import Filler
-from tierckpt.jobdirectory import job_id_of
+from tierckpt.jobdirectory import JobDirectory, job_id_of
 from tierckpt.localstore import LocalStore
 from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE
 from tierckpt.offline.catalog import Row, rows_of
@@ -343,6 +343,7 @@ def test_each_level_of_each_version_has_a_line(
     assert set(found) == {
         *((f"v{v}", "local") for v in (3, 4, 5)),
         *((f"v{v}", "persistent") for v in (3, 4, 5)),
+        ("nothing", "in"),
     }
     assert "pinned" in found["v3", "local"]
     assert "0.125" in found["v3", "local"]
@@ -386,6 +387,7 @@ def test_a_version_of_which_a_shard_is_elsewhere(
     assert "not complete, without" in lines[1]
     assert "parity of 1" in lines[1]
     assert lines[-1].startswith("no version is complete here")
+    assert lines[-2].startswith("nothing in memory: looked for ")
     everyone = rows_of(survey(tmp_path / "nodes"))
     assert [(len(row.there), row.parities) for row in everyone] == [(2, 3)]
     template = rows_of(survey(tmp_path / "nodes" / "{node}"))
@@ -395,10 +397,44 @@ def test_a_version_of_which_a_shard_is_elsewhere(
 def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that set a job_id, or its shm_dir, may have some in memory all the same."""
     assert main(["list", str(tmp_path)]) == 0
-    (first, second), error = texts(capsys)
+    (first, second, *advice), error = texts(capsys)
     assert (first, error) == (f"{tmp_path}: there are no checkpoints", "")
-    assert f"/{job_id_of(tmp_path)}." in second
-    assert "TIERCKPT_JOB_ID and TIERCKPT_SHM_DIR" in second
+    assert second == f"nothing in memory: looked for {memory_of(tmp_path)}"
+    assert "TIERCKPT_JOB_ID and TIERCKPT_SHM_DIR" in advice[0]
+    assert "where the job's path has {node} in it, give it with that" in advice[1]
+    (tmp_path / "n1").mkdir()
+    assert main(["list", str(tmp_path / "{node}")]) == 0
+    assert "has {node} in it" not in capsys.readouterr().out
+
+
+def memory_of(path: Path) -> Path:
+    return JobDirectory.at(os.environ["TIERCKPT_SHM_DIR"], job_id_of(path)).path
+
+
+def test_where_in_memory_it_was_looked_is_said(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is what is to be removed, too, by who begins afresh."""
+    memory = memory_of(tmp_path / "ckpts")
+    with job() as ended:
+        ended.run(1)
+    assert main(["list", str(tmp_path / "ckpts")]) == 0
+    assert texts(capsys)[0][-1] == f"nothing in memory: looked for {memory}"
+    killed(job())
+    assert main(["list", str(tmp_path / "ckpts")]) == 0
+    assert texts(capsys)[0][-1] == f"in memory: {memory}"
+    assert main(["list", "--json", str(tmp_path / "ckpts")]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] == [str(memory)]
+
+
+@pytest.mark.parametrize("path", ["ckpts", "{node}/ckpts"])
+def test_a_job_in_memory_alone_has_no_directory_and_is_found(path: str, tmp_path: Path) -> None:
+    killed(TinyJob(tmp_path / path, agent="inline", local_every_steps=0))
+    assert os.listdir(tmp_path) == []
+    found = rows_of(survey(tmp_path / path))
+    assert [(row.version, row.level) for row in found if row.next] == [(STEPS, "memory")]
+    with pytest.raises(ConfigError, match="is no directory"):
+        survey([tmp_path / path, tmp_path / "mistyped"])
 
 
 def test_what_may_not_be_looked_into_is_named_and_the_rest_is_told(
@@ -535,7 +571,7 @@ def test_memory_of_another_path_is_no_restarts(
     assert f"v{STEPS} is left out: memory of job {was!r}" in saved.rejected[0]
     monkeypatch.setenv("TIERCKPT_JOB_ID", was)
     assert main(["list", str(moved)]) == 0
-    assert "a restart takes this" in texts(capsys)[0][-1]
+    assert "a restart takes this" in texts(capsys)[0][-2]
     assert tierckpt.load(moved).version == STEPS
 
 

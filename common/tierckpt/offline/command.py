@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..inventory import FoundParity
 from ..progress import Progress
 from ..wording import some
 from .catalog import Row, rows_of
-from .survey import Survey, survey, why_elsewhere
+from .survey import NODE, Survey, survey, why_elsewhere
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,15 +39,20 @@ def list_versions(args: argparse.Namespace, console: Console) -> None:
     there = survey(args.path)
     rows = rows_of(there)
     if args.json:
-        told = {"versions": [row.as_json() for row in rows], "problems": there.troubles}
+        told = {
+            "versions": [row.as_json() for row in rows],
+            "problems": there.troubles,
+            "memory": there.memory,
+        }
         print(json.dumps(told, indent=1))
     else:
-        _print_all(rows, there, ", ".join(args.path), console)
+        _print_all(rows, there, args.path, console)
     if there.unseen:
         raise ConfigError("not all could be looked at: there may be more than is told here")
 
 
-def _print_all(rows: list[Row], there: Survey, where: str, console: Console) -> None:
+def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Console) -> None:
+    where = ", ".join(paths)
     if rows:
         _print_rows(rows, console)
     elif there.troubles:
@@ -58,11 +63,7 @@ def _print_all(rows: list[Row], there: Survey, where: str, console: Console) -> 
         console.print(f"cannot be read: {text}", soft_wrap=True)
     if (more := len(there.troubles) - MOST_TOLD) > 0:
         console.print(f"cannot be read: {more} more; --json has all of them", soft_wrap=True)
-    if there.memory and not rows:
-        text = (
-            f"nothing in memory: looked for {some(there.memory)}. Where the job has a job_id or a "
-            "shm_dir of its own, TIERCKPT_JOB_ID and TIERCKPT_SHM_DIR have to say so here, too"
-        )
+    for text in _on_memory(rows, there, paths):
         console.print(text, soft_wrap=True)
     for job in sorted({row.elsewhere for row in rows} - {""}):
         console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)
@@ -70,6 +71,22 @@ def _print_all(rows: list[Row], there: Survey, where: str, console: Console) -> 
     if own and not any(row.next for row in own):
         text = "no version is complete here: a restart needs what is on other nodes, or levels"
         console.print(text, soft_wrap=True)
+
+
+def _on_memory(rows: list[Row], there: Survey, paths: Sequence[str]) -> Iterator[str]:
+    """Where it was looked, and how to look elsewhere if there is nothing on any level."""
+    found = {str(Path(place).parent) for r in rows if r.level == "memory" for place in r.places}
+    if found:
+        yield f"in memory: {some(sorted(found))}"
+    elif there.memory:
+        yield f"nothing in memory: looked for {some(there.memory)}"
+    if there.memory and not rows:
+        yield (
+            "where the job has a job_id or a shm_dir of its own, TIERCKPT_JOB_ID and "
+            "TIERCKPT_SHM_DIR have to say so here, too"
+        )
+        if not any(NODE in path for path in paths):
+            yield f"where the job's path has {NODE} in it, give it with that here, too, in quotes"
 
 
 def _print_rows(rows: Iterable[Row], console: Console) -> None:

@@ -107,10 +107,11 @@ def why_elsewhere(job: str) -> str:
 
 def survey(paths: Where | Sequence[Where]) -> Survey:
     """Look at all of `paths`, and at the memory of their jobs on this machine. Raises ConfigError
-    for a path that is not there."""
+    for a path that is not there, nor anything of its job in memory."""
     config = load_config()
     there = Survey(open_store=functools.partial(_open_store, config.persistent))
     jobs, own, told = set[str](), set[str](), set[Path]()
+    missing: dict[str, ConfigError] = {}
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
     for path in dict.fromkeys(map(directory_of, given)):
         if is_url(path):
@@ -118,7 +119,11 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
             continue
         jobs |= {job_id_of(path), config.job_id} - {""}
         own |= {config.job_id} if config.job_id else _ids_of(path, config.node)
-        folders = _folders(path, there)
+        folders = list[Path]()
+        try:
+            folders = _folders(path, there)
+        except ConfigError as error:
+            missing[config.job_id or job_id_of(path)] = error
         for folder in folders:
             _look_at_disk(folder, there)
             _look_at_shared(config.persistent.at(str(folder)), there)
@@ -127,6 +132,10 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
     there.elsewhere = {job for job in jobs - own if config.job_id or is_default_id(job)}
     roots = {JobDirectory.at(config.shm_dir, "").root, *(folder.parent for folder in told)}
     _look_at_memory(roots, jobs, there)
+    in_memory = {job_of(each.place) for each in there.found}
+    for job, no_directory in missing.items():
+        if job not in in_memory:
+            raise no_directory
     return there
 
 
