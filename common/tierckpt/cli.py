@@ -8,6 +8,7 @@ what they need when they run: `tierckpt --help` is quick.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .arguments import place
 from .errors import ConfigError, NodeHealthError, TierckptError
 from .haltcommand import halt
 from .intervalcommand import interval
-from .naming import directory_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,7 +76,7 @@ def health(commands: Subparsers) -> None:
         "prologue scripts: the exit status is 0 when all is well, else 1.",
     )
     what = "directories of the levels"
-    parser.add_argument("path", type=directory_of, nargs="+", metavar="PATH", help=what)
+    parser.add_argument("path", type=place, nargs="+", metavar="PATH", help=what)
     what = "room that each directory must have, e.g. 20G"
     parser.add_argument("--free", default="0", metavar="SIZE", help=what)
     what = "memory that must be available"
@@ -150,7 +151,7 @@ def export(commands: Subparsers) -> None:
 
 
 def _add_places(parser: argparse.ArgumentParser, action: str) -> None:
-    parser.add_argument("path", type=directory_of, nargs="+", metavar="PATH")
+    parser.add_argument("path", type=place, nargs="+", metavar="PATH")
     parser.set_defaults(run=_offline, action=action)
 
 
@@ -178,7 +179,7 @@ def _add_pin(commands: Subparsers, action: str, what: str) -> None:
         "URL, whose client is told what TIERCKPT_PERSISTENT_STORAGE_OPTIONS says. On several nodes "
         f"with a path each, run it on all of them, or call {action}() in the job.",
     )
-    parser.add_argument("path", type=directory_of, metavar="PATH")
+    parser.add_argument("path", type=place, metavar="PATH")
     parser.add_argument("version", type=int, metavar="VERSION")
     parser.set_defaults(run=_run_pin, action=action)
 
@@ -204,7 +205,7 @@ def takeover(commands: Subparsers) -> None:
         "next job that asks has it. For a job that hangs somewhere, renews its lease, and cannot "
         "be ended: the lease of one that is dead ends by itself.",
     )
-    parser.add_argument("path", type=directory_of, metavar="PATH")
+    parser.add_argument("path", type=place, metavar="PATH")
     parser.set_defaults(run=_takeover)
 
 
@@ -216,9 +217,9 @@ def _takeover(args: argparse.Namespace, console: Console) -> None:
     from .persistent.backend import is_url
 
     there = load_config().persistent.at(args.path)
-    if not is_url(args.path) and not Path(args.path).is_dir():
-        raise ConfigError(f"{args.path} is no directory; PATH is a job's persistent_path")
     try:
+        if not is_url(args.path) and not Path(args.path).is_dir():
+            raise ConfigError(f"{args.path} is no directory; PATH is a job's persistent_path")
         with closing(PersistentStore(there.path, **there.options())) as store:
             owner = store.take_over()
     except OSError as error:
@@ -242,23 +243,40 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status. Errors of ours are one sentence on stderr; Ctrl-C is
-    130, as in shells."""
+    """Run a command; returns the exit status. Errors of ours, and of the system, are one sentence
+    on stderr; Ctrl-C is 130, as in shells."""
     try:
+        _take_any_name()
         args = _parser().parse_args(arguments)
         from rich.console import Console
 
         args.run(args, Console(highlight=False, markup=False))
-        sys.stdout.flush()
-    except TierckptError as error:
+        print(end="", flush=True)
+    except BrokenPipeError:  # `| head`
+        _let_go_of_output()
+        return 1
+    except (TierckptError, OSError) as error:
+        _let_go_of_output()
         print(f"tierckpt: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head`; nor is anything to be flushed to it at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return 0
+
+
+def _take_any_name() -> None:
+    """Names of files need be no text in the terminal's encoding, nor in any."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _let_go_of_output() -> None:
+    """Where it takes no more (nobody reads it, its disk is full): else Python would try once more
+    at its end, and say so."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def write(timeline: Timeline, path: Path) -> None:
         temporary.write_text(json.dumps(content, separators=(",", ":")))
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise TimelineError(f"cannot write {path}: {error.strerror or error}") from error
 
 

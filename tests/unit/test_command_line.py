@@ -1,0 +1,131 @@
+"""The command line under hostile use: what is given, and where its output goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tierckpt.cli import COMMANDS, main
+
+TAKE_A_PLACE = {
+    "halt": ["--show"],
+    "health": [],
+    "list": [],
+    "verify": [],
+    "export": ["out.pt"],
+    "pin": ["1"],
+    "unpin": ["1"],
+    "takeover": [],
+}
+"""Commands, and what they take behind a place."""
+
+
+def run(
+    *arguments: str | bytes, out: int | None = subprocess.PIPE, **environment: str
+) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tierckpt", *arguments],
+        stdout=out,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
+    return done.returncode, (done.stdout or b"").decode(), done.stderr.decode()
+
+
+@pytest.mark.parametrize("command", [each.__name__.rstrip("_") for each in COMMANDS])
+def test_every_command_tells_how_it_is_used(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"usage: tierckpt {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", TAKE_A_PLACE)
+@pytest.mark.parametrize("empty", ["", "file://"])
+def test_an_empty_path_is_not_the_working_directory(
+    empty: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is what a shell makes of a variable that is not set."""
+    with pytest.raises(SystemExit) as end:
+        main([command, empty, *TAKE_A_PLACE[command]])
+    assert end.value.code == 2
+    assert "argument PATH: it is empty; name a directory" in capsys.readouterr().err
+
+
+def test_in_quotes_too_a_tilde_is_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the job's own settings; {node} wants the quotes."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "n1" / "ckpts").mkdir(parents=True)
+    assert main(["list", "~/{node}/ckpts"]) == 0
+    assert f"{tmp_path}/{{node}}/ckpts: there are no checkpoints" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", TAKE_A_PLACE)
+@pytest.mark.parametrize("what", ["a file", "not there", "below a file", "too long"])
+def test_what_is_no_directory_is_one_sentence(
+    what: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "a file").touch()
+    names = {"a file": file, "below a file": file / "x", "too long": tmp_path / ("x" * 300)}
+    path = str(names.get(what, tmp_path / what))
+    given = [str(tmp_path / each) if "." in each else each for each in TAKE_A_PLACE[command]]
+    assert main([command, path, *given]) == 1
+    out, told = capsys.readouterr()
+    assert path in told + out
+    assert told.startswith("tierckpt: ")
+    assert told.count("\n") == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["a file"]
+
+
+@pytest.mark.parametrize("name", ["チェックポイント", b"no text \xff\xfe"])
+def test_a_name_that_the_terminal_cannot_show_is_told_all_the_same(
+    name: str | bytes, tmp_path: Path
+) -> None:
+    path = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
+    os.mkdir(path)
+    status, out, told = run("list", path, PYTHONIOENCODING="ascii")
+    assert (status, told) == (0, "")
+    assert f"{tmp_path}/" in out
+    assert "there are no checkpoints" in out
+
+
+def test_output_that_nobody_reads_ends_it_in_silence(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        status, _, told = run("list", str(tmp_path), out=write)
+    finally:
+        os.close(write)
+    assert (status, told) == (1, "")
+
+
+def test_output_to_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        status, _, told = run("list", str(tmp_path), out=full.fileno())
+    assert (status, told) == (1, "tierckpt: [Errno 28] No space left on device\n")
+
+
+def test_without_an_output_it_does_its_work(tmp_path: Path) -> None:
+    line = f"{sys.executable} -m tierckpt health '{tmp_path}' >&-"
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_picture_s_place_that_is_no_directory_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace-r00000.json"
+    begin = {"ph": "i", "cat": "begin", "pid": 0, "tid": 0, "ts": 1, "name": "x", "args": {}}
+    trace.write_text(json.dumps([begin]))
+    assert main(["trace", "merge", str(trace / "out.json"), "--ours", str(trace)]) == 1
+    assert capsys.readouterr().err.startswith(f"tierckpt: cannot write {trace}/out.json: ")
