@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .agentclient import AgentClient
 from .group import Group
-from .inventory import Inventory
+from .inventory import Inventory, Place
 from .manifest import digest
 from .wording import some
 
@@ -153,10 +153,12 @@ class Absent:
         rest = [f"nor do {len(more)} more nodes that it was on: {some(more)}"] if more else []
         return lines[:MOST_TOLD] + rest
 
-    def open(self, where: str) -> RemoteNode | None:
-        """One that answered, by the name of its places; the caller closes it. Any thread."""
-        found = (known for known in self.alive if known.where == where)
-        return next((_remote(known, self._down[where]) for known in found), None)
+    def open(self, place: Place) -> RemoteNode | None:
+        """One that answered, for what is at that place; the caller closes it. Any thread."""
+        for known in self.alive:
+            if known.where == place.where:
+                return _remote(known, self._down[place.where], place.in_memory)
+        return None
 
 
 def _ask_all(nodes: Sequence[Known]) -> tuple[list[tuple[Known, Inventory]], dict[Known, str]]:
@@ -184,9 +186,11 @@ def _ask_all(nodes: Sequence[Known]) -> tuple[list[tuple[Known, Inventory]], dic
     return sorted(answers, key=lambda answer: answer[0].host), silent
 
 
-def _remote(known: Known, down: threading.Event | None = None) -> RemoteNode:
+def _remote(
+    known: Known, down: threading.Event | None = None, in_memory: bool = False
+) -> RemoteNode:
     from .peer.address import Address
     from .peer.remote import RemoteNode
 
     address = Address(known.address, known.port)
-    return RemoteNode(known.where, address, known.secret.encode(), down)
+    return RemoteNode(known.where, address, known.secret.encode(), down, in_memory)

@@ -19,7 +19,7 @@ from .config import Config
 from .errors import RestoreError
 from .group import Group
 from .images import FarStore
-from .inventory import Found, FoundParity
+from .inventory import Found, FoundParity, Place
 from .jobdirectory import JobDirectory
 from .lives import Lives
 from .naming import Lineage, VersionId
@@ -83,9 +83,9 @@ class Comeback:
         self._told: set[str] = set()
         """Problems that were rejected, and nodes that do not answer."""
 
-    def _open_store(self, where: str) -> FarStore:
-        agent = self._lives.open_agent(where)
-        return agent or PersistentStore(where, **self._config.persistent.options())
+    def _open_store(self, place: Place) -> FarStore:
+        agent = self._lives.open_agent(place)
+        return agent or PersistentStore(place.where, **self._config.persistent.options())
 
     def find(self, version: int | None, live_version: int) -> Attempt | None:
         """The newest sound version, or `version`; the caller closes it. Collective.

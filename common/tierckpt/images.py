@@ -61,10 +61,15 @@ class FarStore(Protocol):
     def close(self) -> None: ...
 
 
-OpenStore = Callable[[str], FarStore]
-"""From a place's address."""
+OpenStore = Callable[[Place], FarStore]
+"""Opens what is at a place far away."""
 MakeRoom = Callable[[Manifest, Callable[[], None]], "Image"]
 """For a shard; the second follows on closing it."""
+
+
+def open_persistent(place: Place) -> FarStore:
+    """As a store opens that needs no settings."""
+    return PersistentStore(place.where)
 
 
 def already_there(low: int, high: int) -> None:
@@ -117,7 +122,7 @@ def open_image(
     key: ShardKey,
     place: Place,
     life: str = "",
-    open_store: OpenStore = PersistentStore,
+    open_store: OpenStore = open_persistent,
     make_room: MakeRoom | None = None,
 ) -> Image:
     """Map the shard, or make room for it; `Image.bring` gets its bytes. `open_store` opens what is
@@ -154,7 +159,7 @@ def _fetch(
     key: ShardKey, place: Place, life: str, open_store: OpenStore, make_room: MakeRoom
 ) -> Image:
     """Room for the shard, and how to fill it."""
-    shared = open_store(place.where)
+    shared = open_store(place)
     name = VersionName(key.id, key.shards, life)
 
     def other(base: ShardKey) -> tuple[Manifest, Read]:

@@ -42,6 +42,8 @@ class Place:
     """Path of the segment, directory of the store, address of the persistent one, or an agent."""
     encoded: bool = False
     """On the local level: modules have changed it."""
+    in_memory: bool = False
+    """Behind an agent: in a slot of its node, and not on its disk."""
 
     @property
     def mappable(self) -> bool:

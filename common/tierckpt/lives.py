@@ -20,6 +20,7 @@ from .inventory import (
     Found,
     FoundParity,
     Inventory,
+    Place,
     Problem,
     nothing_seen,
     take_inventory,
@@ -128,9 +129,9 @@ class Lives:
         theirs = self._absent.look(group, roster, marks)
         return [each.plus(more) for each, more in zip(inventories, theirs, strict=True)]
 
-    def open_agent(self, where: str) -> RemoteNode | None:
-        """The agent of an absent node, by the name of its places; the caller closes it."""
-        return self._absent.open(where) if self._absent else None
+    def open_agent(self, place: Place) -> RemoteNode | None:
+        """The agent of an absent node, for what is at that place; the caller closes it."""
+        return self._absent.open(place) if self._absent else None
 
     @property
     def silent(self) -> list[str]:

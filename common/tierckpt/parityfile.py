@@ -38,7 +38,7 @@ def open_parity(
         store = LocalStore(place.where)
         record = ParityManifest.decode(store.read_manifest(key))
         return record, MappedFile(store.open_image(key))
-    node = open_store(place.where)
+    node = open_store(place)
     try:
         if not isinstance(node, RemoteNode):
             raise FileNotFoundError(f"{key} is not here any more: {place.where} has no parity")

@@ -15,12 +15,11 @@ from enum import Enum
 from typing import NamedTuple
 
 from .errors import CorruptShardError
-from .images import LOST, Image, MakeRoom, OpenStore, open_image
+from .images import LOST, Image, MakeRoom, OpenStore, open_image, open_persistent
 from .inventory import AGENT, FAR, Place
 from .manifest import digest, digest_at
 from .modules.module import ModuleError
 from .naming import ShardKey, VersionId
-from .persistent import PersistentStore
 from .restoreplan import Source
 from .shardfile import ShardHeader, decode_header
 
@@ -131,7 +130,7 @@ class Reads:
         pool: Executor,
         images: dict[int, Image],
         on_read: OnRead = lambda nbytes: None,
-        open_store: OpenStore = PersistentStore,
+        open_store: OpenStore = open_persistent,
         kept: Kept | None = None,
         make_room: MakeRoom | None = None,
     ) -> None:

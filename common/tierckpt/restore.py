@@ -25,14 +25,13 @@ import torch
 from . import streams, tree
 from .errors import RestoreError, StateMismatchError, StateTornError
 from .group import Group
-from .images import Image, OpenStore, in_file, in_memory, open_image
+from .images import Image, OpenStore, in_file, in_memory, open_image, open_persistent
 from .inventory import Found, FoundParity, Place
 from .loading import Loader
 from .manifest import Manifest
 from .naming import ParityKey, ShardKey, VersionId
 from .newtensors import NewTensors
 from .outline import Contents, Outline, OwnState, counts, lacking
-from .persistent import PersistentStore
 from .progress import Progress
 from .reading import READERS, Blame, Failure, Kept, Reads
 from .rebuilding import Parities
@@ -159,7 +158,7 @@ class Restorer:
         on_reject: Callable[[str], None],
         parities: Sequence[Sequence[FoundParity]] = (),
         progress: Progress | None = None,
-        open_store: OpenStore = PersistentStore,
+        open_store: OpenStore = open_persistent,
         foresee: Callable[[Iterable[ShardHeader]], None] = lambda headers: None,
         look_again: LookAgain | None = None,
         nodes: Sequence[str] = (),

@@ -170,9 +170,9 @@ class _Sight:
         return [rank for rank in left if (place, rank) not in self._trouble] or left
 
 
-def _cost(place: Place) -> tuple[int, Place]:
+def _cost(place: Place) -> tuple[int, bool, Place]:
     """The cheapest is the least."""
-    return LEVELS.index(place.level), place
+    return LEVELS.index(place.level), not place.in_memory, place
 
 
 def _is_far(place: Place) -> bool:

@@ -24,6 +24,7 @@ from tests.dist.training import Attached, Place, attach, make_job, rank, restore
 from tierckpt.agent import AgentSettings
 from tierckpt.jobdirectory import JobDirectory
 from tierckpt.peer.remote import RemoteNode
+from tierckpt.slots import sealed_at
 
 NODES = "abcd"
 """The job begins on three; d is a spare."""
@@ -149,6 +150,36 @@ def test_and_what_is_on_their_disks(place: Place, ranks: Any) -> None:
     assert told["restored"][0] == again["restored"][0] == EARLIER
     assert told["restored"][1] == {"local": 1, "agent": 2}
     assert told["replicated"] == again["replicated"]
+
+
+def save_and_leave(place: Place) -> str:
+    """v7 is in memory and on disk, and nothing protects it."""
+    job = make_job()
+    attached = attach(job, place, **settings(NODES[rank()]), local_in_place=False)
+    train(job, attached.ckpt, range(STEPS))
+    attached.ckpt.save(now=True)
+    fail(attached)
+    return exact.digest(job.replicated())
+
+
+def test_a_damaged_file_there_does_not_hide_what_is_sound_in_memory(
+    place: Place, ranks: Any, tmp_path: Path
+) -> None:
+    """Nor the other way round."""
+    before = ranks(3).run(save_and_leave, place)
+    for parity in tmp_path.glob("*/ckpts/*.p0*"):
+        parity.unlink()
+    (file,) = tmp_path.glob("a/ckpts/*.safetensors")
+    file.write_bytes(bytes(file.stat().st_size))
+    for slot in filter(sealed_at, Path(place.shm).glob("*/absent@c/r*.?")):
+        data = slot.read_bytes()
+        half = len(data) // 2
+        slot.write_bytes(data[:half] + bytes(byte ^ 1 for byte in data[half:]))
+    (told,) = ranks(1).run(come_back, place, "b")
+    assert told["restored"] == (STEPS, {"memory": 1, "agent": 2})
+    assert told["replicated"] == before[0]
+    (why,) = told["rejected"]
+    assert "agent of node c" in why
 
 
 def leave_in_memory(place: Place) -> str:

@@ -66,7 +66,8 @@ def agent(slot: Slot, store: LocalStore) -> Iterator[Transport]:
 
 @pytest.fixture
 def node(agent: Transport) -> Iterator[RemoteNode]:
-    with closing(RemoteNode("node 1", agent.address, SECRET)) as made:
+    """As who reads what is in its memory."""
+    with closing(RemoteNode("node 1", agent.address, SECRET, in_memory=True)) as made:
         yield made
 
 
@@ -90,19 +91,37 @@ def test_looking_at_slots_leaves_the_agents_own_pins(slot: Slot, node: RemoteNod
     end(trainer)
 
 
-def test_what_is_stored_otherwise_by_now_is_gone(
-    slot: Slot, store: LocalStore, node: RemoteNode
+def test_a_shard_is_told_and_read_in_memory_and_on_disk(
+    slot: Slot, store: LocalStore, agent: Transport, node: RemoteNode
 ) -> None:
-    """A killed trainer's slot is committed between two reads of it, by modules: so its manifest is
+    """One of the two may be damaged, and must not hide the other. A killed trainer's slot is
+    committed between two reads of it."""
+    in_memory = node.open_shard(name_of(manifest()), manifest().shard)
+    assert in_memory.read(0, 100) == bytes([1]) * 100
+    store.commit(manifest().key, memoryview(bytes(IMAGE_BYTES)), manifest(created=1.0).encode())
+    found = node.inventory("node1").found
+    assert {(f.key, f.place.in_memory) for f in found} == {(manifest().key, i) for i in (0, 1)}
+    assert in_memory.read(0, 100) == bytes([1]) * 100
+    with closing(RemoteNode("node 1", agent.address, SECRET)) as disk:
+        on_disk = disk.open_shard(name_of(manifest()), manifest().shard)
+        assert on_disk.manifest != in_memory.manifest
+        assert on_disk.read(0, 100) == bytes(100)
+
+
+def test_what_is_stored_otherwise_by_now_is_gone(
+    slot: Slot, store: LocalStore, agent: Transport
+) -> None:
+    """What is on disk is written anew between two reads of it, by modules: so its manifest is
     another one."""
-    file = node.open_shard(name_of(manifest()), manifest().shard)
-    assert len(file.read(0, 100)) == 100
-    with slot.image() as image:
+    with slot.image() as image, closing(RemoteNode("node 1", agent.address, SECRET)) as node:
+        store.commit(manifest().key, image, manifest().encode())
+        file = node.open_shard(name_of(manifest()), manifest().shard)
+        assert len(file.read(0, 100)) == 100
         store.commit(manifest().key, image, manifest(created=1.0).encode())
-    with pytest.raises(FileNotFoundError, match="stored in another way by now"):
-        file.read(100, 100)
-    again = node.open_shard(name_of(manifest()), manifest().shard)
-    assert len(again.read(100, 100)) == 100
+        with pytest.raises(FileNotFoundError, match="stored in another way by now"):
+            file.read(100, 100)
+        again = node.open_shard(name_of(manifest()), manifest().shard)
+        assert len(again.read(100, 100)) == 100
 
 
 def test_each_range_of_a_slot_costs_itself_alone(
@@ -163,7 +182,7 @@ def test_a_node_that_falls_silent_is_waited_for_once(
 ) -> None:
     """By all who ask it, however many ranges they are still to read."""
     down = threading.Event()
-    asked = [RemoteNode("node 1", agent.address, SECRET, down) for _ in range(2)]
+    asked = [RemoteNode("node 1", agent.address, SECRET, down, True) for _ in range(2)]
     files = [node.open_shard(name_of(manifest()), manifest().shard) for node in asked]
     calls: list[object] = []
     reach = remote.reach

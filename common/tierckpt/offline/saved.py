@@ -108,7 +108,7 @@ def _load(
         lambda text: None,  # they are in `rejected`
         [there.parities],
         bar,
-        there.open_store,
+        there.open_far,
     )
     attempt = restorer.find(version)
     if attempt is None:

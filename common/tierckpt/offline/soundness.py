@@ -57,7 +57,7 @@ def verify(there: Survey, progress: Progress, version: int | None = None) -> Ite
 
 def _of_shard(copy: Found, there: Survey, pool: ThreadPoolExecutor, progress: Progress) -> Verdict:
     images: dict[int, Image] = {}
-    reads = Reads(pool, images, progress.advance, there.open_store, make_room=in_memory)
+    reads = Reads(pool, images, progress.advance, there.open_far, make_room=in_memory)
     source = Source(copy.key.shard, copy.place, reader=0, direct=False)
     try:
         reads.open(copy.key.id, copy.key.shards, copy.life, [source])
@@ -78,7 +78,7 @@ def _as_stored(copy: Found, there: Survey, unchecked: str) -> Verdict:
     key, place = copy.key, copy.place
     try:
         if place.level == "persistent":
-            with closing(there.open_store(place.where)) as far:
+            with closing(there.open_far(place)) as far:
                 shard = far.open_shard(VersionName(key.id, key.shards, copy.life), key.shard)
                 nbytes = check_stored(Manifest.decode(shard.manifest), shard.read)
         else:
@@ -111,6 +111,6 @@ def is_there(copy: Copy, there: Survey) -> bool:
             return LocalStore(place.where).has(key)
         if place.level != "persistent":
             return manifest_at(key, place) is not None
-        with closing(there.open_store(place.where)) as store:
+        with closing(there.open_far(place)) as store:
             return store.exists(VersionName(key.id, key.shards, copy.life))
     return True

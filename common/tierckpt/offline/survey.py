@@ -71,6 +71,10 @@ class Survey:
     """Jobs whose memory on this machine no restart from these places sees: it has another job id,
     as what is here was moved, or copied."""
 
+    def open_far(self, place: Place) -> PersistentStore:
+        """The persistent level that is at this place."""
+        return self.open_store(place.where)
+
     def plan(self, version: int | None = None) -> RestorePlan | None:
         """What a restart would take, if it saw the same."""
         found = [each for each in self.found if not self.is_elsewhere(each.place)]

@@ -34,13 +34,19 @@ class RemoteNode:
     """
 
     def __init__(
-        self, name: str, address: Address, secret: bytes, down: threading.Event | None = None
+        self,
+        name: str,
+        address: Address,
+        secret: bytes,
+        down: threading.Event | None = None,
+        in_memory: bool = False,
     ) -> None:
         """`name` is what its places are called; `secret` is that of the life in which the agent met
         others last. `down`, shared by all who ask this node: it has not answered one of them, and
-        is not asked any more, or each range would be waited for anew."""
+        is not asked any more, or each range would be waited for anew. Shards are those on its disk,
+        or else those `in_memory`."""
         self.name, self._address, self._secret = name, address, secret
-        self._down = down or threading.Event()
+        self._down, self._in_memory = down or threading.Event(), in_memory
         self._lock = threading.Lock()
         self._link: Link | None = None
 
@@ -55,16 +61,16 @@ class RemoteNode:
 
     def open_shard(self, name: VersionName, shard: int) -> RemoteFile:
         """A shard of a version; nothing of it is checked."""
-        return self._open(ShardKey(name.id, shard, name.shards))
+        return self._open(ShardKey(name.id, shard, name.shards), self._in_memory)
 
     def open_parity(self, key: ParityKey) -> RemoteFile:
         """Parity; nothing of it is checked."""
         return self._open(key)
 
-    def _open(self, key: ShardKey) -> RemoteFile:
+    def _open(self, key: ShardKey, in_memory: bool = False) -> RemoteFile:
         with self._connection() as link:
-            head = _answer(link, {"op": "manifest", "stem": key.stem})
-            return RemoteFile(self, key.stem, link.receive_record(head))
+            head = _answer(link, {"op": "manifest", "stem": key.stem, "in_memory": in_memory})
+            return RemoteFile(self, key.stem, link.receive_record(head), in_memory)
 
     def exists(self, name: VersionName) -> bool:
         """Never known: a node has some of the shards."""
@@ -72,7 +78,8 @@ class RemoteNode:
 
     def read(self, file: RemoteFile, offset: int, into: memoryview) -> None:
         """Fill `into` from byte `offset` of a shard, or parity."""
-        what = {"stem": file.stem, "copy": copy_of(file.manifest)}
+        copy = copy_of(file.manifest)
+        what = {"stem": file.stem, "copy": copy, "in_memory": file.in_memory}
         for low in range(0, len(into), MOST_BYTES):
             part = into[low : low + MOST_BYTES]
             where = {"offset": offset + low, "length": len(part)}
@@ -120,6 +127,8 @@ class RemoteFile:
     stem: str
     manifest: bytes
     """Unchecked."""
+    in_memory: bool = False
+    """There, and not on disk."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """A range, unchecked."""

@@ -54,11 +54,11 @@ class Shelf:
 
     def list(self) -> bytes:
         """All that is here, for `listed`, and what cannot be used, or seen. A shard that is in
-        memory and on disk is told once."""
+        memory and on disk is told of both: one of the two may be damaged."""
         self.asked_at = time.monotonic()
         seen = [take_inventory(self._job, store, "") for store in self._stores] if self._job else []
         pin_again()
-        found = {f.key: f for each in seen for f in each.found}  # on disk is told behind in memory
+        found = {(f.key, f.place.level): f for each in seen for f in each.found}
         told = {
             "generation": max((each.generation for each in seen), default=0),
             "shards": [_shard(each) for each in found.values()],
@@ -68,22 +68,23 @@ class Shelf:
         }
         return json.dumps(told).encode()
 
-    def manifest(self, stem: str) -> bytes:
-        """Of a shard or of parity."""
+    def manifest(self, stem: str, in_memory: bool = False) -> bytes:
+        """Of a shard or of parity: of the copy on disk, or of that in memory."""
         self.asked_at = time.monotonic()
         key = _key(stem)
-        for store in self._stores:
-            if store.has(key):
-                return store.read_manifest(key)
+        if not in_memory:
+            return self._store_of(key).read_manifest(key)
         try:
             for path, manifest in self._job.sealed() if self._job else ():
                 if manifest.key == key and (data := sealed_at(path)) is not None:
                     return data
         finally:
             pin_again()
-        raise FileNotFoundError(f"{key} is not here")
+        raise _not_here(key)
 
-    def read(self, stem: str, offset: int, nbytes: int, copy: str) -> bytes:
+    def read(
+        self, stem: str, offset: int, nbytes: int, copy: str, in_memory: bool = False
+    ) -> bytes:
         """A range of the bytes, unchecked; less where they end. Only names that we give, of what
         exists: no other file can be asked for.
 
@@ -94,11 +95,11 @@ class Shelf:
         key = _key(stem)
         if offset < 0 or not 0 <= nbytes <= MOST_BYTES:
             raise ValueError(f"bytes {offset} and {nbytes} more cannot be asked for at once")
-        for store in self._stores:
-            if store.has(key):
-                if copy_of(store.read_manifest(key)) != copy:
-                    raise _stored_otherwise(key)
-                return store.read(key, offset, nbytes)
+        if not in_memory:
+            store = self._store_of(key)
+            if copy_of(store.read_manifest(key)) != copy:
+                raise _stored_otherwise(key)
+            return store.read(key, offset, nbytes)
         try:
             path = self._slot_with(copy, key)
             data = read_image(path, offset, nbytes)
@@ -107,6 +108,13 @@ class Shelf:
             return data
         finally:
             pin_again()
+
+    def _store_of(self, key: ShardKey) -> LocalStore:
+        """The one that has it."""
+        for store in self._stores:
+            if store.has(key):
+                return store
+        raise _not_here(key)
 
     def _slot_with(self, copy: str, key: ShardKey) -> Path:
         """The slot that has it; first looks where it was found last."""
@@ -130,6 +138,10 @@ def copy_of(manifest: bytes) -> str:
     return digest(manifest).hex()
 
 
+def _not_here(key: ShardKey) -> FileNotFoundError:
+    return FileNotFoundError(f"{key} is not here")
+
+
 def _stored_otherwise(key: ShardKey) -> FileNotFoundError:
     return FileNotFoundError(f"{key} is stored in another way by now, or not any more")
 
@@ -146,6 +158,7 @@ def _shard(found: Found) -> dict[str, Any]:
     return {
         "stem": found.key.stem,
         "encoded": found.place.encoded,
+        "in_memory": found.place.level == "memory",
         "lineage": found.lineage,
         "life": found.life,
         "complete": complete and [complete.generation, complete.version],
@@ -184,7 +197,7 @@ def listed(data: bytes, where: str, host: str) -> Inventory:
 
 
 def _found(told: dict[str, Any], where: str) -> Found:
-    place = Place(AGENT, EVERYWHERE, where, bool(told["encoded"]))
+    place = Place(AGENT, EVERYWHERE, where, bool(told["encoded"]), bool(told["in_memory"]))
     complete = told["complete"] and VersionId(*told["complete"])
     return Found(_told_key(told, ShardKey), place, *_past(told), complete=complete)
 

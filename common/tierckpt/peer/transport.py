@@ -279,7 +279,7 @@ class Transport:
 
     def _serve(self, link: Link, head: dict[str, Any], met: bool) -> None:
         """`met`: the caller is an agent of this life."""
-        operation = head.get("op")
+        operation, in_memory = head.get("op"), bool(head.get("in_memory"))
         try:
             if operation == "join":
                 record = link.receive_record(head)
@@ -290,9 +290,9 @@ class Transport:
             elif operation == "list":
                 link.send({"op": "list"}, self.shelf.list())
             elif operation == "manifest":
-                link.send({"op": "manifest"}, self.shelf.manifest(str(head["stem"])))
+                link.send({"op": "manifest"}, self.shelf.manifest(str(head["stem"]), in_memory))
             elif operation == "fetch":
-                where = (int(head["offset"]), int(head["length"]), str(head["copy"]))
+                where = (int(head["offset"]), int(head["length"]), str(head["copy"]), in_memory)
                 link.send({"op": "bytes"}, self.shelf.read(str(head["stem"]), *where))
             elif operation == "why":
                 link.send(self._state_of(head))
