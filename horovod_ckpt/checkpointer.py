@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import horovod.torch as hvd
 import torch
@@ -130,7 +130,10 @@ class Checkpointer(tierckpt.Checkpointer):
         self._trace.know(names)
 
     def restore(
-        self, version: int | None = None, strict: bool = True, progress: bool | None = None
+        self,
+        version: SupportsIndex | None = None,
+        strict: bool = True,
+        progress: bool | None = None,
     ) -> tierckpt.Restored:
         """See `tierckpt.Checkpointer`; what an iteration cut short launched is dropped."""
         for reductions in self._reductions.values():

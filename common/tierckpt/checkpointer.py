@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -334,7 +335,10 @@ class Checkpointer:
         return self._halting.reason.is_interruption
 
     def restore(
-        self, version: int | None = None, strict: bool = True, progress: bool | None = None
+        self,
+        version: SupportsIndex | None = None,
+        strict: bool = True,
+        progress: bool | None = None,
     ) -> Restored:
         """Bring back the newest sound version, in place; returns the iteration to go on from.
 
@@ -348,11 +352,12 @@ class Checkpointer:
             strict: raise StateMismatchError when the structure differs; else load what fits.
             progress: show a bar on rank 0's standard error; None: if that is a terminal.
         """
-        if isinstance(version, bool) or not isinstance(version, int | None):
+        if isinstance(version, bool) or not isinstance(version, SupportsIndex | None):
             raise TypeError(
                 f"restore(version=...) takes a version's number, not {version!r}; `path`, given to "
                 "the Checkpointer, says where to look"
             )
+        version = None if version is None else operator.index(version)
         self._refuse_closed("restore()", RestoreError)
         bar = Progress(Progress.wanted(self.group.rank, progress))
         with contextlib.closing(bar), torch.inference_mode(False):

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ class TinyJob:
         assert self._checkpointer is not None
         return self._checkpointer
 
-    def restore(self, version: int | None = None, strict: bool = True) -> Restored:
+    def restore(self, version: SupportsIndex | None = None, strict: bool = True) -> Restored:
         """Bring back the newest version, and go on from there."""
         restored = self.checkpointer.restore(version, strict)
         self.iteration = int(restored)
