@@ -21,6 +21,7 @@ from .localstore import LocalStore
 from .manifest import Manifest
 from .naming import Lineage, ParityKey, ShardKey, VersionId
 from .persistent import PersistentStore
+from .pins import LocalPins, Pin
 
 AGENT = "agent"
 """Level of what the agent of a node shows that is none of the job's any more, see `absent`."""
@@ -115,6 +116,8 @@ class Inventory:
     token: str = ""
     """Random; of rank 0's are made the name and the secret of the life that begins now."""
     parities: tuple[FoundParity, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    """On this node's local level."""
 
     def plus(self, others: Iterable[Inventory]) -> Inventory:
         """With what this rank was told of other nodes."""
@@ -140,6 +143,7 @@ def take_inventory(
     unseen: list[Problem] = []
     keys: list[ShardKey] = []
     parities: list[FoundParity] = []
+    pins: tuple[Pin, ...] = ()
     with _told(Place("memory", host, str(job.path)), unseen):
         look_at_memory(job, host, found, problems, unseen)
     disk = Place("local", host, str(store.directory))
@@ -148,6 +152,7 @@ def take_inventory(
         keys = look_at_local(store, disk, found, problems, unseen)
     with _told(disk, unseen):
         parities = look_at_parities(store, disk, problems, unseen)
+        pins = LocalPins(store.directory).pins()
     if persistent is not None and persistent.path:
         with _told(Place("persistent", EVERYWHERE, persistent.path), unseen):
             look_at_persistent(persistent, found, problems, unseen)
@@ -160,6 +165,7 @@ def take_inventory(
         host,
         secrets.token_hex(24),
         tuple(parities),
+        pins,
     )
 
 

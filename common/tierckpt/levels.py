@@ -24,6 +24,7 @@ from .localstore import LocalStore
 from .naming import Lineage, VersionId
 from .onward import Onward, flush_order
 from .peers import Groups, Peers
+from .pins import LocalPins
 from .reports import Reports
 from .restored import Restored
 
@@ -103,6 +104,7 @@ class Levels:
         """From the version that the live state is of. Collective."""
         self.lives.go_on_from(lineage, result.version)
         id_ = VersionId(result.generation, result.version)
+        self._pin_as_elsewhere(id_)
         # Even when some shards came from elsewhere: those in memory may be the only ones.
         memory = id_ if "memory" in result.levels else self.lives.newest("memory", id_)
         # Until something newer is protected, what was rebuilt may have to be rebuilt again.
@@ -115,6 +117,20 @@ class Levels:
         self._agreement.restart(memory, local, peer, broken, ages_seconds)
         self.onward.restart()
         self.meet()
+
+    def _pin_as_elsewhere(self, id_: VersionId) -> None:
+        """A version that is pinned on some node stays on all: one that has it only now, as what was
+        lost is made there again (see `mending`), has no mark of it."""
+        pins = {pin for each in self.lives.pins for pin in each if pin.version == id_}
+        mine = self.lives.pins[self._group.rank]
+        is_first = self._node.first == self._group.rank
+        if not (pins.difference(mine) and is_first and self._config.uses("local")):
+            return
+        try:
+            LocalPins(self._config.directory).pin([id_], any(pin.everywhere for pin in pins))
+        except OSError as error:
+            text = f"{id_} is pinned on other nodes, and could not be pinned here: {error}"
+            self._reports.notice(text, logging.ERROR)
 
     def meet(self) -> None:
         """The nodes' agents meet under the name of the life that has begun. Collective."""

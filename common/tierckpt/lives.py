@@ -28,6 +28,7 @@ from .inventory import (
 from .jobdirectory import JobDirectory
 from .localstore import LocalStore
 from .naming import Lineage, ParityKey, ShardKey, VersionId, on_lineage
+from .pins import Pin
 from .restoreplan import RestorePlan, plan_restore
 from .together import Together
 from .wording import some
@@ -68,6 +69,8 @@ class Lives:
         """What every rank found when it looked last."""
         self.parities: list[tuple[FoundParity, ...]] = []
         """The same, of what nodes keep for each other."""
+        self.pins: list[tuple[Pin, ...]] = []
+        """What is pinned on the local level of every rank's node."""
         self.nodes: list[str] = []
         """Every rank's, by name."""
         self.problems: list[str] = []
@@ -113,6 +116,7 @@ class Lives:
         self.found = [i.found for i in inventories]
         self.nodes = [i.host for i in inventories]
         self.parities = [i.parities for i in inventories]
+        self.pins = [i.pins for i in inventories]
         self.problems = _told(p for i in inventories for p in i.problems)
         self.damaged = {key for i in inventories for p in i.problems for key in p.keys}
         self.newer = _told(p for i in inventories for p in i.problems if p.newer)

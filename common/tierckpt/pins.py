@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import PinError
 from .localstore import LocalStore
@@ -26,6 +27,14 @@ from .persistent import PersistentStore, VersionName
 _MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.pin")
 _EVERYWHERE = "everywhere\n"
 """Content of a mark on the local level that goes on to the persistent one with the version."""
+
+
+class Pin(NamedTuple):
+    """A mark on the local level."""
+
+    version: VersionId
+    everywhere: bool
+    """It is meant for the persistent level, too."""
 
 
 class LocalPins:
@@ -49,6 +58,10 @@ class LocalPins:
             found = map(_MARK.fullmatch, os.listdir(self._store.directory))
             return {VersionId(int(m[2]), int(m[1])) for m in found if m is not None}
         return set()
+
+    def pins(self) -> tuple[Pin, ...]:
+        """All marks, and what each says."""
+        return tuple(Pin(version, self.everywhere(version)) for version in sorted(self.pinned()))
 
     def pin(self, versions: Iterable[VersionId], everywhere: bool = False) -> set[VersionId]:
         """Mark them; returns those that are here. A mark of what is elsewhere does no harm.

@@ -17,6 +17,7 @@ from tests.dist.test_peer_level import (
     settings,
 )
 from tests.dist.training import Place, attach, make_job, restored_into, train
+from tierckpt.pins import LocalPins
 
 
 def come_back_and_crash(
@@ -60,6 +61,34 @@ def test_one_failure_after_the_other(
             assert told["digest"] == before[number]["course"][STEPS]
             assert told["protected"] == [STEPS], "the restored version, not a later one"
             assert told["complaints"] == []
+
+
+def pin_and_crash(place: Place) -> None:
+    """What was left behind, on all nodes."""
+    attached = attach(make_job(seed=2), place, memory_every_steps=0, **settings("xor"))
+    attached.ckpt.restore()
+    attached.ckpt.pin(STEPS)
+    attached.ckpt.abandon()
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_is_pinned_is_pinned_on_the_node_that_takes_a_lost_ones_place(
+    everywhere: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Else its part of a version that the others keep would go."""
+    place = place_of(tmp_path, shm_dir)
+    ranks(3).run(leave_behind, place, "xor")
+    ranks(3).run(pin_and_crash, place)
+    nodes = [LocalPins(path) for path in sorted(tmp_path.glob("node*/ckpts"))]
+    (pin,) = nodes[0].pins()
+    assert [node.pins() for node in nodes] == [(pin,)] * 3
+    if not everywhere:  # as a person makes it
+        for node in nodes:
+            node.unpin([pin.version])
+            node.pin([pin.version])
+    lose(place, tmp_path, 1)
+    ranks(3).run(come_back_and_crash, place, "xor")
+    assert [node.pins() for node in nodes] == [((pin.version, everywhere),)] * 3
 
 
 def come_back_and_crash_at_once(place: Place, scheme: str) -> dict[str, int]:
