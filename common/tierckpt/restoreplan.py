@@ -151,11 +151,20 @@ class _Sight:
     def of(self, key: ShardKey, seen: Mapping[Place, Sequence[int]]) -> Places:
         """Of the places where ranks saw the shard, those that are left, with who may read there."""
         readers = {place: self._readers(key, place, ranks) for place, ranks in seen.items()}
-        return {place: ranks for place, ranks in readers.items() if ranks}
+        left = {place: ranks for place, ranks in readers.items() if ranks}
+        held = {_cost(place) for place in left if self._holder(key, place) is not None}
+        return {
+            place: ranks
+            for place, ranks in left.items()
+            if _cost(place) not in held or self._holder(key, place) is not None
+        }
+
+    def _holder(self, key: ShardKey, place: Place) -> int | None:
+        holder = self._had.get((key, place))
+        return None if (key, place, holder) in self._unreachable else holder
 
     def _readers(self, key: ShardKey, place: Place, seers: Sequence[int]) -> Sequence[int]:
-        holder = self._had.get((key, place))
-        if holder is not None and (key, place, holder) not in self._unreachable:
+        if (holder := self._holder(key, place)) is not None:
             return [holder]
         if place.host != EVERYWHERE:
             return [rank for rank in seers if (key, place, rank) not in self._unreachable]
@@ -170,9 +179,9 @@ class _Sight:
         return [rank for rank in left if (place, rank) not in self._trouble] or left
 
 
-def _cost(place: Place) -> tuple[int, bool, Place]:
+def _cost(place: Place) -> tuple[int, bool, bool]:
     """The cheapest is the least."""
-    return LEVELS.index(place.level), not place.in_memory, place
+    return LEVELS.index(place.level), not place.in_memory, place.encoded
 
 
 def _is_far(place: Place) -> bool:
@@ -181,6 +190,24 @@ def _is_far(place: Place) -> bool:
 
 Places = Mapping[Place, Sequence[int]]
 """Where a shard is, and which ranks may read it there."""
+
+
+def _cheapest(places: Places) -> Places:
+    """Where it is at the least cost: on several nodes, as where they share a directory. What most
+    ranks see comes first."""
+    least = min(map(_cost, places))
+    best = [place for place in places if _cost(place) == least]
+    return {place: places[place] for place in sorted(best, key=lambda p: (-len(places[p]), p))}
+
+
+def _readers_at(places: Places) -> Sequence[int]:
+    """Who may read it at any of them."""
+    first, *others = places.values()
+    return sorted({*first}.union(*others)) if others else first
+
+
+def _place_of(reader: int, places: Places) -> Place:
+    return next(place for place, ranks in places.items() if reader in ranks)
 
 
 def _put_together(
@@ -266,15 +293,16 @@ def _parities_of(
 
 def _parity_source(
     key: ParityKey,
-    places: Mapping[Place, Sequence[int]],
+    places: Places,
     load: Counter[int],
     segments: Sequence[Segment],
 ) -> ParitySource:
     """Read by the rank that has least to read of those that see it."""
-    place = min(places, key=_cost)
-    reader = min(places[place], key=lambda rank: (load[rank], rank))
+    there = _cheapest(places)
+    reader = min(_readers_at(there), key=lambda rank: (load[rank], rank))
     load[reader] += 1
-    return ParitySource(segments[0].member, key, place, reader, tuple(s.index for s in segments))
+    member, indices = segments[0].member, tuple(s.index for s in segments)
+    return ParitySource(member, key, _place_of(reader, there), reader, indices)
 
 
 def _assign(
@@ -283,27 +311,27 @@ def _assign(
     """Pick a place and a reader, or a maker, for every shard; ranks as evenly loaded as places
     allow, and nodes as evenly as that allows (see `_Load`).
 
-    Copies that only one rank is to read, which may have them already, count first. A shard is its
+    What few ranks are to read, one that may have it already say, counts first. A shard is its
     own rank's (see `mending`), where it has one that can and has nothing else to do; of what all
     see only where there is one for each rank, as few might all be of one node.
     """
     load, making = _Load(nodes), _Load(nodes)
     readers: dict[ShardKey, int] = {}
-    nearest = {key: min(places, key=_cost) for key, places in places_of.items()}
+    nearest = {key: _cheapest(places) for key, places in places_of.items()}
+    able = {key: _readers_at(there) for key, there in nearest.items()}
     ranks = range(len(nodes))
-    far = [key for key, place in nearest.items() if place.host == EVERYWHERE]
+    far = {key for key, there in nearest.items() if next(iter(there)).host == EVERYWHERE}
     far_homes = len(far) == len(nodes)
-    for key in sorted(nearest, key=lambda key: (len(places_of[key][nearest[key]]) > 1, key.shard)):
-        place = nearest[key]
-        home = key.shard if place.host != EVERYWHERE or far_homes else -1
-        readers[key] = load.give(places_of[key][place], home)
+    for key in sorted(nearest, key=lambda key: (len(able[key]), key.shard)):
+        home = key.shard if key not in far or far_homes else -1
+        readers[key] = load.give(able[key], home)
     sources = []
     for key in keys:
         if key not in nearest:
             maker = making.give(ranks, key.shard if len(keys) <= len(nodes) else -1)
             sources.append(Source(key.shard, REBUILT, maker, direct=False))
             continue
-        place = nearest[key]
+        place = _place_of(readers[key], nearest[key])
         # What has to be decoded is decoded once, and not by every rank.
         seen_by_all = len(places_of[key][place]) == len(nodes) and place.host != EVERYWHERE
         direct = seen_by_all and not place.encoded

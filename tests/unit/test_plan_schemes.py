@@ -40,6 +40,8 @@ class World:
     """What the disks have and an earlier try found damaged."""
     bad_far: set[tuple[int, int]]
     """By version and shard: the same of the persistent level."""
+    sharing: frozenset[int] = frozenset()
+    """Nodes that see one directory, with what each of them wrote."""
 
     @property
     def shards(self) -> int:
@@ -51,9 +53,17 @@ class World:
     def place(self, node: int) -> Place:
         return Place("local", f"node{node}", "/disk")
 
+    def seen_on(self, node: int) -> set[int]:
+        """Nodes whose ranks see what that one wrote."""
+        return set(self.sharing) if node in self.sharing else {node}
+
+    def on_disk(self, node: int) -> set[tuple[int, bool, int]]:
+        """What its ranks see."""
+        return set().union(*(self.disks[other] for other in self.seen_on(node)))
+
     def left(self) -> set[tuple[int, bool, int]]:
         """Sound on the nodes that a rank of now is on."""
-        return set().union(*(self.disks[node] for node in set(self.ranks))) - self.bad_near
+        return set().union(*(self.on_disk(node) for node in set(self.ranks))) - self.bad_near
 
     def far(self, version: int) -> set[int]:
         """Shards that the persistent level has, and has sound."""
@@ -64,15 +74,16 @@ class World:
     def bad(self) -> frozenset[tuple[ShardKey, Place]]:
         """As the planner is told."""
         near = [
-            ((ParityKey if p else ShardKey)(VersionId(1, v), s, self.shards), self.node_of[s])
+            ((ParityKey if p else ShardKey)(VersionId(1, v), s, self.shards), node)
             for v, p, s in self.bad_near
+            for node in self.seen_on(self.node_of[s])
         ]
         far = [(ShardKey(VersionId(1, v), s, self.shards), FAR) for v, s in self.bad_far]
         return frozenset([(key, self.place(node)) for key, node in near] + far)
 
     def seen_by(self, node: int) -> tuple[list[Found], list[FoundParity]]:
         found, parities = [], []
-        for version, is_parity, shard in sorted(self.disks[node]):
+        for version, is_parity, shard in sorted(self.on_disk(node)):
             name = (VersionId(1, version), shard, self.shards)
             if is_parity:
                 group = self.group_of(version, shard)
@@ -142,7 +153,8 @@ def worlds(draw: st.DrawFn) -> World:
     bad_near = draw(st.sets(st.sampled_from(everything), max_size=3)) if everything else set()
     shards = st.integers(0, len(node_of) - 1)
     bad_far = draw(st.sets(st.tuples(st.sampled_from(VERSIONS), shards), max_size=2))
-    return World(node_of, sorted(ranks), codes, disks, persistent, bad_near, bad_far)
+    sharing = draw(st.frozensets(st.integers(0, nodes - 1)))
+    return World(node_of, sorted(ranks), codes, disks, persistent, bad_near, bad_far, sharing)
 
 
 def inventories_of(world: World) -> tuple[list[list[Found]], list[list[FoundParity]]]:
@@ -191,16 +203,18 @@ def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
             assert source.rebuilt
             assert not source.direct
         elif here:
-            node = world.node_of[source.shard]
+            node = world.ranks[source.reader]
             assert source.place == world.place(node)
-            assert world.ranks[source.reader] == node
+            assert node in world.seen_on(world.node_of[source.shard])
         else:
             assert source.place == FAR
             assert source.shard in wanted[version], "what is near can do it"
     for rebuild in plan.rebuilds:
         for parity in rebuild.parities:
             assert rebuild.group[parity.member] == parity.key.shard
-            assert world.ranks[parity.reader] == world.node_of[parity.key.shard]
+            node = world.ranks[parity.reader]
+            assert parity.place == world.place(node)
+            assert node in world.seen_on(world.node_of[parity.key.shard])
 
 
 def agent_of(node: int) -> Place:
@@ -222,7 +236,7 @@ def test_nodes_without_a_rank_are_the_last_but_one_way_out(world: World, number:
     plan = plan_restore(found, world.bad(), parities=parities, nodes=nodes)
 
     there = world.left()
-    shown: set[tuple[int, bool, int]] = set().union(*(world.disks[node] for node in absent))
+    shown: set[tuple[int, bool, int]] = set().union(*(world.on_disk(node) for node in absent))
     far_shards = {
         v: {s for p_v, parity, s in shown if p_v == v and not parity} | world.far(v)
         for v in VERSIONS
@@ -239,7 +253,7 @@ def test_nodes_without_a_rank_are_the_last_but_one_way_out(world: World, number:
     assert version == max(possible)
     for source in plan.sources:
         if source.place.level == AGENT:
-            assert source.place == agent_of(world.node_of[source.shard])
+            assert source.place in map(agent_of, world.seen_on(world.node_of[source.shard]))
             assert source.shard in world.out_of_reach(version, there), "what is near can do it"
             assert not source.direct
         elif source.place == FAR:
@@ -270,19 +284,21 @@ def test_no_parity_is_read_that_nothing_is_made_of(world: World) -> None:
 @given(worlds())
 @settings(max_examples=300)
 def test_reading_is_spread_evenly(world: World) -> None:
-    """Over the ranks of a node, what lies there; over all, what all see."""
+    """Over the ranks of a node, what lies there; over those of nodes that share a directory, what
+    lies in it; over all, what all see."""
     plan = planned(world)
     if plan is None:
         return
     far = any(s.place.level == "persistent" for s in plan.sources)
     for node in set(world.ranks):
-        own = [rank for rank, there in enumerate(world.ranks) if there == node]
-        place = world.place(node)
-        shards = Counter(s.reader for s in plan.sources if s.place == place)
-        made = [p for r in plan.rebuilds for p in r.parities if p.place == place]
+        together = world.seen_on(node)
+        own = [rank for rank, there in enumerate(world.ranks) if there in together]
+        places = [world.place(each) for each in together]
+        shards = Counter(s.reader for s in plan.sources if s.place in places)
+        made = [p for r in plan.rebuilds for p in r.parities if p.place in places]
         assert is_even(Counter(p.reader for p in made), own)
         assert far or is_even(shards, own)
-    if len(set(world.ranks)) == 1:  # all see all that there is
+    if set(world.ranks) <= world.seen_on(world.ranks[0]):  # all see all that there is
         loads = Counter(s.reader for s in plan.sources if not s.rebuilt)
         assert is_even(loads, range(len(world.ranks)))
 
