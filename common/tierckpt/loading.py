@@ -144,18 +144,20 @@ class Loader:
                 self._targets[name] = live
             elif not name.startswith(FIXED):
                 self._targets[name] = self._make(name, spec)
-        self._shard_of = self._find_sources()
 
-    def _find_sources(self) -> dict[str, int]:
-        """This rank's own shard, but for parameters (and their state) that ranks have alike now:
-        who differed then must not begin like that."""
+    def choose_shards(self) -> None:
+        """What ranks had each of their own is to come from this rank's own shard, but for
+        parameters (and their state) that ranks have alike now: who differed then must not begin
+        like that. The first change: of what the live state counts as alike."""
         own, assumed = {parameter_of(name) for name in self.own_specs}, self.state.assumed_alike
         params = [p for p in self.state.walk().params if id(p) in assumed]
         self.state.keep_apart(p for p in params if self.state.name_of(p) in own)
         walk = self.state.walk()
         alike = {self.state.name_of(p) for p in walk.params if id(p) not in walk.own_params}
         mine = self.rank % self.shards
-        return {name: 0 if parameter_of(name) in alike else mine for name in self.own_specs}
+        self._shard_of = {
+            name: 0 if parameter_of(name) in alike else mine for name in self.own_specs
+        }
 
     def _param_fits(self, parameter: str) -> bool:
         """False when the state that an optimizer kept for the parameter is no use to it now."""

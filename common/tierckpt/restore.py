@@ -560,6 +560,7 @@ def load(
         result = attempt.report(manifest, calls_alone)
         attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
         notices = [f"accepted (strict=False): {d}" for d in differences]
+        loader.choose_shards()
     state.torn = True
     with torch.no_grad():
         attempt.visit(loader.load_window)

@@ -278,6 +278,30 @@ def test_what_ddp_leaves_out_is_each_ranks_own_once_it_is_trained(
     assert any("head.weight" in text and "kept for each rank" in text for text in told[0]["said"])
 
 
+def refused(place: Place) -> list[int]:
+    """How many parameters count as alike: before a restore that is refused, behind it, and behind
+    one that is not."""
+    first = make_thawing()
+    attached = attach(first, place)
+    train(first, attached.ckpt, range(CRASH))
+    attached.ckpt.abandon()
+    again = attach(make_thawing(), place, extra={"another": nn.Linear(1, 1)})
+    alike = [len(again.ckpt.state.assumed_alike)]
+    with pytest.raises(tierckpt.StateMismatchError):
+        again.ckpt.restore()
+    alike.append(len(again.ckpt.state.assumed_alike))
+    again.ckpt.restore(strict=False)
+    again.ckpt.abandon()
+    return [*alike, len(again.ckpt.state.assumed_alike)]
+
+
+def test_a_restore_that_is_refused_sets_nothing_apart(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for before, behind, restored in ranks(2).run(refused, Place.under(tmp_path, shm_dir)):
+        assert before == behind > restored
+
+
 # --- models that differ between averagings -------------------------------------------------------
 
 
