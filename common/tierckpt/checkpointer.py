@@ -331,7 +331,8 @@ class Checkpointer:
     @property
     def interrupted(self) -> bool:
         """True when `should_exit()` is because processes (a signal) or the allocation end: the job
-        is to be started again. False for what somebody asked for with `tierckpt halt`."""
+        is to be started again. False for what somebody asked for with `tierckpt halt`, but for
+        `--seconds-left`: then it is the allocation that ends."""
         return self._halting.reason.is_interruption
 
     def restore(
