@@ -66,6 +66,8 @@ class Agreement:
         self.turns = 0
         """Votes cast since all ranks last were at the same place for sure."""
         self._asked = False
+        self.close_asked = False
+        """The user wants the end; all ranks learn of it with every vote from now on."""
         self._known: dict[str, dict[VersionId, int]] = {
             level: {} for level in ("memory", "local", "peer", "persistent")
         }
@@ -175,6 +177,7 @@ class Agreement:
             less_persistent_us=-figures.persistent_us,
             less_persistent_steps=-figures.persistent_steps,
             adapter=adapter,
+            no_close=int(not self.close_asked),
         )
         self._asked = False
         self.turns += 1

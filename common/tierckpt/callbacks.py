@@ -49,12 +49,19 @@ class Callbacks:
         """`restore()` is done, also when it found nothing (`restored.levels` is then empty)."""
 
 
+AT_EASE = ("on_step_boundary", "on_restored")
+"""Called when their occasion is over, on all ranks at the same place; the others, amid a step or a
+boundary, and at different ones."""
+
+
 class CallbackList:
     """Calls everybody's callbacks; never raises. Training thread."""
 
     def __init__(self, registered: Iterable[Callbacks] = ()) -> None:
         self._registered = list(registered)
         self._complaints = Complaints()
+        self.telling = 0
+        """While others than AT_EASE are called: how many calls are within each other."""
 
     def __bool__(self) -> bool:
         return bool(self._registered)
@@ -65,9 +72,17 @@ class CallbackList:
 
     def call(self, name: str, *args: Any) -> None:
         """Call the method `name` of all."""
-        for which, callbacks in enumerate(self._registered):
-            try:
-                getattr(callbacks, name)(*args)
-            except Exception as error:
-                text = f"{name} of a {type(callbacks).__name__} failed"
-                self._complaints.log((which, name), text, error)
+        amid = name not in AT_EASE
+        self.telling += amid
+        try:
+            for which, callbacks in enumerate(self._registered):
+                self._tell(which, callbacks, name, args)
+        finally:
+            self.telling -= amid
+
+    def _tell(self, which: int, callbacks: Callbacks, name: str, args: tuple[Any, ...]) -> None:
+        try:
+            getattr(callbacks, name)(*args)
+        except Exception as error:
+            text = f"{name} of a {type(callbacks).__name__} failed"
+            self._complaints.log((which, name), text, error)

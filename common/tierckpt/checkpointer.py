@@ -14,7 +14,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -216,7 +216,7 @@ class Checkpointer:
     def _watch(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
         """What is before them: where iterations and their steps begin and end."""
         self._ahead = 0
-        self._closed = False
+        self._closed = self._ending = self._saving = False
         self._iterations = Iterations(
             self.config.boundary,
             boundary=self._boundary,
@@ -291,7 +291,11 @@ class Checkpointer:
         self._refuse_closed("save()", TierckptError)
         if not now:
             self._agreement.ask()
-        elif why := self._no_moment():
+            return
+        if self._saving:  # a callback, at the boundary of another one
+            return
+        self._refuse_amid("save(now=True)", TierckptError)
+        if why := self._no_moment():
             self._reports.notice(f"save(now=True) takes nothing: {why}", logging.ERROR)
         else:
             self._save_now()
@@ -305,12 +309,14 @@ class Checkpointer:
         has it, or one hangs.
         """
         self._refuse_closed("pin()", PinError)
+        self._refuse_amid("pin()", PinError)
         where = (self.config, self.group, self._node)
         return mark_everywhere("pin", version, *where, self._agent)
 
     def unpin(self, version: int) -> tuple[str, ...]:
         """Leave a version to retention again; otherwise as `pin`."""
         self._refuse_closed("unpin()", PinError)
+        self._refuse_amid("unpin()", PinError)
         return mark_everywhere("unpin", version, self.config, self.group, self._node)
 
     def should_exit(self) -> bool:
@@ -360,6 +366,7 @@ class Checkpointer:
             )
         version = None if version is None else operator.index(version)
         self._refuse_closed("restore()", RestoreError)
+        self._refuse_amid("restore()", RestoreError)
         bar = Progress(Progress.wanted(self.group.rank, progress))
         with contextlib.closing(bar), torch.inference_mode(False):
             try:
@@ -425,14 +432,30 @@ class Checkpointer:
     def _refuse_closed(self, what: str, error: type[TierckptError]) -> None:
         if self._closed:
             raise error(f"{what} after close() or abandon(): make another Checkpointer")
+        if self._ending:
+            raise error(f"{what} while close() or abandon() is at work")
         if self._over:
             raise error(f"{what} in a forked child: the Checkpointer is its parent's")
 
     @property
     def _over(self) -> bool:
-        """Nothing is to be done any more: it ended, or this is a forked child, and what there is of
-        checkpoints is its parent's."""
-        return self._closed or os.getpid() != self._process
+        """Nothing is to be done any more: it ended, or is just ending, or this is a forked child,
+        and what there is of checkpoints is its parent's."""
+        return self._closed or self._ending or os.getpid() != self._process
+
+    @property
+    def _amid(self) -> bool:
+        """A callback asks that is called amid something: a step, a boundary, another method."""
+        return self._saving or self.log.telling + self._callbacks.telling > 0
+
+    def _refuse_amid(self, what: str, error: type[TierckptError]) -> None:
+        """Of what takes all ranks, which hear of events at different moments."""
+        if self._amid:
+            raise error(
+                f"{what} in the callback of an event: it takes all ranks, and they hear of events "
+                "at different moments, amid a step perhaps. Call it in the loop, between two "
+                "steps, or in on_step_boundary of tierckpt.Callbacks"
+            )
 
     @property
     def steps_made(self) -> int:
@@ -452,13 +475,29 @@ class Checkpointer:
         of what is none: where an optimizer's step or a restore did not come to its end, or ranks
         are not at the same step. Nor where `restore(version=...)` went back and no step was made:
         what is newer stays.
+
+        In the callback of an event it asks for that, from any one rank: all close at the end of a
+        boundary, the next but one at the latest; or when the process ends, if all asked.
         """
         if self._over:
             return
-        self._halting.be_calm()
-        remove = self._finish()
-        self._reports.emit("closed", message=self.exit_reason or "the training's end")
-        self._shut_down(remove)
+        if self._amid:
+            self._agreement.close_asked = True
+            return
+        with self._end():
+            self._halting.be_calm()
+            remove = self._finish()
+            self._reports.emit("closed", message=self.exit_reason or "the training's end")
+            self._shut_down(remove)
+
+    @contextlib.contextmanager
+    def _end(self) -> Iterator[None]:
+        """While it lasts, callbacks are still told of events, and can begin nothing."""
+        self._ending = True
+        try:
+            yield
+        finally:
+            self._ending = False
 
     def _finish(self) -> bool:
         """All that the end waits for. True when nothing has to stay in memory. Collective."""
@@ -534,13 +573,15 @@ class Checkpointer:
         """
         if self._over:
             return
-        try:
-            self._underway.last_chance()
-        except Exception as error:
-            self._reports.notice(f"the newest version was given up: {error!r}", logging.WARNING)
-        if commit_newest:
-            self._commit_newest()
-        self._shut_down(remove=False, abandoned=True)
+        self._refuse_amid("abandon()", TierckptError)
+        with self._end():
+            try:
+                self._underway.last_chance()
+            except Exception as error:
+                self._reports.notice(f"the newest version was given up: {error!r}", logging.WARNING)
+            if commit_newest:
+                self._commit_newest()
+            self._shut_down(remove=False, abandoned=True)
 
     def close_or_abandon(self) -> None:
         """At the end of a process: `close()` if all ranks get here within MEET_SECONDS, else every
@@ -558,6 +599,14 @@ class Checkpointer:
         )
         self._reports.notice(text, logging.WARNING)
         self.abandon(commit_newest=True)
+
+    def end_with_process(self) -> None:
+        """When the process ends and nobody has closed it: `abandon()`, unless a callback asked for
+        the end and no boundary came behind that."""
+        if self._agreement.close_asked and not ending.script_failed():
+            self.close_or_abandon()
+        else:
+            self.abandon()
 
     def abandon_after_error(self) -> None:
         """When an exception ended the training: `abandon()`.
@@ -643,8 +692,10 @@ class Checkpointer:
         if self._trace is not None:
             self._trace = self._trace.boundary(self.version, begin)
         self._callbacks.call("on_step_boundary", self.version)
-        if unattended and not force:
-            self.close()
+        if force or not (unattended or agreed.no_close == 0):
+            return
+        self.close()
+        if unattended:
             raise SystemExit(0)
 
     def _open_snapshot(self, levels: tuple[str, ...], void: bool) -> Snapshot | None:
@@ -732,10 +783,12 @@ class Checkpointer:
         self.wait(end - time.monotonic())
         id_ = VersionId(self._id().generation, self.steps_made)
         # The loop's own step() for it is still to come.
-        self._ahead = int(self._iterations.steps > 0)
-        if not self._demand.commit(id_, self._at()):
-            self._boundary(force=True)
-        self._ahead = 0
+        self._ahead, self._saving = int(self._iterations.steps > 0), True
+        try:
+            if not self._demand.commit(id_, self._at()):
+                self._boundary(force=True)
+        finally:
+            self._ahead, self._saving = 0, False
         self.wait(end - time.monotonic())
         self._demand.settle(id_)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -27,6 +28,12 @@ NOTICE_SECONDS = 5.0
 def is_orderly(error: BaseException | None) -> bool:
     """True for `sys.exit(0)`, which ends a script and is no failure."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def script_failed() -> bool:
+    """When the process ends: whether an error ended the script."""
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    return error is not None and not is_orderly(error)
 
 
 def no_moment(
@@ -57,23 +64,23 @@ def no_moment(
 class Ends(Protocol):
     """A checkpointer."""
 
-    def abandon(self) -> None: ...
+    def end_with_process(self) -> None: ...
 
 
 _open: weakref.WeakSet[Ends] = weakref.WeakSet()
 
 
 def at_exit(checkpointer: Ends) -> None:
-    """Have it abandoned when the process ends and nobody has closed it by then: a thread of ours
-    that copies while torch is taken down would end the process by SIGABRT, whatever the script's
+    """Have it ended when the process ends and nobody has closed it by then: a thread of ours that
+    copies while torch is taken down would end the process by SIGABRT, whatever the script's
     own status was. It is not kept alive."""
     _open.add(checkpointer)
 
 
 @atexit.register  # when this is imported: so it comes after all that is registered to close them
-def _abandon_all() -> None:
+def _end_all() -> None:
     for checkpointer in list(_open):
-        checkpointer.abandon()
+        checkpointer.end_with_process()
 
 
 class Ending:
@@ -140,4 +147,4 @@ class Ending:
         return f"the node's agent (process {self._agent.pid}) goes on with it as long as it lives"
 
 
-__all__ = ["Ending", "at_exit", "no_moment"]
+__all__ = ["Ending", "at_exit", "no_moment", "script_failed"]

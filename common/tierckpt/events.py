@@ -74,6 +74,8 @@ class EventLog:
         self.rank = rank
         self.counts: dict[str, int] = {}
         """How many events there were, by `name` and `name/level`."""
+        self.telling = 0
+        """While receivers are called: how many calls of `emit` are within each other."""
         self._callbacks = [callback] if callback else []
         self._complaints = Complaints()
         self._file: BinaryIO | None = None
@@ -98,13 +100,20 @@ class EventLog:
             self.counts[key] = self.counts.get(key, 0) + 1
         if logger.isEnabledFor(event.severity):
             logger.log(event.severity, "%s", event.text())
-        for which, receive in enumerate((self._write, *self._callbacks)):
-            try:
-                receive(event)
-            except Exception as error:
-                text = f"an event receiver failed; the event was: {event.text()}"
-                self._complaints.log(which, text, error)
+        self.telling += 1
+        try:
+            for which, receive in enumerate((self._write, *self._callbacks)):
+                self._tell(which, receive, event)
+        finally:
+            self.telling -= 1
         return event
+
+    def _tell(self, which: int, receive: Callback, event: Event) -> None:
+        try:
+            receive(event)
+        except Exception as error:
+            text = f"an event receiver failed; the event was: {event.text()}"
+            self._complaints.log(which, text, error)
 
     def _write(self, event: Event) -> None:
         if self._file is None:

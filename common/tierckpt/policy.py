@@ -72,6 +72,8 @@ class Vote:
     less_persistent_steps: int = 0
     adapter: int = 0
     """An adapter's own, see `Checkpointer.own_vote`."""
+    no_close: int = 1
+    """0 when this rank's user called `close()` where it could not be done."""
 
     def pack(self) -> list[int]:
         """As the vector to be reduced."""
@@ -98,6 +100,7 @@ class Vote:
             self.less_persistent_us,
             self.less_persistent_steps,
             self.adapter,
+            self.no_close,
         ]
 
     @staticmethod

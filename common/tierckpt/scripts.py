@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -83,8 +82,7 @@ def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], No
         checkpointer = current()
         if checkpointer is None:
             return
-        error = getattr(sys, "last_value", None) or sys.exc_info()[1]
-        if error is not None and not ending.is_orderly(error):  # the script failed
+        if ending.script_failed():
             checkpointer.abandon_after_error()
         else:
             checkpointer.close_or_abandon()

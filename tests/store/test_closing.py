@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
+import tierckpt
 from tests.store.tinycourse import STEPS, in_shm, versions_on_disk
 from tierckpt import Checkpointer, PinError, RestoreError, TierckptError
 from tierckpt.testing import TinyJob
@@ -269,3 +272,143 @@ def test_a_restore_drops_gradients(path: Path, settings: Any) -> None:
             param.grad = torch.full_like(param, torch.nan)
         job.restore()
         assert [p.grad for p in job.model.parameters()] == [None] * len([*job.model.parameters()])
+
+
+# --- from callbacks ------------------------------------------------------------------------------
+
+
+def close_at(name: str, level: str | None = None) -> Callable[[TinyJob], None]:
+    """Have a callback close the job's checkpointer at each such event."""
+
+    def listen(job: TinyJob) -> None:
+        def on_event(event: tierckpt.Event) -> None:
+            if event.name == name and level in (None, event.level):
+                job.checkpointer.close()
+
+        job.checkpointer.log.add_callback(on_event)
+
+    return listen
+
+
+@pytest.mark.parametrize("name", ["sealed", "committed", "notice"])
+def test_close_in_the_callback_of_an_event_is_done_at_a_boundary(
+    name: str, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    """The event may be told amid a step: the step is made, and training goes on without us."""
+    with TinyJob(path, **settings) as job:
+        close_at(name)(job)
+        job.checkpointer._reports.notice("one for the callback", logging.INFO)
+        job.run(STEPS)
+        assert job.checkpointer.closed
+        (closed,) = job.heard("closed")
+        assert 0 < closed.version < STEPS
+        assert job.fingerprint() == course[STEPS]
+    assert in_shm(shm_dir) == []
+    assert back_from(path, settings) == (closed.version, {"local": 1}, course[closed.version])
+
+
+def test_close_in_a_callback_that_close_itself_calls_changes_nothing(
+    path: Path, settings: Any, course: dict[int, str], shm_dir: Path, caplog: Any
+) -> None:
+    job = TinyJob(path, local_every_steps=100, **settings)
+    job.checkpointer.add_callbacks(closing := ClosingAtBoundaries(job, STEPS))
+    close_at("closed")(job)
+    close_at("committed")(job)
+    job.run(STEPS - 1)
+    job.train_one()
+    job.checkpointer.close()
+    assert closing.called == STEPS
+    assert len(job.heard("closed")) == 1
+    assert [r for r in caplog.records if r.exc_info] == []
+    assert in_shm(shm_dir) == []
+    assert back_from(path, settings)[2] == course[STEPS]
+
+
+class ClosingAtBoundaries(tierckpt.Callbacks):
+    """From version `since` on."""
+
+    def __init__(self, job: TinyJob, since: int) -> None:
+        self.job, self.since, self.called = job, since, 0
+
+    def on_step_boundary(self, version: int) -> None:
+        self.called += 1
+        if version >= self.since:
+            self.job.checkpointer.close()
+
+
+def test_close_where_a_boundary_is_over_is_done_at_once(
+    path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    with TinyJob(path, **settings) as job:
+        job.checkpointer.add_callbacks(ClosingAtBoundaries(job, 3))
+        job.run(STEPS)
+        assert job.fingerprint() == course[STEPS]
+    assert [event.version for event in job.heard("closed")] == [3]
+    assert in_shm(shm_dir) == []
+    assert back_from(path, settings) == (3, {"local": 1}, course[3])
+
+
+def test_a_save_whose_boundary_brings_the_end_is_completed_first(
+    path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    with TinyJob(path, local_every_steps=100, **settings) as job:
+        job.run(3)
+        job.checkpointer.add_callbacks(ClosingAtBoundaries(job, 3))
+        job.checkpointer.save(now=True)
+        assert not job.checkpointer.closed
+        assert versions_on_disk(path) == [3]
+        job.run(STEPS)
+        assert job.checkpointer.closed
+
+
+@pytest.mark.parametrize("method", ["restore", "abandon", "pin", "unpin", "save"])
+def test_what_takes_all_ranks_is_refused_in_the_callback_of_an_event(
+    method: str, path: Path, settings: Any, course: dict[int, str]
+) -> None:
+    refused = []
+    arguments: dict[str, Any] = {"pin": {"version": 1}, "unpin": {"version": 1}}
+    arguments["save"] = {"now": True}
+
+    with TinyJob(path, **settings) as job:
+
+        def on_event(event: tierckpt.Event) -> None:
+            try:
+                getattr(job.checkpointer, method)(**arguments.get(method, {}))
+            except TierckptError as error:
+                refused.append(str(error))
+
+        job.run(1)
+        job.checkpointer.log.add_callback(on_event)
+        job.run(STEPS)
+        assert job.fingerprint() == course[STEPS]
+        amid_training = {*refused}
+    (text,) = amid_training
+    assert "in the callback of an event" in text
+    assert back_from(path, settings)[2] == course[STEPS]
+
+
+ASKS_AT_THE_LAST_STEP = """
+import sys
+from tierckpt.testing import TinyJob
+
+path, shm_dir, steps, fails = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]
+job = TinyJob(path, shm_dir=shm_dir, agent="inline", local_every_steps=100)
+job.checkpointer.log.add_callback(lambda e: e.version == steps and job.checkpointer.close())
+job.run(steps)
+job.checkpointer.log.emit("notice", version=steps)
+if fails:
+    raise KeyError(fails)
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_close_that_no_boundary_follows_is_done_when_the_process_ends(
+    fails: bool, path: Path, settings: Any, course: dict[int, str], shm_dir: Path
+) -> None:
+    """But not behind an error, which leaves everything to a successor."""
+    command = [sys.executable, "-c", ASKS_AT_THE_LAST_STEP, path, shm_dir, str(STEPS)]
+    ended = subprocess.run([*command, *["fail"][: int(fails)]], capture_output=True, timeout=120)
+    assert ended.returncode == int(fails), ended.stderr
+    assert bool(in_shm(shm_dir)) == fails
+    level = "memory" if fails else "local"
+    assert back_from(path, settings) == (STEPS, {level: 1}, course[STEPS])
