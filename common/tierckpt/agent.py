@@ -93,6 +93,7 @@ class AgentSettings:
     index: int = 0
     """Number 1 is started when number 0 is there and does not answer, and so on."""
     nice: int = 10
+    """Its own, not beside its starter's."""
     linger_seconds: float = 60.0
     module_path: tuple[str, ...] = ()
     """Where it finds modules, once it runs; empty: where Python does."""
@@ -502,14 +503,15 @@ def _peer_uid(channel: socket.socket) -> int:
     return int(struct.unpack("iII", credentials)[1])
 
 
-def lower_priority(nice: int) -> None:
-    """Give way to the training, on the CPU and on the device. What the system refuses is let be."""
+def lower_priority(nice: int, pid: int = 0) -> None:
+    """Have a process of one thread (0: this thread) give way to the training, on the CPU and on the
+    device. What the system refuses is let be."""
     with contextlib.suppress(OSError):
-        os.nice(nice)
+        os.setpriority(os.PRIO_PROCESS, pid, nice)
     number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
     if number is not None:
         best_effort_lowest = 2 << 13 | 7
-        ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, best_effort_lowest)
+        ctypes.CDLL(None, use_errno=True).syscall(number, 1, pid, best_effort_lowest)
 
 
 def _let_go_of_output() -> None:

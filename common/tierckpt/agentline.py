@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from . import packets, surroundings
-from .agent import PROTOCOL, TAKEN, Agent, AgentSettings
+from .agent import PROTOCOL, TAKEN, Agent, AgentSettings, lower_priority
 from .children import child_environment
 from .desk import DeskSettings
 
@@ -333,12 +333,14 @@ class AgentLine:
             raise ChildProcessError(f"a new agent ended with exit status {status}")
         if now < self._start_after:
             return
+        nice = min(os.getpriority(os.PRIO_PROCESS, 0) + self.settings.nice, 19)
+        settings = replace(self.settings, nice=nice)
         self._process = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
                 "tierckpt.agent",
-                json.dumps(asdict(self.settings)),
+                json.dumps(asdict(settings)),
                 str(os.getpid()),
             ],
             env={**child_environment(), surroundings.VARIABLE: self._surroundings},
@@ -346,6 +348,8 @@ class AgentLine:
             start_new_session=True,
             cwd="/",
         )
+        # At once: its start is some 0.1 s of work, beside a restore that wants the cores.
+        lower_priority(nice, self._process.pid)
         self._since, self._start_after = now, now + AGAIN_SECONDS
         self._unproved = True
         self.starts += 1

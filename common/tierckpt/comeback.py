@@ -75,7 +75,7 @@ class Comeback:
                 lives.parities,
                 bar,
                 self._open_store,
-                self._new.foresee,
+                self._new,
                 self._look_again,
                 lives.nodes,
                 Aside(Path(config.directory), _live_bytes(state)),

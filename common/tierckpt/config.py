@@ -169,7 +169,7 @@ class Config:
     """`process`: one a node, which outlives its trainers; `inline`: a thread of each trainer, for
     debugging and for places that forbid child processes."""
     agent_nice: int = 10
-    """CPU niceness of the agent."""
+    """CPU niceness of the agent, above its trainers'."""
     agent_linger_seconds: float = 60.0
     """An agent whose trainer was killed waits so long for its successor, and then ends."""
     halt_signals: str = "SIGTERM,SIGUSR1"

@@ -37,6 +37,8 @@ LOST = (
 """What reading raises where a copy is as good as lost, to all ranks or to the one that reads."""
 
 
+Part = tuple[int, int, memoryview]
+"""A shard, an offset in it, and the bytes from there on."""
 Bring = Callable[[int, int], None]
 
 

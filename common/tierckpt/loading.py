@@ -190,7 +190,7 @@ class Loader:
             return None
         if piece.own:
             self._own[name] = None
-        return target
+        return None if self._new.has(shard, piece) else target
 
     def finish(self, saved: dict[str, Any]) -> None:
         """Optimizer structure, options, the user's objects."""

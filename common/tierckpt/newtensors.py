@@ -1,9 +1,12 @@
-"""Tensors that a restore has to make, and their memory taken in time.
+"""Tensors that a restore has to make: their memory taken, and filled, in time.
 
 A freshly started optimizer has no state yet, so most of what is loaded goes into new memory, and
 the kernel clears each page of it when it is touched first: that takes longer than to copy into it.
 What a rank's own headers name is known as soon as they are read, and its thread has nothing to do
 until the rest is. Shards are striped: almost every large tensor is named in each of them.
+
+Nobody sees a new tensor before all of the version is verified, so it may be filled while that is
+still under way, and thrown away with a version that proves damaged. What is live has to wait.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import torch
 
 from . import tree
 from .copyplan import as_bytes
-from .layout import TensorSpec
+from .filling import Filler
+from .images import Part
+from .layout import Piece, TensorSpec
 from .modulenames import FIXED, path_of
 from .shardfile import ShardHeader
 from .state import TrainingState
@@ -31,20 +36,49 @@ class NewTensors:
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._made: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
+        self._given: dict[str, TensorSpec] = {}
+        """Of those that the caller has."""
+        self._filled: dict[int, int] = {}
+        """By shard: up to where in its data they have what is theirs."""
 
     def foresee(self, headers: Iterable[ShardHeader]) -> None:
         """Make the large ones on the host that these shards have pieces of, and touch them.
 
-        Guesses: what is not asked for later goes with this object. It never raises, as its rank
-        would be alone with that: what is wrong here is met, and told, by the loading.
+        Guesses: what is not asked for later goes with this object, and what was foreseen before
+        and these shards do not have, now. It never raises, as its rank would be alone with that:
+        what is wrong here is met, and told, by the loading.
         """
+        before, self._made = self._made, {}
+        self._given, self._filled = {}, {}
         with contextlib.suppress(Exception):
             live = {name: tensor for name, tensor, _ in self._state.entries(self._state.walk())}
             for spec in (piece.spec for header in headers for piece in header.pieces):
-                if self._wanted(spec, live):
-                    tensor = tree.empty(spec, "cpu")
-                    as_bytes(tree.flat(tensor))[:: mmap.PAGESIZE].zero_()
-                    self._made[spec.name] = spec, tensor
+                if not self._wanted(spec, live):
+                    continue
+                made = before.pop(spec.name, None)
+                self._made[spec.name] = made if made and made[0] == spec else _touched(spec)
+
+    def fill(self, parts: Iterable[Part]) -> None:
+        """Copy what `parts` have of them into place: of one version, foreseen last, that may prove
+        damaged still. The parts of a shard come in order, the whole header first. Never raises,
+        as `foresee`."""
+        if not self._made:
+            return
+        filler = Filler(self._place_of)
+        with contextlib.suppress(Exception):
+            for shard, offset, window in parts:
+                filler.take(shard, offset, window)
+                assert filler.header is not None
+                self._filled[shard] = offset + len(window) - filler.header.header_bytes
+
+    def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
+        spec, tensor = self._made.get(piece.spec.name, (None, None))
+        return tensor if spec == piece.spec and not piece.own else None
+
+    def has(self, shard: int, piece: Piece) -> bool:
+        """True where the tensor that `make` gave has that piece already."""
+        within = piece.offset + piece.nbytes <= self._filled.get(shard, 0)
+        return within and not piece.own and self._given.get(piece.spec.name) == piece.spec
 
     def _wanted(self, spec: TensorSpec, live: dict[str, torch.Tensor]) -> bool:
         if spec.nbytes < LARGE_BYTES or spec.name.startswith(FIXED):
@@ -58,8 +92,16 @@ class NewTensors:
         )
 
     def make(self, spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
-        """An uninitialised tensor; the caller's."""
+        """A tensor of which nothing is filled but what it `has`; the caller's."""
+        self._given.pop(spec.name, None)
         foreseen, tensor = self._made.pop(spec.name, (None, None))
         if tensor is not None and foreseen == spec and tensor.device == torch.device(device):
+            self._given[spec.name] = spec
             return tensor
         return tree.empty(spec, device)
+
+
+def _touched(spec: TensorSpec) -> tuple[TensorSpec, torch.Tensor]:
+    tensor = tree.empty(spec, "cpu")
+    as_bytes(tree.flat(tensor))[:: mmap.PAGESIZE].zero_()
+    return spec, tensor

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import zip_longest
 from typing import NamedTuple
 
 from .errors import CorruptShardError
-from .images import LOST, Image, MakeRoom, OpenStore, open_image, open_persistent
+from .images import LOST, Image, MakeRoom, OpenStore, Part, open_image, open_persistent
 from .inventory import AGENT, FAR, Place
 from .manifest import digest, digest_at
 from .modules.module import ModuleError
@@ -109,6 +110,11 @@ class Run(NamedTuple):
     """Number of the first block; block 0 is the header."""
     block_bytes: tuple[int, ...]
 
+    @property
+    def high(self) -> int:
+        """Where it ends."""
+        return self.low + sum(self.block_bytes)
+
 
 Opened = tuple[ShardKey, Place, Future[tuple[Image, ShardHeader]]]
 
@@ -189,6 +195,13 @@ class Reads:
         """False when something could not be opened."""
         return len(self.headers) == len(self._checks)
 
+    def sound(self) -> Iterator[Part]:
+        """What is read, in order, each part as soon as it is checked; of a shard with damage, what
+        is before that. Raises OSError where it cannot be looked at any more."""
+        for key, _, checks in self._checks:
+            if (header := self.headers.get(key.shard)) is not None:
+                yield from _checked(key.shard, self._images[key.shard], header, checks)
+
     def finish(self) -> list[Failure]:
         """Wait until all is read; returns what could not be, each with its first damage. Raises
         nothing, whatever came out: the other ranks wait for this one."""
@@ -203,15 +216,27 @@ class Reads:
     def _check(self, image: Image, run: Run) -> None:
         """Bring some blocks and compare them with their digests."""
         offset, digests = run.low, image.manifest.digests
-        image.bring(offset, offset + sum(run.block_bytes))
+        image.bring(offset, run.high)
         for number, nbytes in enumerate(run.block_bytes, run.first):
             if digest(image.view[offset : offset + nbytes]) != digest_at(digests, number):
                 raise CorruptShardError(
                     f"bytes {offset} to {offset + nbytes} differ from their checksum"
                 )
             offset += nbytes
-        image.rest(run.low, offset)
+        image.rest(run.low, run.high)
         self._on_read(sum(run.block_bytes))
+
+
+def _checked(
+    shard: int, image: Image, header: ShardHeader, checks: Iterable[Future[None]]
+) -> Iterator[Part]:
+    """`checks` are of all runs, or none, where all was checked before."""
+    yield shard, 0, image.view[: header.header_bytes]
+    for run, check in zip_longest(runs_of(header), checks):
+        if check is not None and check.exception() is not None:
+            return
+        image.touch(run.low, run.high)
+        yield shard, run.low, image.view[run.low : run.high]
 
 
 def runs_of(header: ShardHeader) -> Iterator[Run]:

@@ -25,7 +25,7 @@ import torch
 from . import streams, tree
 from .errors import RestoreError, StateMismatchError, StateTornError
 from .group import Group
-from .images import Image, OpenStore, in_file, in_memory, open_image, open_persistent
+from .images import Image, OpenStore, Part, in_file, in_memory, open_image, open_persistent
 from .inventory import Found, FoundParity, Place
 from .loading import Loader
 from .manifest import Manifest
@@ -33,7 +33,7 @@ from .naming import ParityKey, ShardKey, VersionId
 from .newtensors import NewTensors
 from .outline import Contents, Outline, OwnState, counts, lacking
 from .progress import Progress
-from .reading import READERS, Blame, Failure, Kept, Reads
+from .reading import READERS, RUN_BYTES, Blame, Failure, Kept, Reads
 from .rebuilding import Parities
 from .restored import Restored, Volume
 from .restoreplan import RestorePlan, Source, plan_restore
@@ -159,13 +159,13 @@ class Restorer:
         parities: Sequence[Sequence[FoundParity]] = (),
         progress: Progress | None = None,
         open_store: OpenStore = open_persistent,
-        foresee: Callable[[Iterable[ShardHeader]], None] = lambda headers: None,
+        new: NewTensors | None = None,
         look_again: LookAgain | None = None,
         nodes: Sequence[str] = (),
         aside: Aside | None = None,
     ) -> None:
-        """`foresee` is shown the headers of what this rank reads while threads read the rest; once
-        for each version that is tried. `look_again` takes stock anew, on all ranks.
+        """`new` is shown what this rank reads while threads read the rest, and what it sees of the
+        others'; anew for each version that is tried. `look_again` takes stock anew, on all ranks.
         `nodes` names every rank's. `aside`: where to put what memory is not to hold twice."""
         self.group = group
         self.inventories = inventories
@@ -175,7 +175,7 @@ class Restorer:
         """Of it all, and of rebuilding, which goes on while threads read."""
         self.volume = Volume()
         self._progress = progress or Progress(False)
-        self._open_store, self._foresee = open_store, foresee
+        self._open_store, self._new = open_store, new
         self._look_again, self._nodes, self._aside = look_again, nodes, aside
         self._kept: Kept = {}
         self._readers: dict[tuple[ShardKey, Place], int] = {}
@@ -254,11 +254,10 @@ class Restorer:
             failures: list[Failure] = []
             if plan.rebuilds:
                 suspected, failures = self._rebuild(attempt, pool, reads, trouble)
+            failures += _map_others(attempt)
             with _noted(trouble):
-                if not _fetches_most(plan, mine):
-                    self._foresee(reads.headers.values())
+                self._fill_ahead(attempt, reads, _fetches_most(plan, mine))
             failures += reads.finish()
-        failures += _map_others(attempt)
         outlines: dict[int, Outline] = {}
         small: dict[int, OwnState] = {}
         with _noted(trouble):
@@ -286,6 +285,13 @@ class Restorer:
                 everyones = self.group.all_gather_object(held)
                 attempt.contents.missing = lacking(attempt.contents.specs, everyones)
         return not failed
+
+    def _fill_ahead(self, attempt: Attempt, reads: Reads, fetches_most: bool) -> None:
+        """Of what is not live, while this rank's threads and other ranks still read."""
+        if self._new is not None:
+            self._new.foresee(() if fetches_most else reads.headers.values())
+            self._new.fill(reads.sound())
+            self._new.fill(_seen_of_others(attempt))
 
     def _keep(
         self,
@@ -461,6 +467,19 @@ def _map_others(attempt: Attempt) -> list[Failure]:
             except Exception as error:
                 failures.append(Failure.of(key, source.place, error))
     return failures
+
+
+def _seen_of_others(attempt: Attempt) -> Iterator[Part]:
+    """What others read and this rank maps, in order. Whether it is sound they are to tell."""
+    for source in attempt.plan.sources:
+        image = attempt.images.get(source.shard)
+        if image is None or not source.direct or source.reader == attempt.courier.rank:
+            continue
+        low, high = 0, image.manifest.header_bytes
+        while low < (end := image.manifest.image_bytes):
+            image.touch(low, high)
+            yield source.shard, low, image.view[low:high]
+            low, high = high, min(high + RUN_BYTES, end)
 
 
 def _headers_here(attempt: Attempt, read: Mapping[int, ShardHeader]) -> dict[int, ShardHeader]:

@@ -526,6 +526,22 @@ def test_how_far_it_gives_way_on_the_cpu_is_the_jobs_to_say(tmp_path: Path, shm_
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + 3, 19)
 
 
+def test_it_gives_way_before_it_has_begun(node: Any) -> None:
+    """While its interpreter starts and it imports, beside a restore."""
+    client = AgentClient(*node(0))
+    with client._lock:
+        client._line._start_process()
+    starting = client._line._process
+    assert starting is not None
+    starting.send_signal(signal.SIGSTOP)
+    found = os.getpriority(os.PRIO_PROCESS, starting.pid)
+    starting.send_signal(signal.SIGCONT)
+    assert found == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+    assert reach(client) == starting.pid
+    client.close()
+    until(lambda: not alive(starting.pid))
+
+
 JOB_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 
 from tierckpt import tree
+from tierckpt.copyplan import as_bytes
+from tierckpt.images import Part
 from tierckpt.layout import TensorSpec, plan_layout
 from tierckpt.newtensors import LARGE_BYTES, NewTensors
-from tierckpt.shardfile import ShardHeader
+from tierckpt.shardfile import ShardHeader, decode_header, encode_header
 from tierckpt.state import TrainingState, label_optimizers
 
 WIDTH = 512  # a square of float32 is four times LARGE_BYTES
@@ -96,3 +99,63 @@ def test_a_lie_in_a_header_is_left_to_the_loading() -> None:
     new = NewTensors(live())
     new.foresee([ShardHeader(pieces, saved.block_bytes, 0, saved.data_bytes, saved.structure)])
     assert new.make(piece.spec, "cpu").shape == (WIDTH, WIDTH)
+
+
+def parts_of(state: TrainingState) -> tuple[ShardHeader, list[Part]]:
+    """The one shard of a version, in parts of a page."""
+    entries = {name: tensor for name, tensor, _ in state.entries(state.walk())}
+    layout = plan_layout(list(specs_of(state).values()), [], 0, 1)
+    encoded, data_bytes = encode_header(layout, 0, state.structure())
+    shard = bytearray(len(encoded) + data_bytes)
+    shard[: len(encoded)] = encoded
+    for piece in layout.pieces:
+        low = len(encoded) + piece.offset
+        shard[low : low + piece.nbytes] = bytes(
+            as_bytes(tree.flat(entries[piece.spec.name])).numpy()
+        )
+    bounds = [0, *range(len(encoded), len(shard), mmap.PAGESIZE), len(shard)]
+    parts = [(0, a, memoryview(shard)[a:b]) for a, b in itertools.pairwise(bounds)]
+    return decode_header(memoryview(shard)), parts
+
+
+def test_what_is_filled_is_in_the_tensor_that_is_given() -> None:
+    saved = live(steps=1)
+    header, parts = parts_of(saved)
+    new = NewTensors(live())
+    new.foresee([header])
+    new.fill(parts)
+    entries = {name: tensor for name, tensor, _ in saved.entries(saved.walk())}
+    large = [p for p in header.pieces if p.spec.name.startswith("optimizer/weight/exp")]
+    assert len(large) == 2
+    assert not any(new.has(0, piece) for piece in header.pieces), "nobody has the tensors yet"
+    for piece in large:
+        assert new.make(piece.spec, "cpu").equal(entries[piece.spec.name])
+    assert [piece for piece in header.pieces if new.has(0, piece)] == large
+    assert not any(new.has(1, piece) for piece in large)
+    another = new.make(large[0].spec, "cpu")
+    assert not new.has(0, large[0]), f"there is nothing in {another.shape}"
+
+
+def test_a_piece_of_which_a_part_is_missing_is_not_there() -> None:
+    header, parts = parts_of(live(steps=1))
+    large = [p for p in header.pieces if p.spec.name.startswith("optimizer/weight/exp")]
+    end = header.header_bytes + large[0].offset + large[0].nbytes
+    new = NewTensors(live())
+    new.foresee([header])
+    new.fill(part for part in parts if part[1] + len(part[2]) <= end - 1)
+    new.make(large[0].spec, "cpu")
+    assert not new.has(0, large[0])
+
+
+def test_what_was_filled_of_one_version_is_not_of_the_next() -> None:
+    header, parts = parts_of(live(steps=1))
+    new = NewTensors(live())
+    new.foresee([header])
+    new.fill(parts)
+    new.foresee([header])  # another version, of the same headers
+    large = [p for p in header.pieces if p.spec.name.startswith("optimizer/weight/exp")]
+    for piece in large:
+        new.make(piece.spec, "cpu")
+        assert not new.has(0, piece)
+    new.foresee(())  # a rank that has no room for them beside what it fetches
+    assert new._made == {}

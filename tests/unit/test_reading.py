@@ -135,6 +135,22 @@ def test_the_first_damage_of_several_is_named(disk: Disk, pool: ThreadPoolExecut
     assert len(failures) == 1
 
 
+def test_what_is_sound_is_shown_in_order_up_to_the_first_damage(
+    disk: Disk, pool: ThreadPoolExecutor
+) -> None:
+    disk.stored[1][4096 + RUN_BYTES] ^= 1
+    disk.broken.add(2)
+    _, _, reads = read(pool, Volume())
+    shown: dict[int, bytes] = {0: b"", 1: b""}
+    for shard, offset, window in reads.sound():
+        assert offset == len(shown[shard]), "nothing is left out"
+        assert offset > 0 or len(window) == reads.headers[shard].header_bytes
+        shown[shard] += window
+    assert shown[0] == disk.stored[0]
+    run = next(runs_of(reads.headers[1]))
+    assert shown[1] == disk.stored[1][: run.high]
+
+
 def test_what_is_short_or_cannot_be_opened_is_lost(disk: Disk, pool: ThreadPoolExecutor) -> None:
     del disk.stored[0][-4096:]
     disk.broken.add(2)
