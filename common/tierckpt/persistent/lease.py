@@ -116,8 +116,8 @@ class Lease:
             if newest is None and self._ours_at_last:
                 raise FileNotFoundError(
                     f"{self._backend.url} does not have this job's lease any more: is it another "
-                    "place now (not mounted?)? Nothing is written there until the lease is back; if "
-                    "somebody emptied the place, restart the job to begin there anew"
+                    "place now (not mounted?)? Nothing is written there until the lease is back; "
+                    "if somebody emptied the place, restart the job to begin there anew"
                 )
             if newest is None and not self._begins:
                 raise FileNotFoundError(
