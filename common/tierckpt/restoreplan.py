@@ -5,6 +5,7 @@ All ranks share their inventories once and then plan alike, without talking agai
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -347,14 +348,27 @@ class _Load:
         self._nodes = nodes
         self._of_rank = [0] * len(nodes)
         self._of_node: Counter[str] = Counter()
+        self._lightest_first: dict[Sequence[int], list[tuple[int, int, int]]] = {}
+        """Heaps of the weights of those among whom was chosen. Weights only grow: an entry that is
+        out of date is too light."""
 
     def give(self, ranks: Sequence[int], home: int) -> int:
         """One piece, to one of `ranks`: to `home`, if that is one and has nothing to do yet."""
         free = home in ranks and self._of_rank[home] == 0
-        rank = home if free else min(ranks, key=self._weight)
+        rank = home if free else self._lightest(ranks)
         self._of_rank[rank] += 1
         self._of_node[self._nodes[rank]] += 1
         return rank
+
+    def _lightest(self, ranks: Sequence[int]) -> int:
+        """Not by looking at all: of what every rank may read there are as many pieces as ranks."""
+        who = ranks if isinstance(ranks, range) else tuple(ranks)
+        if who not in self._lightest_first:
+            self._lightest_first[who] = sorted(map(self._weight, who))
+        heap = self._lightest_first[who]
+        while (now := self._weight(heap[0][-1])) != heap[0]:
+            heapq.heapreplace(heap, now)
+        return heap[0][-1]
 
     def _weight(self, rank: int) -> tuple[int, int, int]:
         return self._of_rank[rank], self._of_node[self._nodes[rank]], rank

@@ -29,7 +29,7 @@ def network() -> Iterator[Network]:
 
 
 JOB = """
-import json, os, sys
+import json, os, socket, sys
 import torch, torch.distributed as dist
 import ddp_ckpt
 folder, shm, rank = sys.argv[1], sys.argv[2], os.environ["RANK"]
@@ -46,16 +46,22 @@ ckpt = ddp_ckpt.Checkpointer(
     on_event=lambda event: errors.append(event.message) if event.severity > 30 else None,
 )
 ckpt.restore()
-print(json.dumps([ckpt._levels.peers.ready, errors]), flush=True)
+listening = []
+for line in open("/proc/net/tcp").readlines()[1:]:
+    host, port = line.split()[1].split(":")
+    if line.split()[3] == "0A":
+        listening.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
+print(json.dumps([ckpt._levels.peers.ready, errors, listening]), flush=True)
 ckpt.abandon()
 os._exit(0)
 """
 
 
 def attached(
-    network: Network, folder: Path, shm_dir: Path, interfaces: list[str]
-) -> list[tuple[bool, str]]:
-    """By rank, one a node: whether the peer level is on, and the errors told."""
+    network: Network, folder: Path, shm_dir: Path, interfaces: list[str], port: int = 0
+) -> list[tuple[bool, str, list[tuple[str, int]]]]:
+    """By rank, one a node: whether the peer level is on, the errors told, and where anybody listens
+    on that node."""
     processes = []
     for rank, interface in enumerate(interfaces):
         environment = {
@@ -65,6 +71,7 @@ def attached(
             "MASTER_PORT": "29500",
             "GLOO_SOCKET_IFNAME": "net0",
             "TIERCKPT_PEER_INTERFACE": interface,
+            "TIERCKPT_PEER_PORT": str(port),
             "TIERCKPT_AGENT_LINGER_SECONDS": "0",
         }
         processes.append(
@@ -81,7 +88,20 @@ def attached(
             process.kill()
             process.wait()
     answers = [json.loads(text) for text in heard]
-    return [(ready, "\n".join(errors)) for ready, errors in answers]
+    return [
+        (ready, "\n".join(errors), [(host, port) for host, port in listening])
+        for ready, errors, listening in answers
+    ]
+
+
+def test_agents_listen_at_the_interface_and_the_port_that_are_set(
+    network: Network, tmp_path: Path, shm_dir: Path
+) -> None:
+    port = 17171
+    told = attached(network, tmp_path, shm_dir, ["net0", network.address(1)], port)
+    for node, (ready, errors, listening) in enumerate(told):
+        assert ready, errors
+        assert [host for host, p in listening if p == port] == [network.address(node)]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +116,7 @@ def test_an_address_that_cannot_work_is_named_on_all_ranks(
     interfaces: list[str], wrong: str | None, network: Network, tmp_path: Path, shm_dir: Path
 ) -> None:
     """The nodes share a machine, and so its boot and its name, and not their loopbacks."""
-    for ready, errors in attached(network, tmp_path, shm_dir, interfaces):
+    for ready, errors, _ in attached(network, tmp_path, shm_dir, interfaces):
         assert ready == (wrong is None), errors
         if wrong is None:
             assert errors == ""

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import agent, agentline
+from tierckpt import agent, agentline, packets
 from tierckpt.agent import PROTOCOL, Place
 from tierckpt.agentclient import AgentClient, AgentSettings
 from tierckpt.agentline import AgentLine
@@ -224,6 +224,35 @@ def test_it_does_not_wait_longer_than_it_was_told(node: Any) -> None:
     killed.wait()
     end(killed)
     until(lambda: not alive(pid))
+
+
+def test_a_killed_one_that_has_its_successor_already_is_not_waited_for(node: Any) -> None:
+    """A launcher starts the next life before the kernel has torn down the last one."""
+    killed = trainer(node(0, linger=10 * PATIENCE_SECONDS))
+    pid = int(killed.stdout.readline())
+    successor = AgentClient(*node(0))
+    assert reach(successor) == pid
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    end(killed)
+    successor.close()
+    until(lambda: not alive(pid))
+
+
+@pytest.mark.parametrize(("since", "last"), [(1.0, True), (-PATIENCE_SECONDS, False)])
+def test_who_leaves_last_knows_and_waits_for_its_end(since: float, last: bool, node: Any) -> None:
+    """No killed one is awaited any more: its time is over."""
+    _, desk = node(0)
+    with closing(agent.Agent(linger_seconds=0.0)) as server:
+        server._missed[desk.directory, 1] = time.monotonic() - since
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            thread = server.attend(theirs)
+            packets.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(desk)})
+            packets.send(ours, {"op": "bye"})
+            said = [packets.receive(ours)[0] for _ in ("welcome", "bye")]
+            thread.join(PATIENCE_SECONDS)
+        assert said[-1] == {"op": "bye", "last": last}
 
 
 def test_a_rank_of_other_surroundings_leaves_the_start_to_the_first(node: Any) -> None:

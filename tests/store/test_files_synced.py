@@ -46,8 +46,13 @@ class Device:
             watch(name, self._look)
 
     def _look(self, _: Any, name: Any) -> None:
+        self._synced.discard(Path(name).parent.stat().st_ino)
         if not Path(name).name.startswith("."):  # else it is no name for good
             self.named.append((Path(name).name, self.behind()))
+
+    def has_names(self) -> bool:
+        """Whether those in the folder outlast a loss of power."""
+        return self.folder.stat().st_ino in self._synced
 
     def behind(self) -> list[str]:
         """Files that a loss of power might take away."""
@@ -103,6 +108,7 @@ def test_what_is_written_at_its_place_is_durable_on_return(direct: bool, device:
     for offset in (0, 3):
         backend.write_at("shards", offset, lambda: iter([memoryview(b"content")]))
         assert device.behind() == []
+        assert device.has_names()
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
@@ -110,3 +116,4 @@ def test_what_is_put_is_durable_before_it_has_its_name(exclusive: bool, device: 
     backend = PosixBackend(str(device.folder))
     backend.put("lease", lambda: iter([memoryview(b"content")]), 7, exclusive)
     assert device.named == [("lease", [])]
+    assert device.has_names()

@@ -23,6 +23,7 @@ from tests.store.encodedshards import (
     name_of,
     persistent_contents,
     retire,
+    shard,
 )
 from tierckpt import faults
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
@@ -98,6 +99,24 @@ def test_a_base_that_vanished_is_not_referred_to(tmp_path: Path) -> None:
         at.store.retire(key_of(1))
         commit(at, 2)
     assert local_contents(tmp_path) == {2: content_of(2)}
+
+
+def test_nothing_comes_to_be_beside_a_base_that_went_while_it_was_written(tmp_path: Path) -> None:
+    """Another agent, which did not know of this one, retired it."""
+    with desk(tmp_path / "here") as at:
+        commit(at, 1)
+
+        def still_sealed() -> bool:
+            LocalStore(tmp_path / "here").retire(key_of(1))
+            return True
+
+        with (
+            shard(2) as (image, manifest),
+            pytest.raises(FileNotFoundError, match="v1 shard 0 of 1 was retired while v2 shard 0"),
+        ):
+            at._store(key_of(2), image, manifest, still_sealed)
+        commit(at, 3)
+    assert local_contents(tmp_path / "here") == {3: content_of(3)}
 
 
 # --- faults --------------------------------------------------------------------------------------

@@ -207,6 +207,53 @@ def test_with_another_key_or_none_nothing_starts_and_it_is_said(
         assert last.fingerprint() == course[3]
 
 
+def test_after_a_change_of_keys_in_mid_run_the_new_one_is_enough(
+    job: Any, course: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What refers to an older version is read with that one's key, which may be gone: it does not,
+    though nothing but the key has changed."""
+    shared = tmp_path / "shared"
+    row = "incremental full_every=8, aes-gcm"
+    far = {"persistent_path": str(shared), "persistent_every_steps": 1, "persistent_modules": row}
+    with job(local_modules=row, local_keep_last=8, persistent_keep_last=8, **far) as first:
+        for step in range(1, STEPS + 1):
+            if step == 4:
+                monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
+            first.run(step)
+            first.checkpointer.wait()
+    there = stored(tmp_path / "ckpts")
+    bases = {v: m.encoding.base and m.encoding.base.version for v, m in there.items()}
+    assert bases == {1: None, 2: 1, 3: 1, 4: None, 5: 4, 6: 4}
+    shutil.rmtree(tmp_path / "ckpts")
+    with job(**far) as second:
+        assert second.restore() == STEPS
+        assert second.fingerprint() == course[STEPS]
+
+
+def test_a_life_refers_to_its_own_versions_only(
+    job: Any, course: dict[int, str], tmp_path: Path
+) -> None:
+    """Another life's may go by rules of their own, though the agent that wrote them lives on."""
+    row = "incremental full_every=8"
+    far = {"persistent_path": str(tmp_path / "shared"), "persistent_every_steps": 1}
+    settings = {"local_modules": row, "persistent_modules": row, "local_keep_last": 8, **far}
+    with job(**settings) as both:
+        both.run(2)
+        both.checkpointer.wait()
+        assert both.restore() == 2
+        both.run(STEPS)
+    there = stored(tmp_path / "ckpts")
+    bases = {v: m.encoding.base and m.encoding.base.version for v, m in there.items()}
+    assert bases == {1: None, 2: 1, 3: None, 4: 3, 5: 3, 6: 3}
+    assert there[2].life != there[3].life
+    assert not [e.text() for e in both.events if e.name == "failed"]
+    assert flushed(tmp_path / "shared")[-1] == STEPS
+    shutil.rmtree(tmp_path / "ckpts")
+    with job(**far) as second:
+        assert second.restore() == STEPS
+        assert second.fingerprint() == course[STEPS]
+
+
 def test_another_level_that_can_be_read_is_taken_instead(
     job: Any, course: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,23 @@ def test_the_best_stays_though_a_newer_one_is_safe(tmp_path: Path) -> None:
     assert rank.client.kept == {better}
 
 
+def test_what_peers_can_bring_back_stays_until_they_can_bring_back_something_newer(
+    rank: Rank,
+) -> None:
+    """Else a node that is lost meanwhile takes the last version along that all had."""
+    old, new = ids(1, 2)
+    for id_, kept in ((old, {old}), (new, {new})):
+        rank.agree(rank.take(id_.version, flush=False), DONE)
+        rank.agreement.open_peer(id_)
+        rank.boundary()
+        rank.onward.retire()
+        assert rank.client.kept == {old, id_}, "it is still on its way"
+        rank.agreement.tell("peer", id_, DONE)
+        rank.boundary()
+        rank.onward.retire()
+        assert rank.client.kept == kept
+
+
 # --- a slow store --------------------------------------------------------------------------------
 
 

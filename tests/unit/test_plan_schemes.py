@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.inventory import AGENT, EVERYWHERE, Found, FoundParity, Place
 from tierckpt.naming import ParityKey, ShardKey, VersionId
 from tierckpt.redundancy.codes import Code
-from tierckpt.restoreplan import RestorePlan, plan_restore
+from tierckpt.restoreplan import RestorePlan, _Load, plan_restore
 
 LINEAGE = ((1, 0),)
 VERSIONS = (1, 2)
@@ -398,3 +399,25 @@ def test_few_files_for_many_ranks_are_read_on_all_nodes() -> None:
     plan = plan_restore([shards, *([] for _ in range(63))], nodes=nodes)
     assert plan is not None
     assert Counter(s.reader // 8 for s in plan.sources) == dict.fromkeys(range(8), 2)
+
+
+def test_a_plan_for_many_ranks_does_not_look_at_all_of_them_for_each_shard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node is gone, and all comes from the persistent level: at 10,000 ranks that was 10^8 looks
+    on every rank."""
+    per_node, shards = 4, 400
+    ranks = shards - per_node
+    looks, weight = Counter[int](), _Load._weight
+
+    def counted(load: _Load, rank: int) -> tuple[int, int, int]:
+        looks[rank] += 1
+        return weight(load, rank)
+
+    monkeypatch.setattr(_Load, "_weight", counted)
+    seen = [Found(ShardKey(VersionId(1, 1), s, shards), FAR, LINEAGE) for s in range(shards)]
+    nodes = [f"node{rank // per_node}" for rank in range(ranks)]
+    plan = plan_restore([seen, *([] for _ in range(ranks - 1))], nodes=nodes)
+    assert plan is not None
+    assert is_even(Counter(s.reader for s in plan.sources), range(ranks))
+    assert looks.total() <= (per_node + 2) * (shards + ranks)

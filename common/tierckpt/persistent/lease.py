@@ -54,6 +54,7 @@ class Lease:
 
     Where nobody ever had a lease, only the member that `begins` takes it, and the others wait for
     it: one that sees none then does not see the same place (a file system that is not mounted).
+    Nor does one that had the lease when it looked last: who else wants it leaves a newer one.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Lease:
         self._begins = begins
         self._clock, self.lease_seconds = clock, lease_seconds
         self._ensured_seconds = float("-inf")
+        self._ours_at_last = False
+        """It was this life's when it was asked for last."""
         self._abandoned = False
 
     def abandon(self) -> None:
@@ -90,10 +93,11 @@ class Lease:
         """Hold the lease from now on for at least half its time; returns its number.
 
         Raises LeaseHeldError when another life holds it, FileNotFoundError when the member that
-        begins has not been here, and the store's errors.
+        begins has not been here or what was held is gone, and the store's errors.
         """
         number = self._ensure()
         self._ensured_seconds = self._clock.monotonic()
+        self._ours_at_last = True
         return number
 
     def renew(self) -> bool:
@@ -109,6 +113,12 @@ class Lease:
     def _ensure(self) -> int:
         while True:
             newest = self.newest()
+            if newest is None and self._ours_at_last:
+                raise FileNotFoundError(
+                    f"{self._backend.url} does not have this job's lease any more: is it another "
+                    "place now (not mounted?)? Nothing is written there until the lease is back; "
+                    "if somebody emptied the place, restart the job to begin there anew"
+                )
             if newest is None and not self._begins:
                 raise FileNotFoundError(
                     f"{self._backend.url} does not have the lease that the job's first node takes: "
@@ -131,6 +141,7 @@ class Lease:
         newest = self.newest()
         if newest is not None and newest.life == self.life:
             self._backend.delete(_name(newest.number))
+        self._ours_at_last = False
 
     def take_away(self) -> LeaseRecord | None:
         """Free the place for whoever asks next, and tell whose it was; None when it was nobody's.
@@ -225,6 +236,7 @@ class Lease:
         )
 
     def _held(self, record: LeaseRecord) -> LeaseHeldError:
+        self._ours_at_last = False
         left = record.expires_seconds - self._clock.now()
         return LeaseHeldError(self._backend.url, record.owner, record.expires_seconds, left)
 
