@@ -307,3 +307,39 @@ def test_what_retention_may_have_taken_is_not_owed() -> None:
     assert made.truth.promised() == 4
     made.truth.damaged("local", 0, 1, 4)
     assert made.truth.promised() == 0
+
+
+def test_what_something_newer_took_the_place_of_is_not_owed_when_that_is_hit() -> None:
+    """v8 was protected by all, as a restart sees, and one that was killed did not tell: v6 went
+    when v10 came. Then peers cannot make v10, and v8 is damaged wherever it is."""
+    made = Told(survives=2)
+    made.all_say("committed", "local", 6, 8)
+    made.all_say("committed", "peer", 6)
+    for rank in (0, 1, 2):
+        made.truth.heard(1, rank, "committed", "peer", 8, "")
+    made.truth.placed(2, APART)
+    made.truth.began(2, 2, (1, 8))
+    made.all_say("committed", "local", 10, life=2)
+    assert made.owed_after(("local", 2), ("local", 3)) == 8
+    made.truth.damaged("local", 0, 1, 8)
+    for rank in (0, 1):
+        made.truth.damaged("parity", rank, 1, 8)
+    assert made.truth.promised() == 0
+
+
+def test_what_a_life_mended_is_the_version_that_it_began_from() -> None:
+    """Two nodes are lost, and the next life has their part of v4 made again: damage to v4 is no
+    damage to another version."""
+    made = Told(survives=2)
+    made.all_say("committed", "local", 4)
+    made.all_say("committed", "peer", 4)
+    assert made.owed_after(("local", 2), ("local", 3)) == 4
+    made.truth.placed(2, APART)
+    made.truth.began(2, 2, (1, 4))
+    for rank in (2, 3):
+        made.truth.heard(2, rank, "committed", "local", 4, "")
+    made.all_say("committed", "peer", 4, life=2)
+    made.truth.damaged("local", 0, 1, 4)
+    for rank in range(RANKS):
+        made.truth.damaged("parity", rank, 1, 4)
+    assert made.truth.promised() == 0
