@@ -263,6 +263,30 @@ def test_nodes_without_a_rank_are_the_last_but_one_way_out(world: World, number:
         assert all(p.place.level != AGENT for p in used)
 
 
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(2, 9), st.integers(0, 99))
+def test_parity_behind_agents_is_read_by_all_ranks_alike(
+    nodes: int, per_node: int, groups: int, number: int
+) -> None:
+    """Whoever asked the agent: mirrored pairs of which the first is lost, on nodes without a
+    rank."""
+    names = [f"node{rank // per_node}" for rank in range(nodes * per_node)]
+    found: list[list[Found]] = [[] for _ in names]
+    parities: list[list[FoundParity]] = [[] for _ in names]
+    for first in range(0, 2 * groups, 2):
+        key = (VersionId(1, 1), first + 1, 2 * groups)
+        asker, place = number % len(names), agent_of(first)
+        found[asker].append(Found(ShardKey(*key), place, LINEAGE, "life"))
+        made = (LINEAGE, "life", (first, first + 1), 1, 1)
+        parities[asker].append(FoundParity(ParityKey(*key), place, *made))
+    plan = plan_restore(found, parities=parities, nodes=names)
+    assert plan is not None
+    readers = [p.reader for rebuild in plan.rebuilds for p in rebuild.parities]
+    assert len(readers) == groups
+    assert is_even(Counter(readers), range(len(names)))
+    on_nodes = Counter(names[reader] for reader in readers)
+    assert max(on_nodes.values()) - min(on_nodes[name] for name in names) <= 1
+
+
 @given(worlds())
 @settings(max_examples=300)
 def test_no_parity_is_read_that_nothing_is_made_of(world: World) -> None:
