@@ -410,6 +410,40 @@ def test_one_shard_that_cannot_be_made_is_fetched_alone() -> None:
     ]
 
 
+def mirror(shard: int, node: int, life: str = "life", version: int = 1) -> FoundParity:
+    """Of a mirrored pair, 0 and 1: the copy of the other one that lies beside `shard`."""
+    key = ParityKey(VersionId(1, version), shard, 2)
+    return FoundParity(key, Place("local", f"node{node}", "/disk"), LINEAGE, life, (0, 1), 1, 1)
+
+
+def test_a_version_of_which_parity_alone_is_left_is_made_of_that() -> None:
+    """Every shard of v2 is lost, and v1 is whole."""
+    found = [Found(ShardKey(VersionId(1, 1), s, 2), FAR, LINEAGE, "life") for s in range(2)]
+    plan = plan_restore(
+        [found, []], parities=[[mirror(0, 0, version=2)], [mirror(1, 1, version=2)]]
+    )
+    assert plan is not None
+    assert plan.id.version == 2
+    assert [s.place.level for s in plan.sources] == ["peer", "peer"]
+
+
+def test_shards_and_parity_of_two_lives_are_no_version() -> None:
+    """Lives that did not see each other's nodes may have taken the same generation."""
+    found = [Found(ShardKey(VersionId(1, 1), 1, 2), Place("local", "node1", "/disk"), LINEAGE, "a")]
+    assert plan_restore([[], found], parities=[[], [mirror(1, 1, "another")]]) is None
+    assert plan_restore([[], found], parities=[[], [mirror(1, 1, "a")]]) is not None
+
+
+def test_parity_that_a_rank_cannot_get_at_is_read_by_one_that_can() -> None:
+    parity = mirror(1, 1)
+    found = [Found(ShardKey(VersionId(1, 1), 1, 2), parity.place, LINEAGE, "life")]
+    for blind, reader in (((), 0), ((0,), 1), ((0, 1), None)):
+        lost = frozenset((parity.key, parity.place, rank) for rank in blind)
+        plan = plan_restore([found] * 2, parities=[[parity]] * 2, unreachable=lost)
+        readers = [p.reader for r in plan.rebuilds for p in r.parities] if plan else [None]
+        assert readers == [reader]
+
+
 def is_even(load: Counter[int], ranks: Iterable[int]) -> bool:
     each = [load[rank] for rank in ranks]
     return max(each) - min(each) <= 1
