@@ -164,7 +164,7 @@ class Comeback:
 
     def _nothing_found(self, version: int | None, live_version: int) -> None:
         """A fresh start, unless something was expected, or may be where nobody could look."""
-        unseen = some(self._lives.unseen, between="; ")
+        unseen = some([*self._lives.unseen, *self._lives.nameless], between="; ")
         if version is not None:
             hidden = f", and what is there could not be seen in {unseen}" if unseen else ""
             raise RestoreError(
@@ -179,7 +179,7 @@ class Comeback:
                 f"nothing to restore was found, and what is there could not be seen in {unseen}",
                 "This job does not start afresh beside what may be all that is left. Put that "
                 "right and start again; where nothing is to be found there, leave that level out, "
-                "or do not call restore()",
+                "move away what is named, or do not call restore()",
             )
         if (lost := self._lives.once_complete()) is not None:
             raise RestoreError(

@@ -23,6 +23,8 @@ SHARES = {"memory": 0.8, "local": 0.15, "persistent": 0.05}
 die more often than nodes, and nodes more often than their disks. An assumption for those who do not
 know better. Only its square root matters: four times off costs the level a quarter of its part."""
 
+TINY = 1e-12
+
 
 @dataclass(frozen=True)
 class Level:
@@ -134,18 +136,36 @@ def within_budget(
     intervals_seconds: Sequence[float],
     budget: float,
     use_all: bool = False,
+    least_seconds: float = 0.0,
 ) -> list[float]:
     """The best intervals with which checkpoints take at most `budget` of the training's time.
 
     All are stretched alike: that loses least, as the best intervals of a smaller failure rate are
     just the longer ones. With `use_all` they are shortened, too, until the budget is spent: for
     when nobody knows the failure rate, but only how it divides into levels.
+
+    None is shorter than `least_seconds`, or than its level's latency; what such a level cannot
+    spend, the others share.
     """
     intervals = list(intervals_seconds)
-    factor = overhead(levels, intervals).checkpoints / budget
-    if factor > 1 or use_all:
-        intervals = [interval * factor for interval in intervals]
-    return intervals
+    least = [max(least_seconds, level.latency_seconds) for level in levels]
+    held: set[int] = set()
+    """At their least."""
+
+    def spent(which: Iterable[int], each: Sequence[float]) -> float:
+        which = list(which)
+        return overhead([levels[i] for i in which], [each[i] for i in which]).checkpoints
+
+    factor = 1.0
+    while others := [i for i in range(len(levels)) if i not in held]:
+        left = max(budget - spent(held, least), TINY * budget)  # rounding may leave nothing
+        factor = spent(others, intervals) / left
+        factor = factor if use_all else max(factor, 1.0)
+        shorter = {i for i in others if factor * intervals[i] < least[i]}
+        if not shorter:
+            break
+        held |= shorter
+    return [least[i] if i in held else factor * t for i, t in enumerate(intervals)]
 
 
 def rates(levels: Sequence[str], failures_per_second: float) -> list[float]:

@@ -16,6 +16,7 @@ from .absent import UNKNOWN, Absent
 from .config import Config
 from .group import Group
 from .inventory import (
+    AGENT,
     EVERYWHERE,
     Found,
     FoundParity,
@@ -77,6 +78,9 @@ class Lives:
         """What was found and cannot be read."""
         self.damaged: set[ShardKey] = set()
         """Shards and parity of which that is known by name alone."""
+        self.nameless: list[str] = []
+        """Of what was found and cannot be read, seals in memory: each is of a version that was
+        complete on its rank, and nobody can tell which."""
         self.newer: list[str] = []
         """Those of them that a newer tierckpt wrote."""
         self.unseen: list[str] = []
@@ -119,6 +123,7 @@ class Lives:
         self.pins = [i.pins for i in inventories]
         self.problems = _told(p for i in inventories for p in i.problems)
         self.damaged = {key for i in inventories for p in i.problems for key in p.keys}
+        self.nameless = _told(p for i in inventories for p in i.problems if _is_seal(p))
         self.newer = _told(p for i in inventories for p in i.problems if p.newer)
         self.unseen = _told(p for i in inventories for p in i.unseen)
         self._next_generation = 1 + max(i.generation for i in inventories)
@@ -263,6 +268,11 @@ class Lives:
 
 def _whose(life: str, places: Iterable[set[str]]) -> str:
     return f" of life {life[:LIFE_LETTERS]} (on {some(sorted(set().union(*places)), MOST_NAMED)})"
+
+
+def _is_seal(problem: Problem) -> bool:
+    """On disks a manifest's name tells what it was."""
+    return problem.place.level in ("memory", AGENT) and not problem.keys
 
 
 def _told(problems: Iterable[Problem]) -> list[str]:

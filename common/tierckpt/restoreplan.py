@@ -124,8 +124,8 @@ def plan_restore(
         for life, shards in sorted({(life, n) for life, i, n in lives if i == id_}):
             keys = [ShardKey(id_, s, shards) for s in range(shards)]
             places_of = {k: p for k in keys if (p := sight.of(k, seen.get((life, k), {})))}
-            made_of = _parities_of(keys[0], parities, life, bad, unreachable)
-            there, rebuilds, lost = _put_together(keys, places_of, made_of)
+            made_of = _parities_of(keys[0], parities, life, bad, sight)
+            there, rebuilds, lost = _put_together(keys, places_of, made_of, nodes)
             if not lost:
                 sources = tuple(_assign(keys, there, nodes))
                 return RestorePlan(id_, sources, life, rebuilds)
@@ -212,7 +212,10 @@ def _place_of(reader: int, places: Places) -> Place:
 
 
 def _put_together(
-    keys: Sequence[ShardKey], places_of: Mapping[ShardKey, Places], parities: Parities
+    keys: Sequence[ShardKey],
+    places_of: Mapping[ShardKey, Places],
+    parities: Parities,
+    nodes: Sequence[str],
 ) -> tuple[dict[ShardKey, Places], tuple[Rebuild, ...], set[int]]:
     """Where to take shards from, what to make, and which of them there is no way to.
 
@@ -221,12 +224,12 @@ def _put_together(
     """
     near = _near(places_of)
     near_parities = {code: _near(found) for code, found in parities.items()}
-    rebuilds, lost = plan_rebuilds(keys, near, near_parities)
+    rebuilds, lost = plan_rebuilds(keys, near, near_parities, nodes)
     if lost:
         near |= {key: places_of[key] for key in keys if key.shard in lost and key in places_of}
-        rebuilds, lost = plan_rebuilds(keys, near, near_parities)
+        rebuilds, lost = plan_rebuilds(keys, near, near_parities, nodes)
     if lost:
-        rebuilds, lost = plan_rebuilds(keys, near, parities)
+        rebuilds, lost = plan_rebuilds(keys, near, parities, nodes)
     return near, rebuilds, lost
 
 
@@ -240,12 +243,12 @@ def _near(places_of: Mapping[Key, Places]) -> dict[Key, Places]:
 
 
 def plan_rebuilds(
-    keys: Sequence[ShardKey], there: Container[ShardKey], parities: Parities
+    keys: Sequence[ShardKey], there: Container[ShardKey], parities: Parities, nodes: Sequence[str]
 ) -> tuple[tuple[Rebuild, ...], set[int]]:
     """How to make the shards of `keys` that are not `there`; and which of them cannot be made."""
     lost = {key.shard for key in keys if key not in there}
     rebuilds = []
-    load: Counter[int] = Counter()
+    load = _Load(nodes)
     for (group, k, m), parity_keys in parities.items():
         gone = tuple(shard for shard in group if shard in lost)
         if not gone:
@@ -278,30 +281,31 @@ def _parities_of(
     parities: Sequence[Sequence[FoundParity]],
     life: str,
     bad: Bad,
-    unreachable: Unreachable,
+    sight: _Sight,
 ) -> Parities:
     """What there is of the version that `key` is of."""
     found: dict[tuple[tuple[int, ...], int, int], dict[ParityKey, dict[Place, list[int]]]] = {}
     for rank, inventory in enumerate(parities):
         for p in inventory:
             same = (p.life, p.key.id, p.key.shards) == (life, key.id, key.shards)
-            lost = (p.key, p.place) in bad or (p.key, p.place, rank) in unreachable
-            if same and not lost:
+            if same and (p.key, p.place) not in bad:
                 places = found.setdefault((p.group, p.k, p.m), {}).setdefault(p.key, {})
                 places.setdefault(p.place, []).append(rank)
-    return dict(sorted(found.items()))
+    return {
+        code: {key: left for key, places in seen.items() if (left := sight.of(key, places))}
+        for code, seen in sorted(found.items())
+    }
 
 
 def _parity_source(
     key: ParityKey,
     places: Places,
-    load: Counter[int],
+    load: _Load,
     segments: Sequence[Segment],
 ) -> ParitySource:
     """Read by the rank that has least to read of those that see it."""
     there = _cheapest(places)
-    reader = min(_readers_at(there), key=lambda rank: (load[rank], rank))
-    load[reader] += 1
+    reader = load.give(_readers_at(there), home=-1)
     member, indices = segments[0].member, tuple(s.index for s in segments)
     return ParitySource(member, key, _place_of(reader, there), reader, indices)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot, sqrt
 from statistics import median
 
@@ -38,6 +38,9 @@ FIRST_STEPS = {"memory": 4, "local": 32, "persistent": 256}
 PROBE_STEPS = 16
 """Where a version is due at every step, one in so many is left out, to see a step without."""
 MOST_STEPS = 1_000_000
+RARE = 1e-9
+"""Failures per second, where their rate is not known and their shares alone count: so few that
+nothing but these does."""
 SLACK_UP, SLACK_DOWN = 1.1, 0.7
 """An interval stays as long as the one wanted is not longer or shorter than by these factors: noise
 shall not move it back and forth."""
@@ -116,8 +119,7 @@ class Meter:
         if self._commit and not busy:  # true also where the next is taken: it waits for this one
             self._end_commit()
         if self._flush_steps and not flushing:
-            self._flushes.append(self._flush_steps)
-            self._flush_steps = 0
+            self._end_flush()
         flushing = flushing and self._tells_flushes
         self._last = now_seconds, version, bool(take), busy or "local" in take, flushing
 
@@ -147,6 +149,13 @@ class Meter:
             self._commits.append(sum(s for s, _, _ in self._commit) - usual)
             self._commit_steps.append(steps)
         self._commit.clear()
+
+    def _end_flush(self) -> None:
+        """Those that took much longer than the last one say nothing any more: they made the
+        interval long, and others like it would come that late. What was a chance shows soon."""
+        last, self._flush_steps = self._flush_steps, 0
+        alike = [steps for steps in self._flushes if steps <= 2 * last]
+        self._flushes = deque([*alike, last], LATEST)
 
     def _step_seconds(self) -> float:
         """Without a checkpoint; with one where every step has one."""
@@ -229,7 +238,7 @@ class Tuner:
         self._budget = config.overhead_budget
         self._rate_known = config.mean_failure_seconds > 0
         there = [name for name in SHARES if config.uses(name)]
-        rate = 1 / config.mean_failure_seconds if self._rate_known else 1.0
+        rate = 1 / config.mean_failure_seconds if self._rate_known else RARE
         self._rates = dict(zip(there, rates(there, rate) if there else [], strict=True))
 
     def due(self, level: str, last: int, version: int) -> bool:
@@ -264,9 +273,8 @@ class Tuner:
             for name in known
         ]
         ideal = self._ideal_steps(levels, step_seconds)
-        if all(self._near(level.name, s) for level, s in zip(levels, ideal, strict=True)):
-            return ()
-        wanted = whole_steps(ideal, 1.0, MOST_STEPS)
+        steady = [self._near(level.name, s) for level, s in zip(levels, ideal, strict=True)]
+        wanted = whole_steps(steady, 1.0, MOST_STEPS)
         before_steps = [self.every_steps[name] for name in known]
         changes = tuple(
             Change(level.name, steps, was, level.cost_seconds, step_seconds)
@@ -277,11 +285,13 @@ class Tuner:
         return changes
 
     def _ideal_steps(self, levels: list[Level], step_seconds: float) -> list[float]:
-        best = optimum(levels, step_seconds)
-        best = within_budget(levels, best, self._budget, use_all=not self._rate_known)
-        floors = [max(1.0, level.latency_seconds / step_seconds) for level in levels]
-        return [max(f, t / step_seconds) for f, t in zip(floors, best, strict=True)]
+        # Stretched, and only then held to what a level can do: one that is slow need not be rare.
+        best = optimum([replace(level, latency_seconds=0.0) for level in levels])
+        use_all = not self._rate_known
+        best = within_budget(levels, best, self._budget, use_all, least_seconds=step_seconds)
+        return [seconds / step_seconds for seconds in best]
 
-    def _near(self, level: str, steps: float) -> bool:
+    def _near(self, level: str, steps: float) -> float:
+        """The interval that there is, if that is near enough."""
         every = self.every_steps[level]
-        return SLACK_DOWN * every <= steps <= SLACK_UP * every
+        return every if SLACK_DOWN * every <= steps <= SLACK_UP * every else steps

@@ -30,6 +30,8 @@ OF_TRAINERS = ("kill_script", "kill_barrier", "kill_copy", "kill_seal", "kill_ca
 """How the marks begin that rules of trainers leave, and those of agents do not."""
 REFUSAL = "this job had complete checkpoints"
 """How a restart says that nothing is complete any more, and that it does not begin afresh."""
+UNSEEN = "nothing to restore was found, and what is there could not be seen"
+"""The same, of what it cannot tell whether it was: a seal that was hit."""
 
 States = list[dict[int, dict[str, str]]]
 """By rank and version: digests of all that a next step depends on."""
@@ -321,9 +323,8 @@ class Course:
         """The job ended by itself, before it began: it was complete once, and is not any more. To
         say so and not to begin afresh is right, and so is every further start that says the same.
         """
-        return not self._starts() and any(
-            REFUSAL in log.read_text(errors="replace") for log in self._logs()
-        )
+        said = [log.read_text(errors="replace") for log in self._logs()]
+        return not self._starts() and any(r in text for text in said for r in (REFUSAL, UNSEEN))
 
     def _logs(self) -> list[Path]:
         return sorted(self._cluster.folder.glob(f"life{self.life}-r*.log"))

@@ -121,8 +121,16 @@ class Truth:
         return line
 
     def _on_line(self, moments: set[Moment]) -> list[Moment]:
+        """Without what a life began from: that it has it made again where it was lost is no version
+        of its own, and nothing more is owed for it."""
         line = self._line()
-        return sorted(m for m in moments if m[0] in line and m[1] <= line[m[0]])
+        return sorted(
+            m for m in moments if m[0] in line and self._began_at(m[0]) < m[1] <= line[m[0]]
+        )
+
+    def _began_at(self, life: int) -> int:
+        parent = self.parents.get(life)
+        return parent[1] if parent else 0
 
     def _from_memory(self) -> list[Moment]:
         """What all have sealed is overwritten only when all have sealed something newer.
@@ -138,11 +146,17 @@ class Truth:
         return [newest] if there and not newer else []
 
     def _from_disks(self) -> list[Moment]:
-        """The newest complete ones, and the newest that is protected, from files and parity."""
+        """The newest complete ones, and the newest that is protected, from files and parity.
+
+        Something newer may have been protected, and not all have told it: then it took that one's
+        place. It is as good, unless it was hit.
+        """
         complete = {m for m, ranks in self._local.items() if ranks == EVERYBODY}
         everywhere = {*self.shape.nodes}
-        protected = self._on_line({m for m, nodes in self._parity.items() if nodes == everywhere})
-        kept = {*self._kept("local", complete), *protected[-1:]}
+        protected = {m for m, nodes in self._parity.items() if nodes == everywhere}
+        hit = {moment for level, moment in self._hit if level in ("local", "parity")}
+        newest = sorted({*self._on_line(protected), *hit})[-1:]
+        kept = {*self._kept("local", complete), *protected.intersection(newest)}
         return [moment for moment in kept if self._can_be_made(moment)]
 
     def _can_be_made(self, moment: Moment) -> bool:

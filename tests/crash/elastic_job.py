@@ -170,6 +170,7 @@ def main() -> None:
             own = Path(os.environ[variable], os.environ["HOROVOD_HOSTNAME"])
             own.mkdir(exist_ok=True)
             os.environ[variable] = str(own)
+        os.environ["TIERCKPT_NODE"] = os.environ["HOROVOD_HOSTNAME"]
     hvd.init()
     model, optimizer, schedule = build()
     for seed in (random.seed, np.random.seed, torch.manual_seed):

@@ -106,8 +106,9 @@ class ElasticJob:
             "TMPDIR": str(self.folder / "tmp"),  # Horovod, killed, leaves files there
         }
 
-    def add_host(self) -> str:
-        self.hosts.append(next(self._names))
+    def add_host(self, name: str = "") -> str:
+        """A new one, or one that was there before."""
+        self.hosts.append(name or next(self._names))
         self._tell_hosts()
         return self.hosts[-1]
 

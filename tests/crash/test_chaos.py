@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.course import REFUSAL, Course, FindingError
+from tests.chaos.course import REFUSAL, UNSEEN, Course, FindingError
 from tests.chaos.driver import Run
 from tests.chaos.plan import AIMED, APART, LIVES, RANKS, STEPS, Shape, make_round
 from tests.chaos.truth import Truth
@@ -118,6 +118,7 @@ def it_is_noticed_when_a_version_is_older_than_promised(run: Run) -> None:
             f"tierckpt.errors.RestoreError: {REFUSAL} (v4 was one), and has none any more",
             "by it",
         ),
+        (0, f"tierckpt.errors.RestoreError: {UNSEEN} in r00000.0: the manifest is damaged", ""),
         (0, "KeyError: 'a mistake of ours'", "by itself"),
     ],
 )
@@ -125,7 +126,8 @@ def test_a_refusal_is_right_where_nothing_is_owed(
     owed: int, said: str, finding: str, tmp_path: Path
 ) -> None:
     """A life that ends before it began, by an error that all its ranks raise."""
-    assert REFUSAL in Path(comeback.__file__).read_text(), "it still says so"
+    text = Path(comeback.__file__).read_text()
+    assert all(refusal in text for refusal in (REFUSAL, UNSEEN)), "it still says so"
     cluster: Any = SimpleNamespace(
         folder=tmp_path,
         ranks=[SimpleNamespace(exitcode=1)] * RANKS,
@@ -306,4 +308,40 @@ def test_what_retention_may_have_taken_is_not_owed() -> None:
     made.truth.damaged("local", 0, 1, 6)
     assert made.truth.promised() == 4
     made.truth.damaged("local", 0, 1, 4)
+    assert made.truth.promised() == 0
+
+
+def test_what_something_newer_took_the_place_of_is_not_owed_when_that_is_hit() -> None:
+    """v8 was protected by all, as a restart sees, and one that was killed did not tell: v6 went
+    when v10 came. Then peers cannot make v10, and v8 is damaged wherever it is."""
+    made = Told(survives=2)
+    made.all_say("committed", "local", 6, 8)
+    made.all_say("committed", "peer", 6)
+    for rank in (0, 1, 2):
+        made.truth.heard(1, rank, "committed", "peer", 8, "")
+    made.truth.placed(2, APART)
+    made.truth.began(2, 2, (1, 8))
+    made.all_say("committed", "local", 10, life=2)
+    assert made.owed_after(("local", 2), ("local", 3)) == 8
+    made.truth.damaged("local", 0, 1, 8)
+    for rank in (0, 1):
+        made.truth.damaged("parity", rank, 1, 8)
+    assert made.truth.promised() == 0
+
+
+def test_what_a_life_mended_is_the_version_that_it_began_from() -> None:
+    """Two nodes are lost, and the next life has their part of v4 made again: damage to v4 is no
+    damage to another version."""
+    made = Told(survives=2)
+    made.all_say("committed", "local", 4)
+    made.all_say("committed", "peer", 4)
+    assert made.owed_after(("local", 2), ("local", 3)) == 4
+    made.truth.placed(2, APART)
+    made.truth.began(2, 2, (1, 4))
+    for rank in (2, 3):
+        made.truth.heard(2, rank, "committed", "local", 4, "")
+    made.all_say("committed", "peer", 4, life=2)
+    made.truth.damaged("local", 0, 1, 4)
+    for rank in range(RANKS):
+        made.truth.damaged("parity", rank, 1, 4)
     assert made.truth.promised() == 0

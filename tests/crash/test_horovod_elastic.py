@@ -300,6 +300,38 @@ def test_memory_is_lost_with_its_machine(make_job: MakeJob) -> None:
     assert len(job.journal(done=True, step=8)) == 2
 
 
+@on_demand("35 s; tests/dist/test_absent_nodes.py has such nodes without a launcher")
+def test_a_host_that_was_taken_away_comes_back(make_job: MakeJob) -> None:
+    """Of three machines one goes, and then a worker on another dies: the last one goes on alone,
+    from its own memory and what the agents of those it lost still have. The first comes back, with
+    the agent and the shards that it had; its worker dies, and its agent is asked."""
+    peers = {"peer_redundancy": "partner", "peer_interface": "lo", "agent_linger_seconds": "100"}
+    job = make_job(local_every_steps="100", **peers)
+    rules = [rule("backward", 5, 1), rule("backward", 11, 1)]
+    job.start(min_np=1, workers=3, steps=14, rules=rules, joins=[4, 8], machines=True)
+    wait_for_hosts(job, 4)
+    taken = job.hosts[-1]
+    job.remove_host(taken)
+    wait_for_hosts(job, 8)
+    assert job.add_host(taken) == taken
+    job.until_over()
+    assert job.fired() == 2
+    lives = job.journal(began=True, rank=0)
+    assert [x["size"] for x in lives] == [3, 2, 1, 2, 1]
+    # Where two had a version of their own before, nothing of the third's is needed any more.
+    assert lives[2]["levels"] in ({"memory": 1, "agent": 1}, {"memory": 1, "agent": 2})
+    assert [lives[i]["levels"] for i in (1, 3)] == [None, None]
+    assert lives[4]["levels"] == {"memory": 1, "agent": 1}
+    lines = job.journal()
+    for life in lives[1:]:
+        before = [x for x in lines[: lines.index(life)] if "commit" in x and x["rank"] == 0]
+        where = (life["step"], life["epoch"])
+        same = [x for x in before if (x["step"], x["epoch"]) == where]
+        assert before[-1] in same or life is not lives[1], "nobody failed, and a commit was lost"
+        assert shared_by_ranks(life) == shared_by_ranks(same[-1])
+    assert job.events("rejected") == []
+
+
 def test_commits_of_one_process(tmp_path: Path, shm_dir: Path) -> None:
     """One process, without a launcher: what is refused, and what a commit is."""
     done = subprocess.run(

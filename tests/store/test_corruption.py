@@ -145,6 +145,25 @@ def test_damage_on_disk_falls_back_to_the_version_before(
     assert fallen_back == rounds
 
 
+def test_damage_in_every_seal_is_no_fresh_start(left: Left, tmp_path: Path) -> None:
+    """Of a job that has its versions in memory alone. A seal is there only where a version was
+    complete on its rank, whatever is in it now; where one can be read, its version is taken."""
+    copy = left.copy_to(tmp_path)
+    shutil.rmtree(copy.path)
+    slots = [copy.slot(version) for version in (STEPS, STEPS - 1)]
+    for slot in slots:
+        flip_bit(random.Random(1), 100, 101, slot)
+        with TinyJob(copy.path, **copy.settings()) as job:
+            if slot is slots[0]:
+                assert job.restore().version == STEPS - 1
+                assert job.fingerprint() == left.prints[STEPS - 1]
+            else:
+                with pytest.raises(RestoreError, match="may be all that is left") as raised:
+                    job.restore()
+                assert all(str(each) in str(raised.value) for each in slots)
+            job.checkpointer.abandon()
+
+
 @pytest.mark.parametrize("what", ["a bit of the image", "a bit of the seal", "the end"])
 def test_damage_in_memory_falls_back_to_the_disk(what: str, left: Left, tmp_path: Path) -> None:
     rejected = 0

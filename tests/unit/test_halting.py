@@ -648,6 +648,17 @@ def test_how_long_an_end_may_take(
     assert halting.seconds_for_others() == others
 
 
+def test_what_a_signal_grants_is_counted_from_when_it_came(
+    make_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The boundary at which all ranks agree on it may be an evaluation later."""
+    halting = make_rank(halt_signals="").halting
+    monkeypatch.setattr(Signals, "came_seconds", 1000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 1012.0)
+    halting.hear(Vote(halt=Reason.SIGNAL))
+    assert halting.seconds_for_others() == pytest.approx(20 - 12)
+
+
 def test_an_end_that_is_no_time_is_told_as_it_is(make_rank: Any) -> None:
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "tomorrow"})
     rank.halting.vote(1)

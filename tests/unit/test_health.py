@@ -172,3 +172,18 @@ def test_ctrl_c_is_an_exit_status(place: Path, fault: Any) -> None:
         os.killpg(command.pid, signal.SIGINT)
         out, error = command.communicate(timeout=60)
     assert (command.returncode, out, error) == (130, "", "")
+
+
+def test_what_is_read_back_is_the_devices(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the page cache's: it is there to be dropped only when the device has it."""
+    calls: list[str] = []
+    for name in ("fsync", "posix_fadvise", "pread"):
+        real = getattr(os, name)
+
+        def call(*args: Any, name: str = name, real: Any = real) -> Any:
+            calls.append(name if name != "posix_fadvise" else f"{name} {args[3]}")
+            return real(*args)
+
+        monkeypatch.setattr(os, name, call)
+    assert check_directory(Need(str(place))) == ""
+    assert calls == ["fsync", f"posix_fadvise {os.POSIX_FADV_DONTNEED}", "pread"]

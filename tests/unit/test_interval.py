@@ -191,6 +191,28 @@ def test_the_budget_is_held_and_nothing_better_holds_it(levels: list[Level], bud
                 assert first_order(levels, moved) >= first_order(levels, held) * 0.97
 
 
+slow_levels_of = st.lists(
+    st.tuples(costs, rates_of, st.floats(0.0, 1e4)), min_size=1, max_size=4
+).map(lambda told: [Level(str(i), c, rate, 0.0, late) for i, (c, rate, late) in enumerate(told)])
+
+
+@given(slow_levels_of, st.floats(1e-4, 0.3), st.floats(0.0, 100.0), st.booleans())
+def test_what_a_slow_level_may_not_spend_the_others_share(
+    levels: list[Level], budget: float, least: float, use_all: bool
+) -> None:
+    """A level is at its latency, or stretched as all others are; and nothing is left over that
+    another one could spend."""
+    free = [daly_seconds(x.cost_seconds, x.failures_per_second) for x in levels]
+    held = within_budget(levels, free, budget, use_all, least)
+    floors = [max(least, x.latency_seconds) for x in levels]
+    assert all(t >= floor for t, floor in zip(held, floors, strict=True))
+    spent = overhead(levels, held).checkpoints
+    assert spent <= budget * (1 + 1e-9)
+    moved = [t / f for t, f, floor in zip(held, free, floors, strict=True) if t > floor]
+    assert moved == pytest.approx(moved[:1] * len(moved)), "alike"
+    assert not moved or spent == pytest.approx(budget) or (not use_all and min(moved) <= 1)
+
+
 def test_a_missing_level_leaves_its_failures_to_the_next() -> None:
     assert sum(SHARES.values()) == pytest.approx(1.0)
     assert rates(["memory", "local", "persistent"], 2.0) == pytest.approx([1.6, 0.3, 0.1])

@@ -232,10 +232,11 @@ def found(version: int, shard: int, shards: int, level: str = "memory", where: s
 
 def test_each_rank_reads_its_own_shard_when_it_can() -> None:
     inventory = [found(3, shard, 4) for shard in range(4)]
-    plan = plan_restore([inventory] * 4)
-    assert plan is not None
-    assert [s.reader for s in plan.sources] == [0, 1, 2, 3]
-    assert plan.levels == {"memory": 4}
+    for nodes in ("abcd", "aabb", "abab"):
+        plan = plan_restore([inventory] * 4, nodes=nodes)
+        assert plan is not None
+        assert [s.reader for s in plan.sources] == [0, 1, 2, 3]
+        assert plan.levels == {"memory": 4}
 
 
 def test_reading_is_spread_when_the_world_size_changed() -> None:
@@ -244,6 +245,29 @@ def test_reading_is_spread_when_the_world_size_changed() -> None:
     assert plan is not None
     readers = [s.reader for s in plan.sources]
     assert [readers.count(r) for r in range(3)] == [3, 3, 3]
+
+
+def test_on_one_level_what_is_nearest_to_its_plain_bytes_comes_first() -> None:
+    """An agent's memory before its disk; what is stored as it was sealed before what has to be
+    decoded, once, and sent."""
+    disk = found(3, 0, 1, "agent", "disk")
+    slot = dataclasses.replace(disk, place=dataclasses.replace(disk.place, in_memory=True))
+    plain, other = found(3, 0, 1, "local", "plain"), found(3, 0, 1, "local", "other")
+    encoded = dataclasses.replace(other, place=dataclasses.replace(other.place, encoded=True))
+    for worse, better in ((disk, slot), (encoded, plain)):
+        plan = plan_restore([[worse, better]])
+        assert plan is not None
+        assert plan.sources[0].place == better.place
+    plan = plan_restore([[encoded], [encoded]])
+    assert plan is not None
+    assert not plan.sources[0].direct
+
+
+def test_of_two_copies_that_cost_the_same_the_one_that_all_can_map() -> None:
+    own, shared = found(3, 0, 1, "local", "a"), found(3, 0, 1, "local", "b")
+    plan = plan_restore([[own, shared], [shared]])
+    assert plan is not None
+    assert (plan.sources[0].place, plan.sources[0].direct) == (shared.place, True)
 
 
 def test_levels_may_be_mixed_within_a_version() -> None:

@@ -264,6 +264,30 @@ def test_nodes_without_a_rank_are_the_last_but_one_way_out(world: World, number:
         assert all(p.place.level != AGENT for p in used)
 
 
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(2, 9), st.integers(0, 99))
+def test_parity_behind_agents_is_read_by_all_ranks_alike(
+    nodes: int, per_node: int, groups: int, number: int
+) -> None:
+    """Whoever asked the agent: mirrored pairs of which the first is lost, on nodes without a
+    rank."""
+    names = [f"node{rank // per_node}" for rank in range(nodes * per_node)]
+    found: list[list[Found]] = [[] for _ in names]
+    parities: list[list[FoundParity]] = [[] for _ in names]
+    for first in range(0, 2 * groups, 2):
+        key = (VersionId(1, 1), first + 1, 2 * groups)
+        asker, place = number % len(names), agent_of(first)
+        found[asker].append(Found(ShardKey(*key), place, LINEAGE, "life"))
+        made = (LINEAGE, "life", (first, first + 1), 1, 1)
+        parities[asker].append(FoundParity(ParityKey(*key), place, *made))
+    plan = plan_restore(found, parities=parities, nodes=names)
+    assert plan is not None
+    readers = [p.reader for rebuild in plan.rebuilds for p in rebuild.parities]
+    assert len(readers) == groups
+    assert is_even(Counter(readers), range(len(names)))
+    on_nodes = Counter(names[reader] for reader in readers)
+    assert max(on_nodes.values()) - min(on_nodes[name] for name in names) <= 1
+
+
 @given(worlds())
 @settings(max_examples=300)
 def test_no_parity_is_read_that_nothing_is_made_of(world: World) -> None:
@@ -385,6 +409,40 @@ def test_one_shard_that_cannot_be_made_is_fetched_alone() -> None:
         *("local", "peer", "local"),
         *("persistent", "persistent", "local"),
     ]
+
+
+def mirror(shard: int, node: int, life: str = "life", version: int = 1) -> FoundParity:
+    """Of a mirrored pair, 0 and 1: the copy of the other one that lies beside `shard`."""
+    key = ParityKey(VersionId(1, version), shard, 2)
+    return FoundParity(key, Place("local", f"node{node}", "/disk"), LINEAGE, life, (0, 1), 1, 1)
+
+
+def test_a_version_of_which_parity_alone_is_left_is_made_of_that() -> None:
+    """Every shard of v2 is lost, and v1 is whole."""
+    found = [Found(ShardKey(VersionId(1, 1), s, 2), FAR, LINEAGE, "life") for s in range(2)]
+    plan = plan_restore(
+        [found, []], parities=[[mirror(0, 0, version=2)], [mirror(1, 1, version=2)]]
+    )
+    assert plan is not None
+    assert plan.id.version == 2
+    assert [s.place.level for s in plan.sources] == ["peer", "peer"]
+
+
+def test_shards_and_parity_of_two_lives_are_no_version() -> None:
+    """Lives that did not see each other's nodes may have taken the same generation."""
+    found = [Found(ShardKey(VersionId(1, 1), 1, 2), Place("local", "node1", "/disk"), LINEAGE, "a")]
+    assert plan_restore([[], found], parities=[[], [mirror(1, 1, "another")]]) is None
+    assert plan_restore([[], found], parities=[[], [mirror(1, 1, "a")]]) is not None
+
+
+def test_parity_that_a_rank_cannot_get_at_is_read_by_one_that_can() -> None:
+    parity = mirror(1, 1)
+    found = [Found(ShardKey(VersionId(1, 1), 1, 2), parity.place, LINEAGE, "life")]
+    for blind, reader in (((), 0), ((0,), 1), ((0, 1), None)):
+        lost = frozenset((parity.key, parity.place, rank) for rank in blind)
+        plan = plan_restore([found] * 2, parities=[[parity]] * 2, unreachable=lost)
+        readers = [p.reader for r in plan.rebuilds for p in r.parities] if plan else [None]
+        assert readers == [reader]
 
 
 def is_even(load: Counter[int], ranks: Iterable[int]) -> bool:

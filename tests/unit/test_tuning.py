@@ -155,6 +155,20 @@ def test_what_a_flush_adds_is_told_apart(memory_every: int) -> None:
     assert found.step_us == pytest.approx(110_000 if with_memory else 100_000, abs=10)
 
 
+def test_a_store_that_is_fast_again_is_believed_at_once() -> None:
+    """The next flush comes an interval later: were several to say so, what a store that was slow
+    for a while made long would stay long for days."""
+    for flushes in (1, 9):
+        training = Training(memory=0.01, flush=6.0, flushing=600)
+        training.run(1000 * flushes + 800, memory_every=2, flush_every=1000)
+        slow = training.meter.figures()
+        assert (slow.persistent_us, slow.persistent_steps) == (pytest.approx(6e6, rel=1e-3), 600)
+        training.flush, training.flushing = 0.2, 20
+        training.run(500, memory_every=2, flush_every=400)
+        fast = training.meter.figures()
+        assert (fast.persistent_us, fast.persistent_steps) == (pytest.approx(2e5, rel=1e-3), 20)
+
+
 def test_a_flush_of_which_nobody_asks_is_a_part_of_all_steps() -> None:
     """Or nothing would be known where the store is so slow that one is always under way."""
     training = Training(memory=0.01, flush=1.0, flushing=100, tells_flushes=False)
@@ -220,6 +234,19 @@ def test_what_is_little_different_changes_nothing() -> None:
     assert [c.every_steps for c in heed(made, step_us=100_000, memory_us=80_000)] == [27]
 
 
+@pytest.mark.parametrize("persistent_us", range(37_000, 100_000, 7_000))
+def test_nor_where_an_interval_is_a_multiple_that_nobody_wants(
+    persistent_us: int, tmp_path: Path
+) -> None:
+    """Flushes would be best somewhat rarer than versions to local, and come with every second."""
+    made = tuner(persistent_every_steps="auto", persistent_path=str(tmp_path))
+    others = {"local_us": 80_000, "persistent_us": persistent_us}
+    lasting = {"local_steps": 2, "persistent_steps": 2}
+    heed(made, step_us=100_000, memory_us=2_000, **others, **lasting)
+    for memory_us in (2_200, 1_700, 2_100, 2_000):
+        assert heed(made, step_us=100_000, memory_us=memory_us, **others, **lasting) == ()
+
+
 def test_known_failures_leave_budget_unused() -> None:
     """Young: sqrt(2 x 1 ms x 5000 s) is 3.2 s."""
     made = tuner(local_every_steps=0, local_every_seconds=0.0, mean_failure_seconds=5000)
@@ -257,6 +284,17 @@ def test_flushes_take_half_of_the_time_at_most(tmp_path: Path) -> None:
     made = tuner(persistent_every_steps="auto", persistent_path=str(tmp_path), **fixed)
     heed(made, step_us=100_000, persistent_us=1, persistent_steps=300)
     assert made.every_steps == {"persistent": 600}
+
+
+def test_a_slow_store_is_no_reason_to_flush_seldom(tmp_path: Path) -> None:
+    """A flush of ten minutes that costs next to nothing: it is begun again as soon as it may be,
+    and what it does not spend is the other levels'."""
+    made = tuner(persistent_every_steps="auto", persistent_path=str(tmp_path))
+    costs = {"memory_us": 2_000, "local_us": 200_000, "persistent_us": 20_000}
+    heed(made, step_us=100_000, local_steps=10, persistent_steps=6_000, **costs)
+    memory, local, persistent = made.every_steps.values()
+    assert 12_000 <= persistent < 12_000 + local
+    assert 0.025 < 0.02 / memory + 2 / local + 0.2 / persistent <= 0.03
 
 
 def test_a_level_of_unknown_cost_waits() -> None:
