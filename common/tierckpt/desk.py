@@ -133,10 +133,7 @@ class Desk:
 
     def _receive(self) -> tuple[dict[str, Any] | None, list[int]]:
         """The next message; None when the trainer is gone."""
-        try:
-            return packets.receive(self.channel)
-        except ConnectionResetError:
-            return None, []
+        return packets.receive(self.channel)
 
     def serve(self) -> dict[str, Any] | None:
         """Serve until the trainer is gone and its work is done, or the agent makes way; returns
