@@ -135,6 +135,7 @@ def client_of(
     what: str,
     ranks: tuple[int, ...] = (),
     shared: str = "",
+    inline: bool = False,
 ) -> AgentClient:
     job = JobDirectory.at(shm_dir, "job")
     settings = AgentSettings(str(job.root), job.path.name)
@@ -143,7 +144,7 @@ def client_of(
     desk = DeskSettings(
         ckpts, shard, 2, keep_last=2, keep_every=0, ranks=ranks, persistent=persistent
     )
-    return AgentClient(settings, desk, surroundings=what)
+    return AgentClient(settings, desk, inline, what)
 
 
 def reach(client: AgentClient) -> int:
@@ -297,6 +298,27 @@ def test_the_life_after_next_is_told_and_finds_it_where_it_was(
     assert len({*agents}) == 3
     for client in (known, *lives):
         client.close()
+
+
+def test_it_makes_way_for_one_that_is_inline(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+) -> None:
+    """Of whatever surroundings: it would keep the port, and what it knows of other nodes."""
+    zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1))
+    reach(zombie)
+    roster = {"generation": 1, "agents": [{"host": "node"}]}
+    where = meet(zombie, roster)
+    kill(old)
+    client = client_of(shm_dir, tmp_path, 0, "old", (0, 1), inline=True)
+    client.start()
+    assert client.roster(PATIENCE_SECONDS) == roster
+    heard = client.ask("meet", "listening", PATIENCE_SECONDS, where={**where, "secret": "two"})
+    assert (heard["error"], heard["port"]) == ("", where["port"])
+    assert (client.pid, client.starts) == (os.getpid(), 0)
+    assert not alive(agents[0])
+    assert {m["severity"] for m in client.poll()} == {logging.INFO}, "no trouble"
+    for each in (client, zombie):
+        each.close()
 
 
 def test_a_trainer_of_the_life_before_that_still_lives_starts_no_agent(
