@@ -20,6 +20,7 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
     -> {"op": "flush", "order": {...}}                           see flusher.FlushOrder
     -> {"op": "meet", "where": {...}}                            listen for other nodes' agents
     -> {"op": "know", "parties": [...]}                          see protector.PartySettings
+    -> {"op": "succeed", "where": {...}, "roster": {...}}        one that made way, and said this
     -> {"op": "protect", "version": ..., "generation": ..., "lost": [shard, ...] or null}
     -> {"op": "ask"}                                             whether flushes get on
     -> {"op": "bye", "abandoned": ...}                           this trainer ends of its own will;
@@ -27,7 +28,8 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
     <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "listening" |
         "protected" | "protect_failed" | "cleaned" | "problem", ...}
     <- {"op": "unwelcome", "makes_way": true, "pid": ...,        by an agent of other surroundings,
-        "roster": ..., "given_up": [version, ...]}               or another protocol, which ends
+        "roster": ..., "where": ...,                             or another protocol, which ends
+        "given_up": [version, ...]}
     <- {"op": "unwelcome", "outlived": true}                     to a trainer of an earlier life
     <- {"op": "unwelcome"}                                       by earlier tierckpts: it lives on
     <- {"op": "quiet", "seconds": ...}                           since the flush last got on
@@ -184,10 +186,10 @@ class Agent:
         self._desks: dict[tuple[str, int], threading.Thread] = {}
         """Who serves the last trainer that came to a desk. One trainer of a shard at a time: a
         killed one's work is finished before its successor's begins."""
-        self._channels: set[socket.socket] = set()
-        """Of all trainers, but those that were turned away."""
-        self._newest: dict[tuple[str, int], socket.socket] = {}
-        """The last trainer that came to a desk."""
+        self._seated: set[Desk] = set()
+        """Where trainers are served."""
+        self._newest: dict[tuple[str, int], Desk] = {}
+        """Of the last trainer that came for a shard."""
         self._serving = 0
         self._missed: dict[tuple[str, int], float] = {}
         """Desks whose trainer was killed, and until when to wait for its successor."""
@@ -316,19 +318,17 @@ class Agent:
         )
         with self._lock:
             self._serving += 1
-            self._channels.add(channel)
         try:
             thread.start()
         except RuntimeError as error:
             with self._lock:
                 self._serving -= 1
-                self._channels.discard(channel)
             channel.close()
             raise OSError(str(error)) from error
         return thread
 
     def _attend(self, channel: socket.socket) -> None:
-        desk, said_goodbye = None, True
+        made, said_goodbye = None, True
         try:
             with channel:
                 hello = _greeting(channel)
@@ -338,10 +338,9 @@ class Agent:
                 if settings is None or not self._serves(hello):
                     self._turn_away(hello, settings, channel)
                     return
-                desk = (settings.directory, settings.shard)
-                before = self._sit_down(settings, channel)
-                said_goodbye = False  # until it does: it is waited for also if the desk breaks
                 made = Desk(settings, channel, self)
+                before = self._sit_down(made)
+                said_goodbye = False  # until it does: it is waited for also if the desk breaks
                 made.say(**self._welcome(settings))
                 made.await_turn(before)
                 goodbye = made.serve()
@@ -358,10 +357,11 @@ class Agent:
         finally:
             with self._lock:
                 self._serving -= 1
-                self._channels.discard(channel)
-                # Its successor may have come before its end was noticed.
-                if desk is not None and not said_goodbye and self._newest[desk] is channel:
-                    self._missed[desk] = time.monotonic() + self.linger_seconds
+                if made is not None:
+                    self._seated.discard(made)
+                    # Its successor may have come before its end was noticed.
+                    if not said_goodbye and self._newest[made.at] is made:
+                        self._missed[made.at] = time.monotonic() + self.linger_seconds
             with contextlib.suppress(OSError):
                 self._wake.send(b"\0")
 
@@ -382,16 +382,18 @@ class Agent:
             self._life = max(self._life, life, key=_began)
             return True
 
-    def _sit_down(self, desk: DeskSettings, channel: socket.socket) -> threading.Thread | None:
-        """Be the desk's newest trainer, in this thread; returns who served the one before."""
-        at = (desk.directory, desk.shard)
+    def _sit_down(self, desk: Desk) -> threading.Thread | None:
+        """Be the newest that serves its shard, in this thread; returns who did before."""
         with self._lock:
-            self._missed.pop(at, None)
-            self._newest[at] = channel
-            if desk.ranks:
-                self._here[desk.directory] = desk.ranks
-            before = self._desks.get(at)
-            self._desks[at] = threading.current_thread()
+            self._seated.add(desk)
+            if self.makes_way:  # since that was looked at
+                self._given_up += desk.leave()
+            self._missed.pop(desk.at, None)
+            self._newest[desk.at] = desk
+            if desk.settings.ranks:
+                self._here[desk.settings.directory] = desk.settings.ranks
+            before = self._desks.get(desk.at)
+            self._desks[desk.at] = threading.current_thread()
             return before
 
     def _welcome(self, desk: DeskSettings) -> dict[str, Any]:
@@ -410,7 +412,6 @@ class Agent:
         """Make way for a later life; a trainer of an earlier one is told that it is over."""
         life = _life_of(hello)
         with self._lock:
-            self._channels.discard(channel)
             outlived = life[0] != self._life[0] and _began(life) < _began(self._life)
             if not outlived:
                 self._life = max(self._life, life, key=_began)
@@ -418,9 +419,10 @@ class Agent:
         if outlived:
             packets.send(channel, OUTLIVED)
             return
-        what = {"makes_way": True, "pid": os.getpid(), "given_up": self._given_up}
+        what = {"makes_way": True, "pid": os.getpid(), "given_up": sorted({*self._given_up})}
         roster = {} if desk is None else self._roster(desk)
-        packets.send(channel, {"op": "unwelcome", **what, "roster": roster})
+        where = self._protector.met_at() if roster and self._protector is not None else {}
+        packets.send(channel, {"op": "unwelcome", **what, "roster": roster, "where": where})
         if desk is None or desk.speaks:
             with self._lock:
                 self._leave_at = 0.0
@@ -429,15 +431,16 @@ class Agent:
 
     def _make_way(self) -> None:
         """With the lock held: finish the commits under way, and give up all else. Of that nothing
-        is removed: it is left as if this process were killed."""
+        is removed: it is left as if this process were killed. Who has not said yet who it is stays
+        connected, as it may be the one to be told."""
         if self.makes_way:
             return
         self.makes_way = True
         self._leave_at = time.monotonic() + FIRST_SECONDS
-        self._given_up = sorted({v for f in self._flushers.values() for v in f.cancel()})
-        for channel in self._channels:
-            with contextlib.suppress(OSError):
-                channel.shutdown(socket.SHUT_RD)
+        for flusher in self._flushers.values():
+            self._given_up += flusher.cancel()
+        for desk in self._seated:
+            self._given_up += desk.leave()
 
     # --- what all desks share ------------------------------------------------------------------
 

@@ -50,6 +50,9 @@ class AgentClient:
         self._flushing: dict[VersionId, FlushOrder] = {}
         self._protecting: set[VersionId] = set()
         self._introduction: list[Message] = []
+        """To an agent that is new: who those of other nodes are."""
+        self._heritage: list[Message] = []
+        """The same, before this life's have met: whom an agent knew that made way."""
         self._roster: dict[str, Any] = {}
         """What the agent knew before it was told."""
         self._heard: list[Message] = []
@@ -279,11 +282,13 @@ class AgentClient:
     def greeted(self, welcome: Message) -> Iterable[Message]:
         """See `agentline.Owner`."""
         self._roster = welcome["roster"] or self._roster
-        return self._introduction
+        return self._introduction or self._heritage
 
     def made_way(self, unwelcome: Message) -> None:
         """See `agentline.Owner`. One rank of the node says what is given up."""
         self._roster = unwelcome["roster"] or self._roster
+        if where := unwelcome.get("where"):
+            self._heritage = [{"op": "succeed", "where": where, "roster": self._roster}]
         text = f"agent {self.settings.index} of this node has {OTHERS}; it makes way for ours"
         given_up = unwelcome["given_up"] if self.desk.speaks else []
         if given_up:

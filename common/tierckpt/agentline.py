@@ -41,7 +41,10 @@ GONE_SECONDS = 0.2
 """So often one that makes way is asked whether it is still there."""
 MOST_AGENTS = 4
 """So many are passed over, then, after ANSWER_SECONDS, the first is asked again."""
-OTHERS = "an earlier start's keys, credentials or modules, or is another tierckpt's"
+OTHERS = (
+    "an earlier start's keys, credentials or modules, or is another tierckpt's, or a process where "
+    'agent is "inline"'
+)
 OUTLIVED = (
     "a later start of this job, with other keys, credentials or modules, has this node's agent "
     "(parts of one job that share a machine need the same, or a node of their own)"
@@ -95,6 +98,8 @@ class AgentLine:
         """Process id of the last agent that said it."""
         self._desk, self._owner = desk, owner
         self._surroundings, self._may_start = surroundings, may_start
+        if inline:  # no process's: two agents of a node undo each other's work
+            self._surroundings = f"inline {surroundings}"
         self._inline = Agent(0.0) if inline else None
         self._unsent: deque[Packet] = deque()
         self._process: subprocess.Popen[bytes] | None = None
@@ -274,17 +279,17 @@ class AgentLine:
             if self.welcome or time.monotonic() - self._since < ANSWER_SECONDS:
                 return
             self._pass_over("does not answer", logging.ERROR)
-        if time.monotonic() >= self._ask_after and not self._connect():
+        connected = time.monotonic() < self._ask_after or self._connect()
+        if not connected and self._inline is None:
             self._start_process()
 
     def _connect(self) -> bool:
         """Connect and say hello; messages follow when the agent has bidden welcome."""
-        if self._inline is not None:
+        self._channel = self._call()
+        if self._channel is None and self._inline is not None:
             self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._channel.setblocking(False)
             self._thread = self._inline.attend(theirs)
-        else:
-            self._channel = self._call()
         if self._channel is None:
             return False
         self._since, self._incoming = time.monotonic(), packets.Joiner()

@@ -36,7 +36,7 @@ UNDONE = {
 }
 """What a trainer hears, with an error, where what it asked for could not even be begun; otherwise
 it is a problem."""
-OUT_OF_TURN = frozenset(("flush", "meet", "know", "protect"))
+OUT_OF_TURN = frozenset(("flush", "meet", "know", "succeed", "protect"))
 """What others on the node do, and no desk is needed for."""
 LOOK_SECONDS = 0.1
 """How often a trainer is heard that waits for its turn."""
@@ -99,11 +99,17 @@ class Desk:
         self._chain = Chain()
         self._bases = References(self.store)
         self._speaking = threading.Lock()
+        self._hearing = threading.Lock()
         self._cleaned_strays = False
         self._waiting: deque[tuple[dict[str, Any] | None, list[int]]] = deque()
         """Messages, and their descriptors, that came before its turn; None: the trainer is gone."""
         self._slots: dict[tuple[int, int], Slot] = {}
         """Mapped slots by device and inode: mapping a large segment anew for every commit costs."""
+
+    @property
+    def at(self) -> tuple[str, int]:
+        """Whose desk it is."""
+        return self.settings.directory, self.settings.shard
 
     def await_turn(self, before: threading.Thread | None) -> None:
         """Until the trainer before has been served at this desk: what it handed over may take long
@@ -133,10 +139,23 @@ class Desk:
 
     def _receive(self) -> tuple[dict[str, Any] | None, list[int]]:
         """The next message; None when the trainer is gone."""
-        try:
+        with self._hearing:
             return packets.receive(self.channel)
-        except ConnectionResetError:
-            return None, []
+
+    def leave(self) -> list[int]:
+        """Hear no more, as the agent makes way. Returns the versions whose flush was ordered and
+        not heard of yet, as a commit was under way, say. Any thread; waits for nothing."""
+        unheard: list[int] = []
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            self.channel.shutdown(socket.SHUT_RD)
+            message, fds = self._receive()
+            while message is not None:
+                if message["op"] == "flush":
+                    unheard.append(_version_in(message)["version"])
+                for fd in fds:
+                    os.close(fd)
+                message, fds = self._receive()
+        return unheard
 
     def serve(self) -> dict[str, Any] | None:
         """Serve until the trainer is gone and its work is done, or the agent makes way; returns
@@ -169,7 +188,7 @@ class Desk:
                 self._flush(message)
             elif op == "ask":
                 self._tell_quiet()
-            elif op in ("meet", "know", "protect"):
+            elif op in ("meet", "know", "succeed", "protect"):
                 self._protect(message)
         except Exception as error:
             what = UNDONE.get(op, "problem")
@@ -346,6 +365,8 @@ class Desk:
         elif message["op"] == "know":
             parties = [PartySettings.of_message(party) for party in message["parties"]]
             protector.know(parties, message["roster"])
+        elif message["op"] == "succeed":
+            protector.succeed(message["where"], message["roster"])
         else:
             version = VersionId(message["generation"], message["version"])
             what = (version, self.settings.shards, message["lost"])

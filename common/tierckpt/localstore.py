@@ -20,7 +20,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +106,9 @@ class LocalStore:
     ) -> Draft:
         """Begin what `commit` does in one go: a file of `nbytes` that is written piece by piece.
 
-        An earlier one of this very key stops existing now: it could only be a try of ours.
+        An earlier one of this very key stops existing now: it could only be a try of ours. One that
+        a living process is at (an agent that was passed over, whose disk hangs) is left alone, and
+        is an OSError: two at once would take each other's files.
         `encoded`: modules have changed the bytes; their number is told to `Draft.sync`. `file`: it
         has the bytes already, and must not be written to.
         """
@@ -142,9 +144,8 @@ class LocalStore:
         mine = f"*.{kind.LETTER}{shard:05d}of*"
         for path in self.directory.glob(f".{mine}"):
             stem = path.name.removeprefix(".").removesuffix(".manifest.tmp")
-            files = [self.directory / f"{stem}{suffix}" for suffix in _suffixes(kind)]
-            if any(data.exists() and not unlocked(data) for data in files):
-                continue  # a living writer is about to rename this manifest
+            if _has_writer(self._files(stem, kind)):
+                continue  # it is about to rename this manifest
             if path != self._spare_of(kind, shard) and unlocked(path):
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
@@ -217,8 +218,12 @@ class LocalStore:
 
     def _data(self, key: ShardKey) -> Path:
         """The bytes' file: the one that is there, or the one that would be."""
-        plain, *others = (self.directory / f"{key.stem}{s}" for s in _suffixes(type(key)))
+        plain, *others = self._files(key.stem, type(key))
         return next((path for path in others if path.exists()), plain)
+
+    def _files(self, stem: str, kind: type[ShardKey]) -> list[Path]:
+        """What the bytes' file may be called, `kind`'s own name first."""
+        return [self.directory / f"{stem}{suffix}" for suffix in _suffixes(kind)]
 
     def _manifest(self, key: ShardKey) -> Path:
         return self.directory / f"{key.stem}{MANIFEST_SUFFIX}"
@@ -287,6 +292,8 @@ class Draft:
         self._data, self._record = store.directory / f"{key.stem}{suffix}", store._manifest(key)
         self._temp = store.directory / f".{key.stem}.tmp"
         self._durable = self._exists = False
+        if _has_writer([self._temp, *store._files(key.stem, type(key))]):
+            raise BlockingIOError(f"another process is still writing {key}")
         if self._record.exists():
             store._unlink(self._record)
             store.sync_directory()
@@ -358,6 +365,11 @@ class Draft:
         for path in (self._record, self._temp, self._data):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+
+
+def _has_writer(files: Iterable[Path]) -> bool:
+    """Whether a living process is at one of them."""
+    return any(file.exists() and not unlocked(file) for file in files)
 
 
 def _suffixes(kind: type[ShardKey]) -> tuple[str, ...]:

@@ -61,7 +61,10 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """
     joiner, descriptors = Joiner(), list[int]()
     while True:
-        packet, passed, _, _ = socket.recv_fds(channel, PACKET_BYTES, 1)
+        try:
+            packet, passed, _, _ = socket.recv_fds(channel, PACKET_BYTES, 1)
+        except ConnectionResetError:  # it was closed with answers unread, and that is said once,
+            continue  # before what was sent over it
         descriptors += passed
         if not packet:
             return None, descriptors

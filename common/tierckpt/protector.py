@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -103,6 +103,17 @@ class _Order:
         self.answer({"op": op, "version": id_.version, "generation": id_.generation, **more})
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where to listen, and for whom; see `Protector.open`."""
+
+    secret: str
+    interface: str
+    port: int
+    towards: str
+    shelf: dict[str, str] | None
+
+
 class Protector:
     """One a node and job. Any thread may call it; a thread of its own protects version by version,
     all shards of the node at once."""
@@ -112,11 +123,10 @@ class Protector:
         self._on_idle = on_idle
         self._lock = threading.Lock()
         self._secret = b""
-        self._place: tuple[str, str, int, str] | None = None
-        """Where to listen: secret, interface, port, and towards whom."""
-        self._met: tuple[bytes, ...] = ()
-        """Secret of the life in which agents met last. Where those of a later one do not, or not
-        all have heard of it when that ends, this is what they know each other by."""
+        self._place: _Place | None = None
+        self._met: _Place | None = None
+        """That of the life in which agents met last. Where those of a later one do not, or not all
+        have heard of it when that ends, this is what they know each other by."""
         self._shelf = Shelf()
         self._transport: Transport | None = None
         self._parties: list[PartySettings] = []
@@ -140,7 +150,7 @@ class Protector:
         Raises ConfigError when that is not possible.
         """
         with self._lock:
-            self._place = (secret, interface, port, towards)
+            self._place = _Place(secret, interface, port, towards, shelf)
             if shelf:
                 job = JobDirectory(Path(shelf["root"]), shelf["job"])
                 self._shelf.add(LocalStore(shelf["directory"]), job)
@@ -149,10 +159,10 @@ class Protector:
     def _listen(self) -> Address:
         """With the lock held: at the place, unless it does already. Raises ConfigError."""
         assert self._place is not None
-        text, interface, port, towards = self._place
-        secret = text.encode()
+        place, secret = self._place, self._place.secret.encode()
         if self._transport is None or self._secret != secret:
-            self._transport = self._successor(secret, own_host(interface, towards), port)
+            host = own_host(place.interface, place.towards)
+            self._transport = self._successor(secret, host, place.port)
             self._secret = secret
             self._transport.shelf = self._shelf
         return self._transport.address
@@ -161,13 +171,13 @@ class Protector:
         """With the lock held: of the transport of the life before, and at its port where that will
         do, as who has not met us in this life looks for us there. Raises ConfigError; what cannot
         have another port is still there."""
-        before = self._transport
+        before, former = self._transport, (self._met.secret.encode(),) if self._met else ()
         if before is not None and before.address == Address(host, port or before.address.port):
             before.close()
             self._transport = None
             with contextlib.suppress(ConfigError):
-                return Transport(secret, host, before.address.port, former=self._met)
-        made = Transport(secret, host, port, former=self._met)
+                return Transport(secret, host, before.address.port, former=former)
+        made = Transport(secret, host, port, former=former)
         if before is not None:
             before.close()
         return made
@@ -185,11 +195,25 @@ class Protector:
         """Who protects the node's shards from now on, and where all agents of the job are."""
         with self._lock:
             self._parties, self._roster = parties, dict(roster)
-            self._met = (self._place[0].encode(),) if self._place is not None else ()
+            self._met = self._place
+            if self._met is not None and self._transport is not None:
+                self._met = replace(self._met, port=self._transport.address.port)
 
     def roster(self) -> dict[str, Any]:
         """What `know` was told of all agents: an `absent.Roster`; empty before."""
         return self._roster
+
+    def met_at(self) -> dict[str, Any]:
+        """Where those agents find this one, as `open` takes it; empty before. For `succeed`."""
+        with self._lock:
+            return asdict(self._met) if self._met is not None else {}
+
+    def succeed(self, where: dict[str, Any], roster: Mapping[str, Any]) -> None:
+        """Be to others what an agent was that made way, and said this: the life that has begun may
+        end before its own have met."""
+        with contextlib.suppress(ConfigError):  # for the life itself another port will do
+            self.open(**where)
+        self.know([], roster)
 
     def order(
         self,

@@ -194,6 +194,30 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
         assert node.protector().roster() == roster
 
 
+def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears those at boundaries. The kernel tells of unread ones before what was sent."""
+    begun, go_on, served = threading.Event(), threading.Event(), list[str]()
+
+    def commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+        served.append(message["stem"])
+        desk.say(op="committed")
+        begun.set()
+        go_on.wait()
+
+    monkeypatch.setattr(Desk, "_commit", commit)
+    settings = DeskSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
+    long = 1000 * "the third"
+    with contextlib.closing(Agent(linger_seconds=0.0)) as node, trainer(node, settings) as killed:
+        for stem in ("the first", "the second", long):
+            packets.send(killed, {"op": "commit", "stem": stem})
+        assert begun.wait(60)
+        killed.close()
+        go_on.set()
+    assert served == ["the first", "the second", long]
+
+
 # --- what nobody else retires --------------------------------------------------------------------
 
 LINEAGE = [[1, 0], [2, 2]]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
+import pytest
+
 from tests.store.processes import end, python
+from tierckpt import faults
 from tierckpt.localstore import LocalStore
 from tierckpt.testing import StoreConformance
 from tierckpt.testing.storeprogram import commit_one, content_of, is_sound, key_of
@@ -60,6 +65,44 @@ def test_what_a_living_writer_has_open_is_not_cleaned_away(tmp_path: Path) -> No
     finally:
         end(writer)
     assert made(tmp_path).clean(0) == [temp.name]
+
+
+WRITER = """
+import sys
+from tierckpt.localstore import LocalStore
+from tierckpt.testing.storeprogram import commit_one, key_of
+commit_one(LocalStore(sys.argv[1]), key_of(7), edition=1)
+"""
+
+
+@pytest.mark.parametrize("phase", ["write", "fsync", "rename", "open_manifest", "fsync_manifest"])
+@pytest.mark.parametrize("spare", [False, True], ids=["", "beside a retired file"])
+def test_what_a_living_writer_is_at_is_not_begun_by_another(
+    spare: bool, phase: str, tmp_path: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent whose disk hangs is passed over, and its successor is handed the same slot. Each
+    would rename or remove what the other wrote, and a manifest would stand for other bytes."""
+    store = made(tmp_path / "ckpts")
+    with monkeypatch.context() as patch:
+        patch.setenv(faults.FAULTS_VARIABLE, f"stop@file:op={phase}")
+        patch.setenv(faults.FIRED_VARIABLE, str(marks))
+        hangs = python(WRITER, store.directory)
+    try:
+        _, status = os.waitpid(hangs.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        if spare:
+            commit_one(store, key_of(1))
+            store.retire(key_of(1))
+        with pytest.raises(BlockingIOError, match="another process is still writing v7 shard 0"):
+            commit_one(store, key_of(7))
+        assert not store.has(key_of(7))
+    finally:
+        hangs.send_signal(signal.SIGCONT)
+        end(hangs)
+    assert hangs.returncode == 0
+    assert is_sound(store, key_of(7))
+    commit_one(store, key_of(7))
+    assert is_sound(store, key_of(7)), "nobody is at it any more"
 
 
 def test_memory_that_is_not_aligned_is_written_all_the_same(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from tierckpt.localstore import LocalStore
 from tierckpt.manifest import Manifest
 from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE, fingerprint
 from tierckpt.naming import VersionId
+from tierckpt.peer.address import Address
+from tierckpt.peer.remote import RemoteNode
 from tierckpt.persistent import PersistentStore
 from tierckpt.testing import TinyJob, run_ranks
 
@@ -133,6 +135,7 @@ def client_of(
     what: str,
     ranks: tuple[int, ...] = (),
     shared: str = "",
+    inline: bool = False,
 ) -> AgentClient:
     job = JobDirectory.at(shm_dir, "job")
     settings = AgentSettings(str(job.root), job.path.name)
@@ -141,7 +144,7 @@ def client_of(
     desk = DeskSettings(
         ckpts, shard, 2, keep_last=2, keep_every=0, ranks=ranks, persistent=persistent
     )
-    return AgentClient(settings, desk, surroundings=what)
+    return AgentClient(settings, desk, inline, what)
 
 
 def reach(client: AgentClient) -> int:
@@ -200,6 +203,17 @@ def test_an_agent_of_other_surroundings_makes_way(
     until(lambda: not alive(agents[1]))
 
 
+def meet(client: AgentClient, roster: dict[str, Any]) -> dict[str, Any]:
+    """Its agent knows those of other nodes; returns where it is found by them, as secret "one"."""
+    settings, directory = client.settings, client.desk.directory
+    shelf = {"root": settings.root, "job": settings.folder, "directory": directory}
+    where = {"secret": "one", "interface": "lo", "towards": "localhost", "shelf": shelf, "port": 0}
+    where["port"] = client.ask("meet", "listening", PATIENCE_SECONDS, where=where)["port"]
+    client.introduce(where, [], roster)
+    client.ask("meet", "listening", PATIENCE_SECONDS, where=where)  # what was said before is heeded
+    return where
+
+
 def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
@@ -207,11 +221,8 @@ def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
     ranks = (0, 1)
     zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
     reach(zombie)
-    where = {"secret": "one", "interface": "lo", "port": 0, "towards": "localhost"}
-    where["port"] = zombie.ask("meet", "listening", PATIENCE_SECONDS, where=where)["port"]
     roster = {"generation": 1, "agents": [{"host": "node" * 9}] * 1000}
-    zombie.introduce(where, [], roster)
-    zombie.ask("meet", "listening", PATIENCE_SECONDS, where=where)  # it knows them by now
+    where = meet(zombie, roster)
     second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
     second.start(first=False)
     until(lambda: second.poll())
@@ -223,6 +234,91 @@ def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
     assert first.roster(PATIENCE_SECONDS) == roster
     for client in (first, second, zombie):
         client.close()
+
+
+def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it(
+    old: Any, shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its connecting and its first word."""
+    ranks = (0, 1)
+    zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
+    reach(zombie)
+    roster = {"generation": 1, "agents": [{"host": "node"}]}
+    meet(zombie, roster)
+    second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
+    connect = agent.Place.connect
+    told_second = list[bool]()
+
+    def overtaken(place: agent.Place) -> socket.socket | None:
+        channel = connect(place)
+        if not told_second:
+            told_second.append(True)
+            second.start(first=False)
+            until(second.poll)
+        return channel
+
+    monkeypatch.setattr(agent.Place, "connect", overtaken)
+    first.start()
+    assert first.roster(PATIENCE_SECONDS) == roster
+    agents.append(reach(first))
+    assert first.starts == 1
+    for client in (first, second, zombie):
+        client.close()
+
+
+def test_the_life_after_next_is_told_and_finds_it_where_it_was(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+) -> None:
+    """Where the next one ended before its agents had met, or began to meet, another one is told by
+    that life's agent, whatever surroundings it has; and nodes that know the first agent find it."""
+    known = client_of(shm_dir, tmp_path, 0, "old", (0,))
+    reach(known)
+    roster = {"generation": 1, "agents": [{"host": "node"}]}
+    where = meet(known, roster)
+
+    def is_found() -> bool:
+        address = Address("127.0.0.1", where["port"])
+        with contextlib.closing(RemoteNode("node", address, b"one")) as node:
+            try:
+                return node.inventory("node").host == "node"
+            except ConnectionError:
+                return False
+
+    lives = []
+    for what, secret in (("second", "two"), ("third", ""), ("third", "three")):
+        lives.append(client_of(shm_dir, tmp_path, 0, what, (0,)))
+        agents.append(reach(lives[-1]))
+        assert lives[-1].roster(PATIENCE_SECONDS) == roster
+        until(is_found)
+        if secret:
+            place = {**where, "secret": secret, "port": 0}
+            heard = lives[-1].ask("meet", "listening", PATIENCE_SECONDS, where=place)
+            assert (heard["error"], heard["port"]) == ("", where["port"])
+            assert is_found()
+    assert len({*agents}) == 3
+    for client in (known, *lives):
+        client.close()
+
+
+def test_it_makes_way_for_one_that_is_inline(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+) -> None:
+    """Of whatever surroundings: it would keep the port, and what it knows of other nodes."""
+    zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1))
+    reach(zombie)
+    roster = {"generation": 1, "agents": [{"host": "node"}]}
+    where = meet(zombie, roster)
+    kill(old)
+    client = client_of(shm_dir, tmp_path, 0, "old", (0, 1), inline=True)
+    client.start()
+    assert client.roster(PATIENCE_SECONDS) == roster
+    heard = client.ask("meet", "listening", PATIENCE_SECONDS, where={**where, "secret": "two"})
+    assert (heard["error"], heard["port"]) == ("", where["port"])
+    assert (client.pid, client.starts) == (os.getpid(), 0)
+    assert not alive(agents[0])
+    assert {m["severity"] for m in client.poll()} == {logging.INFO}, "no trouble"
+    for each in (client, zombie):
+        each.close()
 
 
 def test_a_trainer_of_the_life_before_that_still_lives_starts_no_agent(
@@ -252,6 +348,22 @@ def told(client: AgentClient) -> str:
     return "; ".join(message.get("error", "") for message in client.poll())
 
 
+def serve_here(
+    settings: AgentSettings, what: str, monkeypatch: pytest.MonkeyPatch
+) -> threading.Thread:
+    """An agent with the surroundings `what`, in a thread of ours."""
+    monkeypatch.setattr(agent, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(agent, "_let_go_of_output", lambda: None)  # the same
+    monkeypatch.setenv(surroundings.VARIABLE, what)
+    job = settings.place().job
+    job.create()
+    (job.path / "r00000.0").touch()  # the folder stays while there are slots
+    serving = threading.Thread(target=agent.run, args=(settings, os.getpid()), daemon=True)
+    serving.start()
+    until(settings.place().address.exists)
+    return serving
+
+
 def test_only_the_commit_under_way_is_finished(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,14 +377,8 @@ def test_only_the_commit_under_way_is_finished(
 
     monkeypatch.setattr(Desk, "_commit", commit)
     monkeypatch.setattr(agentline, "ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(agent, "lower_priority", lambda nice: None)  # it would be ours
-    monkeypatch.setattr(agent, "_let_go_of_output", lambda: None)  # the same
-    monkeypatch.setenv(surroundings.VARIABLE, "old")
     before, new = (client_of(shm_dir, tmp_path, 0, what) for what in ("old", "new"))
-    before.settings.place().job.create()
-    serving = threading.Thread(target=agent.run, args=(before.settings, os.getpid()), daemon=True)
-    serving.start()
-    until(before.settings.place().address.exists)
+    serving = serve_here(before.settings, "old", monkeypatch)
     assert reach(before) == os.getpid()
     for stem in ("one", "another"):
         before._line.send({"op": "commit", "stem": stem, "segment": "nowhere"})
@@ -316,6 +422,40 @@ def test_flushes_that_it_gives_up_are_named(
     assert not alive(agents[0])
     assert somebody.held()
     for client in (*clients, zombie):
+        client.close()
+
+
+def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
+    shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(Desk, "_commit", commit)
+    shared = str(tmp_path / "shared")
+    before, new = (client_of(shm_dir, tmp_path, 0, what, shared=shared) for what in ("old", "new"))
+    serving = serve_here(before.settings, "old", monkeypatch)
+    assert reach(before) == os.getpid()
+    before._line.send({"op": "commit", "stem": "one", "segment": "nowhere"})
+    for version in (2, 4):
+        life = ("life", "job", ((1, 0),), 2, 1000, None, "here")
+        before.flush(FlushOrder(before.desk.directory, (0,), version, 1, 2, *life))
+    before.retire(None, ((1, 0),))
+    assert begun.wait(PATIENCE_SECONDS)
+    new.start()
+    heard = list[dict[str, Any]]()
+    until(lambda: heard or heard.extend(new.poll()))
+    go_on.set()
+    serving.join(PATIENCE_SECONDS)
+    agents.append(reach(new))
+    (said,) = heard
+    assert said["severity"] == logging.WARNING
+    assert said["error"].endswith("gives up what it still had to flush: v2, v4")
+    assert not (tmp_path / "shared").exists()
+    for client in (before, new):
         client.close()
 
 
