@@ -633,13 +633,25 @@ def test_a_place_that_is_unmounted_in_mid_run_is_not_written_to_until_it_is_back
     place.mkdir()
     said = zero.flush(order(2))
     assert said["op"] == "flush_failed"
-    assert "does not have this job's lease any more" in said["error"]
-    assert "not mounted?" in said["error"]
+    assert "has nothing in it, and had this job's lease: is it not mounted" in said["error"]
     assert list(place.iterdir()) == []
     place.rmdir()
     mounted.rename(place)
     assert zero.flush(order(3))["complete"]
     assert versions(place) == [1, 3]
+
+
+def test_a_place_that_is_mounted_in_mid_run_is_written_to(
+    node: MakeNode, place: Path, tmp_path: Path
+) -> None:
+    """The job began beneath it, and never had the lease of what is there now."""
+    zero = node()
+    assert zero.flush(order(1))["complete"]
+    place.rename(tmp_path / "beneath")
+    place.mkdir()
+    (place / "somebody's").mkdir()
+    assert zero.flush(order(2))["complete"]
+    assert versions(place) == [2]
 
 
 def test_the_first_node_may_come_later(node: MakeNode, clock: Clock) -> None:

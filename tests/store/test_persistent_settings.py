@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from tierckpt import attach
+from tierckpt.config import load_config
+from tierckpt.group import Node, SingleGroup
+from tierckpt.jobdirectory import JobDirectory
 from tierckpt.persistent import PersistentStore
 from tierckpt.persistent.backend import Content
 from tierckpt.persistent.posix import PosixBackend
@@ -76,3 +80,18 @@ def test_a_level_that_nobody_said_the_place_of_is_missed(tmp_path: Path, shm_dir
         (said,) = job.heard("notice")
     assert "no persistent_path is given" in said.message
     assert said.message.endswith("persistent_every_steps")
+
+
+def test_an_agent_is_told_which_of_the_nodes_it_is_on(tmp_path: Path) -> None:
+    """Else all would flush in one turn."""
+    shared = {"persistent_path": "/shared", "persistent_nodes_at_once": 1}
+    config = load_config({"path": str(tmp_path), **shared}, {})
+    hosts = ("a", "b", "a", "c")
+    job = JobDirectory.at(tmp_path, "job")
+    for index, host in enumerate("abc"):
+        group, node = SingleGroup(), Node.of(host, hosts)
+        group.rank, group.size = node.first, len(hosts)
+        told = attach.agent_client(config, group, job, node, "").desk.persistent
+        assert told is not None
+        turns = [told[name] for name in ("node", "nodes", "nodes_at_once")]
+        assert turns == [index, 3, 1]

@@ -54,7 +54,8 @@ class Lease:
 
     Where nobody ever had a lease, only the member that `begins` takes it, and the others wait for
     it: one that sees none then does not see the same place (a file system that is not mounted).
-    Nor does one that had the lease when it looked last: who else wants it leaves a newer one.
+    Nor does one that had the lease when it looked last, and finds nothing at all: who else wants
+    the place leaves a lease there.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Lease:
         """Hold the lease from now on for at least half its time; returns its number.
 
         Raises LeaseHeldError when another life holds it, FileNotFoundError when the member that
-        begins has not been here or what was held is gone, and the store's errors.
+        begins has not been here or the place is empty all at once, and the store's errors.
         """
         number = self._ensure()
         self._ensured_seconds = self._clock.monotonic()
@@ -113,11 +114,11 @@ class Lease:
     def _ensure(self) -> int:
         while True:
             newest = self.newest()
-            if newest is None and self._ours_at_last:
+            if newest is None and self._ours_at_last and not self._backend.sizes():
                 raise FileNotFoundError(
-                    f"{self._backend.url} does not have this job's lease any more: is it another "
-                    "place now (not mounted?)? Nothing is written there until the lease is back; "
-                    "if somebody emptied the place, restart the job to begin there anew"
+                    f"{self._backend.url} has nothing in it, and had this job's lease: is it not "
+                    "mounted any more? Nothing is written there until it is as it was; if somebody "
+                    "emptied it, restart the job to begin there anew"
                 )
             if newest is None and not self._begins:
                 raise FileNotFoundError(
