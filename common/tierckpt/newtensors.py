@@ -5,6 +5,10 @@ the kernel clears each page of it when it is touched first: that takes longer th
 What a rank's own headers name is known as soon as they are read, and its thread has nothing to do
 until the rest is. Shards are striped: almost every large tensor is named in each of them.
 
+Where the rank sees all shards, its thread touches a page by copying what belongs there: that is one
+way to memory, where touching first would make two. What others send comes when all is verified:
+its pages are touched before.
+
 Nobody sees a new tensor before all of the version is verified, so it may be filled while that is
 still under way, and thrown away with a version that proves damaged. What is live has to wait.
 """
@@ -41,8 +45,9 @@ class NewTensors:
         self._filled: dict[int, int] = {}
         """By shard: up to where in its data they have what is theirs."""
 
-    def foresee(self, headers: Iterable[ShardHeader]) -> None:
-        """Make the large ones on the host that these shards have pieces of, and touch them.
+    def foresee(self, headers: Iterable[ShardHeader], touch: bool = True) -> None:
+        """Make the large ones on the host that these shards have pieces of; and `touch` them, where
+        not all of them is about to be filled.
 
         Guesses: what is not asked for later goes with this object, and what was foreseen before
         and these shards do not have, now. It never raises, as its rank would be alone with that:
@@ -55,8 +60,12 @@ class NewTensors:
             for spec in (piece.spec for header in headers for piece in header.pieces):
                 if not self._wanted(spec, live):
                     continue
-                made = before.pop(spec.name, None)
-                self._made[spec.name] = made if made and made[0] == spec else _touched(spec)
+                made, tensor = before.pop(spec.name, (None, None))
+                if tensor is None or made != spec:
+                    tensor = tree.empty(spec, "cpu")
+                    if touch:
+                        as_bytes(tree.flat(tensor))[:: mmap.PAGESIZE].zero_()
+                self._made[spec.name] = spec, tensor
 
     def fill(self, parts: Iterable[Part]) -> None:
         """Copy what `parts` have of them into place: of one version, foreseen last, that may prove
@@ -99,9 +108,3 @@ class NewTensors:
             self._given[spec.name] = spec
             return tensor
         return tree.empty(spec, device)
-
-
-def _touched(spec: TensorSpec) -> tuple[TensorSpec, torch.Tensor]:
-    tensor = tree.empty(spec, "cpu")
-    as_bytes(tree.flat(tensor))[:: mmap.PAGESIZE].zero_()
-    return spec, tensor
