@@ -764,7 +764,7 @@ class Checkpointer:
             self._went_back = version is not None and comeback.has_newer(attempt)
             self.state.drop_gradients()  # of an iteration that was cut short, or of none
             books = (self._agreement, self._pool, self._reports)
-            if not mend(attempt, self.group, self._levels, *books):
+            if self._local_enabled() and not mend(attempt, self.group, self._levels, *books):
                 self._schedule.requested = frozenset(("memory", "local"))
         return comeback.report(result)
 

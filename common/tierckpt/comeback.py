@@ -104,6 +104,7 @@ class Comeback:
                     on_failure.callback(attempt.close)
                     if version is None:
                         self._tell_what_is_lost(attempt.plan.id)
+                    self._lives.reject(self._restorer.bad)
             on_failure.pop_all()
         return attempt
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .absent import UNKNOWN, Absent
@@ -76,7 +76,8 @@ class Lives:
         self.problems: list[str] = []
         """What was found and cannot be read."""
         self.damaged: set[ShardKey] = set()
-        """Shards and parity of which that is known by name alone."""
+        """Shards and parity of which that is known by name alone; also what is on a disk and proved
+        damaged when it was read."""
         self.newer: list[str] = []
         """Those of them that a newer tierckpt wrote."""
         self.unseen: list[str] = []
@@ -136,6 +137,11 @@ class Lives:
     def open_agent(self, place: Place) -> RemoteNode | None:
         """The agent of an absent node, for what is at that place; the caller closes it."""
         return self._absent.open(place) if self._absent else None
+
+    def reject(self, bad: Collection[tuple[ShardKey, Place]]) -> None:
+        """These copies proved damaged: of what is on a disk the name alone is known."""
+        self.found = [tuple(f for f in each if (f.key, f.place) not in bad) for each in self.found]
+        self.damaged |= {key for key, place in bad if place.level == "local"}
 
     @property
     def silent(self) -> list[str]:

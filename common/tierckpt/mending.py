@@ -7,7 +7,7 @@ the ballots find the version complete on all nodes, and the agents protect it am
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .images import Image
@@ -35,9 +35,9 @@ def mend(
     pool: SlotPool,
     reports: Reports,
 ) -> bool:
-    """Have a version that was loaded whole and protected again, if any of it was rebuilt, or was
-    fetched from a node that is none of the job's; or if it is on all disks, and not all of its
-    parity is: a life before was killed before it had made that, or before it had mended.
+    """Have a version that was loaded whole and protected again, if any of it was lost or damaged on
+    a disk, or was fetched from a node that is none of the job's; or if it is on all disks, and not
+    all of its parity is: a life before was killed before it had made that, or before it had mended.
 
     False when that cannot be, and a new version is to be taken. Training thread; all ranks do the
     same, and none waits for another.
@@ -46,10 +46,8 @@ def mend(
     if any(source.place.level == AGENT for source in attempt.plan.sources):
         return False  # that agent ends soon, and its node may be gone then
     lacking = shards_to_mend(attempt.plan, levels.lives.found)
-    if not levels.peers.ready:
-        return True
-    if lacking != frozenset() and not any(source.rebuilt for source in attempt.plan.sources):
-        return True  # it never was on all disks, or was another number of ranks': nothing was lost
+    if lacking != frozenset() and not was_lost(attempt.plan, levels.lives.damaged):
+        return True  # it never was on all disks, or was another number of ranks'
     if lacking is None:
         return False
     parities = parities_to_mend(attempt.plan, levels.peers.groups, levels.lives.parities)
@@ -74,10 +72,22 @@ def mend(
     return True
 
 
+def was_lost(plan: RestorePlan, damaged: Collection[ShardKey]) -> bool:
+    """Whether any of the version was on a disk of the job's and is there no more.
+
+    Pure. What had to be rebuilt was; and so was what is fetched for some ranks alone, as only what
+    is on all disks goes to the persistent level. `damaged`: see `Lives`.
+    """
+    levels = plan.levels
+    apart = "persistent" in levels and len(levels) > 1
+    shards = {ShardKey(plan.id, source.shard, len(plan.sources)) for source in plan.sources}
+    return apart or any(s.rebuilt for s in plan.sources) or not shards.isdisjoint(damaged)
+
+
 def shards_to_mend(plan: RestorePlan, found: Sequence[Sequence[Found]]) -> frozenset[int] | None:
     """Shards that are not on the disk of the node of their rank.
 
-    Pure: every rank comes to the same. `found` is what each rank saw before the restore. None when
+    Pure: every rank comes to the same. `found` is what each rank saw that proved sound. None when
     this version cannot be protected again and a new one has to be: it has another number of ranks,
     or some rank's shard is on another node, and no longer in memory.
     """
