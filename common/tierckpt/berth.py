@@ -38,6 +38,8 @@ class Berth:
         self._config, self._rank, self._reports = config, group.rank, reports
         there = os.path.exists(config.directory)
         self.directory_is_new = config.uses("local") and not there  # else nobody makes it
+        self.directory_is_another = False
+        """Than the life before had that left what is in memory here."""
         self._is_first = roll.node(group.rank).first == group.rank
         """Of its node's ranks."""
         self._is_clear = False
@@ -80,11 +82,14 @@ class Berth:
             ) from error
         for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
             reports.notice(f"removed shared memory of the dead job {job}", logging.INFO)
+        local = os.path.realpath(config.directory) if config.uses("local") else ""
+        self.directory_is_another = self.job.last_local(self._rank) not in (None, local)
         severity = logging.WARNING if self._is_first else logging.DEBUG
         self._lock_fd = self.job.lock_rank(
             self._rank,
             on_wait=lambda text: reports.notice(text, severity),
             watches=watched_directories(config, self._rank, node),
+            local=local,
         )
         undo.callback(self.job.remove_if_unused)
         undo.callback(self._unlock)

@@ -218,6 +218,8 @@ class Comeback:
         Raises what `restore.load` raises.
         """
         begin = time.perf_counter()
+        if set(attempt.plan.levels) == {"memory"} and self._lives.gone_from_disk():
+            self._tell_where_it_was(attempt.plan.id)  # also to who changed the model meanwhile
         manifest, result, notices, adapter = load(
             self._state, attempt, self._together, strict, self._new, self._calls_alone
         )
@@ -232,8 +234,6 @@ class Comeback:
             self._tell_whose_it_was(attempt.plan.id, manifest.job)
         elif self._version is None and manifest.job != self._lives.job:
             self._tell_what_another_path_has(attempt.plan.id, manifest.job)
-        if set(result.levels) == {"memory"} and self._lives.gone_from_disk():
-            self._tell_where_it_was(attempt.plan.id)
         result.seconds["load"] = time.perf_counter() - begin
         return manifest.lineage, result
 

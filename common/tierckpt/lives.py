@@ -57,8 +57,9 @@ class Lives:
         host: str,
         absent: Absent | None = None,
         directory_is_new: bool = False,
+        directory_is_another: bool = False,
     ) -> None:
-        """`directory_is_new`: this start made it."""
+        """`directory_is_new`: this start made it. `directory_is_another`: see `Berth`."""
         self.lineage: Lineage = ()
         """Empty before this life has begun."""
         self.name = ""
@@ -85,7 +86,7 @@ class Lives:
         self._config, self._group, self._job = config, group, job
         self._store, self._host = store, host
         self._absent = absent
-        self._directory_is_new = directory_is_new
+        self._directory_is_new, self._is_another = directory_is_new, directory_is_another
         self._next_generation = 1
 
     @property
@@ -199,10 +200,12 @@ class Lives:
 
     def gone_from_disk(self) -> bool:
         """True when nothing is on any disk, although versions were on all ranks', as a shard says
-        that was taken later, or this node's directory is not the one that it was."""
+        that was taken later, or this node's directory is not the one that it was. Not where the
+        life before had its versions elsewhere."""
         found = [f for each in self.found for f in each]
         there = self.damaged or self.unseen or any(f.place.level == "local" for f in found)
-        return not there and (self._directory_is_new or any(f.complete for f in found))
+        gone = self._directory_is_new or any(f.complete for f in found)
+        return gone and not (there or self._is_another)
 
     def _complete_by_name(self) -> set[VersionId]:
         """Versions whose manifests are all there, some damaged. A manifest has its name when all
