@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from pathlib import Path
 
 from . import attach, inplace
 from .alike import Roll
@@ -112,6 +113,12 @@ class Berth:
         )
         undo.callback(self._claims.release)
         return self._claims.stake()
+
+    @property
+    def left_elsewhere(self) -> set[Path]:
+        """Folders in memory, but this job's own, in which killed lives that had this node's
+        directory had their slots; each is told of to one node."""
+        return self._claims.told - {self.job.path} if self._claims else set()
 
     def tell_of_room(self, state: TrainingState, group: Group, node: Node) -> None:
         """Say where the slots are, if not here, and what they lack for `state`: once a node."""

@@ -748,7 +748,14 @@ class Checkpointer:
         self._agent.wait(None)
         self._collect()
         comeback = Comeback(
-            self.config, self.group, self.state, self._lives, self._reports, bar, begin
+            self.config,
+            self.group,
+            self.state,
+            self._lives,
+            self._reports,
+            bar,
+            begin,
+            self._berth.left_elsewhere,
         )
         attempt = comeback.find(version, self.version)
         if attempt is None:
