@@ -1,8 +1,9 @@
-"""After a rebuild: redundancy restored, so that the next failure is survived too.
+"""After a loss: redundancy restored, so that the next failure is survived too.
 
 A shard that was rebuilt is in the memory of the rank that made it, which is its own, and nowhere
 else. It puts it into a slot, and from there it goes the way of every version: the agent commits it,
-the ballots find the version complete on all nodes, and the agents protect it among themselves.
+the ballots find the version complete on all nodes, and the agents protect it among themselves. So
+goes one whose file was damaged, and which is in a slot of its rank still.
 """
 
 from __future__ import annotations
@@ -62,11 +63,14 @@ def mend(
         agreement.tell("local", id_, DONE)
         return True
     protected = agreement.memory.protected()
+    # Two slots with one version would leave none for the next.
+    slot = None if attempt.plan.sources[group.rank].rebuilt else pool.find(id_)
     try:
-        slot = keep(attempt.images[group.rank], pool, protected, levels.agent.pinned())
+        if slot is None:
+            slot = keep(attempt.images[group.rank], pool, protected, levels.agent.pinned())
     except (OSError, NoSlotError) as error:
         agreement.tell("local", id_, BROKEN)
-        reports.not_committed_later(id_, f"what was rebuilt cannot be kept: {error}")
+        reports.not_committed_later(id_, f"what is to be mended cannot be kept: {error}")
     else:
         levels.handover.commit_sealed(id_, slot)
     return True

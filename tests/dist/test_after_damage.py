@@ -39,13 +39,14 @@ def second_shard(place: Place) -> Path:
 def come_back_and_crash(place: Place, **more: Any) -> dict[str, Any]:
     """Nothing is due by itself."""
     job = make_job(seed=2)
-    attached = attach(job, place, memory_every_steps=0, **more)
+    attached = attach(job, place, **{"memory_every_steps": 0, **more})
     told = restored_into(job, attached)
     begun = told["restored"][0]
     for step in range(begun, begun + 4):
         attached.ckpt.wait()  # so that the next vote can say that it is there
         train(job, attached.ckpt, [step])
     told["committed"] = attached.versions("committed", "local")
+    told["failed"] = attached.versions("failed", "memory")
     attached.ckpt.abandon()
     return told
 
@@ -87,10 +88,12 @@ def test_what_was_taken_from_memory_is_put_where_its_file_was_damaged(
     place = Place.under(tmp_path, shm_dir)
     ranks(2).run(leave_in_memory_and_on_disk, place)
     damage_manifest(second_shard(place))
-    zero, one = ranks(2).run(come_back_and_crash, place, local_every_steps=1000)
+    more = {"local_every_steps": 1000, "memory_every_steps": 1}
+    zero, one = ranks(2).run(come_back_and_crash, place, **more)
     assert zero["restored"] == (STEPS, {"memory": 2})
     assert (zero["committed"], one["committed"]) == ([], [STEPS])
+    assert (zero["failed"], one["failed"]) == ([], []), "it has its slot, and needs no second"
     lose_memory(place)
-    for told in ranks(2).run(come_back_and_crash, place, local_every_steps=1000):
+    for told in ranks(2).run(come_back_and_crash, place, **more):
         assert told["restored"] == (STEPS, {"local": 2})
         assert told["rejected"] == ()
