@@ -49,6 +49,8 @@ def mend(
     lacking = shards_to_mend(attempt.plan, levels.lives.found)
     if lacking != frozenset() and not was_lost(attempt.plan, levels.lives.damaged):
         return True  # it never was on all disks, or was another number of ranks'
+    if any(source.rebuilt for source in attempt.plan.sources) and not levels.peers.ready:
+        return True  # what it was made of still protects it, and nothing would a new version
     if lacking is None:
         return False
     parities = parities_to_mend(attempt.plan, levels.peers.groups, levels.lives.parities)
