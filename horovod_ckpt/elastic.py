@@ -37,6 +37,8 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 from horovod.torch.elastic import ElasticSampler, run
 
 from tierckpt import Callbacks, ConfigError, Restored, RestoreError
+from tierckpt.callbacks import check_callbacks
+from tierckpt.events import check_receiver
 from tierckpt.extras import PLAIN_VALUES
 from tierckpt.scripts import close_at_exit
 
@@ -109,7 +111,8 @@ class TorchState(State):  # type: ignore[misc]
         _check(tierckpt or {})
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
         self._settings = dict(tierckpt or {})
-        self._callbacks: list[Callbacks] = [*self._settings.pop("callbacks", ())]
+        self._callbacks = check_callbacks(self._settings.pop("callbacks", ()))
+        check_receiver(self._settings.get("on_event"))
         self.checkpointer: _Checkpointer | None = None
         self.restored: Restored | None = None
         self._live: Live | None = None
@@ -175,7 +178,7 @@ class TorchState(State):  # type: ignore[misc]
 
     def add_callbacks(self, callbacks: Callbacks) -> None:
         """Have these called from now on, by whatever Checkpointer there is; see `Callbacks`."""
-        self._callbacks.append(callbacks)
+        self._callbacks += check_callbacks([callbacks])
         if self.checkpointer is not None:
             self.checkpointer.add_callbacks(callbacks)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from pathlib import Path
 
 from . import attach, inplace
 from .alike import Roll
@@ -38,6 +39,8 @@ class Berth:
         self._config, self._rank, self._reports = config, group.rank, reports
         there = os.path.exists(config.directory)
         self.directory_is_new = config.uses("local") and not there  # else nobody makes it
+        self.directory_is_another = False
+        """Than the life before had that left what is in memory here."""
         self._is_first = roll.node(group.rank).first == group.rank
         """Of its node's ranks."""
         self._is_clear = False
@@ -80,11 +83,14 @@ class Berth:
             ) from error
         for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
             reports.notice(f"removed shared memory of the dead job {job}", logging.INFO)
+        local = os.path.realpath(config.directory) if config.uses("local") else ""
+        self.directory_is_another = self.job.last_local(self._rank) not in (None, local)
         severity = logging.WARNING if self._is_first else logging.DEBUG
         self._lock_fd = self.job.lock_rank(
             self._rank,
             on_wait=lambda text: reports.notice(text, severity),
             watches=watched_directories(config, self._rank, node),
+            local=local,
         )
         undo.callback(self.job.remove_if_unused)
         undo.callback(self._unlock)
@@ -107,6 +113,12 @@ class Berth:
         )
         undo.callback(self._claims.release)
         return self._claims.stake()
+
+    @property
+    def left_elsewhere(self) -> set[Path]:
+        """Folders in memory, but this job's own, in which killed lives that had this node's
+        directory had their slots; each is told of to one node."""
+        return self._claims.told - {self.job.path} if self._claims else set()
 
     def tell_of_room(self, state: TrainingState, group: Group, node: Node) -> None:
         """Say where the slots are, if not here, and what they lack for `state`: once a node."""

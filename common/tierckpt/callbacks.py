@@ -54,11 +54,26 @@ AT_EASE = ("on_step_boundary", "on_restored")
 boundary, and at different ones."""
 
 
+def check_callbacks(given: Iterable[Callbacks]) -> list[Callbacks]:
+    """They, as a list. Raises TypeError for what is none: it would fail at every call."""
+    if isinstance(given, type | Callbacks) or not isinstance(given, Iterable):
+        raise TypeError(f"callbacks is {given!r}; give a list of them, callbacks=[Watch()]")
+    callbacks = list(given)
+    for each in callbacks:
+        if not isinstance(each, Callbacks):
+            raise TypeError(
+                f"{each!r} is no tierckpt.Callbacks; derive a class from that, override what you "
+                "need, and give an object of it (a function that is to hear events is on_event)"
+            )
+    return callbacks
+
+
 class CallbackList:
-    """Calls everybody's callbacks; never raises. Training thread."""
+    """Calls everybody's callbacks. Training thread; calling never raises."""
 
     def __init__(self, registered: Iterable[Callbacks] = ()) -> None:
-        self._registered = list(registered)
+        """Raises TypeError for what are no callbacks; so does `add`."""
+        self._registered = check_callbacks(registered)
         self._complaints = Complaints()
         self.telling = 0
         """While others than AT_EASE are called: how many calls are within each other."""
@@ -68,7 +83,7 @@ class CallbackList:
 
     def add(self, callbacks: Callbacks) -> None:
         """Register one more."""
-        self._registered.append(callbacks)
+        self._registered += check_callbacks([callbacks])
 
     def call(self, name: str, *args: Any) -> None:
         """Call the method `name` of all."""

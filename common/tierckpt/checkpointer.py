@@ -29,7 +29,7 @@ from .comeback import Comeback
 from .config import Config
 from .demand import Demand
 from .errors import PinError, RestoreError, TierckptError
-from .events import Callback, EventLog
+from .events import Callback, EventLog, check_receiver
 from .extras import check_extra
 from .group import Group, SingleGroup
 from .halting import Halting
@@ -89,7 +89,8 @@ class Checkpointer:
         config_file: TOML file with settings.
         settings: any field of `Config`, by its flat name (`local_every_steps=10`).
 
-    Raises ConfigError for bad settings, UnsupportedStateError for state that cannot be taken.
+    Raises ConfigError for bad settings, UnsupportedStateError for state that cannot be taken,
+    TypeError for callbacks that cannot be called.
     Creating one is collective: all ranks do it at the same point.
     """
 
@@ -132,6 +133,8 @@ class Checkpointer:
     ) -> None:
         self._process = os.getpid()
         self.group: Group = group or SingleGroup()
+        check_receiver(on_event)  # with those that follow while no rank waits for another
+        self._callbacks = CallbackList(callbacks)
         refuse_model(model)
         optimizers = label_optimizers(optimizer)
         self.state = TrainingState(model, optimizers, extra, extra_per_rank, self.reduced)
@@ -147,7 +150,7 @@ class Checkpointer:
         self.restored = Restored(0)
         with contextlib.ExitStack() as undo:  # or another try would meet what is left of this one
             undo.callback(self.group.close)
-            self._open_books(on_event, callbacks, undo)
+            self._open_books(on_event, undo)
             self._berth = Berth(self.config, self.group, roll, slots, self._reports)
             undo.callback(self._berth.let_go)
             self._pool = self._berth.pool
@@ -165,16 +168,10 @@ class Checkpointer:
             ending.at_exit(self)
             undo.pop_all()
 
-    def _open_books(
-        self,
-        on_event: Callback | None,
-        callbacks: Iterable[Callbacks],
-        undo: contextlib.ExitStack,
-    ) -> None:
+    def _open_books(self, on_event: Callback | None, undo: contextlib.ExitStack) -> None:
         """What is said of versions, and what ranks agree on."""
         self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
         undo.callback(self.log.close)
-        self._callbacks = CallbackList(callbacks)
         self._agreement = Agreement(
             self.group,
             ballots_for(self.group, self._node, VOTE_WIDTH),
@@ -751,7 +748,14 @@ class Checkpointer:
         self._agent.wait(None)
         self._collect()
         comeback = Comeback(
-            self.config, self.group, self.state, self._lives, self._reports, bar, begin
+            self.config,
+            self.group,
+            self.state,
+            self._lives,
+            self._reports,
+            bar,
+            begin,
+            self._berth.left_elsewhere,
         )
         attempt = comeback.find(version, self.version)
         if attempt is None:
@@ -764,7 +768,7 @@ class Checkpointer:
             self._went_back = version is not None and comeback.has_newer(attempt)
             self.state.drop_gradients()  # of an iteration that was cut short, or of none
             books = (self._agreement, self._pool, self._reports)
-            if not mend(attempt, self.group, self._levels, *books):
+            if self._local_enabled() and not mend(attempt, self.group, self._levels, *books):
                 self._schedule.requested = frozenset(("memory", "local"))
         return comeback.report(result)
 

@@ -91,6 +91,8 @@ class Claims:
             os.fspath(memory),
         )
         self._fd: int | None = None
+        self.told: set[Path] = set()
+        """Folders in this machine's memory of which claims of dead lives told, gone by now."""
 
     def stake(self) -> str:
         """Claim the directory, and wait until nobody else has; returns "" or why it is not to be
@@ -172,6 +174,7 @@ class Claims:
             return None
         try:
             if filelock.try_lock(fd):
+                self.told |= _memory_of(os.pread(fd, MOST_BYTES, 0))
                 path.unlink(missing_ok=True)
                 return None
             claim = Claim(**json.loads(os.pread(fd, MOST_BYTES, 0)))
@@ -201,12 +204,17 @@ def memory_told(directory: str | os.PathLike[str]) -> set[Path]:
     with contextlib.suppress(OSError):
         for name in [] if filelock.any_held() else os.listdir(directory):
             if name.startswith(PREFIX):
-                with contextlib.suppress(OSError, ValueError, TypeError):
-                    with open_plain(Path(directory, name)) as file:
-                        claim = Claim(**json.loads(file.read(MOST_BYTES)))
-                    if claim.memory and claim.machine == host_id():
-                        found.add(Path(claim.memory))
+                with contextlib.suppress(OSError), open_plain(Path(directory, name)) as file:
+                    found |= _memory_of(file.read(MOST_BYTES))
     return found
+
+
+def _memory_of(content: bytes) -> set[Path]:
+    """The folder that a claim's file tells of, if that is in this machine's memory."""
+    with contextlib.suppress(ValueError, TypeError):
+        claim = Claim(**json.loads(content))
+        return {Path(claim.memory)} if claim.memory and claim.machine == host_id() else set()
+    return set()
 
 
 def launch_of(environment: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,13 @@ class Comeback:
         reports: Reports,
         bar: Progress,
         begin_seconds: float,
+        elsewhere: Collection[Path] = (),
     ) -> None:
         """Takes stock of all levels: collective. `begin_seconds`: when `restore()` was called, by
-        `time.perf_counter()`."""
+        `time.perf_counter()`. `elsewhere`: see `Berth.left_elsewhere`."""
         self._config = config
         self._group, self._state, self._lives, self._reports = group, state, lives, reports
-        self._begin_seconds = begin_seconds
+        self._begin_seconds, self._elsewhere = begin_seconds, elsewhere
         self._version: int | None = None
         """That was asked for."""
         self._calls_alone = config.boundary == "explicit"
@@ -98,12 +99,15 @@ class Comeback:
         with contextlib.ExitStack() as on_failure:
             with self._together:
                 attempt = self._find(version)
+                if version is None:
+                    self._tell_what_is_elsewhere(attempt.plan.id if attempt else None)
                 if attempt is None:
                     self._nothing_found(version, live_version)
                 else:
                     on_failure.callback(attempt.close)
                     if version is None:
                         self._tell_what_is_lost(attempt.plan.id)
+                    self._lives.reject(self._restorer.bad)
             on_failure.pop_all()
         return attempt
 
@@ -217,6 +221,8 @@ class Comeback:
         Raises what `restore.load` raises.
         """
         begin = time.perf_counter()
+        if set(attempt.plan.levels) == {"memory"} and self._lives.gone_from_disk():
+            self._tell_where_it_was(attempt.plan.id)  # also to who changed the model meanwhile
         manifest, result, notices, adapter = load(
             self._state, attempt, self._together, strict, self._new, self._calls_alone
         )
@@ -231,8 +237,6 @@ class Comeback:
             self._tell_whose_it_was(attempt.plan.id, manifest.job)
         elif self._version is None and manifest.job != self._lives.job:
             self._tell_what_another_path_has(attempt.plan.id, manifest.job)
-        if set(result.levels) == {"memory"} and self._lives.gone_from_disk():
-            self._tell_where_it_was(attempt.plan.id)
         result.seconds["load"] = time.perf_counter() - begin
         return manifest.lineage, result
 
@@ -270,15 +274,37 @@ class Comeback:
         if self._group.rank:
             return
         theirs = JobDirectory.at(self._config.shm_dir, job, self._config.node)
-        newest = id_
-        with contextlib.suppress(OSError):
-            newest = max((id_, *(manifest.id for _, manifest in theirs.sealed())))
-        if newest > id_:
+        if theirs.path in self._elsewhere:
+            return  # told already
+        newest = _newest_in(theirs)
+        if newest is not None and newest > id_:
             self._reports.notice(
                 f"{id_} was written by job {job!r}, which has {newest} in memory here; this job is "
                 f"called {self._lives.job!r}, and goes on from {id_}. Should it be the same job, "
                 f"moved: start it again with job_id={job!r}, or at the path that it had, before "
                 "it writes here",
+                logging.WARNING,
+            )
+
+    def _tell_what_is_elsewhere(self, found: VersionId | None) -> None:
+        """A life that was killed had its slots under another name or in another place: `shm_dir`,
+        `node` or `job_id` was changed since, perhaps by mistake. `found` is what was."""
+        mine = attach.job_directory(self._config)
+        for folder in sorted(self._elsewhere):
+            job, _, node = folder.name.partition("@")
+            theirs = JobDirectory(folder.parent, job, node)
+            # A folder in which somebody trains is that of another of this job's nodes.
+            newest = None if theirs.trains() else _newest_in(theirs)
+            if newest is None or (found is not None and newest <= found):
+                continue
+            before = {"shm_dir": str(theirs.root.parent), "job_id": theirs.job, "node": theirs.node}
+            now = {"shm_dir": str(mine.root.parent), "job_id": mine.job, "node": mine.node}
+            changed = (f"{k}={v!r}" for k, v in before.items() if now[k] != v)
+            self._reports.notice(
+                f"{newest} is in memory in {folder}, where a killed life of this job had its "
+                f"slots. This one has {mine.path}, does not see it, and "
+                f"{f'goes on from {found}' if found else 'has found nothing'}. To go on from "
+                f"{newest}: end this job, and start it again with {', '.join(changed)}",
                 logging.WARNING,
             )
 
@@ -320,6 +346,13 @@ class Comeback:
     def _say_rejected(self, text: str) -> None:
         severity = logging.ERROR if self._group.rank == 0 else logging.DEBUG
         self._reports.emit("rejected", message=text, severity=severity)
+
+
+def _newest_in(job: JobDirectory) -> VersionId | None:
+    """The newest version in that folder, as far as can be seen."""
+    with contextlib.suppress(OSError):
+        return max((manifest.id for _, manifest in job.sealed()), default=None)
+    return None
 
 
 def _live_bytes(state: TrainingState) -> int:

@@ -65,6 +65,12 @@ class Event:
 Callback = Callable[[Event], None]
 
 
+def check_receiver(callback: Callback | None) -> None:
+    """Raise TypeError for what cannot be called: it would fail at every event."""
+    if callback is not None and not callable(callback):
+        raise TypeError(f"on_event is {callback!r}; give a function that takes an Event")
+
+
 class EventLog:
     """Sends events on. Used by the training thread; never raises into it."""
 
@@ -76,7 +82,7 @@ class EventLog:
         """How many events there were, by `name` and `name/level`."""
         self.telling = 0
         """While receivers are called: how many calls of `emit` are within each other."""
-        self._callbacks = [callback] if callback else []
+        self._callbacks = [] if callback is None else [callback]
         self._complaints = Complaints()
         self._file: BinaryIO | None = None
         if folder is not None:

@@ -5,8 +5,8 @@ outlive a process that is killed, and its successor finds them by name:
 
     <shm_dir>/tierckpt-<uid>/<job>/r<rank>.<k>       a slot
     <shm_dir>/tierckpt-<uid>/<job>/r<rank>.lock      held by the living trainer of that rank; says
-                                                     which process that is, and where it looks for
-                                                     halt requests
+                                                     which process that is, where it looks for halt
+                                                     requests, and where its local level is
 
 Locks are POSIX record locks: the kernel drops them when the process dies, and forked children (a
 DataLoader's workers, which outlive a killed parent for seconds) do not inherit them. Whoever takes
@@ -88,9 +88,10 @@ class JobDirectory:
         patience_seconds: float = 15.0,
         on_wait: Callable[[str], None] = lambda text: None,
         watches: Sequence[str] = (),
+        local: str = "",
     ) -> int:
         """Become the living trainer of `rank`; returns a descriptor for `unlock_rank`. `watches`:
-        directories in which it looks for halt requests; see `watched`.
+        directories in which it looks for halt requests; see `watched`. `local`: see `last_local`.
 
         A predecessor that was killed a moment ago may take the kernel some time to tear down, so
         this waits `patience_seconds` before it raises JobBusyError; `on_wait` is told, once. Raises
@@ -125,7 +126,8 @@ class JobDirectory:
             time.sleep(0.05)
         filelock.hold(path)
         with contextlib.suppress(OSError):  # it has its place all the same
-            os.pwrite(fd, f"{os.getpid()}\n{json.dumps(list(watches))}".encode(), 0)
+            lines = (str(os.getpid()), json.dumps(list(watches)), json.dumps(local))
+            os.pwrite(fd, "\n".join(lines).encode(), 0)
         return fd
 
     def unlock_rank(self, rank: int, fd: int) -> None:
@@ -188,9 +190,19 @@ class JobDirectory:
         found = set[str]()
         for path in self._rank_locks():
             if not (filelock.held_here(path) or _path_lockable(path)):
-                with contextlib.suppress(FileNotFoundError, ValueError):  # of another tierckpt
-                    found.update(json.loads(path.read_text().partition("\n")[2]))
+                # None of this tierckpt's need not say so.
+                with contextlib.suppress(FileNotFoundError, ValueError, IndexError):
+                    found.update(json.loads(path.read_text().split("\n")[1]))
         return found
+
+    def last_local(self, rank: int) -> str | None:
+        """Where the trainer that had this rank here last had its local level; empty where it had
+        none, None where nothing tells. Good before `lock_rank`, which says it of this one."""
+        path = self.lock_path(rank)
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            told = None if filelock.held_here(path) else json.loads(path.read_text().split("\n")[2])
+            return told if isinstance(told, str) else None
+        return None
 
     def _rank_locks(self) -> list[Path]:
         return [p for p in _listdir(self.path) if re.fullmatch(r"r\d{5,}\.lock", p.name)]

@@ -54,7 +54,8 @@ class Levels:
             asks = config.uses("peer") and self._node.first == group.rank
             self.absent = Absent(self.agent, roll.hosts, asks)
             store = LocalStore(config.directory)
-            self.lives = Lives(config, group, job, store, host, self.absent, berth.directory_is_new)
+            directory = (berth.directory_is_new, berth.directory_is_another)
+            self.lives = Lives(config, group, job, store, host, self.absent, *directory)
             self.peers = Peers(config, group, roll, self.agent, groups)
             self.onward = Onward(
                 Best(config.local.keep_best, config.best == "lowest"),

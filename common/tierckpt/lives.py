@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .absent import UNKNOWN, Absent
@@ -58,8 +58,9 @@ class Lives:
         host: str,
         absent: Absent | None = None,
         directory_is_new: bool = False,
+        directory_is_another: bool = False,
     ) -> None:
-        """`directory_is_new`: this start made it."""
+        """`directory_is_new`: this start made it. `directory_is_another`: see `Berth`."""
         self.lineage: Lineage = ()
         """Empty before this life has begun."""
         self.name = ""
@@ -77,7 +78,8 @@ class Lives:
         self.problems: list[str] = []
         """What was found and cannot be read."""
         self.damaged: set[ShardKey] = set()
-        """Shards and parity of which that is known by name alone."""
+        """Shards and parity of which that is known by name alone; also what is on a disk and proved
+        damaged when it was read."""
         self.nameless: list[str] = []
         """Of what was found and cannot be read, seals in memory: each is of a version that was
         complete on its rank, and nobody can tell which."""
@@ -88,7 +90,7 @@ class Lives:
         self._config, self._group, self._job = config, group, job
         self._store, self._host = store, host
         self._absent = absent
-        self._directory_is_new = directory_is_new
+        self._directory_is_new, self._is_another = directory_is_new, directory_is_another
         self._next_generation = 1
 
     @property
@@ -141,6 +143,11 @@ class Lives:
     def open_agent(self, place: Place) -> RemoteNode | None:
         """The agent of an absent node, for what is at that place; the caller closes it."""
         return self._absent.open(place) if self._absent else None
+
+    def reject(self, bad: Collection[tuple[ShardKey, Place]]) -> None:
+        """These copies proved damaged: of what is on a disk the name alone is known."""
+        self.found = [tuple(f for f in each if (f.key, f.place) not in bad) for each in self.found]
+        self.damaged |= {key for key, place in bad if place.level == "local"}
 
     @property
     def silent(self) -> list[str]:
@@ -198,10 +205,12 @@ class Lives:
 
     def gone_from_disk(self) -> bool:
         """True when nothing is on any disk, although versions were on all ranks', as a shard says
-        that was taken later, or this node's directory is not the one that it was."""
+        that was taken later, or this node's directory is not the one that it was. Not where the
+        life before had its versions elsewhere."""
         found = [f for each in self.found for f in each]
         there = self.damaged or self.unseen or any(f.place.level == "local" for f in found)
-        return not there and (self._directory_is_new or any(f.complete for f in found))
+        gone = self._directory_is_new or any(f.complete for f in found)
+        return gone and not (there or self._is_another)
 
     def _complete_by_name(self) -> set[VersionId]:
         """Versions whose manifests are all there, some damaged. A manifest has its name when all

@@ -1,13 +1,14 @@
-"""After a rebuild: redundancy restored, so that the next failure is survived too.
+"""After a loss: redundancy restored, so that the next failure is survived too.
 
 A shard that was rebuilt is in the memory of the rank that made it, which is its own, and nowhere
 else. It puts it into a slot, and from there it goes the way of every version: the agent commits it,
-the ballots find the version complete on all nodes, and the agents protect it among themselves.
+the ballots find the version complete on all nodes, and the agents protect it among themselves. So
+goes one whose file was damaged, and which is in a slot of its rank still.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .images import Image
@@ -35,9 +36,9 @@ def mend(
     pool: SlotPool,
     reports: Reports,
 ) -> bool:
-    """Have a version that was loaded whole and protected again, if any of it was rebuilt, or was
-    fetched from a node that is none of the job's; or if it is on all disks, and not all of its
-    parity is: a life before was killed before it had made that, or before it had mended.
+    """Have a version that was loaded whole and protected again, if any of it was lost or damaged on
+    a disk, or was fetched from a node that is none of the job's; or if it is on all disks, and not
+    all of its parity is: a life before was killed before it had made that, or before it had mended.
 
     False when that cannot be, and a new version is to be taken. Training thread; all ranks do the
     same, and none waits for another.
@@ -46,10 +47,10 @@ def mend(
     if any(source.place.level == AGENT for source in attempt.plan.sources):
         return False  # that agent ends soon, and its node may be gone then
     lacking = shards_to_mend(attempt.plan, levels.lives.found)
-    if not levels.peers.ready:
-        return True
-    if lacking != frozenset() and not any(source.rebuilt for source in attempt.plan.sources):
-        return True  # it never was on all disks, or was another number of ranks': nothing was lost
+    if lacking != frozenset() and not was_lost(attempt.plan, levels.lives.damaged):
+        return True  # it never was on all disks, or was another number of ranks'
+    if any(source.rebuilt for source in attempt.plan.sources) and not levels.peers.ready:
+        return True  # what it was made of still protects it, and nothing would a new version
     if lacking is None:
         return False
     parities = parities_to_mend(attempt.plan, levels.peers.groups, levels.lives.parities)
@@ -64,20 +65,35 @@ def mend(
         agreement.tell("local", id_, DONE)
         return True
     protected = agreement.memory.protected()
+    # Two slots with one version would leave none for the next.
+    slot = None if attempt.plan.sources[group.rank].rebuilt else pool.find(id_)
     try:
-        slot = keep(attempt.images[group.rank], pool, protected, levels.agent.pinned())
+        if slot is None:
+            slot = keep(attempt.images[group.rank], pool, protected, levels.agent.pinned())
     except (OSError, NoSlotError) as error:
         agreement.tell("local", id_, BROKEN)
-        reports.not_committed_later(id_, f"what was rebuilt cannot be kept: {error}")
+        reports.not_committed_later(id_, f"what is to be mended cannot be kept: {error}")
     else:
         levels.handover.commit_sealed(id_, slot)
     return True
 
 
+def was_lost(plan: RestorePlan, damaged: Collection[ShardKey]) -> bool:
+    """Whether any of the version was on a disk of the job's and is there no more.
+
+    Pure. What had to be rebuilt was; and so was what is fetched for some ranks alone, as only what
+    is on all disks goes to the persistent level. `damaged`: see `Lives`.
+    """
+    levels = plan.levels
+    apart = "persistent" in levels and len(levels) > 1
+    shards = {ShardKey(plan.id, source.shard, len(plan.sources)) for source in plan.sources}
+    return apart or any(s.rebuilt for s in plan.sources) or not shards.isdisjoint(damaged)
+
+
 def shards_to_mend(plan: RestorePlan, found: Sequence[Sequence[Found]]) -> frozenset[int] | None:
     """Shards that are not on the disk of the node of their rank.
 
-    Pure: every rank comes to the same. `found` is what each rank saw before the restore. None when
+    Pure: every rank comes to the same. `found` is what each rank saw that proved sound. None when
     this version cannot be protected again and a new one has to be: it has another number of ranks,
     or some rank's shard is on another node, and no longer in memory.
     """

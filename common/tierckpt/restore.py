@@ -180,7 +180,8 @@ class Restorer:
         self._kept: Kept = {}
         self._readers: dict[tuple[ShardKey, Place], int] = {}
         """Who has what of all that was fetched at the last try."""
-        self._bad: set[tuple[ShardKey, Place]] = set()
+        self.bad: set[tuple[ShardKey, Place]] = set()
+        """Copies that nobody is to read any more."""
         self._unreachable: set[tuple[ShardKey, Place, int]] = set()
         """With the rank that could not get at it."""
         self._silent: dict[str, set[int]] = {}
@@ -202,7 +203,7 @@ class Restorer:
             while True:
                 plan = plan_restore(
                     self.inventories,
-                    frozenset(self._bad),
+                    frozenset(self.bad),
                     version,
                     self.parities,
                     self._readers,
@@ -369,12 +370,12 @@ class Restorer:
         and by anybody all that an agent has which does not answer."""
         for rank, each in sorted(failed, key=lambda f: f[1].blame is Blame.SIGHT):
             key, place = each.key, each.place
-            if (key, place) in self._bad:
+            if (key, place) in self.bad:
                 continue
             if each.blame is Blame.SIGHT:
                 self._unreachable.add((key, place, rank))
             else:
-                self._bad.add((key, place))
+                self.bad.add((key, place))
             by = f"as rank {rank} found, on node {each.node}"
             text = f"{key} on level {place.level} ({place.where}): {each.why} ({by})"
             if not each.silent:

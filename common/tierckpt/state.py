@@ -369,7 +369,11 @@ def label_optimizers(
     | Sequence[torch.optim.Optimizer]
     | Mapping[str, torch.optim.Optimizer],
 ) -> dict[str, torch.optim.Optimizer]:
-    """Names for one optimizer, several, or a dict of them; the names go into the checkpoint."""
+    """Names for one optimizer, several, or a dict of them; the names go into the checkpoint.
+
+    Raises ConfigError for names that cannot be, UnsupportedStateError for what is no optimizer,
+    and where there is none: versions are numbered by their steps, and none would ever be made.
+    """
     if isinstance(optimizers, torch.optim.Optimizer):
         return {"optimizer": optimizers}
     if isinstance(optimizers, Mapping):
@@ -378,10 +382,17 @@ def label_optimizers(
                 raise ConfigError(f"optimizer name {label!r}: it must be text without '/'")
             if label in ("model", "buffer"):
                 raise ConfigError(f"optimizer name {label!r} is taken; choose another one")
-        return dict(optimizers)
-    if isinstance(optimizers, torch.nn.Module) or not isinstance(optimizers, Iterable):
+        labelled = dict(optimizers)
+    elif isinstance(optimizers, torch.nn.Module) or not isinstance(optimizers, Iterable):
         raise UnsupportedStateError(
             f"the optimizer is a {type(optimizers).__name__}; give a torch.optim.Optimizer, a list "
             f"of them, or a dict of names and optimizers. {ORDER}"
         )
-    return {f"optimizer{i}": o for i, o in enumerate(optimizers)}
+    else:
+        labelled = {f"optimizer{i}": o for i, o in enumerate(optimizers)}
+    if not labelled:
+        raise UnsupportedStateError(
+            f"the {type(optimizers).__name__} of optimizers has none in it: checkpoints are taken "
+            "between the steps of optimizers. Give all those that train the model"
+        )
+    return labelled

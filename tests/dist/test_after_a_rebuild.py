@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.dist.test_after_damage import damage_data
 from tests.dist.test_peer_level import (
     PATIENCE_SECONDS,
     STEPS,
@@ -130,3 +131,23 @@ def test_on_fewer_ranks_a_new_version_is_protected(
     for number, told in enumerate(ranks(2).run(come_back_and_crash, place, "xor")):
         assert told["restored"] == (STEPS + 1, {"local": 1, "peer": 1})
         assert told["digest"] == before[number]["course"][STEPS + 1]
+
+
+def test_a_shard_that_is_damaged_beside_parity_that_is_lost(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Its file is still there, and yet the version is complete on all disks only when mended."""
+    place = place_of(tmp_path, shm_dir)
+    ranks(3).run(leave_behind, place, "partner")
+    lose(place, tmp_path)
+    (node,) = tmp_path.glob("node1/ckpts")
+    (shard,) = node.glob(f"v*{STEPS}.*.safetensors")
+    damage_data(shard)
+    for file in node.glob(f"v*{STEPS}.*.p*"):
+        file.unlink()
+    for told in ranks(3).run(come_back_and_crash, place, "partner"):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+        assert told["protected"] == [STEPS]
+    lose(place, tmp_path, 0)
+    for told in ranks(3).run(come_back_and_crash, place, "partner"):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})

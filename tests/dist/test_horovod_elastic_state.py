@@ -220,6 +220,23 @@ def test_commits_between_backward_passes(ranks: Any, tmp_path: Path, shm_dir: Pa
 # --- callbacks -----------------------------------------------------------------------------------
 
 
+def without_what_can_be_called(place: Place) -> list[str]:
+    said = []
+    for wrong in ({"callbacks": [3]}, {"on_event": 3}):
+        with pytest.raises(TypeError) as refused:
+            Script(place, seed=1, **wrong)
+        said.append(str(refused.value)[:20])
+    return said
+
+
+def test_what_cannot_be_called_is_refused_when_the_state_is_made(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """And not when it is first brought together."""
+    told = ranks(1, HOROVODRUN).run(without_what_can_be_called, Place.under(tmp_path, shm_dir))
+    assert told == [["3 is no tierckpt.Cal", "on_event is 3; give "]]
+
+
 def watched(place: Place) -> list[tuple[Any, ...]]:
     """What is heard by who is given with the settings, is added before the start, and behind it,
     over a failure and a change of hosts."""

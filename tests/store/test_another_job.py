@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,40 @@ def test_memory_that_a_moved_directory_left_behind_is_told_of(
             assert f"start it again with job_id={name!r}" in text
         second.checkpointer.abandon()
     with job("moved", seed=99, job_id=job_id_of(tmp_path / "here"), **alone) as third:
+        assert third.restore() == 3, "as it was told"
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize("setting", ["shm_dir", "node", "job_id", ""])
+def test_memory_that_a_killed_life_had_in_another_place_is_told_of(
+    setting: str, on_disk: bool, job: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Its claim says where: each of these settings names another folder."""
+    (other := shm_dir / "other").mkdir()
+    alone = {"persistent_path": "", "persistent_every_steps": 0}
+    alone["local_every_steps"] = 2 if on_disk else 1000
+    changed = {"shm_dir": str(other), "node": "b", "job_id": "mine"}
+    before = {setting: changed[setting]} if setting else {}
+    first = job("ckpts", **alone, **before).run(3)
+    first.settle()
+    (claim,) = (tmp_path / "ckpts").glob(".claim.*")
+    # By another process: this one would drop its lock.
+    left = subprocess.check_output(["cat", str(claim)])
+    first.checkpointer.abandon()
+    claim.write_bytes(left)
+    with job("ckpts", seed=99, **alone) as second:
+        found = 2 if on_disk else 0
+        assert second.restore() == (found if setting else 3)
+        said = [e.message for e in second.heard("notice") if e.severity == logging.WARNING]
+        second.checkpointer.abandon()
+    if not setting:
+        assert said == []
+        return
+    (text,) = said
+    assert text.startswith(f"v3 is in memory in {first.checkpointer._berth.job.path}, ")
+    assert (f"goes on from v{found}" if found else "has found nothing") in text
+    assert text.endswith(f"start it again with {setting}={changed[setting]!r}")
+    with job("ckpts", seed=99, **alone, **before) as third:
         assert third.restore() == 3, "as it was told"
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests.store.tinycourse import STEPS, in_shm, versions_on_disk
-from tierckpt.errors import RestoreError
+from tierckpt.errors import RestoreError, StateMismatchError
 from tierckpt.naming import FORMAT_MAJOR
 from tierckpt.snapshot import Snapshot
 from tierckpt.testing import TinyJob, run_in_child
-from tierckpt.testing.jobs import fired, train
+from tierckpt.testing.jobs import fired, tiny_model, train
 
 # --- the plain way -------------------------------------------------------------------------------
 
@@ -360,6 +360,43 @@ def test_a_directory_that_was_removed_is_no_fresh_start_and_it_is_said_what_is_i
         memory = second.checkpointer._berth.job.path
     assert f"v{STEPS} was taken from memory" in said
     assert f"rm -r {path} {memory}" in said
+
+
+def test_what_is_in_memory_beside_a_directory_that_was_removed_is_also_said_to_a_changed_model(
+    path: Path, settings: Any
+) -> None:
+    """Who has changed the model meant to begin afresh more than anybody."""
+    settings |= {"agent": "inline", "local_every_steps": 1000}
+    TinyJob(path, **settings).run(STEPS).checkpointer.abandon()
+    path.rmdir()
+    wider = tiny_model()
+    wider.append(torch.nn.Linear(4, 5))
+    with TinyJob(path, model=wider, **settings) as second:
+        with pytest.raises(StateMismatchError):
+            second.restore()
+        (said,) = [e.message for e in second.heard("notice") if e.severity == logging.WARNING]
+        second.checkpointer.abandon()
+    assert f"v{STEPS} was taken from memory" in said
+    assert "If that was to begin afresh" in said
+
+
+OFF = {"local_every_steps": 0, "local_every_seconds": 0.0}
+
+
+@pytest.mark.parametrize("before", [OFF, {"local_every_steps": 1000}, {"local_every_steps": 1}])
+def test_a_directory_that_never_was_another_lifes_is_not_missed(
+    path: Path, settings: Any, before: dict[str, Any]
+) -> None:
+    """The local level was off in that life, or the job came to this path with its name."""
+    settings |= {"agent": "inline", "job_id": "job"}
+    other = path if before is OFF else path.with_name("elsewhere")
+    first = TinyJob(other, **settings, **before).run(STEPS - 2)
+    first.settle()
+    first.run(STEPS).checkpointer.abandon()
+    assert not path.exists()
+    with TinyJob(path, local_every_steps=1000, **settings) as second:
+        assert second.restore().levels == {"memory": 1}
+        assert not [e for e in second.heard("notice") if e.severity == logging.WARNING]
 
 
 def test_what_was_not_on_disk_yet_is_missed_by_nobody(path: Path, settings: Any) -> None:

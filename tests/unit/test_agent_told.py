@@ -75,7 +75,8 @@ def test_a_start_says_once_that_parity_will_be_slow(
     group.rank, group.size = rank, len(hosts)
     groups, problem = redundancy_groups(config, roll, group)
     assert (len(groups), problem) == (1, "")
-    berth: Any = SimpleNamespace(job=job_directory(config), pool=None, directory_is_new=False)
+    directory = {"directory_is_new": False, "directory_is_another": False}
+    berth: Any = SimpleNamespace(job=job_directory(config), pool=None, **directory)
     agreement: Any = None
     said: Any = Said()
     levels = Levels(config, group, roll, groups, berth, agreement, said)

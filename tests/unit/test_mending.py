@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tierckpt.inventory import AGENT, EVERYWHERE, Found, FoundParity, Place
-from tierckpt.mending import parities_to_mend, shards_to_mend
+from tierckpt.mending import parities_to_mend, shards_to_mend, was_lost
 from tierckpt.naming import ParityKey, ShardKey, VersionId
 from tierckpt.redundancy.codes import Code
 from tierckpt.redundancy.groups import RedundancyGroup
@@ -89,6 +89,17 @@ def test_damaged_parity_is_made_again() -> None:
     bad = frozenset([(parities[0][0].key, parities[0][0].place)])
     plan = plan_of(shards, parities, bad)
     assert parities_to_mend(plan, [GROUP], parities) == {0, 1}
+
+
+def test_what_is_on_no_disk_was_not_lost_but_what_some_disks_lack_or_was_damaged_there() -> None:
+    far = Place("persistent", EVERYWHERE, "s3://far")
+    every = [Found(ShardKey(ID, shard, RANKS), far, LINEAGE, "life") for shard in range(RANKS)]
+    slots = [replace(f, place=Place("memory", f"node{n}", "/shm")) for n, f in enumerate(every)]
+    shards, _ = world()
+    assert not was_lost(plan_of([every, [], [], []], []), set()), "moved, or removed by retention"
+    assert not was_lost(plan_of([[slot] for slot in slots], []), set()), "never was there"
+    assert was_lost(plan_of([[slot] for slot in slots], []), {slots[2].key})
+    assert was_lost(plan_of([[*shards[0], *every], *shards[1:3], []], []), set())
 
 
 def test_ranks_that_moved_cannot_be_protected_as_they_are() -> None:
