@@ -13,8 +13,8 @@ import errno
 import mmap
 import os
 
-_MADV_POPULATE_READ = 22
-"""Of <linux/mman.h>, since Linux 5.14; Python has no name for it."""
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+"""Of <linux/mman.h>, since Linux 5.14; Python has no names for them."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -53,9 +53,7 @@ class MappedFile:
     def _advise(self, low: int, nbytes: int, advice: int) -> int:
         """madvise(2) for whole pages; 0, or the number of the error. Not by mmap.madvise, which
         would hold all of Python until the disk has answered."""
-        begin = low - low % mmap.PAGESIZE
-        failed = _libc.madvise(self._address + begin, low + nbytes - begin, advice)
-        return ctypes.get_errno() if failed else 0
+        return _advise(self._address + low, nbytes, advice)
 
     def _there(self, low: int, high: int | None) -> int:
         """How many bytes of a range the file has; below 0 where it ends before."""
@@ -68,3 +66,15 @@ class MappedFile:
             self.view.release()
         with contextlib.suppress(BufferError):
             self._mapped.close()
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Have the kernel give all pages of this process's own memory there, at once: that takes three
+    quarters of what a fault for each of them does. False where it does not do so."""
+    return _advise(address, nbytes, _MADV_POPULATE_WRITE) == 0
+
+
+def _advise(address: int, nbytes: int, advice: int) -> int:
+    begin = address - address % mmap.PAGESIZE
+    failed = _libc.madvise(begin, address + nbytes - begin, advice)
+    return ctypes.get_errno() if failed else 0

@@ -5,9 +5,8 @@ the kernel clears each page of it when it is touched first: that takes longer th
 What a rank's own headers name is known as soon as they are read, and its thread has nothing to do
 until the rest is. Shards are striped: almost every large tensor is named in each of them.
 
-Where the rank sees all shards, its thread touches a page by copying what belongs there: that is one
-way to memory, where touching first would make two. What others send comes when all is verified:
-its pages are touched before.
+Where the shards are in memory there is nothing to wait for: a page is touched by copying what
+belongs there, which is one way to memory, where touching first makes two.
 
 Nobody sees a new tensor before all of the version is verified, so it may be filled while that is
 still under way, and thrown away with a version that proves damaged. What is live has to wait.
@@ -26,6 +25,7 @@ from .copyplan import as_bytes
 from .filling import Filler
 from .images import Part
 from .layout import Piece, TensorSpec
+from .mappedfile import populate
 from .modulenames import FIXED, path_of
 from .shardfile import ShardHeader
 from .state import TrainingState
@@ -47,7 +47,7 @@ class NewTensors:
 
     def foresee(self, headers: Iterable[ShardHeader], touch: bool = True) -> None:
         """Make the large ones on the host that these shards have pieces of; and `touch` them, where
-        not all of them is about to be filled.
+        there is something to wait for meanwhile.
 
         Guesses: what is not asked for later goes with this object, and what was foreseen before
         and these shards do not have, now. It never raises, as its rank would be alone with that:
@@ -64,7 +64,7 @@ class NewTensors:
                 if tensor is None or made != spec:
                     tensor = tree.empty(spec, "cpu")
                     if touch:
-                        as_bytes(tree.flat(tensor))[:: mmap.PAGESIZE].zero_()
+                        touch_memory(as_bytes(tree.flat(tensor)))
                 self._made[spec.name] = spec, tensor
 
     def fill(self, parts: Iterable[Part]) -> None:
@@ -108,3 +108,9 @@ class NewTensors:
             self._given[spec.name] = spec
             return tensor
         return tree.empty(spec, device)
+
+
+def touch_memory(tensor: torch.Tensor) -> None:
+    """Have the kernel give all of a byte tensor's pages; what is in them is lost."""
+    if not populate(tensor.data_ptr(), tensor.nbytes):
+        tensor[:: mmap.PAGESIZE].zero_()

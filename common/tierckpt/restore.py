@@ -290,8 +290,8 @@ class Restorer:
     def _fill_ahead(self, attempt: Attempt, reads: Reads, fetches_most: bool) -> None:
         """Of what is not live, while this rank's threads and other ranks still read."""
         if self._new is not None:
-            all_seen = all(source.direct for source in attempt.plan.sources)
-            self._new.foresee(() if fetches_most else reads.headers.values(), touch=not all_seen)
+            waits = any(source.place.level != "memory" for source in attempt.plan.sources)
+            self._new.foresee(() if fetches_most else reads.headers.values(), touch=waits)
             self._new.fill(reads.sound())
             self._new.fill(_seen_of_others(attempt))
 
