@@ -53,6 +53,8 @@ TRAINING, COPIER, LAUNCHES, ALLREDUCE, AGENT = range(len(ROW_NAMES))
 
 MOST_BYTES = 64 * 1024 * 1024
 """A file that is longer takes no more, however many steps are still asked for."""
+END_SECONDS = 1.0
+"""How long the last boundary waits for what is over already, and only has to say so."""
 
 
 class Trace:
@@ -88,6 +90,8 @@ class Trace:
         """Lines to be, made by the training thread: the others have better things to do."""
         self._layers: tuple[Plan | None, list[list[str]]] = (None, [])
         self._sealed_at: dict[int, float] = {}
+        self._reducing: set[torch.futures.Future[Any]] = set()
+        """Reductions whose end was not recorded yet."""
         self._update_begin: float | None = None
         self._epoch_us = time.time_ns() / 1e3 - 1e6 * time.perf_counter()
         self._file: BinaryIO | None = _open(path)
@@ -148,7 +152,9 @@ class Trace:
             def done(_: Any) -> None:
                 end_seconds = time.perf_counter()
                 self._queue.append(lambda: line("allreduce", ALLREDUCE, end_seconds))
+                self._reducing.discard(reduction)
 
+            self._reducing.add(reduction)
             reduction.add_done_callback(done)
 
     def _row(self) -> int:
@@ -161,11 +167,20 @@ class Trace:
         begin = time.perf_counter()
         self.span("boundary", begin_seconds, begin, version=version)
         self._left -= 1
+        if self._left <= 0:
+            self._await_ends()
         self._flush()
         self.span("trace", begin, time.perf_counter())
         if self._left <= 0:
             self.close()
         return None if self._file is None else self
+
+    def _await_ends(self) -> None:
+        """Of reductions that are over: who waited for one may go on before its callback was called,
+        and here nothing comes later that would write it."""
+        give_up = time.monotonic() + END_SECONDS
+        while any(r.done() for r in tuple(self._reducing)) and time.monotonic() < give_up:
+            time.sleep(0.001)
 
     def watch(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[Any]:
         """Record their updates; returns the hooks' handles. To be called after the barrier's."""
@@ -217,6 +232,7 @@ class Trace:
             self._file.close()
             self._file = None
         self._queue.clear()
+        self._reducing.clear()
         self._layers = (None, [])  # a plan holds on to every tensor of the state
 
     # --- the file ------------------------------------------------------------------------------

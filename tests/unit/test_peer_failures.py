@@ -268,7 +268,7 @@ def test_one_that_is_at_work_itself_is_not_blamed_at_once(
     """Member 1's disk takes longer than the limit: until both of the others have asked it why."""
     answers: list[bool] = []
     asked = threading.Semaphore(0)
-    limits = Limits(join_seconds=20.0, stall_seconds=3.0)
+    limits = Limits(join_seconds=20.0, stall_seconds=6.0)  # a quarter of it, to be answered
     with Members(tmp_path, CODE, LENGTHS, limits) as members:
         exchanges = [members.exchange(member) for member in range(3)]
         for other in (exchanges[0], exchanges[2]):
@@ -284,7 +284,7 @@ def test_one_that_is_at_work_itself_is_not_blamed_at_once(
 
         def write(operation: str) -> None:
             if operation == "write" and not answers:
-                assert asked.acquire(timeout=20)
+                assert asked.acquire(timeout=40)
             fault(operation)
 
         monkeypatch.setattr(slow, "_fault", write)

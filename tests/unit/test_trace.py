@@ -231,6 +231,33 @@ def test_a_reduction_lasts_from_its_launch_until_its_future_is_done(recording: R
     assert found["name"] == "p3 +1"
 
 
+def test_the_end_of_a_last_reduction_that_is_told_late_is_not_lost(tmp_path: Path) -> None:
+    """Whoever waits for a future may be woken before its callbacks are called."""
+    tells: list[threading.Thread] = []
+
+    class Late(torch.futures.Future[Any]):
+        def add_done_callback(self, callback: Any) -> None:
+            self.callback = callback
+
+        def done(self) -> bool:
+            if not tells:  # we are waited for
+                tells.append(threading.Thread(target=self.callback, args=(self,)))
+                tells[0].start()
+            return True
+
+    recording = Recording(tmp_path / "trace-r00003.json", steps=2)
+    unfinished: torch.futures.Future[Any] = torch.futures.Future()
+    recording.trace.released([torch.zeros(2)], 1, unfinished)
+    assert recording.boundary(1) is not None
+    recording.trace.released([torch.zeros(3)], 1, Late())
+    assert recording.boundary(2) is None
+    tells[0].join()
+    (reduced,) = (e for e in entries(recording.path) if e["cat"] == "allreduce")
+    assert reduced["args"]["layers"] == ["p3"]
+    unfinished.set_result(None)
+    assert recording.said == []
+
+
 def test_what_the_agent_did_is_drawn_behind_the_seal(recording: Recording) -> None:
     recording.trace.span("seal", 1.0, 2.0, version=4)
     seconds = {"write": 0.5, "commit": 0.25}
