@@ -512,26 +512,25 @@ def lower_priority(nice: int, pid: int = 0) -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, nice)
     with contextlib.suppress(OSError):
-        _lower_session(nice, pid or os.getpid())
+        _lower_session(nice, pid or os.getpid(), tries=1 if pid else 5)
     number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
     if number is not None:
         best_effort_lowest = 2 << 13 | 7
         ctypes.CDLL(None, use_errno=True).syscall(number, 1, pid, best_effort_lowest)
 
 
-def _lower_session(nice: int, pid: int) -> None:
+def _lower_session(nice: int, pid: int, tries: int) -> None:
     """Where Linux groups processes by session (sched(7), autogroup), niceness counts within one
     alone, and one process in a session of its own has as much of the CPU as all that train in
-    theirs. So the session is made nicer, too; only one that the process leads. Raises OSError."""
+    theirs. So the session is made nicer, too; only one that the process leads. Of such changes the
+    machine takes ten a second: with more `tries` this waits for its turn. Raises OSError."""
     if os.getsid(pid) != pid:
         return
-    for last in (False, False, True):
-        try:
+    for _ in range(tries):
+        with contextlib.suppress(BlockingIOError):
             Path(f"/proc/{pid}/autogroup").write_text(str(nice))
             return
-        except BlockingIOError:  # ten times a second, by all of the machine's users
-            if last:
-                raise
+        if tries > 1:
             time.sleep(0.1)
 
 
