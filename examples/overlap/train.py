@@ -42,7 +42,7 @@ def main() -> None:
         net(batch).square().mean().backward()
         optimizer.step()
         optimizer.checkpointer.step()
-    optimizer.checkpointer.abandon()
+    optimizer.checkpointer.close()
 
 
 if __name__ == "__main__":
