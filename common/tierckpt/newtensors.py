@@ -35,42 +35,60 @@ LARGE_BYTES = 256 * 1024
 
 
 class NewTensors:
-    """Makes optimizer state that is not in the live optimizer. One thread calls."""
+    """Makes optimizer state that is not in the live optimizer. One thread calls, but for `fill`."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._made: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
+        self._before: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
+        """At the last try."""
+        self._live: dict[str, torch.Tensor] = {}
+        """By name, what there is already; nothing where nothing is wanted."""
+        self._untouched: list[torch.Tensor] = []
         self._given: dict[str, TensorSpec] = {}
         """Of those that the caller has."""
         self._filled: dict[int, int] = {}
         """By shard: up to where in its data they have what is theirs."""
 
-    def foresee(self, headers: Iterable[ShardHeader], touch: bool = True) -> None:
-        """Make the large ones on the host that these shards have pieces of; and `touch` them, where
-        there is something to wait for meanwhile.
-
-        Guesses: what is not asked for later goes with this object, and what was foreseen before
-        and these shards do not have, now. It never raises, as its rank would be alone with that:
-        what is wrong here is met, and told, by the loading.
-        """
-        before, self._made = self._made, {}
-        self._given, self._filled = {}, {}
+    def begin(self, wanted: bool) -> None:
+        """Another version, or another try; what was made for the one before is there for it. If it
+        is not `wanted`, nothing of this one is foreseen."""
+        self._live = {}
         with contextlib.suppress(Exception):
-            live = {name: tensor for name, tensor, _ in self._state.entries(self._state.walk())}
-            for spec in (piece.spec for header in headers for piece in header.pieces):
-                if not self._wanted(spec, live):
+            if wanted:
+                self._live = {n: tensor for n, tensor, _ in self._state.entries(self._state.walk())}
+        self._before, self._made = self._made, {}
+        self._given, self._filled, self._untouched = {}, {}, []
+
+    def foresee(self, header: ShardHeader) -> None:
+        """Make the large ones on the host that this shard has pieces of. Before threads bring pages
+        of the shard: who maps memory waits for all who do that, and for their disk.
+
+        Guesses: what is not asked for later goes with this object. It never raises, as its rank
+        would be alone with that: what is wrong here is met, and told, by the loading.
+        """
+        with contextlib.suppress(Exception):
+            for spec in (piece.spec for piece in header.pieces):
+                if not self._wanted(spec):
                     continue
-                made, tensor = before.pop(spec.name, (None, None))
+                made, tensor = self._before.pop(spec.name, (None, None))
                 if tensor is None or made != spec:
                     tensor = tree.empty(spec, "cpu")
-                    if touch:
-                        touch_memory(as_bytes(tree.flat(tensor)))
+                    self._untouched.append(tensor)
                 self._made[spec.name] = spec, tensor
 
+    def foreseen(self, touch: bool) -> None:
+        """That was all: what was made before and these shards do not have goes now. `touch` what is
+        new, where there is something to wait for meanwhile."""
+        self._before = {}
+        for tensor in self._untouched if touch else ():
+            touch_memory(as_bytes(tree.flat(tensor)))
+        self._untouched = []
+
     def fill(self, parts: Iterable[Part]) -> None:
-        """Copy what `parts` have of them into place: of one version, foreseen last, that may prove
+        """Copy what `parts` have of them into place: of the version begun last, that may prove
         damaged still. The parts of a shard come in order, the whole header first. Never raises,
-        as `foresee`."""
+        as `foresee`. Any thread, for shards of its own."""
         if not self._made:
             return
         filler = Filler(self._place_of)
@@ -89,12 +107,12 @@ class NewTensors:
         within = piece.offset + piece.nbytes <= self._filled.get(shard, 0)
         return within and not piece.own and self._given.get(piece.spec.name) == piece.spec
 
-    def _wanted(self, spec: TensorSpec, live: dict[str, torch.Tensor]) -> bool:
+    def _wanted(self, spec: TensorSpec) -> bool:
         if spec.nbytes < LARGE_BYTES or spec.name.startswith(FIXED):
             return False
-        param = live.get(f"model/{path_of(spec.name)[0]}")
+        param = self._live.get(f"model/{path_of(spec.name)[0]}")
         return (
-            spec.name not in live
+            spec.name not in self._live
             and param is not None
             and param.device.type == spec.device == "cpu"
             and self._made.get(spec.name, (None,))[0] != spec

@@ -146,6 +146,8 @@ class Reads:
         self._pool, self._images, self._on_read = pool, images, on_read
         self._open_store, self._kept = open_store, {} if kept is None else kept
         self._make_room = make_room
+        self.on_open: Callable[[ShardHeader], None] = lambda header: None
+        """Is called with each header before the rest of that shard is read, and raises nothing."""
         self._checks: list[tuple[ShardKey, Place, list[Future[None]]]] = []
         self.headers: dict[int, ShardHeader] = {}
         """Of the shards that could be opened; checked."""
@@ -174,6 +176,7 @@ class Reads:
             there = self._kept.pop((key, source.place, life), None)
             if there is not None:
                 self._images[key.shard], self.headers[key.shard] = there
+                self.on_open(self.headers[key.shard])
                 self._checks.append((key, source.place, []))
                 continue
             how = (life, self._open_store, self._make_room)
@@ -188,6 +191,7 @@ class Reads:
             else:
                 self._images[key.shard], self.headers[key.shard] = image, header
                 self._on_read(header.header_bytes)
+                self.on_open(header)
                 checks += [self._pool.submit(self._check, image, run) for run in runs_of(header)]
             self._checks.append((key, place, checks))
 

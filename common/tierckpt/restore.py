@@ -246,9 +246,14 @@ class Restorer:
         self._drop_kept(plan)
         mine = [s for s in plan.sources if s.reader == self.group.rank and not s.rebuilt]
         self._progress.begin(f"verifying v{plan.id.version}")
+        fetches_most = _fetches_most(plan, mine)
+        if self._new is not None:
+            self._new.begin(wanted=not fetches_most)
         with ThreadPoolExecutor(READERS, "tierckpt-restore") as pool:
-            room = self._aside.make_room if self._aside and _fetches_most(plan, mine) else None
+            room = self._aside.make_room if self._aside and fetches_most else None
             reads = Reads(pool, images, self._on_read, self._open_store, self._kept, room)
+            if self._new is not None:
+                reads.on_open = self._new.foresee
             with _noted(trouble):
                 reads.open(plan.id, len(plan.sources), plan.life, mine)
             suspected: list[Failure] = []
@@ -257,7 +262,8 @@ class Restorer:
                 suspected, failures = self._rebuild(attempt, pool, reads, trouble)
             failures += _map_others(attempt)
             with _noted(trouble):
-                self._fill_ahead(attempt, reads, _fetches_most(plan, mine))
+                if self._new is not None:
+                    _fill_ahead(attempt, reads, self._new)
             failures += reads.finish()
         outlines: dict[int, Outline] = {}
         small: dict[int, OwnState] = {}
@@ -286,14 +292,6 @@ class Restorer:
                 everyones = self.group.all_gather_object(held)
                 attempt.contents.missing = lacking(attempt.contents.specs, everyones)
         return not failed
-
-    def _fill_ahead(self, attempt: Attempt, reads: Reads, fetches_most: bool) -> None:
-        """Of what is not live, while this rank's threads and other ranks still read."""
-        if self._new is not None:
-            waits = any(source.place.level != "memory" for source in attempt.plan.sources)
-            self._new.foresee(() if fetches_most else reads.headers.values(), touch=waits)
-            self._new.fill(reads.sound())
-            self._new.fill(_seen_of_others(attempt))
 
     def _keep(
         self,
@@ -469,6 +467,14 @@ def _map_others(attempt: Attempt) -> list[Failure]:
             except Exception as error:
                 failures.append(Failure.of(key, source.place, error))
     return failures
+
+
+def _fill_ahead(attempt: Attempt, reads: Reads, new: NewTensors) -> None:
+    """What is not live, while this rank's threads and other ranks still read."""
+    new.foreseen(touch=any(s.place.level != "memory" for s in attempt.plan.sources))
+    with ThreadPoolExecutor(1, "tierckpt-fill") as beside:
+        beside.submit(new.fill, _seen_of_others(attempt))
+        new.fill(reads.sound())
 
 
 def _seen_of_others(attempt: Attempt) -> Iterator[Part]:

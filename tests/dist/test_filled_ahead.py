@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from torch import nn
 
 from tests.dist.training import WIDTH, Place, attach, crash_after, make_job, rank, restored_into
+from tierckpt import restore
+from tierckpt.images import Part
 from tierckpt.layout import Piece
 from tierckpt.newtensors import NewTensors
 
@@ -68,6 +72,37 @@ def test_new_optimizer_state_is_in_place_when_all_is_verified(
             assert told["digest"] == left[told["rank"]][STEPS]
         if told["rank"] < 2:  # a third one reads nothing, and knows no header before it loads
             assert min(told["ready"][shard] for shard in (0, 1)) > 0, "its own share and the other"
+
+
+def come_back_with_a_slow_share(place: Place) -> dict[str, Any]:
+    """This rank's own share is not there before what the other one reads has been filled."""
+    the_others = threading.Event()
+    seen, sound = restore._seen_of_others, restore.Reads.sound
+
+    def note(attempt: restore.Attempt) -> Iterator[Part]:
+        yield from seen(attempt)
+        the_others.set()
+
+    def late(reads: restore.Reads) -> Iterator[Part]:
+        assert the_others.wait(30), "what others read waits for what this rank reads"
+        yield from sound(reads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restore, "_seen_of_others", note)
+        patch.setattr(restore.Reads, "sound", late)
+        return come_back(place)
+
+
+def test_what_others_read_is_filled_while_a_ranks_own_share_is_read(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    left = ranks(2).run(leave_behind, place)
+    shutil.rmtree(next(shm_dir.iterdir()))
+    for told in ranks(2).run(come_back_with_a_slow_share, place):
+        assert told["restored"] == (STEPS, {"local": 2})
+        assert told["digest"] == left[told["rank"]][STEPS]
+        assert min(told["ready"][shard] for shard in (0, 1)) > 0
 
 
 def test_what_another_rank_finds_damaged_is_not_kept(

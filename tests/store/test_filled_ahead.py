@@ -116,7 +116,7 @@ def test_what_was_filled_from_a_damaged_version_is_not_taken_for_the_next(
     monkeypatch.setattr(NewTensors, "fill", note)
     come = come_back(tmp_path / "ckpts", settings)
     assert come == (STEPS - 1, {"local": 1}, prints[STEPS - 1])
-    assert filled[0][0] > 0, "of the damaged one"
+    assert any(each.get(0, 0) > 0 for each in filled[:2]), "of the damaged one"
     assert sorted(saved_work) == LARGE, "of the other one, filled anew"
 
 

@@ -50,12 +50,20 @@ def pages_there(tensor: torch.Tensor) -> int:
     return sum(bool(entry >> 62) for entry in entries)  # in memory, or swapped out
 
 
+def foresee(new: NewTensors, *headers: ShardHeader) -> None:
+    """As a restore does for each try."""
+    new.begin(wanted=True)
+    for header in headers:
+        new.foresee(header)
+    new.foreseen(touch=True)
+
+
 def test_foreseen_tensors_have_their_memory_and_others_are_made_when_asked_for() -> None:
     saved = live(WIDEST, steps=1)
     specs = specs_of(saved)
     large = specs["optimizer/weight/exp_avg"]
     new = NewTensors(live(WIDEST))
-    new.foresee([header_of(saved)])
+    foresee(new, header_of(saved))
     for name, spec in specs.items():
         tensor = new.make(spec, "cpu")
         assert tree.spec_of(tensor, name) == spec
@@ -67,7 +75,7 @@ def test_foreseen_tensors_have_their_memory_and_others_are_made_when_asked_for()
 def test_memory_of_one_foreseen_is_given_once() -> None:
     saved = live(steps=1)
     new = NewTensors(live())
-    new.foresee([header_of(saved, 0), header_of(saved, 1)])
+    foresee(new, header_of(saved, 0), header_of(saved, 1))
     spec = specs_of(saved)["optimizer/weight/exp_avg"]
     assert spec.nbytes == 4 * LARGE_BYTES
     assert new.make(spec, "cpu").data_ptr() != (again := new.make(spec, "cpu")).data_ptr()
@@ -78,15 +86,15 @@ def test_nothing_is_made_for_what_is_there_or_fits_nothing() -> None:
     saved = header_of(live(steps=1))
     for state in (live(steps=1), TrainingState(nn.ReLU(), {})):
         new = NewTensors(state)
-        new.foresee([saved])
+        foresee(new, saved)
         assert new._made == {}
 
 
 def test_another_version_foreseen_later_takes_the_place_of_the_first() -> None:
     new = NewTensors(live())
-    new.foresee([header_of(live(steps=1))])
+    foresee(new, header_of(live(steps=1)))
     wider = live(WIDTH + 16, steps=1)
-    new.foresee([header_of(wider)])
+    foresee(new, header_of(wider))
     spec = specs_of(wider)["optimizer/weight/exp_avg"]
     assert new.make(spec, "cpu").shape == (WIDTH + 16, WIDTH + 16)
 
@@ -97,8 +105,20 @@ def test_a_lie_in_a_header_is_left_to_the_loading() -> None:
     piece = next(p for p in saved.pieces if p.spec.name == "optimizer/weight/exp_avg")
     pieces = (type(piece)(huge, 0, 1, 0, False), *saved.pieces)
     new = NewTensors(live())
-    new.foresee([ShardHeader(pieces, saved.block_bytes, 0, saved.data_bytes, saved.structure)])
+    foresee(new, ShardHeader(pieces, saved.block_bytes, 0, saved.data_bytes, saved.structure))
     assert new.make(piece.spec, "cpu").shape == (WIDTH, WIDTH)
+
+
+def test_what_was_made_for_one_try_serves_the_next_and_goes_where_that_has_no_use_for_it() -> None:
+    header = header_of(live(steps=1))
+    new = NewTensors(live())
+    foresee(new, header)
+    made = {name: tensor for name, (_, tensor) in new._made.items()}
+    foresee(new, header)
+    assert made
+    assert all(new._made[name][1] is tensor for name, tensor in made.items())
+    foresee(new)
+    assert new._made == new._before == {}
 
 
 def parts_of(state: TrainingState) -> tuple[ShardHeader, list[Part]]:
@@ -122,7 +142,7 @@ def test_what_is_filled_is_in_the_tensor_that_is_given() -> None:
     saved = live(steps=1)
     header, parts = parts_of(saved)
     new = NewTensors(live())
-    new.foresee([header])
+    foresee(new, header)
     new.fill(parts)
     entries = {name: tensor for name, tensor, _ in saved.entries(saved.walk())}
     large = [p for p in header.pieces if p.spec.name.startswith("optimizer/weight/exp")]
@@ -141,7 +161,7 @@ def test_a_piece_of_which_a_part_is_missing_is_not_there() -> None:
     large = [p for p in header.pieces if p.spec.name.startswith("optimizer/weight/exp")]
     end = header.header_bytes + large[0].offset + large[0].nbytes
     new = NewTensors(live())
-    new.foresee([header])
+    foresee(new, header)
     new.fill(part for part in parts if part[1] + len(part[2]) <= end - 1)
     new.make(large[0].spec, "cpu")
     assert not new.has(0, large[0])
@@ -150,12 +170,13 @@ def test_a_piece_of_which_a_part_is_missing_is_not_there() -> None:
 def test_what_was_filled_of_one_version_is_not_of_the_next() -> None:
     header, parts = parts_of(live(steps=1))
     new = NewTensors(live())
-    new.foresee([header])
+    foresee(new, header)
     new.fill(parts)
-    new.foresee([header])  # another version, of the same headers
+    foresee(new, header)  # another version, of the same headers
     large = [p for p in header.pieces if p.spec.name.startswith("optimizer/weight/exp")]
     for piece in large:
         new.make(piece.spec, "cpu")
         assert not new.has(0, piece)
-    new.foresee(())  # a rank that has no room for them beside what it fetches
+    new.begin(wanted=False)  # a rank that has no room for them beside what it fetches
+    new.foresee(header)
     assert new._made == {}
