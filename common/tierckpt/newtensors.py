@@ -79,11 +79,11 @@ class NewTensors:
 
     def foreseen(self, touch: bool) -> None:
         """That was all: what was made before and these shards do not have goes now. `touch` what is
-        new, where there is something to wait for meanwhile."""
-        self._before = {}
-        for tensor in self._untouched if touch else ():
-            touch_memory(as_bytes(tree.flat(tensor)))
-        self._untouched = []
+        new, where there is something to wait for meanwhile. Never raises, as `foresee`."""
+        new, self._untouched, self._before = self._untouched, [], {}
+        with contextlib.suppress(Exception):
+            for tensor in new if touch else ():
+                touch_memory(as_bytes(tree.flat(tensor)))
 
     def fill(self, parts: Iterable[Part]) -> None:
         """Copy what `parts` have of them into place: of the version begun last, that may prove
