@@ -241,34 +241,16 @@ class Restorer:
 
     def _verify(self, attempt: Attempt) -> bool:
         """Read and check this rank's share; False, with more known as bad, when any was bad."""
-        plan, images = attempt.plan, attempt.images
+        plan = attempt.plan
         trouble: list[str] = []
         self._drop_kept(plan)
         mine = [s for s in plan.sources if s.reader == self.group.rank and not s.rebuilt]
         self._progress.begin(f"verifying v{plan.id.version}")
-        fetches_most = _fetches_most(plan, mine)
-        if self._new is not None:
-            self._new.begin(wanted=not fetches_most)
-        with ThreadPoolExecutor(READERS, "tierckpt-restore") as pool:
-            room = self._aside.make_room if self._aside and fetches_most else None
-            reads = Reads(pool, images, self._on_read, self._open_store, self._kept, room)
-            if self._new is not None:
-                reads.on_open = self._new.foresee
-            with _noted(trouble):
-                reads.open(plan.id, len(plan.sources), plan.life, mine)
-            suspected: list[Failure] = []
-            failures: list[Failure] = []
-            if plan.rebuilds:
-                suspected, failures = self._rebuild(attempt, pool, reads, trouble)
-            failures += _map_others(attempt)
-            with _noted(trouble):
-                if self._new is not None:
-                    _fill_ahead(attempt, reads, self._new)
-            failures += reads.finish()
+        headers, suspected, failures = self._read(attempt, mine, trouble)
         outlines: dict[int, Outline] = {}
         small: dict[int, OwnState] = {}
         with _noted(trouble):
-            outlines, small = _told_here(attempt, reads.headers)
+            outlines, small = _told_here(attempt, headers)
         trouble += [f"{f.key} on node {f.node}: {f.why}" for f in failures if f.blame is Blame.RANK]
         told = ("; ".join(trouble[:1]), failures, suspected, outlines, small)
         troubles, failed_of, suspected_of, outlines_of, small_of = zip(
@@ -281,17 +263,43 @@ class Restorer:
         self._readers = _readers_of(plan)
         if failed:
             damaged = {f.key.shard for f in failures if not isinstance(f.key, ParityKey)}
-            self._keep(attempt, mine, reads.headers, damaged)
+            self._keep(attempt, mine, headers, damaged)
         else:
             outlines = {shard: o for each in outlines_of for shard, o in each.items()}
             small = {shard: o for each in small_of for shard, o in each.items()}
-            own = small.get(attempt.own_shard) or _own_state(attempt, reads.headers)
+            own = small.get(attempt.own_shard) or _own_state(attempt, headers)
             attempt.contents = Contents([outlines[s.shard] for s in plan.sources], own)
             if not attempt.contents.whole():
-                held = counts(_headers_here(attempt, reads.headers).values())
+                held = counts(_headers_here(attempt, headers).values())
                 everyones = self.group.all_gather_object(held)
                 attempt.contents.missing = lacking(attempt.contents.specs, everyones)
         return not failed
+
+    def _read(
+        self, attempt: Attempt, mine: Sequence[Source], trouble: list[str]
+    ) -> tuple[dict[int, ShardHeader], list[Failure], list[Failure]]:
+        """Have this rank's share checked, and lost shards rebuilt; (headers, what may be damaged,
+        what is). What is no copy's fault is added to `trouble`."""
+        plan, images = attempt.plan, attempt.images
+        fetches_most = _fetches_most(plan, mine)
+        suspected: list[Failure] = []
+        failures: list[Failure] = []
+        with ThreadPoolExecutor(READERS, "tierckpt-restore") as pool:
+            room = self._aside.make_room if self._aside and fetches_most else None
+            reads = Reads(pool, images, self._on_read, self._open_store, self._kept, room)
+            if self._new is not None:
+                self._new.begin(wanted=not fetches_most)
+                reads.on_open = self._new.foresee
+            with _noted(trouble):
+                reads.open(plan.id, len(plan.sources), plan.life, mine)
+            if plan.rebuilds:
+                suspected, failures = self._rebuild(attempt, pool, reads, trouble)
+            failures += _map_others(attempt)
+            if self._new is not None:
+                with _noted(trouble):
+                    _fill_ahead(attempt, reads, self._new)
+            failures += reads.finish()
+        return reads.headers, suspected, failures
 
     def _keep(
         self,

@@ -57,23 +57,6 @@ def come_back(place: Place) -> dict[str, Any]:
     return {**told, "ready": ready, "rank": rank()}
 
 
-@pytest.mark.parametrize("now", [1, 2, 3])
-@pytest.mark.parametrize("level", ["memory", "local"])
-def test_new_optimizer_state_is_in_place_when_all_is_verified(
-    level: str, now: int, ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    place = Place.under(tmp_path, shm_dir)
-    left = ranks(2).run(leave_behind, place)
-    if level == "local":
-        shutil.rmtree(next(shm_dir.iterdir()))
-    for told in ranks(now).run(come_back, place):
-        assert told["restored"] == (STEPS, {level: 2})
-        if now == 2:
-            assert told["digest"] == left[told["rank"]][STEPS]
-        if told["rank"] < 2:  # a third one reads nothing, and knows no header before it loads
-            assert min(told["ready"][shard] for shard in (0, 1)) > 0, "its own share and the other"
-
-
 def come_back_with_a_slow_share(place: Place) -> dict[str, Any]:
     """This rank's own share is not there before what the other one reads has been filled."""
     the_others = threading.Event()
@@ -93,16 +76,25 @@ def come_back_with_a_slow_share(place: Place) -> dict[str, Any]:
         return come_back(place)
 
 
-def test_what_others_read_is_filled_while_a_ranks_own_share_is_read(
-    ranks: Any, tmp_path: Path, shm_dir: Path
+CASES = [(level, now, come_back) for level in ("memory", "local") for now in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("level", "now", "life"), [*CASES, ("local", 2, come_back_with_a_slow_share)]
+)
+def test_new_optimizer_state_is_in_place_when_all_is_verified(
+    level: str, now: int, life: Any, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
     left = ranks(2).run(leave_behind, place)
-    shutil.rmtree(next(shm_dir.iterdir()))
-    for told in ranks(2).run(come_back_with_a_slow_share, place):
-        assert told["restored"] == (STEPS, {"local": 2})
-        assert told["digest"] == left[told["rank"]][STEPS]
-        assert min(told["ready"][shard] for shard in (0, 1)) > 0
+    if level == "local":
+        shutil.rmtree(next(shm_dir.iterdir()))
+    for told in ranks(now).run(life, place):
+        assert told["restored"] == (STEPS, {level: 2})
+        if now == 2:
+            assert told["digest"] == left[told["rank"]][STEPS]
+        if told["rank"] < 2:  # a third one reads nothing, and knows no header before it loads
+            assert min(told["ready"][shard] for shard in (0, 1)) > 0, "its own share and the other"
 
 
 def test_what_another_rank_finds_damaged_is_not_kept(
