@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from . import faults
 from .errors import ConfigError
 from .held import Held, open_shard
 from .jobdirectory import JobDirectory
@@ -298,6 +299,7 @@ def _protect_all(order: _Order) -> tuple[int, list[str]]:
     transport = order.transport
     if transport is None:
         return 0, ["the agents do not know each other"]
+    faults.point("peer", op="begin", version=order.version.version)
     written: list[int] = []
     errors: list[str] = []
 

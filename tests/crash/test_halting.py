@@ -17,8 +17,9 @@ from tests.crash.scenario import RANKS, VARIABLE
 SCRIPT = Path(__file__).with_name("halting_job.py")
 STAND, LAST = 12, 14
 """All ranks stand before this step; the one told there says so at v13, and v14 is the last."""
-GONE = f"kill@peer:op=meet,version={LAST}"
-"""An agent's end, when it is to protect the last version."""
+GONE = f"kill@peer:op=begin,version={LAST}"
+"""An agent's end, when it is to protect the last version: before another can have joined it, whose
+exchange would be over at once."""
 
 
 def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[bytes]:
