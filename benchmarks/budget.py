@@ -24,10 +24,11 @@ from figures import Spread, spread
 from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
 from harness import Team, TeamError
 from levelfigures import block_seconds
-from methods import Method, Setting
+from methods import Setting
 from ours import OursAuto
 
 LEVELS = ("memory", "local", "persistent")
+WAKE_STEPS, MOST_WAKE_STEPS = 10, 2000
 SLOW_BYTES = 20e6
 """A second, of each node, to a slow persistent level."""
 
@@ -41,14 +42,16 @@ def say(text: str) -> None:
 class Case:
     """One budget, to a fast or a slow persistent level.
 
-    overhead: of the steps of a block, beside plain ones before and after, as a fraction; one a
-    round. each_steps: steps for each version, by level, over the rounds; None: none was taken.
+    overhead: of the steps of a block and of those in its wake, beside plain ones before and after,
+    as a fraction of the block; one a round. each_steps: steps for each version, by level, over the
+    rounds; None: none was taken. wake_steps: in the mean.
     """
 
     budget: float
     slow: bool
     overhead: Spread | None = None
     each_steps: dict[str, float | None] = field(default_factory=dict)
+    wake_steps: float = 0.0
 
     @property
     def name(self) -> str:
@@ -81,45 +84,67 @@ def surroundings(case: Case) -> Iterator[None]:
 
 
 class Bench:
-    """A plain training, and one for each case; idle while another one is measured."""
+    """A training for each case, one after the other.
+
+    Plain steps are those of the same processes, whose loops call no boundary then, as two trainings
+    that do the same differ by more than a budget. While what a block began is still under way,
+    plain steps are in its wake: what they take longer is the block's.
+    """
 
     def __init__(self, options: argparse.Namespace, disk: Path, memory: Path) -> None:
         self.options, self.disk, self.memory = options, disk, memory
 
     def measure(self, cases: list[Case]) -> int:
         """Fill in the figures; returns the bytes of the training's state."""
-        with ExitStack() as plain_stack:
-            plain, state_bytes = self._team(Method.name, "plain", plain_stack)
-            plain.block(self.options.steps, checkpoints=False)
-            for case in cases:
-                say(f"{case.name}: {self.options.learning} steps to learn")
-                with ExitStack() as stack, surroundings(case):
-                    team, _ = self._team(OursAuto.name, f"budget{cases.index(case)}", stack)
-                    self._visit(case, plain, team)
+        state_bytes = 0
+        for case in cases:
+            say(f"{case.name}: {self.options.learning} steps to learn")
+            with ExitStack() as stack, surroundings(case):
+                team, state_bytes = self._team(f"budget{cases.index(case)}", stack)
+                self._visit(case, team)
         return state_bytes
 
-    def _visit(self, case: Case, plain: Team, team: Team) -> None:
+    def _visit(self, case: Case, team: Team) -> None:
         steps, folder = self.options.steps, self.disk / team.log.stem
         team.command("attach")
         team.block(self.options.learning, checkpoints=True)
-        before, overheads = _taken(folder), []
+        self._wake(team)
+        before, overheads, wakes = _taken(folder), [], []
         for number in range(self.options.rounds):
-            sides = [block_seconds(plain.block(steps // 2, checkpoints=False))]
-            beside = block_seconds(team.block(steps, checkpoints=True))
-            sides.append(block_seconds(plain.block(steps - steps // 2, checkpoints=False)))
-            overheads.append(beside / sum(sides) - 1)
+            plain = [self._plain(team)]
+            seconds = block_seconds(team.block(steps, checkpoints=True))
+            more, wake = self._wake(team)
+            plain.append(self._plain(team))
+            overheads.append((seconds + more) / mean(plain) / steps - (steps + wake) / steps)
+            wakes.append(wake)
             say(f"{case.name}: round {number + 1}, {100 * overheads[-1]:.1f} %")
-        case.overhead = spread(overheads)
+        case.overhead, case.wake_steps = spread(overheads), mean(wakes)
         for level in LEVELS:
             count = _taken(folder)[level] - before[level]
             case.each_steps[level] = self.options.rounds * steps / count if count else None
 
-    def _team(self, method: str, name: str, stack: ExitStack) -> tuple[Team, int]:
+    def _plain(self, team: Team) -> float:
+        """Seconds of a step beside which nothing goes on: as many steps as a block's, half of them
+        before it and half behind."""
+        steps = (self.options.steps + 1) // 2
+        return block_seconds(team.block(steps, checkpoints=False)) / steps
+
+    def _wake(self, team: Team) -> tuple[float, int]:
+        """Go on until nothing of the block is under way; the seconds of that, and the steps."""
+        seconds, steps = 0.0, 0
+        while any(team.command("busy")):
+            if steps == MOST_WAKE_STEPS:
+                raise TeamError(f"still at work after {steps} steps that began nothing")
+            seconds += block_seconds(team.block(WAKE_STEPS, checkpoints=False))
+            steps += WAKE_STEPS
+        return seconds, steps
+
+    def _team(self, name: str, stack: ExitStack) -> tuple[Team, int]:
         folder, memory = self.disk / name, self.memory / name
         folder.mkdir()
         memory.mkdir()
         setting = Setting(
-            method=method,
+            method=OursAuto.name,
             launcher="torchrun",
             world=2,
             model=self.options.model,
@@ -144,7 +169,8 @@ def _taken(folder: Path) -> dict[str, float]:
 
 def table(cases: list[Case]) -> str:
     """A line for each case."""
-    head = f"{'budget':<18}{'overhead % (sure)':>24}  steps for each version: " + ", ".join(LEVELS)
+    head = f"{'budget':<18}{'overhead % (sure)':>24}{'wake':>6}  steps for each version: "
+    head += ", ".join(LEVELS)
     lines = [head]
     for case in cases:
         assert case.overhead is not None
@@ -152,7 +178,8 @@ def table(cases: list[Case]) -> str:
         figures = f"{100 * case.overhead.median:.1f} ({100 * low:.1f}..{100 * high:.1f})"
         each = ", ".join("none" if n is None else f"{n:.0f}" for n in case.each_steps.values())
         verdict = "held" if case.held else "EXCEEDED"
-        lines.append(f"{case.name:<18}{figures:>24}  {each}  {verdict}")
+        wake = f"{case.wake_steps:>6.0f}"
+        lines.append(f"{case.name:<18}{figures:>24}{wake}  {each}  {verdict}")
     return "\n".join(lines)
 
 

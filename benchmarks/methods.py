@@ -98,6 +98,10 @@ class Method:
     def drain(self) -> None:
         """Return when everything begun is finished on this rank, or raise what went wrong."""
 
+    def busy(self) -> bool:
+        """True while something that was begun goes on beside the training, on this rank."""
+        return False
+
     def sweep(self) -> None:
         """Delete old checkpoints. Called on rank 0, drained and outside any measurement."""
 

@@ -228,6 +228,10 @@ class OursAuto(OursMemory):
         path = self.job.directory / f"taken{self.job.rank}.json"
         path.write_text(json.dumps(self._taken))
 
+    def busy(self) -> bool:
+        committed = self._checkpointer.wait(0)
+        return not (self._checkpointer._agent.wait(0, everything=True) and committed)
+
     def sweep(self) -> None:
         """Its own retention does that."""
 

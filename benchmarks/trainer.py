@@ -183,6 +183,8 @@ class Trainer:
             return self.attach()
         if command == "keep_freed":
             return keep_freed()
+        if command == "busy":
+            return self.method.busy()
         if command == "sweep":
             return self.method.sweep() if self.ranks.rank == 0 else None
         if command == "close":

@@ -18,6 +18,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import queue
@@ -246,6 +247,8 @@ def _listen(home: Path, rank: int, calls: queue.SimpleQueue[str]) -> None:
         for line in commands:
             if line.strip() == STACKS:
                 faulthandler.dump_traceback()
+                for worker in multiprocessing.active_children():  # DataLoaders'
+                    os.kill(worker.pid, signal.SIGUSR2)
             else:
                 calls.put(line.strip())
     os.kill(os.getpid(), signal.SIGKILL)
@@ -342,6 +345,7 @@ def _main(kind: str, size: str, home: str, rank: str = "") -> None:
     os.dup2(log, 2)
     os.close(log)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)  # in forked children, too
     _pid_of(Path(home), number).write_text(str(os.getpid()))
     _serve(kind, int(size), Path(home), number)
 
