@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,24 @@ def test_a_job_does_not_wait_for_its_own_dead_life(tmp_path: Path) -> None:
         other.ensure()
     assert now.held()
     assert not before.held()
+
+
+def test_where_a_store_overwrites_who_came_first_finds_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both saw nobody's lease, and the store takes no notice of `exclusive`."""
+    clock = FakeClock()
+    first, second = lease(tmp_path, "1111", clock), lease(tmp_path, "2222", clock)
+    put = first._backend.put
+
+    def heedless(name: str, windows: Any, nbytes: int, exclusive: bool) -> None:
+        put(name, windows, nbytes, False)
+        second._write(1, "theirs")
+
+    monkeypatch.setattr(first._backend, "put", heedless)
+    with pytest.raises(LeaseHeldError, match="job of 2222"):
+        first.ensure()
+    assert second.held()
 
 
 def test_a_life_that_was_followed_does_not_take_the_lease_back(tmp_path: Path) -> None:
