@@ -24,6 +24,7 @@ IN_MID_FLUSH = {
     "record written": "op=open,target=00001of00002.group",
     "group's record about to be there": "op=rename,target=00001of00002.group",
 }
+BEFORE_EXCHANGE = "begin"
 IN_MID_EXCHANGE = ["meet", "send", "write", "end", "commit"]
 
 
@@ -138,7 +139,7 @@ def test_an_agent_killed_in_mid_flush_leaves_it_to_the_next(phase: str, job: Job
     job.ended_as_undisturbed()
 
 
-@pytest.mark.parametrize("operation", IN_MID_EXCHANGE)
+@pytest.mark.parametrize("operation", [BEFORE_EXCHANGE, *IN_MID_EXCHANGE])
 def test_an_agent_killed_in_mid_exchange_costs_that_version_there(operation: str, job: Job) -> None:
     live_on_after_a_kill(job, f"kill@peer:op={operation}", EARLIEST)
     check_that_it_was_replaced(job)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import tierckpt
-from tests.crash.test_agents import IN_MID_EXCHANGE, IN_MID_FLUSH
+from tests.crash.test_agents import BEFORE_EXCHANGE, IN_MID_EXCHANGE, IN_MID_FLUSH
 from tests.crash.test_sweep import AGENT_POINTS, TRAINER_POINTS
 from tests.store.test_persistent_killed import FLUSH_KILLS, REMOVAL_KILLS
 from tests.store.test_persistent_s3 import OBJECT_REMOVAL_KILLS, UPLOAD_KILLS
@@ -29,6 +29,7 @@ SWEEPS = {
     "health.py": [f"eio@health:op={op}" for op in HEALTH_POINTS],
     "peer/exchange.py": [f"kill@peer:op={op}" for op in IN_MID_EXCHANGE],
     "persistent/objects.py": of_files([*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS]),
+    "protector.py": [f"kill@peer:op={BEFORE_EXCHANGE}"],
     "persistent/posix.py": of_files([*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]),
 }
 """What is swept, by file. What a file elsewhere has is a part of CHECKPOINT's sweep."""
