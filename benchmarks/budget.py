@@ -29,6 +29,7 @@ from ours import OursAuto
 
 LEVELS = ("memory", "local", "persistent")
 WAKE_STEPS, MOST_WAKE_STEPS = 10, 2000
+"""Made at a time until nothing of a block is under way, and before that is given up."""
 SLOW_BYTES = 20e6
 """A second, of each node, to a slow persistent level."""
 
@@ -111,11 +112,11 @@ class Bench:
         self._wake(team)
         before, overheads, wakes = _taken(folder), [], []
         for number in range(self.options.rounds):
-            plain = [self._plain(team)]
+            before_seconds = self._plain(team)
             seconds = block_seconds(team.block(steps, checkpoints=True))
             more, wake = self._wake(team)
-            plain.append(self._plain(team))
-            overheads.append((seconds + more) / mean(plain) / steps - (steps + wake) / steps)
+            step_seconds = mean((before_seconds, self._plain(team)))
+            overheads.append((seconds + more) / (steps * step_seconds) - 1 - wake / steps)
             wakes.append(wake)
             say(f"{case.name}: round {number + 1}, {100 * overheads[-1]:.1f} %")
         case.overhead, case.wake_steps = spread(overheads), mean(wakes)

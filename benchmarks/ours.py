@@ -229,8 +229,8 @@ class OursAuto(OursMemory):
         path.write_text(json.dumps(self._taken))
 
     def busy(self) -> bool:
-        committed = self._checkpointer.wait(0)
-        return not (self._checkpointer._agent.wait(0, everything=True) and committed)
+        self._checkpointer.wait(0)  # completes what is being copied
+        return not self._checkpointer._agent.wait(0, everything=True)
 
     def sweep(self) -> None:
         """Its own retention does that."""

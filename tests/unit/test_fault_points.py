@@ -29,8 +29,8 @@ SWEEPS = {
     "health.py": [f"eio@health:op={op}" for op in HEALTH_POINTS],
     "peer/exchange.py": [f"kill@peer:op={op}" for op in IN_MID_EXCHANGE],
     "persistent/objects.py": of_files([*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS]),
-    "protector.py": [f"kill@peer:op={BEFORE_EXCHANGE}"],
     "persistent/posix.py": of_files([*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]),
+    "protector.py": [f"kill@peer:op={BEFORE_EXCHANGE}"],
 }
 """What is swept, by file. What a file elsewhere has is a part of CHECKPOINT's sweep."""
 
