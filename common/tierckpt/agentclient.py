@@ -76,6 +76,12 @@ class AgentClient:
         """Agents that this client started."""
         return self._line.starts
 
+    def find(self, first: bool = True) -> None:
+        """Connect to the agent, if there is one: that of a life before, or of another rank. One is
+        started when something is said to it, at the latest. `first`: see `start`."""
+        with self._lock:
+            self._line.find(first)
+
     def start(self, first: bool = True) -> None:
         """Connect to the agent, or start it; OSError when it cannot be started.
 
@@ -165,11 +171,11 @@ class AgentClient:
             said: dict[str, Any] = self._introduction[-1]["roster"]
             return said
         deadline = time.monotonic() + timeout_seconds
-        while (
-            not (self._roster or self._line.welcome or self.starts) and time.monotonic() < deadline
-        ):
+        while time.monotonic() < deadline:
             with self._lock:
                 self._line.look()
+                if self._roster or not self._line.answers_soon():
+                    break
             time.sleep(0.002)
         return self._roster
 

@@ -115,6 +115,8 @@ class AgentLine:
         """Tells agents the later of two lives."""
         self._first = True
         """This is the node's first rank."""
+        self._needed = False
+        """Where there is no agent, one is to be started."""
         self._leaving: tuple[int | None, float] = (None, 0.0)
         """Process id of the agent that makes way for one of ours, and since when."""
         self._outlived = False
@@ -131,18 +133,21 @@ class AgentLine:
         mine = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(mine()))
 
-    def start(self, first: bool) -> None:
-        """Connect to the agent, or start it; OSError when it cannot be started.
-
-        `first`: this is the node's first rank; the others leave the start to it for a while.
-        """
+    def find(self, first: bool) -> None:
+        """Connect to the agent, if there is one. `first`: see `AgentClient.start`."""
         self._first = first
-        self._leave_start()
+        self._reach()
+
+    def start(self, first: bool) -> None:
+        """See `AgentClient.start`."""
+        self._first, self._needed = first, False
+        self._need()
         self._reach()
 
     def ready(self) -> None:
         """Hear what came, and do what can be done at once to be connected. Raises OSError, behind
         `Owner.gave_up`, when no agent can be started."""
+        self._need()
         self._receive()
         self._reach_or_give_up()
 
@@ -156,6 +161,7 @@ class AgentLine:
 
     def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
         """Say it, or keep it until there is somebody to say it to."""
+        self._need()
         self._unsent.extend(_packed(message, fds))
         self._flush()
 
@@ -237,7 +243,7 @@ class AgentLine:
         when no agent, or no thread, can be started.
         """
         self._reach_now()
-        if not self.welcome and not self._reaching:
+        if not self._settled() and not self._reaching:
             reacher = threading.Thread(
                 target=self._reach_soon, name="tierckpt-agent-reach", daemon=True
             )
@@ -250,7 +256,8 @@ class AgentLine:
             self._reacher = reacher
 
     def _reach_soon(self) -> None:
-        """The thread: until the agent has bidden welcome, and has been told what waited."""
+        """The thread: until the agent has bidden welcome, and has been told what waited; or until
+        there is none, and none needed."""
         while True:
             with self.lock:
                 try:
@@ -261,10 +268,24 @@ class AgentLine:
                     self._owner.gave_up(f"the agent cannot be started ({error})")
                     self._reaching = False
                     return
-                if self.welcome or self._closing:
+                if self._settled() or self._closing:
                     self._reaching = False
                     return
             time.sleep(0.005)
+
+    def _need(self) -> None:
+        """From now on one is started where there is none."""
+        if not self._needed:
+            self._needed = True
+            self._leave_start()
+
+    def _settled(self) -> bool:
+        return self.welcome or not (self._needed or self.answers_soon())
+
+    def answers_soon(self) -> bool:
+        """True while an agent is there, or is being started, that has not bidden welcome yet."""
+        coming = self._channel is not None or self._starting()
+        return not self.welcome and (coming or time.monotonic() < self._ask_after)
 
     def _leave_start(self) -> None:
         """To the node's first rank, for a while; for as long as it may take, where an agent of ours
@@ -280,7 +301,7 @@ class AgentLine:
                 return
             self._pass_over("does not answer", logging.ERROR)
         connected = time.monotonic() < self._ask_after or self._connect()
-        if not connected and self._inline is None:
+        if not connected and self._inline is None and self._needed:
             self._start_process()
 
     def _connect(self) -> bool:

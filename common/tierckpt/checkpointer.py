@@ -190,7 +190,7 @@ class Checkpointer:
         self._levels = Levels(config, group, roll, groups, self._berth, agreement, reports)
         self._lives, self._agent = self._levels.lives, self._levels.agent
         undo.callback(self._agent.close, abandoned=True)
-        self._levels.start()
+        self._levels.open()
         self._schedule = Schedule(config)
         automatic = self._schedule.tuner.every_steps
         self._meter = Meter("persistent" in automatic) if automatic else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -35,19 +35,32 @@ class Filler:
         header = self.header
         assert header is not None
         low = offset - header.header_bytes
-        high = low + len(window)
         data = torch.frombuffer(window, dtype=torch.uint8)
+        for piece, target, begin, end in self._going(shard, low, low + len(window)):
+            part = slice(begin - piece.offset, end - piece.offset)
+            _bytes_of(target, piece)[part].copy_(data[begin - low : end - low])
+
+    def wants(self, shard: int, low: int, high: int) -> bool:
+        """Whether `take` has any use for these bytes, of the shard that it is at."""
+        if self.header is None or low < self.header.header_bytes:
+            return True
+        data_begins = self.header.header_bytes
+        return any(True for _ in self._going(shard, low - data_begins, high - data_begins))
+
+    def _going(
+        self, shard: int, low: int, high: int
+    ) -> Iterator[tuple[Piece, torch.Tensor, int, int]]:
+        """Of these bytes of the data what goes somewhere: its piece, where to, and from where up to
+        where it lies in the data."""
+        assert self.header is not None
         first = max(bisect_right(self._offsets, low) - 1, 0)
-        for piece in header.pieces[first:]:
+        for piece in self.header.pieces[first:]:
             if piece.offset >= high:
                 break
             target = self._place_of(shard, piece)
-            if target is None:
-                continue
             begin, end = max(piece.offset, low), min(piece.offset + piece.nbytes, high)
-            if begin < end:
-                part = slice(begin - piece.offset, end - piece.offset)
-                _bytes_of(target, piece)[part].copy_(data[begin - low : end - low])
+            if target is not None and begin < end:
+                yield piece, target, begin, end
 
 
 def _bytes_of(target: torch.Tensor, piece: Piece) -> torch.Tensor:

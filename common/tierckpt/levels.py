@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 
 from . import attach
 from .absent import Absent
@@ -69,16 +70,18 @@ class Levels:
             self.handover = Handover(group, berth.pool, self.agent, agreement, reports)
             undo.pop_all()
 
-    def start(self) -> None:
-        """Start the agent, if no other rank does."""
+    def open(self) -> None:
+        """Find the agent, if there is one; it is started by `meet`."""
         if self.peers.slow_coding and self._group.rank == 0:
             self._reports.notice(self.peers.slow_coding, logging.WARNING)
-        if not self._config.uses("local"):
-            return
-        try:
-            self.agent.start(self._node.first == self._group.rank)
-        except OSError as error:
-            self._reports.notice(f"the agent could not be started: {error}", logging.ERROR)
+        self._have_agent(self.agent.find)
+
+    def _have_agent(self, have: Callable[[bool], None]) -> None:
+        if self._config.uses("local"):
+            try:
+                have(self._node.first == self._group.rank)
+            except OSError as error:
+                self._reports.notice(f"the agent could not be started: {error}", logging.ERROR)
 
     def collect(self) -> None:
         """Hear what the agent said."""
@@ -134,7 +137,10 @@ class Levels:
             self._reports.notice(text, logging.ERROR)
 
     def meet(self) -> None:
-        """The nodes' agents meet under the name of the life that has begun. Collective."""
+        """The nodes' agents, which are started where there are none, meet under the name of the
+        life that has begun. Collective. Not before: the start of one is 0.1 s of work, and more of
+        waiting for memory, beside a restore that wants the cores."""
+        self._have_agent(self.agent.start)
         lives, absent = self.lives, self.absent.alive
 
         def complain(text: str) -> None:

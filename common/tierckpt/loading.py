@@ -183,6 +183,10 @@ class Loader:
         """Copy what a part of a shard has of its pieces into place: see `Filler.take`."""
         self._filler.take(shard, offset, window)
 
+    def wants(self, shard: int, low: int, high: int) -> bool:
+        """Whether `load_window` has any use for these bytes: see `Filler.wants`."""
+        return self._filler.wants(shard, low, high)
+
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
         name = piece.spec.name
         target = self._targets.get(name)

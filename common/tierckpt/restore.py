@@ -38,7 +38,7 @@ from .rebuilding import Parities
 from .restored import Restored, Volume
 from .restoreplan import RestorePlan, Source, plan_restore
 from .shardfile import ShardHeader, decode_header
-from .sharing import Courier, Visit
+from .sharing import Courier, Visit, Wants, all_of_it
 from .state import TrainingState
 from .together import Together
 
@@ -95,10 +95,10 @@ class Attempt:
         """The shard that this rank takes its small state from."""
         return self.courier.rank % len(self.plan.sources)
 
-    def visit(self, visit: Visit) -> None:
-        """Show every rank every shard, once. What is in memory for that alone goes meanwhile,
-        window by window; what was rebuilt and may have to be mended stays. Collective. `trouble`
-        says why it did not get all to see."""
+    def visit(self, visit: Visit, wants: Wants = all_of_it) -> None:
+        """Show every rank every shard, once, but for what it maps and does not want. What is in
+        memory for that alone goes meanwhile, window by window; what was rebuilt and may have to be
+        mended stays. Collective. `trouble` says why it did not get all to see."""
 
         def visit_one(shard: int, offset: int, window: memoryview) -> None:
             visit(shard, offset, window)
@@ -106,11 +106,16 @@ class Attempt:
                 self.images[shard].forget(offset, offset + len(window))
             self.progress.advance(len(window))
 
+        def wants_one(shard: int, low: int, high: int) -> bool:
+            wanted = wants(shard, low, high)
+            self.progress.advance(0 if wanted else high - low)
+            return wanted
+
         assert self.contents is not None
         for source in self.plan.sources:
             shard = source.shard
             outline = self.contents.outlines[shard]
-            self.courier.show(source, outline, self.images.get(shard), visit_one)
+            self.courier.show(source, outline, self.images.get(shard), visit_one, wants_one)
             try:
                 if shard in self.images and not source.direct and not self._to_mend(shard):
                     self.images.pop(shard).close()
@@ -598,7 +603,7 @@ def load(
         loader.choose_shards()
     state.torn = True
     with torch.no_grad():
-        attempt.visit(loader.load_window)
+        attempt.visit(loader.load_window, loader.wants)
         attempt.trouble = attempt.trouble or _finish(loader, saved)
     try:  # last: loading may have drawn
         notices += loader.notices + streams.take_up(

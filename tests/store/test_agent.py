@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import agent, agentline, packets
+from tierckpt import agent, agentline, packets, restore
 from tierckpt.agent import PROTOCOL, Place
 from tierckpt.agentclient import AgentClient, AgentSettings
 from tierckpt.agentline import AgentLine
@@ -108,6 +108,43 @@ def test_all_trainers_of_a_node_have_the_same_agent(node: Any) -> None:
     assert alive(pid), "it serves the other"
     second.close()
     until(lambda: not alive(pid))
+
+
+def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any) -> None:
+    first, second = AgentClient(*node(0)), AgentClient(*node(1))
+    first.find()
+    assert first.roster(10 * PATIENCE_SECONDS) == {}, "nobody is coming who could say"
+    assert first.poll() == []
+    assert first.starts == 0
+    assert not first.settings.place().lock.exists()
+    met(first)
+    assert first.starts == 1
+    second.find()
+    until(lambda: second.pid == first.pid)
+    assert second.starts == 0
+    first.close()
+    second.close()
+    until(lambda: not first.settings.place().lock.exists())
+
+
+def test_a_restore_has_the_cores_for_itself(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that has to be started is started when all is loaded."""
+    with TinyJob(tmp_path / "ckpts", shm_dir=shm_dir) as job:
+        job.run(2)
+        job.settle()
+    seen = []
+    finish = restore.Loader.finish
+
+    def look(loader: Any, saved: Any) -> None:
+        seen.append(again.checkpointer._agent.starts)
+        finish(loader, saved)
+
+    monkeypatch.setattr(restore.Loader, "finish", look)
+    with TinyJob(tmp_path / "ckpts", seed=1, shm_dir=shm_dir) as again:
+        assert again.restore() == 2
+        assert (seen, again.checkpointer._agent.starts) == ([0], 1)
 
 
 def test_an_agent_that_came_too_late_to_serve_does_not_wait_for_somebody_else(node: Any) -> None:

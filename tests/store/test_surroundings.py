@@ -514,6 +514,7 @@ def test_ranks_of_a_node_that_differ_have_one_agent(
     def program(group: Any) -> tuple[int | None, int]:
         settings = {"shm_dir": str(shm_dir), "group": group, "local_in_place": False}
         with TinyJob(tmp_path / "ckpts", **settings) as job:
+            job.restore()
             client = job.checkpointer._agent
             until(lambda: client.pid is not None)
             return client.pid, client.settings.index

@@ -81,5 +81,5 @@ def test_a_start_says_once_that_parity_will_be_slow(
     said: Any = Said()
     levels = Levels(config, group, roll, groups, berth, agreement, said)
     with contextlib.closing(levels.agent):
-        levels.start()
+        levels.open()
     assert said.notices == [isal.MISSING] * told

@@ -295,6 +295,7 @@ def test_what_was_mapped_is_brought_again_before_it_is_shown(
 ) -> None:
     """It may have left memory meanwhile; to look at a page that cannot come back is SIGBUS."""
     monkeypatch.setattr("tierckpt.sharing.BROADCAST_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.sharing.MAPPED_BYTES", 1000)
     touched: list[tuple[int, int]] = []
     shown: list[int] = []
 
@@ -320,6 +321,44 @@ def test_what_was_mapped_is_brought_again_before_it_is_shown(
     assert "the disk fails" in courier.trouble
     assert courier.trouble_of_any() == courier.trouble
     assert sent.lengths == ([] if direct else [1400, 1000, 1000, 600]), "others wait for each"
+
+
+def test_what_is_mapped_and_not_wanted_is_not_touched(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierckpt.sharing.MAPPED_BYTES", 1000)
+    touched: list[int] = []
+    shown: list[int] = []
+    image = Image(
+        disk.manifests[0],
+        memoryview(bytearray(4000)),
+        lambda: None,
+        touch=lambda low, high: touched.append(low),
+    )
+    courier = Courier(SingleGroup(), Volume())
+
+    def wants(shard: int, low: int, high: int) -> bool:
+        assert low > 0, "of the header nobody is asked"
+        return (shard, low, high) == (0, 2400, 3400)
+
+    courier.show(
+        replace(sources([0])[0], direct=True),
+        outline(1400, 2600),
+        image,
+        lambda shard, offset, window: shown.append(offset),
+        wants,
+    )
+    assert shown == touched == [0, 2400]
+    assert not courier.trouble
+
+
+def test_what_is_sent_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may want it."""
+    monkeypatch.setattr("tierckpt.sharing.BROADCAST_BYTES", 1000)
+    group = Other(bytes(2500))
+    courier, source = Courier(group, Volume()), sources([0, 1])[0]
+    courier.show(source, outline(100, 2400), None, lambda *_: None, lambda *_: False)
+    assert group.lengths == [1000, 1000, 500]
 
 
 class Sender(SingleGroup):

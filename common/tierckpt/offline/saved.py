@@ -183,7 +183,7 @@ class _Reading:
             raise RestoreError(f"{attempt.plan.id} is not whole: {'; '.join(contents.missing[:4])}")
         attempt.courier.make_room(contents.outlines)
         attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
-        attempt.visit(self._take)
+        attempt.visit(self._take, self._filler.wants)
         if attempt.trouble:
             raise RestoreError(f"{attempt.plan.id} could not be read to its end: {attempt.trouble}")
         structure = {} if self._model_only else contents.structure
