@@ -714,6 +714,28 @@ def test_what_is_never_completed_does_not_fill_the_place(
     assert 11 in versions(place)
 
 
+def test_nodes_look_one_after_the_other_for_what_is_never_completed(
+    node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each a version later than the one before: thousands that list the place at one moment are a
+    load on it that nobody asked for."""
+    nodes = [node(node=n, nodes=4) for n in range(3)]
+    at, first = (0, 0), dict[int, int]()
+    incomplete = PersistentStore.incomplete
+
+    def look(store: PersistentStore) -> list[Any]:
+        if at[1] > 1:  # all look before their first flush
+            first.setdefault(*at)
+        return incomplete(store)
+
+    monkeypatch.setattr(PersistentStore, "incomplete", look)
+    for version in range(1, 10):
+        for number, each in enumerate(nodes):
+            at = number, version
+            each.flush(replace(order(version, number), shards=4))
+    assert first == {n: STILL_UNDER_WAY + 2 + n for n in range(3)}
+
+
 def test_the_bandwidth_is_the_nodes_whatever_the_number_of_flushes(
     node: MakeNode, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

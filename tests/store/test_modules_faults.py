@@ -240,6 +240,28 @@ def test_a_version_whose_base_is_being_retired_does_not_come_to_be(writer: Write
     assert versions(writer) == [1]
 
 
+def test_nor_one_whose_base_went_while_its_manifest_was_written(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remover was through with everything, its mark included, and saw no manifest."""
+    writer.flush(1)
+    backend = writer.store.backend
+    manifests = [Path(writer.store.url) / (name_of(v).stem + MANIFEST) for v in (1, 2)]
+    put = backend.put
+
+    def put_and_lose(path: str, *what: Any) -> Any:
+        found = put(path, *what)
+        if path == name_of(2).stem + MANIFEST:
+            assert manifests[1].exists()
+            manifests[0].unlink()
+        return found
+
+    monkeypatch.setattr(backend, "put", put_and_lose)
+    with pytest.raises(FlushCancelledError, match="refers to v1"):
+        writer.flush(2)
+    assert not any(path.exists() for path in manifests)
+
+
 def test_a_version_that_was_never_complete_is_no_base(writer: Writer) -> None:
     writer.flush(1)
     (Path(writer.store.url) / (name_of(1).stem + MANIFEST)).unlink()

@@ -7,7 +7,7 @@ import contextlib
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tierckpt.localstore import LocalStore
 from tierckpt.manifest import Manifest
 from tierckpt.naming import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.peer.address import Address
+from tierckpt.peer.exchange import Exchange
 from tierckpt.peer.remote import RemoteNode
 from tierckpt.peer.transport import Transport
 from tierckpt.protector import PartySettings, Protector
@@ -230,9 +231,12 @@ def test_no_thread_to_flush_with_costs_that_version_and_no_more(tmp_path: Path) 
     flusher.close()
 
 
-def test_a_version_that_another_node_left_out_is_no_failure(tmp_path: Path) -> None:
-    """Of what waits it takes the newest alone: nodes differ in what that is."""
-    nodes = [Orders(tmp_path / f"node{number}") for number in range(2)]
+SHARDS = Manifest.decode(shard_of(0, 2 * PAGE_BYTES, 2)[1]).shards
+
+
+def two_nodes(folder: Path, versions: Iterable[int]) -> list[Orders]:
+    """Partners that know each other, and have their shards on disk."""
+    nodes = [Orders(folder / f"node{number}") for number in range(2)]
     places = [node.made.open("life", "lo", 0, "localhost") for node in nodes]
     where = tuple(p.host for p in places), tuple(p.port for p in places)
     ranks = rank_of(0), rank_of(1)
@@ -240,25 +244,61 @@ def test_a_version_that_another_node_left_out_is_no_failure(tmp_path: Path) -> N
         node.made.know([PartySettings(ranks[number], ranks, 2, 1, 1, *where)])
         store = LocalStore(node.folder)
         store.create()
-        for version in (1, 2):
+        for version in versions:
             image, manifest = shard_of(number, 2 * PAGE_BYTES, 2, version)
             store.commit(Manifest.decode(manifest).key, image, manifest)
-    shards = Manifest.decode(manifest).shards
-    late, ahead = nodes
+    return nodes
 
-    def order(node: Orders, version: int) -> None:
-        node.made.order(str(node.folder), VersionId(1, version), shards, None, node.said.put)
 
-    order(ahead, 2)
-    order(late, 1)
+def begin(node: Orders, version: int) -> None:
+    node.made.order(str(node.folder), VersionId(1, version), SHARDS, None, node.said.put)
+
+
+def test_a_version_that_another_node_left_out_is_no_failure(tmp_path: Path) -> None:
+    """Of what waits it takes the newest alone: nodes differ in what that is."""
+    nodes = late, ahead = two_nodes(tmp_path, (1, 2))
+    begin(ahead, 2)
+    begin(late, 1)
     said = late.said.get(timeout=PATIENCE_SECONDS)
     assert (said["op"], said["version"], said["superseded"]) == ("protect_failed", 1, True), said
     assert "v1 was left out: v2 is next" in said["error"]
-    order(late, 2)
+    begin(late, 2)
     for node in nodes:
         said = node.said.get(timeout=PATIENCE_SECONDS)
         assert (said["op"], said["version"]) == ("protected", 2), said
         node.made.close()
+
+
+@pytest.mark.parametrize("then", ["retired", "made anew"])
+def test_no_parity_is_made_of_a_file_that_changed_meanwhile(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention gives its blocks to another version while they are being read."""
+    nodes = two_nodes(tmp_path, (1,))
+    store, key = LocalStore(nodes[0].folder), ShardKey(VersionId(1, 1), rank_of(0), SHARDS)
+    end = Exchange._end
+    struck = threading.Lock()
+
+    def change_and_end(exchange: Exchange) -> None:
+        if struck.acquire(blocking=False):
+            store.retire(key)
+            if then == "made anew":
+                image, manifest = shard_of(0, 2 * PAGE_BYTES, 2, life="another")
+                assert Manifest.decode(manifest).key == key
+                store.commit(key, image, manifest)
+        end(exchange)
+
+    monkeypatch.setattr(Exchange, "_end", change_and_end)
+    for node in nodes:
+        begin(node, 1)
+    why = []
+    for node in nodes:
+        said = node.said.get(timeout=PATIENCE_SECONDS)
+        assert (said["op"], said["version"]) == ("protect_failed", 1), said
+        why.append(said["error"])
+        node.made.close()
+    assert "was refilled while it was read" in " ".join(why)
+    assert [*tmp_path.rglob("*.parity")] == [], "on neither"
 
 
 def test_what_fails_is_no_version_that_was_left_out(tmp_path: Path) -> None:
