@@ -212,12 +212,18 @@ def test_more_than_that_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) ->
         ranks(3).run(come_back, place, "xor")
 
 
-def test_on_fewer_ranks_too(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "lost", "left", "then"),
+    [("xor", 1, 2, "xor"), ("rs 3+2", 2, 3, "rs 1+2")],
+)
+def test_on_fewer_ranks_too(
+    scheme: str, lost: int, left: int, then: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
     place = place_of(tmp_path, shm_dir)
-    before = ranks(3).run(leave_behind, place, "xor")
-    lose(place, tmp_path, 2)
-    for told in ranks(2).run(come_back, place, "xor"):
-        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+    before = ranks(left + lost).run(leave_behind, place, scheme)
+    lose(place, tmp_path, *range(left, left + lost))
+    for told in ranks(left).run(come_back, place, then):
+        assert told["restored"] == (STEPS, {"local": left, "peer": lost})
         assert told["replicated"] == before[0]["replicated"]
 
 
