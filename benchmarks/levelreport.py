@@ -93,6 +93,8 @@ def _overlap(row: Row, why: str, no_network: str) -> Verdict:
     share = f"{row.of_bare.median:.2f} of the bare link"
     measured = f"{_percent(row.overlap)} %, {share}"
     limit = f"bare sockets: {_percent(row.bare_overlap)} %"
+    if row.bare_overlap is not None and row.bare_overlap.median < OVERLAP:
+        limit += ", so it is not the link that limits: --link-mbit for slower cables"
     return Verdict(target, measured, "met" if met else "MISSED", "" if met else limit)
 
 

@@ -526,11 +526,11 @@ def _lower_session(nice: int, pid: int, tries: int) -> None:
     machine takes ten a second: with more `tries` this waits for its turn. Raises OSError."""
     if os.getsid(pid) != pid:
         return
-    for _ in range(tries):
+    for left in reversed(range(tries)):
         with contextlib.suppress(BlockingIOError):
             Path(f"/proc/{pid}/autogroup").write_text(str(nice))
             return
-        if tries > 1:
+        if left:
             time.sleep(0.1)
 
 

@@ -49,11 +49,16 @@ def test_what_bare_sockets_cost_the_training_is_the_limit_of_overlap(
     modules: argparse.Namespace,
 ) -> None:
     assert sample(modules, 4.0, 10.4).bare_overlap is None  # not of a disk
-    missed = row(modules, sample(modules, 4.0, 10.4, bare_overall_s=10.09))
-    assert (missed.overlap.median, missed.bare_overlap.median) == pytest.approx((0.9, 0.95))
-    (verdict, _) = modules.report.judge([missed], modules.f.AllLevels(1), toy=False, no_network="")
-    assert (verdict.verdict, verdict.why) == ("MISSED", "bare sockets: 95.0 (95.0..95.0) %")
-    assert modules.report._cells(missed)[-1] == "95.0 (95.0..95.0)"
+    for bare_overall_s, bare in ((10.08, "95.5"), (10.2, "89.0")):
+        missed = row(modules, sample(modules, 4.0, 10.4, bare_overall_s=bare_overall_s))
+        overlaps = missed.overlap.median, missed.bare_overlap.median
+        assert overlaps == pytest.approx((0.9, float(bare) / 100), abs=0.005)
+        together = modules.f.AllLevels(1)
+        (verdict, _) = modules.report.judge([missed], together, toy=False, no_network="")
+        assert verdict.verdict == "MISSED"
+        cells = modules.report._cells(missed)
+        assert verdict.why.startswith(f"bare sockets: {cells[-1]} %")
+        assert ("it is not the link that limits" in verdict.why) == (bare_overall_s > 10.1)
 
 
 def test_a_rows_figures_are_medians_of_its_rounds(modules: argparse.Namespace) -> None:
