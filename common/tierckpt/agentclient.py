@@ -174,7 +174,7 @@ class AgentClient:
         while time.monotonic() < deadline:
             with self._lock:
                 self._line.look()
-                if self._roster or not self._line.answers_soon():
+                if self._roster or self.starts or not self._line.reaching:
                     break
             time.sleep(0.002)
         return self._roster

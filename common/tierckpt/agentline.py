@@ -119,6 +119,8 @@ class AgentLine:
         """Where there is no agent, one is to be started."""
         self._leaving: tuple[int | None, float] = (None, 0.0)
         """Process id of the agent that makes way for one of ours, and since when."""
+        self._inherits = False
+        """From one that made way, what only an agent can keep for those who come after us."""
         self._outlived = False
         """A later life has an agent here: there is none for us any more."""
         self._passed: set[int] = set()
@@ -142,6 +144,7 @@ class AgentLine:
         """See `AgentClient.start`."""
         self._first, self._needed = first, False
         self._need()
+        self._receive()  # the one that was found may be gone
         self._reach()
 
     def ready(self) -> None:
@@ -177,7 +180,7 @@ class AgentLine:
         with self.lock:
             self._closing = True
             # One that is just starting would wait for somebody to speak to.
-            while (self._unsent or self._starting()) and time.monotonic() < deadline:
+            while self._has_to_say() and time.monotonic() < deadline:
                 self._receive()
                 with contextlib.suppress(OSError):
                     self._reach_now()
@@ -280,12 +283,17 @@ class AgentLine:
             self._leave_start()
 
     def _settled(self) -> bool:
-        return self.welcome or not (self._needed or self.answers_soon())
+        """Nobody is to be reached, or it is."""
+        coming = self._channel is not None or time.monotonic() < self._ask_after
+        return self.welcome or not (self._needed or coming)
 
-    def answers_soon(self) -> bool:
-        """True while an agent is there, or is being started, that has not bidden welcome yet."""
-        coming = self._channel is not None or self._starting()
-        return not self.welcome and (coming or time.monotonic() < self._ask_after)
+    @property
+    def reaching(self) -> bool:
+        """True while an agent is, or may be, there that has not bidden welcome yet."""
+        return self._reaching and not self.welcome
+
+    def _has_to_say(self) -> bool:
+        return bool(self._unsent) or self._starting() or self._inherits
 
     def _leave_start(self) -> None:
         """To the node's first rank, for a while; for as long as it may take, where an agent of ours
@@ -394,7 +402,7 @@ class AgentLine:
         self._process = None
         self._leave_start()
         if not self._refused:
-            then = "and no other place is free" if full else "another one is started"
+            then = "and no other place is free" if full else "another one takes its place"
             text = f"agent {number} of this node {why}; {then}"
             self._complain(text, logging.ERROR if full else severity)
         if full:
@@ -414,6 +422,9 @@ class AgentLine:
         if unwelcome["pid"] != self._leaving[0]:
             self._leaving = unwelcome["pid"], now
             self._owner.made_way(unwelcome)
+            if unwelcome.get("where"):  # it closes the place where other nodes, and we, find that
+                self._inherits = True
+                self._need()
         if now - self._leaving[1] > ANSWER_SECONDS:
             self._pass_over("does not end", logging.ERROR)
             return
@@ -421,7 +432,7 @@ class AgentLine:
         self._leave_start()
 
     def _end_outlived(self) -> None:
-        self._outlived = True
+        self._outlived, self._inherits = True, False
         self._complain(OUTLIVED, logging.ERROR)
         self._owner.gave_up(OUTLIVED)
 
@@ -471,7 +482,7 @@ class AgentLine:
     def _hear(self, message: Message) -> None:
         if message["op"] == "welcome":
             self.welcome, self.pid, self._unproved = True, message["pid"], False
-            self._refused = False
+            self._refused = self._inherits = False
             first = [packet for each in self._owner.greeted(message) for packet in _packed(each)]
             if self.pid != self._greeted:
                 self._unsent.extendleft(reversed(first))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 import torch
@@ -53,9 +53,9 @@ class Filler:
         """Of these bytes of the data what goes somewhere: its piece, where to, and from where up to
         where it lies in the data."""
         assert self.header is not None
-        first = max(bisect_right(self._offsets, low) - 1, 0)
+        first = max(bisect_left(self._offsets, low) - 1, 0)
         for piece in self.header.pieces[first:]:
-            if piece.offset >= high:
+            if piece.offset + min(piece.nbytes, 1) > high:  # an empty one may lie at the end
                 break
             target = self._place_of(shard, piece)
             begin, end = max(piece.offset, low), min(piece.offset + piece.nbytes, high)

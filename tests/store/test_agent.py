@@ -127,6 +127,54 @@ def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any
     until(lambda: not first.settings.place().lock.exists())
 
 
+@pytest.mark.parametrize("answer", [b"", b'{"op": "unwelcome"}'], ids=["hangs up", "unwelcome"])
+def test_who_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -> None:
+    """The first had no thread to spare; or is an earlier tierckpt's, and there is another one."""
+    client, found = AgentClient(*node(0)), threading.Event()
+    roster = {"generation": 1, "agents": [{"host": "x"}]}
+    numbers = [0, 1] if answer else [0]
+    listeners = [replace(client.settings, index=n).place().listen() for n in numbers]
+
+    def serve() -> None:
+        channel, _ = listeners[0].accept()
+        packets.receive(channel)
+        found.wait(PATIENCE_SECONDS)
+        if answer:
+            channel.send(answer)
+        channel.close()
+        channel, _ = listeners[-1].accept()
+        packets.receive(channel)
+        packets.send(channel, {"op": "welcome", "pid": os.getpid(), "roster": roster})
+        packets.receive(channel)
+        packets.send(channel, {"op": "bye", "last": False})
+        channel.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    client.find()
+    found.set()
+    assert client.roster(PATIENCE_SECONDS) == roster
+    client.close()
+    thread.join(PATIENCE_SECONDS)
+    for listener in listeners:
+        listener.close()
+
+
+def test_one_that_dies_after_it_was_found_is_replaced_by_the_start(node: Any) -> None:
+    first, second = (AgentClient(*node(shard, linger=PATIENCE_SECONDS)) for shard in (0, 1))
+    pid = reach(first)
+    second.find()
+    until(lambda: second.pid == pid)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: first.poll() and not first.pid)
+    second.start()
+    met(second)
+    assert second.pid != pid
+    first.close()
+    second.close()
+    until(lambda: not second.settings.place().lock.exists())
+
+
 def test_a_restore_has_the_cores_for_itself(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,8 +214,18 @@ def meet(client: AgentClient, roster: dict[str, Any]) -> dict[str, Any]:
     return where
 
 
+@pytest.fixture(params=["find", "start"])
+def come(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`come(client, first)`: as at attach, or when a life begins."""
+
+    def do(client: AgentClient, first: bool = True) -> None:
+        getattr(client, request.param)(first)
+
+    return do
+
+
 def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
-    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+    come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
     """The roster goes to the node's first rank, also where another one came before."""
     ranks = (0, 1)
@@ -224,9 +234,9 @@ def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
     roster = {"generation": 1, "agents": [{"host": "node" * 9}] * 1000}
     where = meet(zombie, roster)
     second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
-    second.start(first=False)
+    come(second, first=False)
     until(lambda: second.poll())
-    first.start()
+    come(first)
     assert first.roster(PATIENCE_SECONDS) == roster
     heard = first.ask("meet", "listening", PATIENCE_SECONDS, where={**where, "secret": "two"})
     assert heard == {"op": "listening", "error": "", "host": "127.0.0.1", "port": where["port"]}
@@ -237,7 +247,12 @@ def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
 
 
 def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it(
-    old: Any, shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
+    come: Any,
+    old: Any,
+    shm_dir: Path,
+    tmp_path: Path,
+    agents: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between its connecting and its first word."""
     ranks = (0, 1)
@@ -253,12 +268,12 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
         channel = connect(place)
         if not told_second:
             told_second.append(True)
-            second.start(first=False)
+            come(second, first=False)
             until(second.poll)
         return channel
 
     monkeypatch.setattr(agent.Place, "connect", overtaken)
-    first.start()
+    come(first)
     assert first.roster(PATIENCE_SECONDS) == roster
     agents.append(reach(first))
     assert first.starts == 1
@@ -266,8 +281,18 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
         client.close()
 
 
+def is_found(where: dict[str, Any]) -> bool:
+    """By who knows the place as secret "one"."""
+    address = Address("127.0.0.1", where["port"])
+    with contextlib.closing(RemoteNode("node", address, b"one")) as node:
+        try:
+            return node.inventory("node").host == "node"
+        except ConnectionError:
+            return False
+
+
 def test_the_life_after_next_is_told_and_finds_it_where_it_was(
-    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+    come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
     """Where the next one ended before its agents had met, or began to meet, another one is told by
     that life's agent, whatever surroundings it has; and nodes that know the first agent find it."""
@@ -275,28 +300,42 @@ def test_the_life_after_next_is_told_and_finds_it_where_it_was(
     reach(known)
     roster = {"generation": 1, "agents": [{"host": "node"}]}
     where = meet(known, roster)
-
-    def is_found() -> bool:
-        address = Address("127.0.0.1", where["port"])
-        with contextlib.closing(RemoteNode("node", address, b"one")) as node:
-            try:
-                return node.inventory("node").host == "node"
-            except ConnectionError:
-                return False
-
     lives = []
     for what, secret in (("second", "two"), ("third", ""), ("third", "three")):
         lives.append(client_of(shm_dir, tmp_path, 0, what, (0,)))
-        agents.append(reach(lives[-1]))
+        come(lives[-1])
         assert lives[-1].roster(PATIENCE_SECONDS) == roster
-        until(is_found)
+        until(lambda: is_found(where))
+        agents.append(reach(lives[-1]))
         if secret:
             place = {**where, "secret": secret, "port": 0}
             heard = lives[-1].ask("meet", "listening", PATIENCE_SECONDS, where=place)
             assert (heard["error"], heard["port"]) == ("", where["port"])
-            assert is_found()
+            assert is_found(where)
     assert len({*agents}) == 3
     for client in (known, *lives):
+        client.close()
+
+
+def test_also_where_the_next_one_ended_at_once(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+) -> None:
+    """As one whose restore is refused: what it was told by the agent that made way for it is with
+    no other agent yet."""
+    known = client_of(shm_dir, tmp_path, 0, "old", (0,))
+    reach(known)
+    roster = {"generation": 1, "agents": [{"host": "node"}]}
+    where = meet(known, roster)
+    refused, after = (client_of(shm_dir, tmp_path, 0, "new", (0,)) for _ in range(2))
+    refused.find()
+    assert refused.roster(PATIENCE_SECONDS) == roster
+    refused.close(PATIENCE_SECONDS, abandoned=True)
+    assert is_found(where)
+    after.find()
+    assert after.roster(PATIENCE_SECONDS) == roster
+    agents.append(reach(after))
+    assert (refused.starts, after.starts) == (1, 0)
+    for client in (known, after):
         client.close()
 
 
@@ -315,7 +354,7 @@ def test_it_makes_way_for_one_that_is_inline(
     heard = client.ask("meet", "listening", PATIENCE_SECONDS, where={**where, "secret": "two"})
     assert (heard["error"], heard["port"]) == ("", where["port"])
     assert (client.pid, client.starts) == (os.getpid(), 0)
-    assert not alive(agents[0])
+    until(lambda: not alive(agents[0]))  # its place is free when all but its exit is done
     assert {m["severity"] for m in client.poll()} == {logging.INFO}, "no trouble"
     for each in (client, zombie):
         each.close()
@@ -387,7 +426,7 @@ def test_only_the_commit_under_way_is_finished(
     assert new.settings.index == 1
     heard = [(m["severity"], m["error"]) for m in new.poll()]
     assert [severity for severity, _ in heard] == [logging.INFO, logging.ERROR]
-    assert "does not end; another one is started" in heard[1][1]
+    assert "does not end; another one takes its place" in heard[1][1]
     assert serving.is_alive()
     go_on.set()
     serving.join(PATIENCE_SECONDS)
