@@ -35,7 +35,7 @@ def lost_in(call: Callable[[], Any], instead: Instead) -> None:
         call()
 
 
-def half_loaded(attempt: Any, load_window: Any) -> None:
+def half_loaded(attempt: Any, load_window: Any, wants: Any) -> None:
     for name, tensor in load_window.__self__._live.items():
         if name.startswith("model/"):
             tensor.fill_(SCRIBBLED)

@@ -29,7 +29,7 @@ FILES = {
 }
 BETWEEN_BROADCASTS = {
     *("read_together", "broadcast", "run", "_outputs", "rebuild"),
-    *("visit", "show", "nbytes", "_window", "_room", "_visit", "trouble_of_any"),
+    *("visit", "show", "nbytes", "_wants", "_window", "_room", "_visit", "trouble_of_any"),
 }
 """Entered where others wait in a broadcast; what these call in their turn may fail."""
 FIRST = {"Comeback.__init__", "Comeback.find", "Comeback.load", "load"}

@@ -308,9 +308,9 @@ def disk_that_fails_while_loading(at: int) -> Iterator[None]:
     loading: list[bool] = []
     visit, bring = tierckpt.restore.Attempt.visit, MappedFile.bring
 
-    def visited(attempt: Any, shown: Any) -> None:
+    def visited(attempt: Any, *shown: Any) -> None:
         loading.append(True)
-        visit(attempt, shown)
+        visit(attempt, *shown)
 
     def brought(file: MappedFile, low: int, high: int) -> None:
         if loading and rank() == at:

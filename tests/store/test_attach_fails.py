@@ -26,7 +26,7 @@ POINTS = {
     "room": (berth.Berth, "tell_of_room"),
     "lives": (levels, "Lives"),
     "behind the agent": (levels, "Peers"),
-    "the agent": (levels.Levels, "start"),
+    "the agent": (levels.Levels, "open"),
     "the copier": (underway, "Copier"),
     "capture": (underway, "Capture"),
     "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
