@@ -71,10 +71,11 @@ class Levels:
             undo.pop_all()
 
     def open(self) -> None:
-        """Find the agent, if there is one; it is started by `meet`."""
+        """Find the agent, if there is one; it is started by `meet`. Where nodes are to meet, all
+        would wait for it there, so it is started now, beside a restore."""
         if self.peers.slow_coding and self._group.rank == 0:
             self._reports.notice(self.peers.slow_coding, logging.WARNING)
-        self._have_agent(self.agent.find)
+        self._have_agent(self.agent.start if self.peers.groups else self.agent.find)
 
     def _have_agent(self, have: Callable[[bool], None]) -> None:
         if self._config.uses("local"):
@@ -138,8 +139,8 @@ class Levels:
 
     def meet(self) -> None:
         """The nodes' agents, which are started where there are none, meet under the name of the
-        life that has begun. Collective. Not before: the start of one is 0.1 s of work, and more of
-        waiting for memory, beside a restore that wants the cores."""
+        life that has begun. Collective. Not before, where nobody waits for one: its start is 0.1 s
+        of work, and more of waiting for memory, beside a restore that wants the cores."""
         self._have_agent(self.agent.start)
         lives, absent = self.lives, self.absent.alive
 

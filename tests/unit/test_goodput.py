@@ -100,3 +100,31 @@ def test_more_than_the_reference_is_noise_and_judges_nothing(modules: argparse.N
     shown = modules.goodreport.table(rows)
     assert shown.count(noise) == 2
     assert "111.0 %" not in shown
+
+
+@pytest.mark.parametrize(
+    ("costs", "asked", "found"),
+    [
+        ({5: 1.0}, [5], 1.0),  # ten seconds apart, by Daly: farther than it was measured at
+        ({5: 0.001, 1: 0.03}, [5, 1], 0.03),
+        ({5: 0.001, 1: 0.0005}, [5, 1], 0.001),
+    ],
+)
+def test_a_cost_that_has_versions_come_closer_is_measured_there_too(
+    costs: dict[int, float],
+    asked: list[int],
+    found: float,
+    modules: argparse.Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs, at = modules.goodruns, []
+
+    def measured(bench: Any, method: str, every: int) -> Any:
+        at.append(every)
+        return runs.Cost(costs[every], 0.0)
+
+    monkeypatch.setattr(runs.Bench, "_cost_at", measured)
+    monkeypatch.setattr(runs.Bench, "plain", lambda bench, method: 0.25)
+    bench = runs.Bench(argparse.Namespace(every=5, mtbf=[10.0, 60.0]), None, None)
+    assert bench.cost("ours").seconds == found
+    assert at == asked
