@@ -110,7 +110,7 @@ def network(count: int) -> Iterator[Network]:
 def burst_bytes(bytes_per_second: float) -> int:
     """What passes a narrowed cable at once after a pause: no less than the largest packet that TCP
     hands down, with all its headers. Of a smaller burst the kernel makes each of the 45 segments a
-    packet by itself: four times the CPU time, which a real cable does not cost."""
+    packet by itself: twice the CPU time, which a real cable does not cost."""
     return max(128 << 10, int(bytes_per_second / 100))
 
 
