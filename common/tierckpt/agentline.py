@@ -142,8 +142,8 @@ class AgentLine:
 
     def start(self, first: bool) -> None:
         """See `AgentClient.start`."""
-        self._first, self._needed = first, False
-        self._need()
+        self._first, self._needed = first, True
+        self._leave_start()
         self._receive()  # the one that was found may be gone
         self._reach()
 

@@ -41,11 +41,10 @@ class Filler:
             _bytes_of(target, piece)[part].copy_(data[begin - low : end - low])
 
     def wants(self, shard: int, low: int, high: int) -> bool:
-        """Whether `take` has any use for these bytes, of the shard that it is at."""
-        if self.header is None or low < self.header.header_bytes:
-            return True
-        data_begins = self.header.header_bytes
-        return any(True for _ in self._going(shard, low - data_begins, high - data_begins))
+        """Whether `take` has any use for these bytes, behind the header of the shard it is at."""
+        assert self.header is not None
+        begin = self.header.header_bytes
+        return any(True for _ in self._going(shard, low - begin, high - begin))
 
     def _going(
         self, shard: int, low: int, high: int
