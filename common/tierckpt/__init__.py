@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     )
     from .events import Event
     from .group import Group, SingleGroup
+    from .offline.latest import Latest, latest
     from .offline.saved import Saved, load
     from .restore import Restored
+    from .resumableloader import ResumableLoader
     from .sampler import ResumableSampler
 
 _HOME = {
@@ -53,6 +55,9 @@ _HOME = {
     "Restored": "restore",
     "Saved": "offline.saved",
     "load": "offline.saved",
+    "Latest": "offline.latest",
+    "latest": "offline.latest",
+    "ResumableLoader": "resumableloader",
     "ResumableSampler": "sampler",
 }
 
@@ -65,10 +70,12 @@ __all__ = [
     "Event",
     "FormatError",
     "Group",
+    "Latest",
     "NodeHealthError",
     "PinError",
     "RestoreError",
     "Restored",
+    "ResumableLoader",
     "ResumableSampler",
     "Saved",
     "SingleGroup",
@@ -77,6 +84,7 @@ __all__ = [
     "TierckptError",
     "UnsupportedStateError",
     "__version__",
+    "latest",
     "load",
     "load_config",
 ]

@@ -14,6 +14,7 @@ from .copyplan import Plan
 from .generators import pack_rng
 from .group import Group
 from .pool import SlotPool
+from .resumableloader import ResumableLoader
 from .slots import Slot
 from .snapshot import Head, Snapshot
 from .state import TrainingState
@@ -72,6 +73,8 @@ class Capture:
         plan.buffers.stage()
         odd = state.walk().odd if plan.has_odd else ()
         own, arena = self._streams or self._pack_own()
+        if self._streams is not None:
+            self._pack_loaders(own, arena)
         self._streams = None
         node = {
             **own,
@@ -98,6 +101,14 @@ class Capture:
             "extra_per_rank": self._state.pack_extra(self._state.extra_per_rank, arena),
         }
         return packed, arena
+
+    def _pack_loaders(self, own: dict[str, Any], arena: tree.Arena) -> None:
+        """Of a loop without `step()`: what was drawn since the step counts, and a scheduler may
+        have been stepped since."""
+        for name, obj in self._state.extra_per_rank.items():
+            if isinstance(obj, ResumableLoader):
+                packed = tree.pack(obj.state_dict(in_forward=True), name, arena.keep)
+                own["extra_per_rank"][name] = packed
 
     def close(self) -> None:
         """Give the device's things back; when no copier is at work any more."""

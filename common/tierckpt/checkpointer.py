@@ -46,6 +46,7 @@ from .progress import Progress
 from .refusals import refuse_model
 from .reports import Reports
 from .restore import Restored, all_finished
+from .resumableloader import ResumableLoader
 from .rounds import Rounds
 from .snapshot import Head, Snapshot
 from .state import TrainingState, label_optimizers
@@ -372,6 +373,9 @@ class Checkpointer:
                 # The training may go on, and what is open was voted on for the last time.
                 self._agreement.settle()
                 raise
+        for obj in (*self.state.extra.values(), *self.state.extra_per_rank.values()):
+            if isinstance(obj, ResumableLoader):
+                obj.restored()
         self._callbacks.call("on_restored", self.restored)
         return self.restored
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model, save_model
 
 import tierckpt
 from tests import exact, peershards
@@ -35,6 +35,7 @@ from tierckpt.offline.catalog import Row, rows_of
 from tierckpt.offline.survey import survey
 from tierckpt.redundancy.codes import Code
 from tierckpt.testing import TinyJob
+from tierckpt.testing.jobs import tiny_model
 
 STEPS = 5
 KEY, OTHER_KEY = "5e" * 32, "a7" * 32
@@ -387,6 +388,8 @@ def test_a_version_of_which_a_shard_is_elsewhere(
     assert "not complete, without" in lines[1]
     assert "parity of 1" in lines[1]
     assert lines[-1].startswith("no version is complete here")
+    with pytest.raises(RestoreError, match="shards of v1, and no version is complete here"):
+        tierckpt.latest(tmp_path / "nodes" / "node0")
     assert lines[-2].startswith("nothing in memory: looked for ")
     everyone = rows_of(survey(tmp_path / "nodes"))
     assert [(len(row.there), row.parities) for row in everyone] == [(2, 3)]
@@ -653,6 +656,9 @@ def test_every_byte_is_compared(
     assert main(["verify", "--version", "4", *places]) == 0
     assert main(["verify", "--version", "99", *places]) == 1
     assert "there is no v99 to verify" in texts(capsys)[1]
+    (tmp_path / "empty").mkdir()
+    assert main(["verify", str(tmp_path / "empty")]) == 1
+    assert "there are no checkpoints to verify" in texts(capsys)[1]
 
 
 @pytest.mark.parametrize("missing", ["key", "the right key", "package"])
@@ -716,6 +722,42 @@ def test_a_manifest_that_cannot_be_read_is_not_sound(
     assert any(line.startswith("cannot be read: ") for line in texts(capsys)[0])
 
 
+# --- latest --------------------------------------------------------------------------------------
+
+
+def test_the_version_that_a_restart_takes_is_known_before_there_is_a_model(
+    job: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "ckpts"
+    assert tierckpt.latest(path) is None
+    killed(job(local_every_steps=2))
+    found = tierckpt.latest(path)
+    assert found is not None
+    assert (found.version, found.iteration, found.ranks) == (STEPS, STEPS, 1)
+    assert found.levels == ("memory",)
+    assert [*range(found)] == [*range(STEPS)]
+    with job() as back:
+        assert back.restore() == found.iteration
+        assert tierckpt.latest(path) == found  # also while it trains
+        step_with(0.25, back)
+        back.run(STEPS + 3)
+        step_with(0.5, back)
+    ended = tierckpt.latest(path)
+    assert ended is not None
+    assert (ended.iteration, ended.metric, ended.levels) == (STEPS + 4, 0.5, ("local",))
+
+
+def test_what_cannot_be_looked_at_is_no_fresh_start(job: Any, tmp_path: Path) -> None:
+    with job() as ended:
+        ended.run(1)
+    (tmp_path / "ckpts").chmod(0)
+    try:
+        with as_anybody(), pytest.raises(RestoreError, match="not all could be looked at"):
+            tierckpt.latest(tmp_path / "ckpts")
+    finally:
+        (tmp_path / "ckpts").chmod(0o755)
+
+
 # --- export --------------------------------------------------------------------------------------
 
 
@@ -726,10 +768,18 @@ def test_the_model_as_safetensors(
         ended.run(STEPS)
     out = tmp_path / "model.safetensors"
     assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 0
-    assert texts(capsys)[0][0].startswith(f"{out}: v{STEPS}, from local, ")
-    assert same(load_file(out), ended.model.state_dict())
+    told = texts(capsys)[0]
+    assert told[0].startswith(f"{out}: v{STEPS}, from local, ")
+    assert "again.0.weight is saved as block.0.weight" in told[1]
+    again = Tied()
+    load_model(again, out, strict=True)  # what the text advises
+    assert same(again.state_dict(), ended.model.state_dict())
     with safe_open(out, "pt") as file:
-        assert file.metadata() == {"format": "pt", "version": "5", "iteration": "5"}
+        facts = file.metadata()
+    assert (facts["format"], facts["version"], facts["iteration"]) == ("pt", "5", "5")
+    assert facts["last.weight"] == "first.weight"
+    save_model(again, tmp_path / "theirs.safetensors")
+    assert load_file(out).keys() == load_file(tmp_path / "theirs.safetensors").keys()
     umask = os.umask(0o022)
     os.umask(umask)
     assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~umask
@@ -744,6 +794,22 @@ def test_what_safetensors_cannot_hold_is_said(
     assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 1
     assert "_extra_state is no tensor" in texts(capsys)[1]
     assert not out.exists()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_dtype_that_safetensors_lacks_is_said_with_the_tensor_s_name(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Sequential(tiny_model())
+    model.register_buffer("spectrum", torch.zeros(3, dtype=torch.complex32))
+    with job(model=model) as ended:
+        ended.run(STEPS)
+    out = tmp_path / "model.safetensors"
+    assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 1
+    assert "spectrum is of dtype complex32" in texts(capsys)[1]
+    assert not out.exists()
+    assert main(["export", str(tmp_path / "ckpts"), str(tmp_path / "model.pt")]) == 0  # the advice
+    assert same(torch.load(tmp_path / "model.pt")["model"], ended.model.state_dict())
 
 
 def test_all_as_torch_save_has_it(job: Any, tmp_path: Path) -> None:

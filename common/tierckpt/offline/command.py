@@ -6,11 +6,11 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, CorruptShardError, TierckptError
 from ..inventory import FoundParity
@@ -20,6 +20,7 @@ from .catalog import Row, rows_of
 from .survey import NODE, Survey, survey, why_elsewhere
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from .saved import Saved
@@ -204,8 +205,8 @@ def _judge(args: argparse.Namespace, there: Survey, tallies: Iterable[_Tally]) -
     if there.troubles:
         raise CorruptShardError(f"not all can be read: {'; '.join(there.troubles[:MOST_TOLD])}")
     if not (every := list(tallies)):
-        which = "no checkpoints" if args.version is None else f"no v{args.version}"
-        raise ConfigError(f"{', '.join(args.path)}: there is {which} to verify")
+        which = "are no checkpoints" if args.version is None else f"is no v{args.version}"
+        raise ConfigError(f"{', '.join(args.path)}: there {which} to verify")
     copies = sum(tally.copies for tally in every)
     if bad := sum(len(tally.bad) for tally in every):
         raise CorruptShardError(f"{bad} of {copies} copies are damaged")
@@ -229,7 +230,7 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     try:
         temp.touch()  # with the rights that any new file has here; safetensors makes a private one
         rights = temp.stat().st_mode & 0o777
-        write(saved, temp)
+        notices = write(saved, temp)
         with temp.open("rb") as file:
             os.fchmod(file.fileno(), rights)
             os.fsync(file.fileno())
@@ -246,11 +247,13 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     levels = " and ".join(saved.levels)
     nbytes = size_text(out.stat().st_size)
     console.print(f"{out}: v{saved.version}, from {levels}, {nbytes}", soft_wrap=True)
+    for text in notices:
+        console.print(text, soft_wrap=True)
     if saved.unseen and args.version is None:
         raise ConfigError(f"not all could be looked at: there may be more than v{saved.version}")
 
 
-def _writer_of(out: Path) -> Any:
+def _writer_of(out: Path) -> Callable[[Saved, Path], list[str]]:
     if out.suffix == ".safetensors":
         return _write_safetensors
     if out.suffix in PICKLES:
@@ -261,29 +264,56 @@ def _writer_of(out: Path) -> Any:
     )
 
 
-def _write_safetensors(saved: Saved, out: Path) -> None:
-    """The model. What is tied is there under all its names, as a `state_dict()` has it."""
+def _write_safetensors(saved: Saved, out: Path) -> list[str]:
+    """The model, as `safetensors.torch.save_model` writes it and `load_model` reads it: what is
+    tied is there under one name, and the file's metadata has the others. Returns a notice of that.
+    """
     import torch
 
     try:
         from safetensors.torch import save_file
     except ImportError as error:
         raise ConfigError(f"{error}: pip install safetensors, or export to a .pt file") from error
-    tensors, seen = dict[str, torch.Tensor](), set[int]()
-    left_out = [name for name, value in saved.model.items() if not isinstance(value, torch.Tensor)]
-    if left_out:
-        raise ConfigError(
-            f"{left_out[0]} is no tensor (a module's get_extra_state), and safetensors has tensors "
-            "alone; export to a .pt file"
-        )
+    tensors, first, tied = dict[str, torch.Tensor](), dict[int, str](), dict[str, str]()
     for name, tensor in saved.model.items():
-        tensors[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
-        seen.add(id(tensor))
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(
+                f"{name} is no tensor (a module's get_extra_state), and safetensors has tensors "
+                "alone; export to a .pt file"
+            )
+        if id(tensor) in first:
+            tied[name] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        tensors[name] = tensor.contiguous()
     facts = {"format": "pt", "version": str(saved.version), "iteration": str(saved.iteration)}
-    save_file(tensors, out, facts)
+    try:
+        save_file(tensors, out, {**tied, **facts})
+    except Exception:
+        _refuse_dtypes(tensors, out)
+        raise
+    if not tied:
+        return []
+    names = some([f"{name} is saved as {kept}" for name, kept in tied.items()])
+    return [f"tied weights: {names}. safetensors.torch.load_model(model, file) reads that"]
 
 
-def _write_pickle(saved: Saved, out: Path) -> None:
+def _refuse_dtypes(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
+    """Raise ConfigError for the first tensor that safetensors cannot write, with its name."""
+    from safetensors.torch import save
+
+    for name, tensor in tensors.items():
+        try:
+            save({name: tensor.flatten()[:0]})
+        except Exception as error:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{out} cannot be written: {name} is of dtype {kind}, which this safetensors "
+                "does not have; export to a .pt file"
+            ) from error
+
+
+def _write_pickle(saved: Saved, out: Path) -> list[str]:
     """What scripts that use `torch.save` have."""
     import torch
 
@@ -292,3 +322,4 @@ def _write_pickle(saved: Saved, out: Path) -> None:
     rest = {"extra": saved.extra, "extra_per_rank": saved.extra_per_rank}
     facts = {"version": saved.version, "iteration": saved.iteration, "metric": saved.metric}
     torch.save({"model": saved.model, **optimizers, **rest, **facts}, out)
+    return []

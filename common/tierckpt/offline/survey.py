@@ -50,6 +50,10 @@ OpenPersistent = Callable[[str], PersistentStore]
 """From a place's address."""
 
 
+class MissingPathError(ConfigError):
+    """Nothing is at a path; nor, where all is said, in memory of its job."""
+
+
 @dataclass
 class Survey:
     """What was seen. Nothing but manifests was read."""
@@ -110,12 +114,12 @@ def why_elsewhere(job: str) -> str:
 
 
 def survey(paths: Where | Sequence[Where]) -> Survey:
-    """Look at all of `paths`, and at the memory of their jobs on this machine. Raises ConfigError
-    for a path that is not there, nor anything of its job in memory."""
+    """Look at all of `paths`, and at the memory of their jobs on this machine. Raises
+    MissingPathError for a path that is not there, nor anything of its job in memory."""
     config = load_config()
     there = Survey(open_store=functools.partial(_open_store, config.persistent))
     jobs, own, told = set[str](), set[str](), set[Path]()
-    missing: dict[str, ConfigError] = {}
+    missing: dict[str, MissingPathError] = {}
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
     for path in dict.fromkeys(map(directory_of, given)):
         if is_url(path):
@@ -126,7 +130,7 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
         folders = list[Path]()
         try:
             folders = _folders(path, there)
-        except ConfigError as error:
+        except MissingPathError as error:
             missing[config.job_id or job_id_of(path)] = error
         for folder in folders:
             _look_at_disk(folder, there)
@@ -157,13 +161,15 @@ def _ids_of(path: str, node: str) -> set[str]:
 
 def _folders(path: str, there: Survey) -> list[Path]:
     """The directories that a path means: itself, or its nodes'. Those that cannot be looked at are
-    told. Raises ConfigError for a path that is not there."""
+    told. Raises MissingPathError for a path that is not there."""
     if NODE in path:
         return _named_after_nodes(path, there)
     folder = Path(path)
     try:
         if not folder.is_dir():
-            raise ConfigError(f"{path} is no directory; give a job's path, or its persistent_path")
+            raise MissingPathError(
+                f"{path} is no directory; give a job's path, or its persistent_path"
+            )
         inside = sorted({*folder.iterdir()} - {folder / FOREIGN})
     except OSError as error:
         _tell_unseen(folder, error, there)
@@ -187,7 +193,7 @@ def _named_after_nodes(path: str, there: Survey) -> list[Path]:
         except OSError as error:
             _tell_unseen(folder, error, there)
     if not found and len(there.unseen) == unseen:
-        raise ConfigError(f"there is no directory {path}, whatever {NODE} stands for")
+        raise MissingPathError(f"there is no directory {path}, whatever {NODE} stands for")
     return found
 
 
