@@ -170,6 +170,14 @@ class Tied(torch.nn.Module):
         return out
 
 
+class Layers(Tied):
+    """`load_model` takes no BatchNorm that has two names, as torch does not call its count missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block[1] = torch.nn.LayerNorm(12)
+
+
 class Speaking(Tied):
     """And it has what is no tensor at all."""
 
@@ -764,14 +772,14 @@ def test_what_cannot_be_looked_at_is_no_fresh_start(job: Any, tmp_path: Path) ->
 def test_the_model_as_safetensors(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with job(model=Tied()) as ended:
+    with job(model=Layers()) as ended:
         ended.run(STEPS)
     out = tmp_path / "model.safetensors"
     assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 0
     told = texts(capsys)[0]
     assert told[0].startswith(f"{out}: v{STEPS}, from local, ")
     assert "again.0.weight is saved as block.0.weight" in told[1]
-    again = Tied()
+    again = Layers()
     load_model(again, out, strict=True)  # what the text advises
     assert same(again.state_dict(), ended.model.state_dict())
     with safe_open(out, "pt") as file:
