@@ -189,8 +189,10 @@ def wrap(
     close_at_exit: bool = True,
     **settings: Any,
 ) -> Given:
-    """Checkpoints for a script whose loop cannot be touched: one line behind the optimizer's, or
-    behind the scheduler's where there is one, which goes into `extra`: it would begin anew else.
+    """Checkpoints for a script whose loop cannot be touched: one line after the optimizer's, or
+    after the scheduler's where there is one, which goes into `extra`: it would begin anew else.
+    The loop begins where the script begins it: a `ResumableLoader` in `extra_per_rank` has it go on
+    at the next batch.
 
     Takes one optimizer, or all of a job that has several, as a sequence or a dict, and returns what
     it was given: optimizers stay what schedulers and scalers expect. The `checkpointer` attribute
