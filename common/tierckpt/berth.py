@@ -109,7 +109,9 @@ class Berth:
             roll.token,
             node.index,
             self._reports.notice,
-            memory=self.job.path,
+            roll.launch,
+            self.job.path,
+            roll.starters,
         )
         undo.callback(self._claims.release)
         return self._claims.stake()

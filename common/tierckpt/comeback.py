@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import attach
+from .claimfile import user_name
 from .config import Config
 from .errors import RestoreError
 from .group import Group
@@ -293,8 +294,12 @@ class Comeback:
         for folder in sorted(self._elsewhere):
             job, _, node = folder.name.partition("@")
             theirs = JobDirectory(folder.parent, job, node)
-            # A folder in which somebody trains is that of another of this job's nodes.
-            newest = None if theirs.trains() else _newest_in(theirs)
+            try:
+                # A folder in which somebody trains is that of another of this job's nodes.
+                newest = None if theirs.trains() else _newest_in(theirs)
+            except PermissionError:
+                self._tell_of_another_user(folder, found)
+                continue
             if newest is None or (found is not None and newest <= found):
                 continue
             before = {"shm_dir": str(theirs.root.parent), "job_id": theirs.job, "node": theirs.node}
@@ -307,6 +312,17 @@ class Comeback:
                 f"{newest}: end this job, and start it again with {', '.join(changed)}",
                 logging.WARNING,
             )
+
+    def _tell_of_another_user(self, folder: Path, found: VersionId | None) -> None:
+        user = "another user"
+        with contextlib.suppress(OSError):
+            user = f"user {user_name(folder.parent.stat().st_uid)}"
+        self._reports.notice(
+            f"a killed life of this job, of {user}, had its slots in {folder}, which this user may "
+            f"not look into. This one {f'goes on from {found}' if found else 'has found nothing'}; "
+            f"should there be a newer version, a start by {user} goes on from it",
+            logging.WARNING,
+        )
 
     def _owner(self) -> str:
         """Who holds the persistent place; empty also where that cannot be had."""

@@ -7,6 +7,7 @@ in what lies on disk, or by the claim that it left there.
 
 from __future__ import annotations
 
+import errno
 import functools
 import glob
 import itertools
@@ -247,6 +248,10 @@ def _jobs_named(there: Survey) -> set[str]:
 def _look_at_memory(roots: Iterable[Path], jobs: Iterable[str], there: Survey) -> None:
     for root, job in itertools.product(sorted(roots), sorted(jobs)):
         there.memory.append(str(root / job))
+        if root.is_dir() and not os.access(root, os.R_OK | os.X_OK):
+            why = PermissionError(errno.EACCES, "another user's")
+            place = Place("memory", socket.gethostname(), str(root / job))
+            there.unseen.append(Problem.of(place, why))
         with suppress(OSError):
             for folder in sorted(root.glob(f"{glob.escape(job)}*")):
                 name, _, node = folder.name.partition("@")
