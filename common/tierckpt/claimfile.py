@@ -94,6 +94,21 @@ def user_name(user: int) -> str:
         return str(user)
 
 
+def is_claimed(directory: str | os.PathLike[str]) -> bool:
+    """Whether a living process has a claim there, as far as locks tell. Raises OSError. Not for the
+    directory that this process has claimed."""
+    for name in os.listdir(directory):
+        if name.startswith(PREFIX):
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(Path(directory, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    if not filelock.free(fd):
+                        return True
+                finally:
+                    os.close(fd)
+    return False
+
+
 def memory_told(directory: str | os.PathLike[str]) -> set[Path]:
     """Folders in this machine's memory of the jobs whose claims are here, dead ones' too. None in a
     trainer's own process: the kernel drops its lock when it closes a claim that it has read."""
@@ -114,4 +129,4 @@ def memory_of(content: bytes) -> set[Path]:
     return set()
 
 
-__all__ = ["Claim", "memory_of", "memory_told", "opened", "unreadable", "user_name"]
+__all__ = ["Claim", "is_claimed", "memory_of", "memory_told", "opened", "unreadable", "user_name"]

@@ -19,6 +19,7 @@ from .claimfile import user_name
 from .config import Config
 from .errors import RestoreError
 from .group import Group
+from .hostid import host_name
 from .images import FarStore
 from .inventory import Found, FoundParity, Place
 from .jobdirectory import JobDirectory
@@ -29,12 +30,15 @@ from .persistent import PersistentStore, RetryPolicy
 from .progress import Progress
 from .reports import Reports
 from .restore import Aside, Attempt, Restored, Restorer, load
+from .siblings import MOST_FOLDERS, siblings_of, words_for
 from .state import TrainingState
 from .together import Together
 from .wording import some
 
 Inventories = Sequence[Sequence[Found]]
 Parities = Sequence[Sequence[FoundParity]]
+FEW_FOLDERS = 16
+"""Of other nodes, are looked into where rank 0 looks into more."""
 MOST_SAID = 8
 """Events of copies that were rejected: a job of thousands has as many shards."""
 
@@ -101,7 +105,9 @@ class Comeback:
             with self._together:
                 attempt = self._find(version)
                 if version is None:
-                    self._tell_what_is_elsewhere(attempt.plan.id if attempt else None)
+                    newest = attempt.plan.id if attempt else None
+                    self._tell_what_is_elsewhere(newest)
+                    self._tell_what_other_nodes_have(newest)
                 if attempt is None:
                     self._nothing_found(version, live_version)
                 else:
@@ -323,6 +329,21 @@ class Comeback:
             f"should there be a newer version, a start by {user} goes on from it",
             logging.WARNING,
         )
+
+    def _tell_what_other_nodes_have(self, found: VersionId | None) -> None:
+        """`{node}` stands for another name than in the life before. Nodes of this life have told
+        what they have; rank 0 looks for others', and every node that has nothing of its own."""
+        rank, hosts = self._group.rank, self._lives.nodes
+        empty = not any(each.place.level == "local" for each in self._lives.found[rank])
+        if rank and not (empty and hosts.index(hosts[rank]) == rank):
+            return
+        config = self._config
+        most = MOST_FOLDERS if rank == 0 else FEW_FOLDERS
+        there = siblings_of(config.path, self._lives.job, set(map(host_name, hosts)), most)
+        newer = [each for each in there if found is None or each.newest > found]
+        if not newer:
+            return
+        self._reports.notice(words_for(newer, config.here, found), logging.WARNING)
 
     def _owner(self) -> str:
         """Who holds the persistent place; empty also where that cannot be had."""
