@@ -45,6 +45,8 @@ from .claimfile import (
 )
 from .hostid import host_id
 from .launch import Launch
+from .mounts import locks_are_local
+from .wording import some
 
 NEW_SUFFIX = ".new"
 HERE_SECONDS, ELSEWHERE_SECONDS = 15.0, 100.0
@@ -90,6 +92,10 @@ class Claims:
             tuple(everyone) or launch.starters,
         )
         self._fd: int | None = None
+        self._local_locks = ""
+        """Why others' locks cannot be seen; empty where they can."""
+        self._unknown: dict[Path, Claim] = {}
+        """Claims of other machines of which nobody here can tell whether they are held."""
         self.told: set[Path] = set()
         """Folders in this machine's memory of which claims of dead lives told, gone by now."""
 
@@ -117,6 +123,7 @@ class Claims:
             if error.errno not in folders.NO_RIGHT:
                 raise
             self._tell_unclaimed(error)  # who has it can be seen all the same
+        self._local_locks = locks_are_local(self._directory)
         begin, told = time.monotonic(), False
         while others := self._others():
             path, claim = next(iter(others.items()))
@@ -129,7 +136,18 @@ class Claims:
                 text = f"{self._directory} is in use by {claim.text()}: waiting {seconds:.0f} s"
                 self._notice(f"{text} for its end, at most", logging.WARNING)
             time.sleep(NAP_SECONDS)
+        if self._local_locks:
+            self._tell_unknown()
         return ""
+
+    def _tell_unknown(self) -> None:
+        left = some([claim.text() for claim in self._unknown.values()], 2, "; ")
+        those = f". There are claims of other machines: {left}" if left else ""
+        self._notice(
+            f"{self._local_locks}: a job on another machine that has {self._directory}, too, is "
+            f"not found{those}. Give each job a path of its own, or mount it so that locks are shared",
+            logging.WARNING,
+        )
 
     def release(self) -> None:
         """The directory is free; nothing of this claim is left."""
@@ -199,7 +217,10 @@ class Claims:
             return None if error.errno in GONE else unreadable(path)
         try:
             if filelock.try_lock(fd) if may_write else filelock.free(fd):
-                self.told |= memory_of(os.pread(fd, MOST_BYTES, 0))
+                content = os.pread(fd, MOST_BYTES, 0)
+                if self._may_be_held_elsewhere(path, content):
+                    return None
+                self.told |= memory_of(content)
                 with contextlib.suppress(OSError):  # not ours to remove: it stays
                     path.unlink(missing_ok=True)
                 return None
@@ -208,6 +229,15 @@ class Claims:
             return unreadable(path)
         finally:
             os.close(fd)
+
+    def _may_be_held_elsewhere(self, path: Path, content: bytes) -> bool:
+        """Though nobody here holds it. It stays: its job may live."""
+        with contextlib.suppress(ValueError, TypeError):
+            claim = Claim.decode(content)
+            if self._local_locks and claim.machine != self._mine.machine:
+                self._unknown[path] = claim
+                return True
+        return False
 
     def _patience_seconds(self, claim: Claim) -> float:
         return HERE_SECONDS if claim.machine == self._mine.machine else ELSEWHERE_SECONDS

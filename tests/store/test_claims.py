@@ -20,8 +20,10 @@ from tests.store.processes import end, python
 from tierckpt import claims, filelock
 from tierckpt.claimfile import Claim
 from tierckpt.claims import PREFIX, Claims
+from tierckpt.hostid import host_id
 from tierckpt.jobdirectory import JobBusyError
 from tierckpt.launch import MOST_STARTERS, Launch, launch_of, process_mark, smallest
+from tierckpt.mounts import local_by, locks_are_local
 from tierckpt.testing import TinyJob
 
 TOKEN, OTHERS = "00aa", "11bb"
@@ -317,6 +319,48 @@ def test_without_locks_the_job_goes_on_and_is_told(
     (text,) = notices
     assert "a job on another machine that has the same path would not be found" in text
     assert marks(tmp_path) == [f".claim.{OTHERS}.0"], "and touches nobody's"
+
+
+def test_where_locks_are_a_machines_own_nobodys_claim_is_taken_for_a_dead_ones(
+    tmp_path: Path, mine: Any, notices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS with `nolock`: what nobody holds here may be held on another machine."""
+    monkeypatch.setattr(claims, "locks_are_local", lambda directory: "/shared is mounted (nfs)")
+    theirs, ours = tmp_path / ".claim.22cc.0", tmp_path / ".claim.33dd.0"
+    theirs.write_bytes(Claim("other", 7, 0.0, "another machine").encode())
+    ours.write_bytes(Claim("this", 7, 0.0, host_id()).encode())
+    assert mine().stake() == ""
+    (text,) = notices
+    assert text.startswith("/shared is mounted (nfs): a job on another machine")
+    assert "process 7 on other" in text
+    assert theirs.exists()
+    assert not ours.exists()
+
+
+MOUNTS = r"""22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+30 22 0:40 / /home\040of rw,relatime - nfs4 server:/home rw,vers=4.2,local_lock=none
+31 22 0:41 / /old rw - nfs server:/old rw,vers=3,nolock,local_lock=all
+32 22 0:42 / /lustre rw shared:1 - lustre mgs:/fs rw,flock
+33 32 0:43 / /lustre/own rw - lustre mgs:/own rw,localflock
+34 22 0:44 / /far rw - fuse.sshfs me@far: rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/x", ""),
+        ("/home of/x", ""),
+        ("/older", ""),
+        ("/old", "/old is mounted (nfs) with local_lock=all"),
+        ("/lustre/x", ""),
+        ("/lustre/own/x", "/lustre/own is mounted (lustre) with localflock"),
+        ("/far/x", "/far is fuse.sshfs, which has no locks between machines"),
+    ],
+)
+def test_mounts_tell_whose_locks_are_seen(path: str, why: str) -> None:
+    assert local_by(MOUNTS, path) == why
+    assert locks_are_local("/proc") == ""
 
 
 def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
