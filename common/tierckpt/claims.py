@@ -145,7 +145,7 @@ class Claims:
         those = f". There are claims of other machines: {left}" if left else ""
         self._notice(
             f"{self._local_locks}: a job on another machine that has {self._directory}, too, is "
-            f"not found{those}. Give each job a path of its own, or mount it so that locks are shared",
+            f"not found{those}. Give each job a path of its own, or share locks when you mount it",
             logging.WARNING,
         )
 
