@@ -18,6 +18,7 @@ from .config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
 from .errors import ConfigError
 from .group import Group, Node
 from .hostid import host_id
+from .jobdirectory import JobDirectory, job_id_of
 from .launch import Launch, launch_of, smallest
 from .modules.pipeline import Pipeline
 from .surroundings import fingerprint
@@ -76,9 +77,10 @@ def agree_on_settings(
     missing on one node alone), or are not rank 0's.
     """
     config = None
-    launch = launch_of(os.environ, in_use=filelock.any_held())
+    launch = Launch()
     try:
         config = load_config(arguments, config_file=config_file)
+        launch = launch_of(os.environ, in_use=_is_in_use(config))
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
         compared, token = tuple(_compared(config)), secrets.token_hex(8)
@@ -95,6 +97,13 @@ def agree_on_settings(
     starters = smallest(starter for told in everyone for starter in told.starters)
     token = everyone[0].token
     return config, Roll(hosts, names, domains, surroundings, token, launch, starters)
+
+
+def _is_in_use(config: Config) -> bool:
+    """Whether this process has a rank's place in the job already: another one's, in a group of
+    other ranks."""
+    job = config.job_id or job_id_of(config.path)
+    return filelock.any_held_in(JobDirectory.at(config.shm_dir, job, config.node).path)
 
 
 def _compared(config: Config) -> Iterable[tuple[str, str]]:

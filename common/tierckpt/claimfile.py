@@ -62,7 +62,9 @@ class Claim:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_seconds))
         process = f"process {self.pid} on {self.host}" if self.pid else self.host
         whose = f", of user {self.user}" if self.user else ""
-        return f"{process}{whose}, since {since}" + (f", {self.launch}" if self.launch else "")
+        return f"{process}{whose}, since {since}" + (
+            f", started by {self.launch}" if self.launch else ""
+        )
 
 
 def opened(path: Path) -> tuple[int, bool]:

@@ -70,6 +70,11 @@ def held_by_another_name(path: Path) -> bool:
     return False
 
 
+def any_held_in(folder: Path) -> bool:
+    """True while this process has the lock of any file in that folder."""
+    return any(each.parent == folder for each, who in _held.items() if who == os.getpid())
+
+
 def any_held() -> bool:
     """True while this process has the lock of any file."""
     return os.getpid() in _held.values()

@@ -18,8 +18,10 @@ import pytest
 
 from tests.store.processes import end, python
 from tierckpt import claims, filelock
+from tierckpt.alike import agree_on_settings
 from tierckpt.claimfile import Claim
 from tierckpt.claims import PREFIX, Claims
+from tierckpt.group import SingleGroup
 from tierckpt.hostid import host_id
 from tierckpt.jobdirectory import JobBusyError
 from tierckpt.launch import MOST_STARTERS, Launch, launch_of, process_mark, smallest
@@ -414,6 +416,22 @@ def test_a_second_job_is_refused_until_the_first_one_has_ended(
         assert len(marks(path)) == 1
         job.run(3)
     assert marks(path) == []
+
+
+def test_of_a_process_that_has_a_rank_of_the_job_yet_nothing_is_proved(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    settings = {"path": str(tmp_path / "ckpts"), "shm_dir": str(shm_dir)}
+    mark = process_mark("self")
+
+    def starters() -> tuple[str, ...]:
+        return agree_on_settings(settings, None, SingleGroup())[1].starters
+
+    assert mark in starters()
+    with TinyJob(agent="inline", **settings):
+        assert mark not in starters()
+        assert mark in agree_on_settings({**settings, "path": "b"}, None, SingleGroup())[1].starters
+    assert mark in starters()
 
 
 def test_one_without_a_local_level_claims_nothing(tmp_path: Path, shm_dir: Path) -> None:

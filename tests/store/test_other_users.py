@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -14,6 +15,7 @@ import pytest
 
 from tierckpt import claims
 from tierckpt.claims import Claims
+from tierckpt.cli import main
 from tierckpt.localstore import LocalStore
 from tierckpt.naming import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.persistent.posix import PosixBackend
@@ -91,6 +93,11 @@ def test_who_comes_next_goes_on_and_loses_nothing(umask: int, shared: Path, memo
         return [f"a killed life of this job, of user {user}"]
 
     assert run(ANNA, 4, True) == (0, 4, [], [])
+    listing = memory / "listing"
+    assert run_in_child(list_as_ben, shared, listing, shm=memory) == 0
+    said = listing.read_text()
+    assert f"cannot be read: {memory}/tierckpt-{ANNA}/ckpts-" in said
+    assert "another user's" in said
     assert run(BEN, 8, True) == (4, 4, [], after(ANNA))
     assert run(ANNA, 9, False) == (8, 1, [], after(BEN))
     made = shared / "made" / "ckpts"
@@ -99,6 +106,14 @@ def test_who_comes_next_goes_on_and_loses_nothing(umask: int, shared: Path, memo
         assert found.st_gid == GROUP
         assert found.st_mode & stat.S_IWGRP, path
     assert not list(made.glob(".claim.*")), "those of both users' dead lives"
+
+
+def list_as_ben(place: Path, out: Path, shm: Path) -> None:
+    """There may be more than Ben can see: an error, behind all that he can."""
+    become(BEN, 0o022)
+    os.environ["TIERCKPT_SHM_DIR"] = str(shm)
+    with out.open("w") as file, contextlib.redirect_stdout(file):
+        assert main(["list", str(place / "made" / "ckpts")]) == 1
 
 
 # --- never both ----------------------------------------------------------------------------------
