@@ -76,8 +76,8 @@ def _name(environment: Mapping[str, str]) -> str:
 
 
 def _slurm_job(environment: Mapping[str, str]) -> str:
-    """Numbers are a cluster's own, and its name may not be the only one of that name."""
-    names = ("SLURM_CLUSTER_NAME", "SLURM_SUBMIT_HOST", "SLURM_JOB_UID", "SLURM_JOB_ID")
+    """Numbers are a cluster's own."""
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_UID", "SLURM_JOB_ID")
     values = [environment.get(name, "") for name in names]
     return "/".join(values) if values[0] and values[-1] else ""
 

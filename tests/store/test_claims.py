@@ -140,7 +140,7 @@ def test_one_that_is_just_dying_is_waited_for(
 
 # --- whose past it is ----------------------------------------------------------------------------
 
-SLURM = "cluster/login/1000/7"
+SLURM = "cluster/1000/7"
 
 
 @pytest.mark.parametrize(
@@ -200,11 +200,11 @@ def test_an_agents_ranks_of_both_lives_must_be_gone_on_its_node(mine: Any, livin
         ({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a"}, ("Slurm job 7", "", 0)),
         (
             {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_CLUSTER_NAME": "c"},
-            ("Slurm step 7.0", "c///7", 0),
+            ("Slurm step 7.0", "c//7", 0),
         ),
         (
             {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c", "SLURM_RESTART_COUNT": "2"},
-            ("Slurm job 7", "c///7", 2),
+            ("Slurm job 7", "c//7", 2),
         ),
         ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "h"}, ("", "", 0)),
         (
