@@ -10,13 +10,16 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from . import filelock
 from .config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
 from .errors import ConfigError
 from .group import Group, Node
 from .hostid import host_id
+from .jobdirectory import JobDirectory, job_id_of
+from .launch import Launch, launch_of, smallest
 from .modules.pipeline import Pipeline
 from .surroundings import fingerprint
 from .wording import some
@@ -40,6 +43,10 @@ class Roll:
     """See `surroundings.fingerprint`. Its node's first rank's count for an agent."""
     token: str = ""
     """Drawn for this attach, by rank 0."""
+    launch: Launch = field(default_factory=Launch)
+    """Of this rank's process."""
+    starters: tuple[str, ...] = ()
+    """Of all ranks: see `launch.Launch`."""
 
     def node(self, rank: int) -> Node:
         """The rank's node."""
@@ -58,6 +65,7 @@ class _Told:
     surroundings: str = ""
     token: str = ""
     """See `Roll`."""
+    starters: tuple[str, ...] = ()
 
 
 def agree_on_settings(
@@ -69,11 +77,14 @@ def agree_on_settings(
     missing on one node alone), or are not rank 0's.
     """
     config = None
+    launch = Launch()
     try:
         config = load_config(arguments, config_file=config_file)
+        launch = launch_of(os.environ, in_use=_is_in_use(config))
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
-        mine = _Told("", tuple(_compared(config)), where, fingerprint(), secrets.token_hex(8))
+        compared, token = tuple(_compared(config)), secrets.token_hex(8)
+        mine = _Told("", compared, where, fingerprint(), token, launch.starters)
     except ConfigError as error:
         if group.size == 1:
             raise
@@ -83,7 +94,16 @@ def agree_on_settings(
     assert config is not None, "or this rank had trouble"
     hosts, names, domains = zip(*(told.where for told in everyone), strict=True)
     surroundings = tuple(told.surroundings for told in everyone)
-    return config, Roll(hosts, names, domains, surroundings, everyone[0].token)
+    starters = smallest(starter for told in everyone for starter in told.starters)
+    token = everyone[0].token
+    return config, Roll(hosts, names, domains, surroundings, token, launch, starters)
+
+
+def _is_in_use(config: Config) -> bool:
+    """Whether this process has a rank's place in the job already: another one's, in a group of
+    other ranks."""
+    job = config.job_id or job_id_of(config.path)
+    return filelock.any_held_in(JobDirectory.at(config.shm_dir, job, config.node).path)
 
 
 def _compared(config: Config) -> Iterable[tuple[str, str]]:

@@ -82,7 +82,8 @@ class Berth:
                 "directory that is there, in memory (/dev/shm), and writable"
             ) from error
         for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
-            reports.notice(f"removed shared memory of the dead job {job}", logging.INFO)
+            text = f"removed shared memory of the dead job {job}: nobody has lived there for"
+            reports.notice(f"{text} {config.memory.linger_seconds:g} s", logging.INFO)
         local = os.path.realpath(config.directory) if config.uses("local") else ""
         self.directory_is_another = self.job.last_local(self._rank) not in (None, local)
         severity = logging.WARNING if self._is_first else logging.DEBUG
@@ -109,7 +110,9 @@ class Berth:
             roll.token,
             node.index,
             self._reports.notice,
-            memory=self.job.path,
+            roll.launch,
+            self.job.path,
+            roll.starters,
         )
         undo.callback(self._claims.release)
         return self._claims.stake()

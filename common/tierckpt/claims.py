@@ -9,60 +9,53 @@ rank leaves a file in it and keeps that locked while it lives:
 Then it looks at the others. A file of another token that nobody has locked is a dead life's, and
 goes. One that is locked is another job's, or a dying life's of this one: it is waited for, and
 then this job is refused. Of two that come at once each sees the other, as both make their file
-before they look. (Both are refused then, and the mistake is found at once.)
+before they look. (Both are refused then, and the mistake is found at once.) One that cannot be
+opened is somebody's. One of another user may be looked at only: whether it is locked is asked with
+a lock that readers may have.
 
-A life that hangs somewhere must not keep its own successor out. Where a launcher gives what it
-starts a name, and starts it again under that name, it is in the file, and whoever has the same is
-let be. Where a file system knows no locks nothing is told apart, as nothing could be told of the
-dead; the job goes on.
+A life that hangs somewhere must not keep its own successor out. It is passed over when it is proved
+to be over (`launch`): something that started, or was, a rank of that life has started, or is, one
+of this life, and what it had there is gone; or the scheduler counts attempts, and that life is of
+an earlier one. A name alone proves nothing. Where a file system knows no locks nothing is told
+apart, as nothing could be told of the dead; the job goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from . import filelock, folders
+from .claimfile import (
+    GONE,
+    MOST_BYTES,
+    PREFIX,
+    Claim,
+    memory_of,
+    memory_told,
+    opened,
+    unreadable,
+    user_name,
+)
 from .hostid import host_id
-from .plainfile import open_plain
+from .launch import Launch
+from .mounts import locks_are_local
+from .wording import some
 
-PREFIX, NEW_SUFFIX = ".claim.", ".new"
+NEW_SUFFIX = ".new"
 HERE_SECONDS, ELSEWHERE_SECONDS = 15.0, 100.0
 """So long a claim is waited for that is held on this machine, where the kernel takes its time to
 tear down a process, and on another one: NFS keeps the locks of a machine that is gone for 90 s."""
 NAP_SECONDS = 0.1
-MOST_BYTES = 4096
 
 Notice = Callable[[str, int], None]
 """Takes text and severity."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What a claim's file says."""
-
-    host: str
-    pid: int
-    since_seconds: float
-    """Unix time."""
-    machine: str
-    """And boot: where the kernel that keeps the lock is the same."""
-    launch: str
-    """What the launcher calls what it started, alike when it starts it again; or empty."""
-    memory: str = ""
-    """Folder that has the job's slots on that machine."""
-
-    def text(self) -> str:
-        """For people."""
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_seconds))
-        return f"process {self.pid} on {self.host}, since {since}"
 
 
 class Claims:
@@ -74,23 +67,35 @@ class Claims:
         token: str,
         node: int,
         notice: Notice,
-        environment: Mapping[str, str] = os.environ,
+        launch: Launch = Launch(),  # noqa: B008 (frozen)
         memory: str | os.PathLike[str] = "",
+        everyone: Iterable[str] = (),
     ) -> None:
-        """`token` is alike in all of the job; `node` says which of its nodes this one is; `memory`
-        is told to those who look for the job's slots."""
+        """`token` is alike in all of the job; `node` says which of its nodes this one is; `launch`
+        is this process's; `memory` is told to those who look for the job's slots; `everyone`: the
+        starters of all ranks."""
         self._notice = notice
         self._directory, self._token = Path(directory), token
         self._path = self._directory / f"{PREFIX}{token}.{node}"
+        self._launch = launch
         self._mine = Claim(
             socket.gethostname(),
             os.getpid(),
             time.time(),
             host_id(),
-            launch_of(environment),
+            launch.name,
             os.fspath(memory),
+            user_name(os.geteuid()),
+            launch.job,
+            launch.attempt,
+            launch.starters,
+            tuple(everyone) or launch.starters,
         )
         self._fd: int | None = None
+        self._local_locks = ""
+        """Why others' locks cannot be seen; empty where they can."""
+        self._unknown: dict[Path, Claim] = {}
+        """Claims of other machines of which nobody here can tell whether they are held."""
         self.told: set[Path] = set()
         """Folders in this machine's memory of which claims of dead lives told, gone by now."""
 
@@ -103,13 +108,22 @@ class Claims:
             return self._stake()
         except OSError as error:
             self.release()
-            text = f"{self._directory} cannot be claimed ({error}): a job on another machine that"
-            self._notice(f"{text} has the same path would not be found", logging.INFO)
+            self._tell_unclaimed(error)
             return ""
 
+    def _tell_unclaimed(self, error: OSError) -> None:
+        text = f"{self._directory} cannot be claimed ({error}): a job on another machine that"
+        self._notice(f"{text} has the same path would not be found", logging.INFO)
+
     def _stake(self) -> str:
-        folders.make(self._directory)
-        self._make()
+        try:
+            folders.make(self._directory)
+            self._make()
+        except OSError as error:
+            if error.errno not in folders.NO_RIGHT:
+                raise
+            self._tell_unclaimed(error)  # who has it can be seen all the same
+        self._local_locks = locks_are_local(self._directory)
         begin, told = time.monotonic(), False
         while others := self._others():
             path, claim = next(iter(others.items()))
@@ -122,7 +136,18 @@ class Claims:
                 text = f"{self._directory} is in use by {claim.text()}: waiting {seconds:.0f} s"
                 self._notice(f"{text} for its end, at most", logging.WARNING)
             time.sleep(NAP_SECONDS)
+        if self._local_locks:
+            self._tell_unknown()
         return ""
+
+    def _tell_unknown(self) -> None:
+        left = some([claim.text() for claim in self._unknown.values()], 2, "; ")
+        those = f". There are claims of other machines: {left}" if left else ""
+        self._notice(
+            f"{self._local_locks}: a job on another machine that has {self._directory}, too, is "
+            f"not found{those}. Give each job a path of its own, or share locks when you mount it",
+            logging.WARNING,
+        )
 
     def release(self) -> None:
         """The directory is free; nothing of this claim is left."""
@@ -139,7 +164,8 @@ class Claims:
         while True:
             fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
-                os.pwrite(fd, json.dumps(asdict(self._mine)).encode(), 0)
+                folders.share(fd, self._directory)
+                os.pwrite(fd, self._mine.encode(), 0)
                 if filelock.try_lock(fd):
                     os.rename(new, self._path)
                     self._fd = fd
@@ -162,29 +188,56 @@ class Claims:
                 claim = self._look(self._directory / name)
                 if claim is not None:
                     found[self._directory / name] = claim
-        return found
+        over = self._lives_that_are_over(found)
+        return {path: claim for path, claim in found.items() if _token_of(path) not in over}
+
+    def _lives_that_are_over(self, held: dict[Path, Claim]) -> set[str]:
+        """Tokens of lives of this very launch, or of an earlier attempt of it, of which this claim
+        is the successor's. See the module's text."""
+        lives: dict[str, list[Claim]] = {}
+        for path, claim in held.items():
+            lives.setdefault(_token_of(path), []).append(claim)
+        mine = set(self._mine.everyone)
+        over = set()
+        for token, claims in lives.items():
+            at_work = {starter for claim in claims for starter in claim.starters}
+            shared = mine.intersection(*(claim.everyone for claim in claims))
+            attempts = [Launch(job=claim.job, attempt=claim.attempt) for claim in claims]
+            if shared - at_work or all(map(self._launch.supersedes, attempts)):
+                over.add(token)
+        return over
 
     def _look(self, path: Path) -> Claim | None:
-        """None where it is nobody's, or of what this job's launcher started earlier."""
-        if filelock.held_here(path):
-            return self._mine
+        """None where it is nobody's any more."""
+        if filelock.held_by_another_name(path):  # another checkpointer of this process has it
+            return replace(self._mine, job="", starters=(), everyone=())
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # just gone; or another user's, who could not write here
-            return None
+            fd, may_write = opened(path)
+        except OSError as error:
+            return None if error.errno in GONE else unreadable(path)
         try:
-            if filelock.try_lock(fd):
-                self.told |= _memory_of(os.pread(fd, MOST_BYTES, 0))
-                path.unlink(missing_ok=True)
+            if filelock.try_lock(fd) if may_write else filelock.free(fd):
+                content = os.pread(fd, MOST_BYTES, 0)
+                if self._may_be_held_elsewhere(path, content):
+                    return None
+                self.told |= memory_of(content)
+                with contextlib.suppress(OSError):  # not ours to remove: it stays
+                    path.unlink(missing_ok=True)
                 return None
-            claim = Claim(**json.loads(os.pread(fd, MOST_BYTES, 0)))
-        except OSError:
-            return None
-        except (ValueError, TypeError):  # it is being written, or of another version
-            return Claim("a machine that it does not tell", 0, time.time(), "", "")
+            return Claim.decode(os.pread(fd, MOST_BYTES, 0))
+        except (ValueError, TypeError):  # it is being written
+            return unreadable(path)
         finally:
             os.close(fd)
-        return None if claim.launch and claim.launch == self._mine.launch else claim
+
+    def _may_be_held_elsewhere(self, path: Path, content: bytes) -> bool:
+        """Though nobody here holds it. It stays: its job may live."""
+        with contextlib.suppress(ValueError, TypeError):
+            claim = Claim.decode(content)
+            if self._local_locks and claim.machine != self._mine.machine:
+                self._unknown[path] = claim
+                return True
+        return False
 
     def _patience_seconds(self, claim: Claim) -> float:
         return HERE_SECONDS if claim.machine == self._mine.machine else ELSEWHERE_SECONDS
@@ -197,37 +250,8 @@ class Claims:
         )
 
 
-def memory_told(directory: str | os.PathLike[str]) -> set[Path]:
-    """Folders in this machine's memory of the jobs whose claims are here, dead ones' too. None in a
-    trainer's own process: the kernel drops its lock when it closes a claim that it has read."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for name in [] if filelock.any_held() else os.listdir(directory):
-            if name.startswith(PREFIX):
-                with contextlib.suppress(OSError), open_plain(Path(directory, name)) as file:
-                    found |= _memory_of(file.read(MOST_BYTES))
-    return found
+def _token_of(path: Path) -> str:
+    return path.name.removeprefix(PREFIX).partition(".")[0]
 
 
-def _memory_of(content: bytes) -> set[Path]:
-    """The folder that a claim's file tells of, if that is in this machine's memory."""
-    with contextlib.suppress(ValueError, TypeError):
-        claim = Claim(**json.loads(content))
-        return {Path(claim.memory)} if claim.memory and claim.machine == host_id() else set()
-    return set()
-
-
-def launch_of(environment: Mapping[str, str]) -> str:
-    """What the launcher calls what it started, where a restart has the same name, and no other
-    living job has; else empty."""
-    if job := environment.get("SLURM_JOB_ID"):
-        return f"Slurm job {job} of {environment.get('SLURM_CLUSTER_NAME', 'a cluster')}"
-    run = environment.get("TORCHELASTIC_RUN_ID", "")
-    if run not in ("", "none"):  # the latter is torchrun's own, for all that are given no name
-        return f"torchrun {run}"
-    address = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
-    port = environment.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
-    return f"Horovod {address}:{port}" if address and port else ""
-
-
-__all__ = ["Claims", "memory_told"]
+__all__ = ["PREFIX", "Claims", "memory_told"]

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from . import attach
+from .claimfile import user_name
 from .config import Config
 from .errors import RestoreError
 from .group import Group
+from .hostid import host_name
 from .images import FarStore
 from .inventory import Found, FoundParity, Place
 from .jobdirectory import JobDirectory
@@ -28,12 +30,15 @@ from .persistent import PersistentStore, RetryPolicy
 from .progress import Progress
 from .reports import Reports
 from .restore import Aside, Attempt, Restored, Restorer, load
+from .siblings import MOST_FOLDERS, siblings_of, words_for
 from .state import TrainingState
 from .together import Together
 from .wording import some
 
 Inventories = Sequence[Sequence[Found]]
 Parities = Sequence[Sequence[FoundParity]]
+FEW_FOLDERS = 16
+"""Of other nodes, are looked into where rank 0 looks into more."""
 MOST_SAID = 8
 """Events of copies that were rejected: a job of thousands has as many shards."""
 
@@ -100,7 +105,9 @@ class Comeback:
             with self._together:
                 attempt = self._find(version)
                 if version is None:
-                    self._tell_what_is_elsewhere(attempt.plan.id if attempt else None)
+                    newest = attempt.plan.id if attempt else None
+                    self._tell_what_is_elsewhere(newest)
+                    self._tell_what_other_nodes_have(newest)
                 if attempt is None:
                     self._nothing_found(version, live_version)
                 else:
@@ -293,8 +300,12 @@ class Comeback:
         for folder in sorted(self._elsewhere):
             job, _, node = folder.name.partition("@")
             theirs = JobDirectory(folder.parent, job, node)
-            # A folder in which somebody trains is that of another of this job's nodes.
-            newest = None if theirs.trains() else _newest_in(theirs)
+            try:
+                # A folder in which somebody trains is that of another of this job's nodes.
+                newest = None if theirs.trains() else _newest_in(theirs)
+            except PermissionError:
+                self._tell_of_another_user(folder, found)
+                continue
             if newest is None or (found is not None and newest <= found):
                 continue
             before = {"shm_dir": str(theirs.root.parent), "job_id": theirs.job, "node": theirs.node}
@@ -307,6 +318,32 @@ class Comeback:
                 f"{newest}: end this job, and start it again with {', '.join(changed)}",
                 logging.WARNING,
             )
+
+    def _tell_of_another_user(self, folder: Path, found: VersionId | None) -> None:
+        user = "another user"
+        with contextlib.suppress(OSError):
+            user = f"user {user_name(folder.parent.stat().st_uid)}"
+        self._reports.notice(
+            f"a killed life of this job, of {user}, had its slots in {folder}, which this user may "
+            f"not look into. This one {f'goes on from {found}' if found else 'has found nothing'}; "
+            f"should there be a newer version, a start by {user} goes on from it",
+            logging.WARNING,
+        )
+
+    def _tell_what_other_nodes_have(self, found: VersionId | None) -> None:
+        """`{node}` stands for another name than in the life before. Nodes of this life have told
+        what they have; rank 0 looks for others', and every node that has nothing of its own."""
+        rank, hosts = self._group.rank, self._lives.nodes
+        empty = not any(each.place.level == "local" for each in self._lives.found[rank])
+        if rank and not (empty and hosts.index(hosts[rank]) == rank):
+            return
+        config = self._config
+        most = MOST_FOLDERS if rank == 0 else FEW_FOLDERS
+        there = siblings_of(config.path, self._lives.job, set(map(host_name, hosts)), most)
+        newer = [each for each in there if found is None or each.newest > found]
+        if not newer:
+            return
+        self._reports.notice(words_for(newer, config.here, found), logging.WARNING)
 
     def _owner(self) -> str:
         """Who holds the persistent place; empty also where that cannot be had."""

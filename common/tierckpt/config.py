@@ -327,7 +327,12 @@ class Config:
     @property
     def directory(self) -> str:
         """`path` on this node."""
-        return self.path.replace("{node}", self.node or socket.gethostname())
+        return self.path.replace("{node}", self.here)
+
+    @property
+    def here(self) -> str:
+        """What `{node}` in `path` stands for on this node."""
+        return self.node or socket.gethostname()
 
     @property
     def idle(self) -> list[str]:

@@ -6,6 +6,7 @@ of the file drops it. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -23,6 +24,19 @@ def try_lock(fd: int) -> bool:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
         raise
+    return True
+
+
+def free(fd: int) -> bool:
+    """False where another process has the lock; `fd` need not be one that may be written to.
+    Raises OSError where there are no locks."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    fcntl.lockf(fd, fcntl.LOCK_UN)
     return True
 
 
@@ -44,6 +58,23 @@ def held_here(path: Path) -> bool:
     return _held.get(path) == os.getpid()
 
 
+def held_by_another_name(path: Path) -> bool:
+    """As `held_here`, whatever the file was called when it was locked: by a link, or a mount."""
+    here = [each for each, process in _held.items() if process == os.getpid()]
+    if path in here:
+        return True
+    for each in here:
+        with contextlib.suppress(OSError):
+            if os.path.samefile(each, path):
+                return True
+    return False
+
+
+def any_held_in(folder: Path) -> bool:
+    """True while this process has the lock of any file in that folder."""
+    return any(each.parent == folder for each, who in _held.items() if who == os.getpid())
+
+
 def any_held() -> bool:
     """True while this process has the lock of any file."""
     return os.getpid() in _held.values()
@@ -54,4 +85,13 @@ def let_go(path: Path) -> None:
     _held.pop(path, None)
 
 
-__all__ = ["any_held", "held_here", "hold", "let_go", "lockable", "try_lock"]
+__all__ = [
+    "any_held",
+    "free",
+    "held_by_another_name",
+    "held_here",
+    "hold",
+    "let_go",
+    "lockable",
+    "try_lock",
+]

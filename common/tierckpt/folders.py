@@ -6,14 +6,18 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
 from pathlib import Path
 
-REFUSALS = frozenset(
-    {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM, errno.EROFS}
-)
+NO_RIGHT = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+REFUSALS = NO_RIGHT | {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 """How file systems say that a folder cannot be synced, or that it is not ours to sync."""
+
+
+SHARED = stat.S_IRGRP | stat.S_IWGRP
 
 
 def make(folder: Path, parents: bool = True) -> None:
@@ -24,7 +28,7 @@ def make(folder: Path, parents: bool = True) -> None:
     """
     missing = [each for each in (folder, *folder.parents) if parents and not each.exists()]
     for each in reversed(missing or [folder]):
-        each.mkdir(exist_ok=True)
+        make_one(each)
         try:
             sync(each.parent)
         except OSError as error:
@@ -39,3 +43,29 @@ def sync(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_one(folder: Path) -> None:
+    """Make it if it is not there, not durably, with the rights that its parent gives its group.
+    Raises OSError."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return
+    with contextlib.suppress(OSError):  # else it is this user's alone to write to
+        above = folder.parent.stat()
+        if above.st_mode & stat.S_ISGID and above.st_mode & stat.S_IWGRP:
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_IRWXG)
+
+
+def share(fd: int, folder: Path) -> None:
+    """Let the group of `folder` write to a new file in it, where it may write to the folder: who of
+    it comes next goes on with what is there, whatever the umask of who made it."""
+    with contextlib.suppress(OSError):  # then it is its owner's alone
+        above, found = folder.stat(), os.fstat(fd)
+        if above.st_mode & stat.S_IWGRP and found.st_gid == above.st_gid:
+            mode = stat.S_IMODE(found.st_mode)
+            if mode | SHARED != mode and found.st_uid == os.geteuid():
+                os.fchmod(fd, mode | SHARED)

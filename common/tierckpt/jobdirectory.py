@@ -7,6 +7,7 @@ outlive a process that is killed, and its successor finds them by name:
     <shm_dir>/tierckpt-<uid>/<job>/r<rank>.lock      held by the living trainer of that rank; says
                                                      which process that is, where it looks for halt
                                                      requests, and where its local level is
+    <shm_dir>/tierckpt-<uid>/<job>/seen.dead         since when other jobs have seen nobody alive
 
 Locks are POSIX record locks: the kernel drops them when the process dies, and forked children (a
 DataLoader's workers, which outlive a killed parent for seconds) do not inherit them. Whoever takes
@@ -28,7 +29,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import filelock, plainfile
+from . import deathwatch, filelock, plainfile
 from .errors import CorruptShardError, FormatError, TierckptError
 from .imagefile import LINK_SUFFIX, remove_link
 from .manifest import Manifest
@@ -125,6 +126,8 @@ class JobDirectory:
                 on_wait(f"{text} {owner}): waiting {patience_seconds:g} s for its end, at most")
             time.sleep(0.05)
         filelock.hold(path)
+        with contextlib.suppress(OSError):
+            deathwatch.forget(self.path)
         with contextlib.suppress(OSError):  # it has its place all the same
             lines = (str(os.getpid()), json.dumps(list(watches)), json.dumps(local))
             os.pwrite(fd, "\n".join(lines).encode(), 0)
@@ -211,11 +214,12 @@ class JobDirectory:
         """True while a trainer of that rank does, on this machine."""
         return not _path_lockable(self.lock_path(rank))
 
-    def newest_seconds(self) -> float:
-        """Unix time of the last sign of life."""
-        times = [self.path.stat().st_mtime] if self.path.exists() else [0.0]
-        times += [m.created_seconds for _, m in self.sealed()]
-        return max(times)
+    def dead_seconds(self) -> float:
+        """So long nobody has been seen to live here, as far as that can be told; see `deathwatch`.
+        Who asks has the gate, and has just seen it."""
+        with contextlib.suppress(OSError):  # memory is full: nothing is lost by waiting
+            return deathwatch.dead_seconds(self.path)
+        return 0.0
 
     def remove(self) -> None:
         """Delete the folder and all files in it."""
@@ -272,11 +276,16 @@ class JobDirectory:
         return [each for each in _jobs_in(self.root) if each.path != self.path]
 
     def remove_dead_jobs(self, linger_seconds: float) -> list[str]:
-        """Delete other jobs' segments when nobody of the job lives and nobody came back in time."""
+        """Delete other jobs' segments when nobody of the job lives, and none did since another job
+        saw that so long ago (`deathwatch`). What is there may be the only copy: of an age by the
+        time of day, which somebody may have set, nothing is removed."""
         removed = []
         for other in self.others():
             with contextlib.suppress(FileNotFoundError), _gate(other.path, fcntl.LOCK_EX):
-                if not other.alive() and time.time() - other.newest_seconds() > linger_seconds:
+                if other.alive():
+                    with contextlib.suppress(OSError):
+                        deathwatch.forget(other.path)
+                elif other.dead_seconds() >= linger_seconds:
                     other.remove()
                     removed.append(other.job)
         return removed

@@ -119,8 +119,10 @@ class LocalStore:
         self._unlink(self._manifest(key))
         self.sync_directory()  # before the data changes its name: never a manifest without data
         spare, data = self._spare(key), self._data(key)
-        linked = data.exists() and data.stat().st_nlink > 1  # somebody's hard link keeps it
-        if linked or not reuse or spare.exists():
+        if data.exists():  # else it is somebody's: by a hard link, or another user's altogether
+            found = data.stat()
+            reuse = reuse and found.st_nlink == 1 and found.st_uid == os.geteuid()
+        if not reuse or spare.exists():
             self._unlink(data)
         else:
             with contextlib.suppress(FileNotFoundError):
@@ -147,7 +149,7 @@ class LocalStore:
             if _has_writer(self._files(stem, kind)):
                 continue  # it is about to rename this manifest
             if path != self._spare_of(kind, shard) and unlocked(path):
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(FileNotFoundError, PermissionError):
                     path.unlink()
                     removed.append(path.name)
         found = [p for suffix in _suffixes(kind) for p in self.directory.glob(f"{mine}{suffix}")]
@@ -155,7 +157,7 @@ class LocalStore:
             key = kind.parse(path.stem)
             # In this order: a writer that lets go of the lock has made its manifest before.
             if key and unlocked(path) and not os.path.lexists(self._manifest(key)):
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(FileNotFoundError, PermissionError):
                     path.unlink()
                     removed.append(path.name)
         return removed
@@ -235,10 +237,17 @@ class LocalStore:
         return self.directory / f".spare.{kind.LETTER}{shard:05d}of"
 
     def take_spare(self, shard: int, path: Path, kind: type[ShardKey] = ShardKey) -> None:
-        """Have a file that was kept for reuse, if there is one, at `path`, which is in here."""
+        """Have a file that was kept for reuse, if there is one, at `path`, which is in here. One of
+        another user, who had the job before, is removed, where it can be: it is that one's room,
+        and may not be ours to write to."""
         faults.point("file", op="take_spare")
+        spare = self._spare_of(kind, shard)
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self._spare_of(kind, shard), path)
+            if spare.lstat().st_uid == os.geteuid():
+                os.rename(spare, path)
+            else:
+                with contextlib.suppress(PermissionError):
+                    spare.unlink()
 
     def _write_manifest(self, temp: Path, final: Path, content: bytes) -> None:
         """Atomically and durably create `final`, after all names that were changed before.
@@ -249,6 +258,7 @@ class LocalStore:
         try:
             faults.point("file", op="open_manifest")
             with temp.open("wb") as file:
+                folders.share(file.fileno(), self.directory)
                 faults.point("file", op="write_manifest")
                 file.write(content)
                 file.flush()

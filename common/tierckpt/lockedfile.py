@@ -12,7 +12,7 @@ import os
 import threading
 from pathlib import Path
 
-from . import faults
+from . import faults, filelock, folders
 from .naming import PAGE_BYTES
 
 WRITE_BYTES = 8 * 1024 * 1024
@@ -36,6 +36,7 @@ class LockedFile:
                 if error.errno != errno.EINVAL:  # tmpfs of older kernels, some network file systems
                     raise
                 self._fd, self.direct = os.open(path, flags, 0o644), False
+            folders.share(self._fd, path.parent)
             found = os.fstat(self._fd)
             self._file = (found.st_dev, found.st_ino)
             _written_here.add(self._file)
@@ -96,9 +97,14 @@ def unlocked(path: Path) -> bool:
             found = os.fstat(name)
             if (found.st_dev, found.st_ino) in _written_here:
                 return False
-            fd = os.open(f"/proc/self/fd/{name}", os.O_RDWR | os.O_CLOEXEC)
+            link = f"/proc/self/fd/{name}"
+            try:
+                fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
+            except PermissionError:  # another user's: readers' locks keep out writers, too
+                fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+                opened.callback(os.close, fd)
+                return filelock.free(fd)
             opened.callback(os.close, fd)
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return filelock.try_lock(fd)
         except OSError:
             return False
-        return True

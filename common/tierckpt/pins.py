@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from . import folders
 from .errors import PinError
 from .localstore import LocalStore
 from .naming import VersionId
@@ -73,13 +74,18 @@ class LocalPins:
         self._store.create()
         with _locked(self._store.directory):
             for version in versions:
-                mark = self._mark(version)
-                if everywhere:
-                    mark.write_text(_EVERYWHERE)
-                else:
-                    mark.touch()
+                self._set(self._mark(version), everywhere)
             self._store.sync_directory()
             return self.versions() & versions
+
+    def _set(self, mark: Path, everywhere: bool) -> None:
+        if mark.exists() and not everywhere:
+            return
+        if everywhere and not os.access(mark, os.W_OK):  # another user's: a new one in its place
+            mark.unlink(missing_ok=True)
+        with mark.open("w") as file:
+            folders.share(file.fileno(), self._store.directory)
+            file.write(_EVERYWHERE if everywhere else "")
 
     def unpin(self, versions: Iterable[VersionId]) -> set[VersionId]:
         """Take marks away; returns those that were there."""

@@ -148,7 +148,7 @@ def test_a_store_that_does_not_say_who_has_it_costs_no_restore(
         raise PersistentError("no right to read", "", transient=False)
 
     with monkeypatch.context() as patch, job("b", job_id="two") as second:
-        patch.setattr(Lease, "holder", forbidden)
+        patch.setattr(Lease, "newest", forbidden)
         assert second.restore() == STEPS
         assert len(warnings(second)) == 1
         second.checkpointer.abandon()

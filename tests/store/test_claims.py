@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import fcntl
 import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,22 @@ import pytest
 
 from tests.store.processes import end, python
 from tierckpt import claims, filelock
-from tierckpt.claims import PREFIX, Claims, launch_of
+from tierckpt.alike import agree_on_settings
+from tierckpt.claimfile import Claim
+from tierckpt.claims import PREFIX, Claims
+from tierckpt.group import SingleGroup
+from tierckpt.hostid import host_id
 from tierckpt.jobdirectory import JobBusyError
+from tierckpt.launch import MOST_STARTERS, Launch, launch_of, process_mark, smallest
+from tierckpt.mounts import local_by, locks_are_local
 from tierckpt.testing import TinyJob
 
 TOKEN, OTHERS = "00aa", "11bb"
 HOLD = (
-    "import json, sys; from tierckpt.claims import Claims\n"
-    "found = Claims(sys.argv[1], sys.argv[2], 0, print, json.loads(sys.argv[3]))\n"
-    "assert found.stake() == ''; print('staked', flush=True); sys.stdin.read()"
+    "import json, sys; from tierckpt.claims import Claims; from tierckpt.launch import Launch\n"
+    "launch = Launch(**json.loads(sys.argv[4]))\n"
+    "made = Claims(*sys.argv[1:3], int(sys.argv[3]), print, launch, '', json.loads(sys.argv[5]))\n"
+    "assert made.stake() == ''; print('staked', flush=True); sys.stdin.read()"
 )
 
 
@@ -41,13 +50,12 @@ def notices() -> list[str]:
 
 @pytest.fixture
 def mine(tmp_path: Path, notices: list[str]) -> Iterator[Any]:
-    """`mine(node=0, **environment)`: a claim of this process."""
+    """`mine(node=0, **launch)`: a claim of this process."""
     made = []
 
-    def claim(node: int = 0, token: str = TOKEN, **environment: str) -> Claims:
-        made.append(
-            Claims(tmp_path, token, node, lambda text, _: notices.append(text), environment)
-        )
+    def claim(node: int = 0, token: str = TOKEN, everyone: Any = (), **launch: Any) -> Claims:
+        tell = lambda text, _: notices.append(text)  # noqa: E731
+        made.append(Claims(tmp_path, token, node, tell, Launch(**launch), "", everyone))
         return made[-1]
 
     yield claim
@@ -57,11 +65,12 @@ def mine(tmp_path: Path, notices: list[str]) -> Iterator[Any]:
 
 @pytest.fixture
 def living(tmp_path: Path) -> Iterator[Any]:
-    """`living(**environment)`: another job, in a process of its own, that has claimed the place."""
+    """`living(**launch)`: another job, in a process of its own, that has claimed the place."""
     made = []
 
-    def start(**environment: str) -> subprocess.Popen[str]:
-        process = python(HOLD, tmp_path, OTHERS, json.dumps(environment))
+    def start(node: int = 0, everyone: Any = (), **launch: Any) -> subprocess.Popen[str]:
+        told = (json.dumps(launch), json.dumps(everyone))
+        process = python(HOLD, tmp_path, OTHERS, node, *told)
         made.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "staked\n"
@@ -129,33 +138,110 @@ def test_one_that_is_just_dying_is_waited_for(
     assert len(naps) == 1
 
 
-def test_a_life_that_hangs_keeps_no_successor_of_the_same_launch_out(
-    tmp_path: Path, mine: Any, living: Any
-) -> None:
-    living(SLURM_JOB_ID="7")
-    assert mine(SLURM_JOB_ID="7").stake() == ""
-    assert len(marks(tmp_path)) == 2
-    assert "another job" in mine(token="22cc", SLURM_JOB_ID="8").stake()
+# --- whose past it is ----------------------------------------------------------------------------
+
+SLURM = "cluster/1000/7"
 
 
 @pytest.mark.parametrize(
-    ("environment", "name"),
+    ("before", "now"),
     [
-        ({}, ""),
-        ({"TORCHELASTIC_RUN_ID": "none"}, ""),
-        ({"TORCHELASTIC_RUN_ID": "a"}, "torchrun a"),
-        ({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a"}, "Slurm job 7 of a cluster"),
-        ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "h"}, ""),
+        ({"job": SLURM}, {"job": SLURM, "attempt": 1}),
+        ({"starters": ["x"], "everyone": ["agent", "x"]}, {"starters": ["agent"]}),
+        (
+            {"starters": ["x"], "everyone": ["agent", "x"]},
+            {"starters": ["new"], "everyone": ["agent", "new"]},
+        ),
+    ],
+    ids=["an earlier attempt", "an agent's", "told by another node"],
+)
+def test_a_life_that_hangs_keeps_no_successor_out_that_is_proved_to_be_one(
+    before: dict[str, Any], now: dict[str, Any], tmp_path: Path, mine: Any, living: Any
+) -> None:
+    living(1, **before)
+    assert mine(**now).stake() == ""
+    assert len(marks(tmp_path)) == 2, "it may wake up: its claim is its own to remove"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"name": "Slurm job 7", "job": SLURM}, {"name": "Slurm job 7", "job": SLURM}),
+        ({"job": SLURM, "attempt": 1}, {"job": SLURM}),
+        ({"job": SLURM}, {"job": SLURM.replace("cluster", "other"), "attempt": 1}),
+        ({"name": "torchrun a", "starters": ["x"]}, {"name": "torchrun a", "starters": ["y"]}),
+        ({"starters": ["agent"]}, {"starters": ["agent"]}),
+    ],
+    ids=["one allocation", "a later attempt", "another cluster", "one rdzv-id", "one agent, alive"],
+)
+def test_a_job_that_lives_is_left_alone_whatever_its_launch_is_called(
+    before: dict[str, Any], now: dict[str, Any], mine: Any, living: Any
+) -> None:
+    living(**before)
+    assert "another job is at work" in mine(**now).stake()
+
+
+def test_an_agents_ranks_of_both_lives_must_be_gone_on_its_node(mine: Any, living: Any) -> None:
+    everyone = ["agent", "x"]
+    first = living(0, everyone, starters=["agent"])
+    living(1, everyone, starters=["x"])
+    assert "another job is at work" in mine(starters=["agent"]).stake()
+    first.kill()
+    first.wait()
+    assert mine(starters=["agent"]).stake() == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, ("", "", 0)),
+        ({"TORCHELASTIC_RUN_ID": "none"}, ("", "", 0)),
+        ({"TORCHELASTIC_RUN_ID": "a"}, ("torchrun a", "", 0)),
+        ({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a"}, ("Slurm job 7", "", 0)),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_CLUSTER_NAME": "c"},
+            ("Slurm step 7.0", "c//7", 0),
+        ),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c", "SLURM_RESTART_COUNT": "2"},
+            ("Slurm job 7", "c//7", 2),
+        ),
+        ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "h"}, ("", "", 0)),
         (
             {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "h", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"},
-            "Horovod h:1",
+            ("Horovod h:1", "", 0),
         ),
     ],
 )
-def test_launches_have_names_where_launchers_give_them(
-    environment: dict[str, str], name: str
-) -> None:
-    assert launch_of(environment) == name
+def test_what_launchers_tell(environment: dict[str, str], told: tuple[str, str, int]) -> None:
+    launch = launch_of(environment)
+    assert (launch.name, launch.job, launch.attempt) == told
+
+
+def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
+    """A rank of torchrun's, here one that this process plays the agent for."""
+    tell = "import os; from tierckpt.launch import launch_of; print(launch_of(os.environ).starters)"
+    names = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/f", "RANK": "0"}
+    told = []
+    for command in (
+        [sys.executable, "-c", tell],
+        ["sh", "-c", f'"{sys.executable}" -c "$1"; true'],
+    ):
+        around = [] if command[0] == sys.executable else ["sh", tell]
+        environment = {**os.environ, **names, "MASTER_PORT": "1"}
+        said = subprocess.check_output([*command, *around], env=environment, text=True)
+        told.append(ast.literal_eval(said))
+    (one, agent), (other, again) = told
+    assert agent == again == process_mark("self") == process_mark(os.getpid())
+    assert len({one, other, agent}) == 3
+    assert launch_of({}).starters == (process_mark("self"),)
+    assert launch_of({}, in_use=True).starters == (), "it is in another life yet"
+
+
+def test_of_many_starters_two_lives_tell_the_same() -> None:
+    one = [f"{number:016x}" for number in range(3000)]
+    assert smallest(one) == tuple(one[:MOST_STARTERS])
+    assert set(smallest(one[500:])) & set(smallest(one))
 
 
 def test_another_claim_of_this_very_process_is_seen(tmp_path: Path, mine: Any) -> None:
@@ -163,6 +249,41 @@ def test_another_claim_of_this_very_process_is_seen(tmp_path: Path, mine: Any) -
     assert mine(token=OTHERS).stake() == ""
     assert f"process {os.getpid()} on " in mine().stake()
     assert marks(tmp_path) == [f".claim.{OTHERS}.0"]
+
+
+def test_another_claim_of_this_process_is_seen_by_whatever_name(tmp_path: Path, mine: Any) -> None:
+    """Its lock would be gone with the first look into the file."""
+    assert mine(token=OTHERS, everyone=["another rank's"]).stake() == ""
+    (link := tmp_path.parent / f"{tmp_path.name}.link").symlink_to(tmp_path)
+    by_link = Claims(link, TOKEN, 0, lambda *_: None, Launch(starters=("another rank's",)))
+    why = by_link.stake()
+    by_link.release()
+    assert f"process {os.getpid()} on " in why
+    probe = "import sys; from tierckpt.localstore import unlocked; from pathlib import Path\n"
+    probe += "print(unlocked(Path(sys.argv[1])))"
+    command = [sys.executable, "-c", probe, tmp_path / f".claim.{OTHERS}.0"]
+    assert subprocess.check_output(command, text=True) == "False\n"
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to(path)])
+def test_what_cannot_be_opened_is_somebodys(
+    make: Callable[[Path], object], tmp_path: Path, mine: Any
+) -> None:
+    path = tmp_path / f".claim.{OTHERS}.0"
+    make(path)
+    why = mine().stake()
+    assert "another job is at work" in why
+    assert f"remove {path}" in why
+    path.rmdir() if path.is_dir() else path.unlink()
+    assert mine().stake() == ""
+
+
+def test_what_a_later_tierckpt_says_more_is_passed_over(tmp_path: Path) -> None:
+    claim = Claim("host", 7, 0.0, launch="torchrun a", starters=("x",))
+    content = json.dumps({**json.loads(claim.encode()), "more": [1]}).encode()
+    assert Claim.decode(content) == claim
+    before = {"host": "h", "pid": 7, "since_seconds": 0.0, "machine": "m", "launch": "Slurm job 7"}
+    assert Claim.decode(json.dumps(before).encode()).starters == ()
 
 
 def test_a_claim_that_says_nothing_of_its_holder_counts(tmp_path: Path, mine: Any) -> None:
@@ -202,6 +323,48 @@ def test_without_locks_the_job_goes_on_and_is_told(
     assert marks(tmp_path) == [f".claim.{OTHERS}.0"], "and touches nobody's"
 
 
+def test_where_locks_are_a_machines_own_nobodys_claim_is_taken_for_a_dead_ones(
+    tmp_path: Path, mine: Any, notices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS with `nolock`: what nobody holds here may be held on another machine."""
+    monkeypatch.setattr(claims, "locks_are_local", lambda directory: "/shared is mounted (nfs)")
+    theirs, ours = tmp_path / ".claim.22cc.0", tmp_path / ".claim.33dd.0"
+    theirs.write_bytes(Claim("other", 7, 0.0, "another machine").encode())
+    ours.write_bytes(Claim("this", 7, 0.0, host_id()).encode())
+    assert mine().stake() == ""
+    (text,) = notices
+    assert text.startswith("/shared is mounted (nfs): a job on another machine")
+    assert "process 7 on other" in text
+    assert theirs.exists()
+    assert not ours.exists()
+
+
+MOUNTS = r"""22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+30 22 0:40 / /home\040of rw,relatime - nfs4 server:/home rw,vers=4.2,local_lock=none
+31 22 0:41 / /old rw - nfs server:/old rw,vers=3,nolock,local_lock=all
+32 22 0:42 / /lustre rw shared:1 - lustre mgs:/fs rw,flock
+33 32 0:43 / /lustre/own rw - lustre mgs:/own rw,localflock
+34 22 0:44 / /far rw - fuse.sshfs me@far: rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/x", ""),
+        ("/home of/x", ""),
+        ("/older", ""),
+        ("/old", "/old is mounted (nfs) with local_lock=all"),
+        ("/lustre/x", ""),
+        ("/lustre/own/x", "/lustre/own is mounted (lustre) with localflock"),
+        ("/far/x", "/far is fuse.sshfs, which has no locks between machines"),
+    ],
+)
+def test_mounts_tell_whose_locks_are_seen(path: str, why: str) -> None:
+    assert local_by(MOUNTS, path) == why
+    assert locks_are_local("/proc") == ""
+
+
 def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
     tmp_path: Path, mine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,9 +394,13 @@ JOB = (
 
 
 def test_a_second_job_is_refused_until_the_first_one_has_ended(
-    tmp_path: Path, shm_dir: Path
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On another machine: its memory has nothing of this one's."""
+    """On another machine: its memory has nothing of this one's. The launchers call it the same."""
+    for name in ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "7")
+    for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"):
+        monkeypatch.setenv(name, "7")
     path, memory = tmp_path / "ckpts", shm_dir / "another machine's"
     memory.mkdir()
     settings = {"shm_dir": str(shm_dir), "agent": "inline"}
@@ -249,6 +416,22 @@ def test_a_second_job_is_refused_until_the_first_one_has_ended(
         assert len(marks(path)) == 1
         job.run(3)
     assert marks(path) == []
+
+
+def test_of_a_process_that_has_a_rank_of_the_job_yet_nothing_is_proved(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    settings = {"path": str(tmp_path / "ckpts"), "shm_dir": str(shm_dir)}
+    mark = process_mark("self")
+
+    def starters() -> tuple[str, ...]:
+        return agree_on_settings(settings, None, SingleGroup())[1].starters
+
+    assert mark in starters()
+    with TinyJob(agent="inline", **settings):
+        assert mark not in starters()
+        assert mark in agree_on_settings({**settings, "path": "b"}, None, SingleGroup())[1].starters
+    assert mark in starters()
 
 
 def test_one_without_a_local_level_claims_nothing(tmp_path: Path, shm_dir: Path) -> None:

@@ -563,8 +563,12 @@ def test_a_flush_that_outlasts_the_lease_keeps_it(
     monkeypatch.setattr(zero.flusher._keeper, "keep", lambda *whose: None)
     lives: set[str] = set()
 
+    watcher = PersistentStore(str(place)).lease("11fe", "another job", clock)
+
     def look() -> None:
-        holder = PersistentStore(str(place)).lease("11fe", "another job", clock).holder()
+        with contextlib.suppress(LeaseHeldError):
+            watcher.ensure()
+        holder = watcher.newest()
         lives.add(holder.life if holder is not None else "nobody")
 
     clock.meanwhile = look

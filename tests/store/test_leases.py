@@ -20,7 +20,7 @@ from tierckpt.persistent import (
     RetryPolicy,
 )
 from tierckpt.persistent.keeper import Keeper
-from tierckpt.persistent.lease import LeaseRecord
+from tierckpt.persistent.lease import LEASE_SECONDS, LeaseRecord
 
 PATIENCE_SECONDS = 60.0
 
@@ -30,14 +30,16 @@ def made(place: Path) -> PersistentStore:
 
 
 class FakeClock:
-    """Stands still until told."""
+    """Stands still until told. `wrong_seconds`: what its machine's time of day is ahead."""
 
-    seconds = 1e9
+    def __init__(self, wrong_seconds: float = 0.0) -> None:
+        self.seconds, self.wrong_seconds = 1e9, wrong_seconds
 
     def now(self) -> float:
-        return self.seconds
+        return self.seconds + self.wrong_seconds
 
-    monotonic = now
+    def monotonic(self) -> float:
+        return self.seconds
 
     def sleep(self, seconds: float) -> None:
         raise AssertionError("a lease does not wait")
@@ -52,14 +54,16 @@ def test_a_lease_is_one_lifes_until_it_expires(tmp_path: Path) -> None:
     first, second = lease(tmp_path, "1111", clock), lease(tmp_path, "2222", clock)
     member = lease(tmp_path, "1111", clock)
     assert first.ensure() == member.ensure() == 1
-    clock.seconds += 100
-    with pytest.raises(LeaseHeldError, match=r"in use by job of 1111.* 20 s"):
-        second.ensure()
+    for seconds, left in ((0, 120), (100, 20)):
+        clock.seconds += seconds
+        with pytest.raises(LeaseHeldError, match=f"in use by job of 1111.* {left} s"):
+            second.ensure()
     member.keep()  # a quarter of the time has passed: renewed, for all of this life
-    clock.seconds += 100
-    with pytest.raises(LeaseHeldError):
-        second.ensure()
-    clock.seconds += 100
+    for seconds, left in ((100, 120), (100, 20)):
+        clock.seconds += seconds
+        with pytest.raises(LeaseHeldError, match=f" {left} s"):
+            second.ensure()
+    clock.seconds += 20
     assert second.ensure() == 2
     assert second.held()
     assert not first.held()
@@ -111,7 +115,9 @@ def test_a_life_that_was_followed_does_not_take_the_lease_back(tmp_path: Path) -
             again()
         now.keep()
     assert now.held()
-    clock.seconds += 1000
+    with pytest.raises(LeaseHeldError):
+        before.ensure()
+    clock.seconds += LEASE_SECONDS
     before.ensure()  # it is nobody's by now
     assert before.held()
 
@@ -149,9 +155,11 @@ def test_a_holder_that_wakes_up_late_and_its_follower_do_not_both_hold(tmp_path:
         clock = FakeClock()
         old, new = lease(place, "1111", clock), lease(place, "2222", clock)
         old.ensure()
+        assert new.newest() is not None
         clock.seconds += 1000
         expired = new.newest()
         assert expired is not None
+        assert new._free(expired)
         if step == "before":
             old._write(1)  # renewed after the follower looked, before it took
             assert new._take(2, expired) is None
@@ -255,6 +263,63 @@ def test_only_the_member_that_begins_takes_the_first_lease(tmp_path: Path) -> No
     assert first.ensure() == second.ensure() == 1
     clock.seconds += 1000
     assert second.ensure() == 2, "one that ended may be followed by anybody"
+
+
+# --- clocks --------------------------------------------------------------------------------------
+
+DAY_SECONDS = 86400.0
+
+
+@pytest.mark.parametrize("wrong_seconds", [-DAY_SECONDS, 0.0, DAY_SECONDS])
+def test_a_dead_holder_is_waited_for_as_long_as_a_lease_lasts_whatever_its_clock_said(
+    wrong_seconds: float, tmp_path: Path
+) -> None:
+    clock = FakeClock()
+    dead, waiting = (
+        lease(tmp_path, "1111", FakeClock(wrong_seconds)),
+        lease(tmp_path, "2222", clock),
+    )
+    dead.ensure()
+    begin = clock.seconds
+    while True:
+        try:
+            waiting.ensure()
+            break
+        except LeaseHeldError:
+            clock.seconds += 5
+    assert clock.seconds - begin == LEASE_SECONDS
+    assert waiting.held()
+
+
+@pytest.mark.parametrize("wrong_seconds", [-DAY_SECONDS, DAY_SECONDS])
+def test_a_living_holder_keeps_the_place_whatever_the_clocks_say(
+    wrong_seconds: float, tmp_path: Path
+) -> None:
+    wrong = FakeClock(wrong_seconds)
+    for holder_clock, clock in ((wrong, FakeClock()), (FakeClock(), wrong)):
+        place = tmp_path / f"{holder_clock.wrong_seconds:+}"
+        place.mkdir()
+        holder, waiting = lease(place, "1111", holder_clock), lease(place, "2222", clock)
+        for _ in range(40):
+            holder.ensure()
+            with pytest.raises(LeaseHeldError):
+                waiting.ensure()
+            clock.seconds += 10
+            holder_clock.seconds += 10
+        assert holder.held()
+
+
+def test_a_holder_whose_clock_jumps_goes_on_renewing(tmp_path: Path) -> None:
+    clock, others = FakeClock(), FakeClock()
+    holder, waiting = lease(tmp_path, "1111", clock), lease(tmp_path, "2222", others)
+    for wrong_seconds in (0.0, -DAY_SECONDS, DAY_SECONDS):
+        clock.wrong_seconds = wrong_seconds
+        for _ in range(30):
+            holder.ensure()
+            with pytest.raises(LeaseHeldError):
+                waiting.ensure()
+            clock.seconds += 10
+            others.seconds += 10
 
 
 def test_of_many_processes_that_want_a_free_lease_one_gets_it(tmp_path: Path) -> None:

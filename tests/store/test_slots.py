@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -10,11 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.store.processes import end, python
 from tests.store.shards import IMAGE_BYTES, manifest
+from tierckpt import deathwatch
 from tierckpt.errors import TierckptError
 from tierckpt.jobdirectory import JobBusyError, JobDirectory, _path_lockable, job_id_of
 from tierckpt.manifest import Manifest
@@ -291,7 +294,7 @@ def test_job_ids_are_told_apart_by_the_place_not_by_its_spelling(tmp_path: Path)
 
 @pytest.fixture
 def other(shm_dir: Path) -> JobDirectory:
-    """Another job's folder, with a sealed slot in it, last heard of an hour ago."""
+    """Another job's folder, with a sealed slot in it, last heard of an hour ago by the clock."""
     made = JobDirectory.at(shm_dir, "other")
     made.create()
     left = Slot.create(made.slot_path(0, 0), "r0", SEAL_BYTES, IMAGE_BYTES)
@@ -301,27 +304,75 @@ def other(shm_dir: Path) -> JobDirectory:
     return made
 
 
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`wait(seconds)`: the clock that nobody can set goes on."""
+    passed = [0.0]
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: 1e6 + passed[0])
+
+    def go_on(seconds: float) -> None:
+        passed[0] += seconds
+
+    return go_on
+
+
 def test_a_dead_job_is_removed_when_nobody_came_back(
-    job: JobDirectory, other: JobDirectory
+    job: JobDirectory, other: JobDirectory, wait: Any
 ) -> None:
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+    wait(2999)
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+    assert len(list(other.sealed())) == 1
+    wait(1)
     assert job.remove_dead_jobs(linger_seconds=3000) == ["other"]
     assert not other.path.exists()
     assert job.path.exists()
 
 
-def test_a_dead_job_is_waited_for(job: JobDirectory, other: JobDirectory) -> None:
-    assert job.remove_dead_jobs(linger_seconds=4000) == []
-    assert len(list(other.sealed())) == 1
-
-
-def test_a_dead_job_that_sealed_a_moment_ago_is_waited_for(
-    job: JobDirectory, other: JobDirectory
+@pytest.mark.parametrize("wrong_seconds", [-86400, 86400])
+def test_a_clock_that_is_wrong_removes_nobodys_only_copy(
+    wrong_seconds: int, job: JobDirectory, other: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slot = Slot.open(other.slot_path(0, 0))
-    assert slot is not None
-    slot.seal(manifest(created=time.time(), job="other").encode())
-    slot.close()
+    now = time.time()
+    for seconds in (0, wrong_seconds):
+        monkeypatch.setattr(time, "time", lambda at=now + seconds: at)
+        assert job.remove_dead_jobs(linger_seconds=3600) == []
+        for path in (other.path, other.slot_path(0, 0), other.path / deathwatch.NAME):
+            os.utime(path, (now - wrong_seconds,) * 2)
+
+
+def test_a_job_that_was_back_meanwhile_is_waited_for_anew(
+    job: JobDirectory, other: JobDirectory, wait: Any
+) -> None:
+    """Also where nobody looked while it lived."""
     assert job.remove_dead_jobs(linger_seconds=3000) == []
+    other.unlock_rank(0, other.lock_rank(0))
+    wait(4000)
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+    wait(3000)
+    assert job.remove_dead_jobs(linger_seconds=3000) == ["other"]
+
+
+@pytest.mark.parametrize("mark", ["another boot's", "of later", "rubbish", "a directory"])
+def test_a_mark_that_tells_nothing_removes_nothing(
+    mark: str, job: JobDirectory, other: JobDirectory, wait: Any
+) -> None:
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+    path = other.path / deathwatch.NAME
+    told = json.loads(path.read_text())
+    if mark == "a directory":
+        path.unlink()
+        path.mkdir()
+    elif mark == "another boot's":
+        path.write_text(json.dumps({**told, "clock": "before"}))
+    else:
+        told["monotonic_seconds"] += 1e9
+        path.write_text("{" if mark == "rubbish" else json.dumps(told))
+    wait(4000)
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+    wait(4000)
+    again = job.remove_dead_jobs(linger_seconds=3000)
+    assert again == ([] if mark == "a directory" else ["other"])
 
 
 def test_a_living_job_is_never_removed(
@@ -334,7 +385,7 @@ def test_a_living_job_is_never_removed(
     assert other.remove_dead_jobs(linger_seconds=-1) == ["job"]
 
 
-@pytest.mark.parametrize("look", ["newest_seconds", "lives"])
+@pytest.mark.parametrize("look", ["dead_seconds", "lives"])
 def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
     look: str, job: JobDirectory, other: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

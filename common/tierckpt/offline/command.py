@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from ..errors import ConfigError, CorruptShardError, TierckptError
 from ..inventory import FoundParity
 from ..progress import Progress
+from ..siblings import NODE
 from ..wording import some
 from .catalog import Row, rows_of
-from .survey import NODE, Survey, survey, why_elsewhere
+from .survey import Survey, survey, why_elsewhere
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +66,8 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
     if (more := len(there.troubles) - MOST_TOLD) > 0:
         console.print(f"cannot be read: {more} more; --json has all of them", soft_wrap=True)
     for text in _on_memory(rows, there, paths):
+        console.print(text, soft_wrap=True)
+    for text in there.beside:
         console.print(text, soft_wrap=True)
     for job in sorted({row.elsewhere for row in rows} - {""}):
         console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)

@@ -7,11 +7,11 @@ in what lies on disk, or by the claim that it left there.
 
 from __future__ import annotations
 
+import errno
 import functools
 import glob
 import itertools
 import os
-import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
@@ -34,14 +34,14 @@ from ..inventory import (
 from ..jobdirectory import JobDirectory, is_default_id, job_id_of
 from ..localstore import LocalStore
 from ..manifest import Manifest
-from ..naming import ShardKey, directory_of
+from ..naming import ShardKey, VersionId, directory_of
 from ..persistent import PersistentStore
 from ..persistent.backend import is_url
 from ..pins import LocalPins, PersistentPins
 from ..restoreplan import RestorePlan, plan_restore
+from ..siblings import NODE, named, parent_of, siblings_of
 
 Where = str | os.PathLike[str]
-NODE = "{node}"
 FOREIGN = "lost+found"
 """A file system's own folder, which few may look into."""
 
@@ -71,6 +71,8 @@ class Survey:
     """Jobs of which a trainer lives on this machine."""
     memory: list[str] = field(default_factory=list)
     """Folders that were looked for in this machine's memory."""
+    beside: list[str] = field(default_factory=list)
+    """Folders of other nodes that have newer versions, and how to see them, in words."""
     elsewhere: set[str] = field(default_factory=set)
     """Jobs whose memory on this machine no restart from these places sees: it has another job id,
     as what is here was moved, or copied."""
@@ -128,10 +130,13 @@ def survey(paths: Where | Sequence[Where]) -> Survey:
         jobs |= {job_id_of(path), config.job_id} - {""}
         own |= {config.job_id} if config.job_id else _ids_of(path, config.node)
         folders = list[Path]()
+        beside = _beside(path, config.job_id)
+        there.beside += beside
         try:
             folders = _folders(path, there)
         except MissingPathError as error:
-            missing[config.job_id or job_id_of(path)] = error
+            told_of = "; ".join([str(error), *beside])
+            missing[config.job_id or job_id_of(path)] = MissingPathError(told_of)
         for folder in folders:
             _look_at_disk(folder, there)
             _look_at_shared(config.persistent.at(str(folder)), there)
@@ -178,15 +183,8 @@ def _folders(path: str, there: Survey) -> list[Path]:
 
 
 def _named_after_nodes(path: str, there: Survey) -> list[Path]:
-    """What `{node}` can stand for is told by names: it is the same wherever the path has it."""
-    before, _, after = path.partition(NODE)
-    parent, prefix = os.path.split(before)
-    suffix, slash, rest = after.partition("/")
-    again = "(?P=node)".join(map(re.escape, suffix.split(NODE)))
-    shape = re.compile(f"{re.escape(prefix)}(?P<node>.+){again}", re.DOTALL)
     unseen, found = len(there.unseen), list[Path]()
-    for match in filter(None, map(shape.fullmatch, _names_in(Path(parent), there))):
-        folder = Path(parent, match[0] + slash + rest.replace(NODE, match["node"]))
+    for _, folder in named(path, _names_in(parent_of(path), there)):
         try:
             if folder.is_dir():
                 found.append(folder)
@@ -195,6 +193,25 @@ def _named_after_nodes(path: str, there: Survey) -> list[Path]:
     if not found and len(there.unseen) == unseen:
         raise MissingPathError(f"there is no directory {path}, whatever {NODE} stands for")
     return found
+
+
+def _beside(path: str, job: str) -> list[str]:
+    """Where it may be one node's: what others, of the same job, have that is newer."""
+    if NODE in path:
+        return []
+    parent, node = os.path.split(os.path.abspath(path))
+    template = os.path.join(parent, NODE)
+    own: VersionId | None = None
+    with suppress(OSError):
+        keys = LocalStore(path).keys()
+        own = max((key.id for key in keys), default=None)
+    found = siblings_of(template, job or job_id_of(template), {node})
+    return [
+        f"{each.directory} has {each.newest} of the same job: to see all nodes', give "
+        f"'{template}', in quotes. A restart sees the folders of its own nodes alone"
+        for each in found[:1]
+        if own is None or each.newest > own
+    ]
 
 
 def _names_in(folder: Path, there: Survey) -> list[str]:
@@ -253,6 +270,10 @@ def _jobs_named(there: Survey) -> set[str]:
 def _look_at_memory(roots: Iterable[Path], jobs: Iterable[str], there: Survey) -> None:
     for root, job in itertools.product(sorted(roots), sorted(jobs)):
         there.memory.append(str(root / job))
+        if root.is_dir() and not os.access(root, os.R_OK | os.X_OK):
+            why = PermissionError(errno.EACCES, "another user's")
+            place = Place("memory", socket.gethostname(), str(root / job))
+            there.unseen.append(Problem.of(place, why))
         with suppress(OSError):
             for folder in sorted(root.glob(f"{glob.escape(job)}*")):
                 name, _, node = folder.name.partition("@")

@@ -27,7 +27,8 @@ class FlushCancelledError(TierckptError):
 
 
 class LeaseHeldError(TierckptError):
-    """Another job holds the place; `owner` and `expires_seconds` (Unix time) say who, how long."""
+    """Another job holds the place; `owner` says who. `expires_seconds`: when it will have been
+    watched for long enough (Unix time), if it is not renewed."""
 
     def __init__(self, url: str, owner: str, expires_seconds: float, left_seconds: float) -> None:
         self.owner, self.expires_seconds = owner, expires_seconds

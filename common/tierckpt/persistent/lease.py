@@ -6,6 +6,10 @@ exactly one succeeds. The holder renews by overwriting its own file; a lease tha
 in time may be followed by the next number. (Numbered locks are Chubby's sequencers; here they
 fence nothing, because no job ever writes or removes what another one has.)
 
+No clock of another machine is believed: whoever wants a lease watches it, and when it has not
+changed for its whole time, by the watcher's own monotonic clock, its holder is dead. Each renewal
+writes another random token. What a lease says of its end is for people, and for earlier tierckpts.
+
 Where a store ignores the condition (some S3 look-alikes do), two jobs that begin within the same
 second or so are not told apart. What that costs is room and a confusing list of versions, never a
 version: names carry the life, and retention leaves other jobs' versions alone.
@@ -38,15 +42,15 @@ class LeaseRecord:
     life: str
     """All members of one life hold the lease together."""
     expires_seconds: float
-    """Unix time."""
+    """Unix time by its holder's clock, which may be wrong."""
 
 
 class Lease:
     """One life's hold on a place. Every node's agent has one and calls `ensure` before it flushes.
 
     It costs a listing and a small read, and a write only once in half of `lease_seconds` for the
-    whole job: whoever of the life comes first then renews it for all. Expiry is judged by Unix
-    time; clocks must agree to well below `lease_seconds`.
+    whole job: whoever of the life comes first then renews it for all. Another life's has ended when
+    this object saw it unchanged for `lease_seconds`: to be asked again and again till then.
 
     A restarted job does not wait for its own dead life: what that life left under the same `owner`
     is free at once. So an owner's name must be one that two living jobs cannot both have. A life
@@ -74,6 +78,10 @@ class Lease:
         self._ours_at_last = False
         """It was this life's when it was asked for last."""
         self._abandoned = False
+        self._seen = (0, "")
+        """Number and content of the newest lease when it was last read."""
+        self._seen_since = 0.0
+        """When it was first seen to be so, by the monotonic clock."""
 
     def abandon(self) -> None:
         """Take and renew nothing any more: FlushCancelledError, where that is asked for. Any
@@ -87,8 +95,8 @@ class Lease:
 
     def held(self) -> bool:
         """True while this life has the place to itself."""
-        holder = self.holder()
-        return holder is not None and holder.life == self.life
+        newest = self.newest()
+        return newest is not None and newest.life == self.life
 
     def ensure(self) -> int:
         """Hold the lease from now on for at least half its time; returns its number.
@@ -132,7 +140,7 @@ class Lease:
                 continue  # somebody was faster: look again
             if newest.life != self.life:
                 raise self._held(newest)
-            if newest.expires_seconds - self._clock.now() < self.lease_seconds / 2:
+            if not self._is_fresh(newest):
                 self._write(newest.number)
                 self._check_followers(newest.number)
             return newest.number
@@ -150,16 +158,11 @@ class Lease:
         For a holder that hangs and renews: its next renewal finds that the lease is lost. As
         itself (`life`) this lease must be nobody.
         """
-        while (newest := self.holder()) is not None:
+        while (newest := self.newest()) is not None and newest.life:
             if self._take(newest.number + 1, None):
                 self._backend.delete(_name(newest.number))
                 return newest
         return None
-
-    def holder(self) -> LeaseRecord | None:
-        """Whose the place is, as long as that lasts; None when nobody's."""
-        newest = self.newest()
-        return None if newest is None or self._expired(newest) else newest
 
     def newest(self) -> LeaseRecord | None:
         """Whose the place is, or was; None when nobody's."""
@@ -196,12 +199,22 @@ class Lease:
             self._backend.delete(_name(number))
             raise self._held(newest)
 
-    def _expired(self, record: LeaseRecord) -> bool:
-        return record.expires_seconds <= self._clock.now()
+    def _unchanged_seconds(self, record: LeaseRecord) -> float:
+        """So long this object has seen it as it is."""
+        same = self._seen[0] == record.number
+        return self._clock.monotonic() - self._seen_since if same else 0.0
+
+    def _is_fresh(self, record: LeaseRecord) -> bool:
+        """Whether this life's own need not be renewed yet. The clock of who wrote it is believed
+        where what it says can be: at most the lease's time is left."""
+        left = record.expires_seconds - self._clock.now()
+        half = self.lease_seconds / 2
+        return half <= left <= self.lease_seconds and self._unchanged_seconds(record) < half
 
     def _free(self, record: LeaseRecord) -> bool:
         same = record.owner == self.owner and record.life != self.life
-        return (same and not self._had) or self._expired(record)
+        ended = not record.life or self._unchanged_seconds(record) >= self.lease_seconds
+        return (same and not self._had) or ended
 
     @property
     def _had(self) -> bool:
@@ -213,7 +226,8 @@ class Lease:
             raise FlushCancelledError(f"the lease of {self.owner} is not to be kept any more")
         expires = self._clock.now() + self.lease_seconds
         values = {"owner": self.owner, "life": self.life, "expires_seconds": expires}
-        data = seal("lease", {**values, "token": token})
+        # Another one each time, or a watcher whose clock, and ours, stand still saw no change.
+        data = seal("lease", {**values, "token": token or secrets.token_hex(8)})
         name = _name(number)
         self._backend.put(name, lambda: iter([memoryview(data)]), len(data), exclusive)
 
@@ -224,8 +238,10 @@ class Lease:
             return ""
 
     def _read(self, number: int) -> LeaseRecord | None:
-        """The record; None when the file is gone. One that is damaged has expired."""
+        """The record; None when the file is gone. One that is damaged is nobody's."""
         text = self._raw(number)
+        if (number, text) != self._seen:
+            self._seen, self._seen_since = (number, text), self._clock.monotonic()
         if not text:
             return None
         try:
@@ -238,8 +254,9 @@ class Lease:
 
     def _held(self, record: LeaseRecord) -> LeaseHeldError:
         self._ours_at_last = False
-        left = record.expires_seconds - self._clock.now()
-        return LeaseHeldError(self._backend.url, record.owner, record.expires_seconds, left)
+        left = max(self.lease_seconds - self._unchanged_seconds(record), 0.0)
+        ends = self._clock.now() + left
+        return LeaseHeldError(self._backend.url, record.owner, ends, left)
 
 
 def _name(number: int) -> str:

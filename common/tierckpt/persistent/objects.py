@@ -7,6 +7,7 @@ fsspec is imported here and only here (`pip install 'tierckpt[s3]'` brings it, w
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import socket
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ MOST_PARTS = 9_000
 STALL_SECONDS = 30.0
 """So long what was sent to S3 may stay unacknowledged. The client's own time-outs do not cover
 sending, and the kernel would try for a quarter of an hour."""
+BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+"""Kinds of stores in which a prefix need not be there, and what is before it must."""
 
 
 class ObjectBackend:
@@ -48,6 +51,8 @@ class ObjectBackend:
         except (TypeError, ValueError) as error:  # for protocols and options that are not known
             raise ConfigError(f"the persistent path {url} cannot be opened: {error}") from error
         self._s3 = "s3" in _protocols(self._fs)
+        self._bucket_seen = BUCKETS.isdisjoint(_protocols(self._fs))
+        """The bucket is there, or this store has none."""
 
     def create(self) -> None:
         """Nothing: prefixes are not made, and buckets are not ours to make."""
@@ -134,12 +139,14 @@ class ObjectBackend:
         return int(self._fs.size(self._path(name)))
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """See `Backend.sizes`."""
+        """See `Backend.sizes`. Raises FileNotFoundError where there is no such bucket: it may be
+        mistyped, or another account's, and what is there cannot be seen."""
         self._fs.invalidate_cache()
         top = self._path(folder)
         try:
             entries = self._fs.ls(top, detail=True)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            self._check_bucket(error)
             return {}
         found = {}
         for entry in entries:
@@ -150,6 +157,36 @@ class ObjectBackend:
             is_folder = entry["type"] == "directory"
             found[f"{name}/" if is_folder else name] = 0 if is_folder else int(entry["size"])
         return found
+
+    def _check_bucket(self, error: FileNotFoundError) -> None:
+        """Nothing was found: raise FileNotFoundError unless that is because of the prefix. What is
+        not to be had of a bucket, though it is there, is for whoever asks for that."""
+        if error_code(error) != "NoSuchBucket":
+            if self._bucket_seen:
+                return
+            try:
+                self._look_for_bucket()
+            except FileNotFoundError as gone:
+                error = gone
+            except PermissionError:  # what is in it was to be listed, so that it is there
+                return
+            else:
+                self._bucket_seen = True
+                return
+        why = f"there is no bucket {self._bucket!r}, or it is another account's"
+        raise FileNotFoundError(errno.ENOENT, why) from error
+
+    def _look_for_bucket(self) -> None:
+        if self._s3:
+            self._fs.call_s3("head_bucket", Bucket=self._bucket)
+        else:
+            self._fs.ls(self._bucket, detail=False)
+
+    @property
+    def _bucket(self) -> str:
+        if self._s3:
+            return str(self._fs.split_path(self._root)[0])
+        return str(self._root).lstrip("/").partition("/")[0]
 
     # --- removing ------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class PosixBackend:
         for folder in reversed(path.relative_to(self.root).parents[:-1]):
             if not (self.root / folder).is_dir():
                 faults.point("file", op="mkdir")
-                (self.root / folder).mkdir(exist_ok=True)
+                folders.make_one(self.root / folder)
                 self._sync_directory((self.root / folder).parent)
         return path
 
@@ -217,6 +217,7 @@ def _write(fd: int, offset: int, content: Content) -> None:
 def _opened(path: Path, flags: int) -> Iterator[int]:
     fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
     try:
+        folders.share(fd, path.parent)
         yield fd
     finally:
         os.close(fd)

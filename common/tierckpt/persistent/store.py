@@ -109,9 +109,10 @@ class PersistentStore:
         return taken.owner if taken else None
 
     def owner(self) -> str:
-        """Which job holds the place, and where that is; empty when none does."""
-        holder = self._nobody().holder()
-        return holder.owner if holder else ""
+        """Which job has the place's lease, and where that is; empty when none does. It may be dead:
+        that takes the lease's time to be seen."""
+        newest = self._nobody().newest()
+        return newest.owner if newest and newest.life else ""
 
     def _nobody(self) -> Lease:
         return Lease(self.backend, "", "nobody", SystemClock(), lease_seconds=0.0)
