@@ -18,17 +18,20 @@ import torch
 
 from tierckpt.extras import ExtraStates
 from tierckpt.modulenames import named_buffers, named_parameters
+from tierckpt.modulestates import ModuleStates
 
 MOST_BYTES = 2**30
 """Of one broadcast: Horovod counts its elements, bytes here, in a C int."""
 
 
 def send_model(model: torch.nn.Module, root: int, buffers: bool = True) -> None:
-    """Parameters, persistent buffers and modules' extra state, as a checkpoint has them."""
+    """Parameters, persistent buffers and modules' extra and own state, as a checkpoint has them."""
     named = [*named_parameters(model), *(named_buffers(model) if buffers else [])]
     send_tensors(dict(named), root)
-    extra = ExtraStates(model)
-    extra.load_state_dict(hvd.broadcast_object(extra.state_dict(), root, "extra state"))
+    objects: list[ExtraStates | ModuleStates] = [ExtraStates(model), ModuleStates(model)]
+    told = hvd.broadcast_object([each.state_dict() for each in objects], root, "modules' state")
+    for each, state in zip(objects, told, strict=True):
+        each.load_state_dict(state)
 
 
 def send_loose_parameters(

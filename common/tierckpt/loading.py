@@ -14,6 +14,7 @@ from .filling import Filler
 from .layout import Piece, TensorSpec
 from .manifest import Manifest
 from .modulenames import FIXED, parameter_of, path_of
+from .modulestates import MODULE_STATES
 from .newtensors import NewTensors
 from .outline import Contents
 from .state import TrainingState, optimizer_class
@@ -23,8 +24,16 @@ class Loader:
     """Puts a verified version into the live state: compare, load every shard, finish."""
 
     def __init__(
-        self, state: TrainingState, contents: Contents, rank: int, size: int, new: NewTensors
+        self,
+        state: TrainingState,
+        contents: Contents,
+        rank: int,
+        size: int,
+        new: NewTensors,
+        strict: bool = True,
     ) -> None:
+        """`strict`: what modules do not take back is an error."""
+        self.strict = strict
         self.state = state
         self._new = new
         self.rank, self.size = rank, size
@@ -101,11 +110,14 @@ class Loader:
         """The same for the user's objects. Plain values may be on one side only: else what an
         elastic job wrote would not restore in another one, nor the other way round."""
         have, want = set(saved["extra"]), set(self.state.extra)
+        if MODULE_STATES not in want:
+            have.discard(MODULE_STATES)
         if self._told_of_values(saved):
             have, want = have - {PLAIN_VALUES}, want - {PLAIN_VALUES}
         have, want = have | set(saved["extra_per_rank"]), want | set(self.state.extra_per_rank)
         found = [f"extra {n!r} is in the checkpoint, not given now" for n in sorted(have - want)]
-        return found + [f"extra {n!r} is given, not in the checkpoint" for n in sorted(want - have)]
+        found += [f"extra {n!r} is given, not in the checkpoint" for n in sorted(want - have)]
+        return found + self.state.module_states.differences(saved["extra"].get(MODULE_STATES))
 
     def _told_of_values(self, saved: Mapping[str, Any]) -> bool:
         """False where what has the name of the plain values is something else, on either side."""
@@ -212,6 +224,7 @@ class Loader:
             for name, obj in getattr(self.state, which).items():
                 if name in told:
                     _give(obj, told[name], f"{which}[{name!r}]")
+        self._finish_modules(saved["extra"].get(MODULE_STATES))
         self.notices += self._left_values(saved)
         if self.shards != self.size and saved["extra_per_rank"]:
             names = ", ".join(sorted(saved["extra_per_rank"]))
@@ -219,6 +232,12 @@ class Loader:
                 f"the checkpoint is of {self.shards} rank(s), this job has {self.size}: per-rank "
                 f"objects were left as they are: {names}"
             )
+
+    def _finish_modules(self, record: dict[str, Any] | None) -> None:
+        wrong, complaints = self.state.module_states.load(record)
+        if wrong and self.strict:
+            raise StateTornError("; ".join([*wrong, *complaints]))
+        self.notices += [f"accepted (strict=False): {text}" for text in wrong] + complaints
 
     def _of_another_kind(
         self, label: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]

@@ -304,13 +304,13 @@ def _strides(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(tensor.stride(), tensor.shape, strict=True))
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
+PLAIN = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
 
 
 def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
     """Raise UnsupportedStateError for tensors whose bytes cannot be taken as they are."""
     reason = ""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         kind = type(tensor)
         if kind.__name__ == "DTensor":
             reason = "a DTensor (a shard of a tensor). Use torch.distributed.checkpoint for FSDP "
@@ -419,6 +419,7 @@ _PACKERS: dict[type, Callable[[Any, str, KeepTensor], dict[str, Any]]] = {
     bytes: lambda v, _p, _k: {TAG: "bytes", "v": base64.b64encode(v).decode()},
     bytearray: lambda v, _p, _k: {TAG: "bytearray", "v": base64.b64encode(v).decode()},
     np.ndarray: _pack_array,
+    Entry: lambda v, _p, _k: {TAG: "entry", "v": v.key},
 }
 
 _UNPACKERS: dict[str, Callable[[dict[str, Any], Callable[..., torch.Tensor]], Any]] = {
