@@ -81,6 +81,8 @@ class Capture:
             "extra": {**state.pack_extra(state.extra, arena), **modules},
             "adapter": adapter,
         }
+        if plan.began:
+            node["began"] = plan.began
         parts = (head, plan, levels, node, arena, choose_slot, on_done)
         if plan.device.type == "cuda":
             from . import cuda

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import tree
+from .changingbuffers import ChangedBuffers
 from .errors import StateTornError
 from .extras import PLAIN_VALUES, PlainValues, load_extra
 from .filling import Filler
@@ -31,8 +32,9 @@ class Loader:
         size: int,
         new: NewTensors,
         strict: bool = True,
+        began: Mapping[str, Any] | None = None,
     ) -> None:
-        """`strict`: what modules do not take back is an error."""
+        """`strict`: what modules do not take back is an error. `began`: see `ChangedBuffers`."""
         self.strict = strict
         self.state = state
         self._new = new
@@ -50,6 +52,12 @@ class Loader:
         """What came of that."""
         state.refresh_names()  # layers may have been replaced since they were looked up
         self._live = self._find_live()
+        self._changed = ChangedBuffers(
+            state.model,
+            state.first_buffers,
+            {n.removeprefix("buffer/"): s for n, s in self.own_specs.items() if is_buffer(n)},
+            began or {},
+        )
         self._targets: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(as it was saved, live) of tensors whose live memory order is another one."""
@@ -71,6 +79,8 @@ class Loader:
             spec, live = saved.get(name), self._live.get(name)
             if not name.startswith(FIXED):
                 continue  # optimizer state is created and dropped as the checkpoint has it
+            if is_buffer(name) and name.removeprefix("buffer/") in self._changed.taken:
+                continue
             if live is None and spec is not None:
                 found.append(f"{name} {_shown(spec)} is in the checkpoint, not in the model")
             elif spec is None:
@@ -156,6 +166,8 @@ class Loader:
                 self._targets[name] = live
             elif not name.startswith(FIXED):
                 self._targets[name] = self._make(name, spec)
+            elif is_buffer(name) and name.removeprefix("buffer/") in self._changed.taken:
+                self._targets[name] = self._changed.make(name.removeprefix("buffer/"), spec)
 
     def choose_shards(self) -> None:
         """What ranks had each of their own is to come from this rank's own shard, but for
@@ -209,9 +221,11 @@ class Loader:
         return None if self._new.has(shard, piece) else target
 
     def finish(self, saved: dict[str, Any]) -> None:
-        """Optimizer structure, options, the user's objects."""
+        """Buffers that are others now, optimizer structure, options, the user's objects."""
         for temp, live in self._reordered:
             live.copy_(temp)
+        taken = {f"buffer/{name}": name for name in self._changed.taken}
+        self._changed.finish({n: self._targets[f] for f, n in taken.items() if f in self._targets})
         for label, optimizer in self.state.optimizers.items():
             if label not in self.structure:
                 continue
@@ -284,6 +298,11 @@ class Loader:
                     live.copy_(value)
                 else:
                     group[key] = value
+
+
+def is_buffer(name: str) -> bool:
+    """Whether an entry is a buffer."""
+    return name.startswith("buffer/")
 
 
 def _give(obj: Any, value: Any, name: str) -> None:

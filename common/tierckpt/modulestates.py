@@ -447,15 +447,20 @@ def _shell(name: str, module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _is_same(value: Any, tensor: torch.Tensor | None) -> bool:
+    """Two that are one in memory, and so in value."""
+    if tensor is None or value is tensor or type(value) not in tree.PLAIN:
+        return value is not None and value is tensor
     return (
-        tensor is not None
-        and isinstance(value, torch.Tensor)
-        and (value is tensor or _memory(value) == _memory(tensor))
+        value.dtype == tensor.dtype
+        and value.layout is torch.strided
+        and bool(value.is_set_to(tensor))
+        and value.is_conj() == tensor.is_conj()
+        and value.is_neg() == tensor.is_neg()
     )
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are one in memory, and so in value."""
+    """Equal for two that `_is_same` says are."""
     if type(tensor) not in tree.PLAIN or tensor.layout is not torch.strided:
         return (id(tensor),)
     where = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())

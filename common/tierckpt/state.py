@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from . import tree
+from . import changingbuffers, tree
 from .errors import ConfigError, UnsupportedStateError
 from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
 from .modulenames import named_buffers, named_parameters, other_names, unwrap
@@ -104,6 +104,8 @@ class TrainingState:
             for label, optimizer in self.optimizers.items()
         }
         """Keys that param groups had at the start. Others belong to the version that has them."""
+        self.first_buffers = changingbuffers.kinds_of(self.model)
+        """See `changingbuffers`."""
         self.refresh_names()
 
     def refresh_names(self) -> None:

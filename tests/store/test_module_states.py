@@ -9,7 +9,8 @@ import pytest
 
 import tierckpt
 from tests import exact
-from tests.statematrix.jobs import Case, Job
+from tests.statematrix import layers
+from tests.statematrix.jobs import Case, Job, trained
 from tests.statematrix.ownstates import CASES
 from tests.statematrix.proof import BOUNDARIES, Bench, nothing_differs
 
@@ -24,7 +25,9 @@ def made(case: Case, bench: Bench, seed: int) -> Job:
     return job
 
 
-def restores_with_its_own_state(case: Case, bench: Bench, strict: bool = True) -> None:
+def restores_with_its_own_state(
+    case: Case, bench: Bench, strict: bool = True, loads: bool = True
+) -> None:
     """As `proof.restores_and_trains_on`, of `state_dict()` too, and of `tierckpt.load`."""
     job = made(case, bench, seed=1)
     with bench.attach(job) as ckpt:
@@ -46,6 +49,8 @@ def restores_with_its_own_state(case: Case, bench: Bench, strict: bool = True) -
     third = made(case, bench, seed=3)
     loaded = tierckpt.load(bench.path / "ckpts").model
     assert {*loaded} == {*again.model.state_dict()}
+    if not loads:
+        return
     third.model.load_state_dict(loaded, strict=strict)
     assert exact.image(third.model.state_dict()) == at_boundary["state_dict"]
 
@@ -57,3 +62,21 @@ def test_what_modules_save_of_their_own_comes_back(
 ) -> None:
     alone = name != "adapters alone"
     restores_with_its_own_state(CASES[name], Bench(tmp_path, shm_dir, on_disk=True), strict=alone)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics", "ignore:torchmetrics:UserWarning")
+def test_so_do_metrics_of_torchmetrics(tmp_path: Path, shm_dir: Path) -> None:
+    metrics = pytest.importorskip("tests.statematrix.metrics")
+    assert len(metrics.METRICS) > 130
+    bench = Bench(tmp_path, shm_dir, on_disk=True)
+    restores_with_its_own_state(lambda: trained(metrics.Measured()), bench)
+
+
+@pytest.mark.filterwarnings("ignore:Please use quant_min:UserWarning")
+@pytest.mark.parametrize("name", layers.CASES)
+def test_so_do_layers_and_buffers_that_become_others(
+    name: str, tmp_path: Path, shm_dir: Path
+) -> None:
+    bench = Bench(tmp_path, shm_dir, on_disk=True)
+    loads = name not in layers.TORCH_REFUSES
+    restores_with_its_own_state(layers.CASES[name], bench, loads=loads)
