@@ -286,6 +286,28 @@ def spectral_normed_as_before() -> nn.Module:
     return nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), nn.Linear(6, 2))
 
 
+class Quantized(Wrapped):
+    """Frozen layers of integers, whose weights are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dynamic = torch.ao.nn.quantized.dynamic.Linear(6, 6)
+        weight = torch.quantize_per_channel(
+            torch.randn(6, 6), torch.rand(6, dtype=torch.float64), torch.arange(6), 0, torch.qint8
+        )
+        dynamic.set_weight_bias(weight, torch.randn(6))
+        static = torch.ao.nn.quantized.Linear(6, 6)
+        static.set_weight_bias(
+            torch.quantize_per_tensor(torch.randn(6, 6), 1 / 3, 0, torch.qint8), torch.randn(6)
+        )
+        static.scale, static.zero_point = float(torch.rand(())), int(torch.randint(9, ()))
+        into = torch.ao.nn.quantized.Quantize(0.1, 3, torch.quint8)
+        self.frozen = nn.Sequential(dynamic, into, static, torch.ao.nn.quantized.DeQuantize())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.frozen(x))
+
+
 def parametrized() -> nn.Module:
     class Symmetric(Overridden):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -316,6 +338,7 @@ CASES.add("lazy modules", lambda: trained(lazy()))
 CASES.add("weight norm", lambda: trained(weight_normed(False), adam))
 CASES.add("weight norm as before", lambda: trained(weight_normed(True), adam))
 CASES.add("spectral norm as before", lambda: trained(spectral_normed_as_before(), adam))
+CASES.add("quantized layers", lambda: trained(Quantized()))
 CASES.add("parametrized by a module of the kind", lambda: trained(parametrized()))
 CASES.add(
     "extra state beside", lambda: trained(nn.Sequential(Scaled(), Overridden(), normalised()))
