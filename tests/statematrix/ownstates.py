@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
@@ -277,6 +278,13 @@ class Overridden5(Overridden):
         return self.first(x) / (1 + self.count % 7)
 
 
+def checkpointed() -> nn.Module:
+    """torch's own wrappers, whose hooks take their name out."""
+    return nn.Sequential(
+        *(checkpoint_wrapper(layer) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6), hooked()))
+    )
+
+
 def weight_normed(old: bool) -> nn.Module:
     norm: Callable[..., Any] = nn.utils.weight_norm if old else parametrizations.weight_norm
     return nn.Sequential(norm(nn.Linear(6, 6)), nn.Linear(6, 2))
@@ -334,6 +342,7 @@ CASES.add("an average inside", averaging)
 CASES.add("at two places", lambda: trained(Shared()))
 CASES.add("lists and dicts of parameters", lambda: trained(Lists()))
 CASES.add("compiled within", lambda: trained(compiled_within()))
+CASES.add("activations made anew", lambda: trained(checkpointed()))
 CASES.add("lazy modules", lambda: trained(lazy()))
 CASES.add("weight norm", lambda: trained(weight_normed(False), adam))
 CASES.add("weight norm as before", lambda: trained(weight_normed(True), adam))
