@@ -2,9 +2,9 @@
 tensor.
 
 A restart builds the model as it was at the beginning, so what a version has is not like what is
-live. It is taken where it is known to be the same buffer: where the live one is as that buffer was
-when the job that wrote the version began, or where the module's own `_load_from_state_dict` takes
-it. Anything else is another model.
+live. It is taken where it is known to be the same buffer: where the live one is, or was at first,
+as that buffer was when the job that wrote the version began; or where the module's own
+`_load_from_state_dict` takes it. Anything else is another model.
 
 Not thread-safe: used by the thread that trains.
 """
@@ -55,6 +55,7 @@ class ChangedBuffers:
     ) -> None:
         """`saved`: the version's buffers. `first` and `began`: what buffers were like when this job
         was attached, and the one that wrote the version; of `began` those that changed."""
+        self._model = model
         self._modules = dict(named_modules(model))  # of a wrapper and what it wraps, the latter
         now = kinds_of(model)
         then = {name: [spec.dtype, list(spec.shape)] for name, spec in saved.items()}
@@ -62,8 +63,7 @@ class ChangedBuffers:
         self.taken = {
             name
             for name in differ
-            if (name in began and began[name] == now.get(name, False))
-            or (name in now and first.get(name, False) == then.get(name))
+            if began.get(name, then.get(name)) in (first.get(name, False), now.get(name, False))
         }
         self._loaded: dict[str, list[str]] = {}
         """By module, what its own way of loading takes."""
@@ -117,19 +117,39 @@ class ChangedBuffers:
         """Put them into the modules; those of `taken` that are not `loaded` become None."""
         for prefix, names in self._loaded.items():
             self._load(prefix, {name: loaded[name] for name in names})
-        before = {name: self._held(name) for name in self.taken}
-        for name, live in before.items():
-            if live is not None:  # under its other names, too
-                self._replace(live, loaded.get(name))
-        for name in self.taken:
-            prefix, _, key = name.rpartition(".")
-            vars(self._modules[prefix]).pop(key, None)
-            self._modules[prefix]._buffers[key] = loaded.get(name)
+        replace(self._model, {name: loaded.get(name) for name in self.taken})
 
-    def _replace(self, live: torch.Tensor, value: torch.Tensor | None) -> None:
-        for module in self._modules.values():
-            for key in [key for key, held in module._buffers.items() if held is live]:
-                module._buffers[key] = value
+
+def replace(model: torch.nn.Module, values: Mapping[str, torch.Tensor | None]) -> None:
+    """Make these the model's persistent buffers of these names; what is there has its other names
+    changed along."""
+    modules = dict(named_modules(model))
+    for name in values:
+        prefix, _, key = name.rpartition(".")
+        live = modules[prefix]._buffers.get(key)
+        shared = [
+            (m, k) for m in modules.values() for k, held in m._buffers.items() if held is live
+        ]
+        for module, other in shared if live is not None else ():
+            module._buffers[other] = values[name]
+    for name, value in values.items():  # last: what was one may be two now
+        prefix, _, key = name.rpartition(".")
+        vars(modules[prefix]).pop(key, None)
+        modules[prefix]._buffers[key] = value
+
+
+def adopt(model: torch.nn.Module, kinds: Mapping[str, Kind]) -> None:
+    """Make buffers of these kinds, where there are others; what is in them is filled in later."""
+    now = kinds_of(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    replace(
+        model,
+        {
+            name: kind and torch.empty(kind[1], dtype=tree.dtype_of(kind[0]), device=device)
+            for name, kind in kinds.items()
+            if now.get(name, False) != kind
+        },
+    )
 
 
 def _kind(buffer: torch.Tensor | None) -> Kind:
@@ -143,4 +163,4 @@ def _zeros(spec: TensorSpec) -> torch.Tensor:
     return tree.empty(spec, "cpu").zero_()
 
 
-__all__ = ["ChangedBuffers", "changed", "kinds_of"]
+__all__ = ["ChangedBuffers", "adopt", "changed", "kinds_of", "replace"]
