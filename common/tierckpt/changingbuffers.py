@@ -63,7 +63,8 @@ class ChangedBuffers:
         self.taken = {
             name
             for name in differ
-            if began.get(name, then.get(name)) in (first.get(name, False), now.get(name, False))
+            if name.rpartition(".")[0] in self._modules
+            and began.get(name, then.get(name)) in (first.get(name, False), now.get(name, False))
         }
         self._loaded: dict[str, list[str]] = {}
         """By module, what its own way of loading takes."""
