@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -114,15 +114,21 @@ class ModuleStates:
         """After parameters, buffers and extra state. Returns, in words, where `state_dict()` gives
         something else now than it gave then; and what torch complained of on the way. `record` is
         None where a version has none."""
-        entries = Entries(self._model)
+        entries, told = Entries(self._model), record or {}
+        wanted = {
+            name: {key: _facts(value, entries) for key, value in each["given"].items()}
+            for name, each in told.items()
+        }  # made now: a module may change what it is given
         complaints = [
-            place.load(
-                {k: v for k, v in (record or {}).items() if is_inside(k, place.name)}, entries
-            )
-            for place in self._to_be_loaded(record or {}, entries)
+            place.load({n: r for n, r in told.items() if is_inside(n, place.name)}, entries)
+            for place in self._to_be_loaded(told, entries)
         ]
-        wrong = self._unlike(record, entries) if record is not None else []
-        return wrong, [*filter(None, complaints)]
+        wrong = [
+            self._unlike(place, wanted[place.name], told[place.name]["left_out"], entries)
+            for place in self._savers
+            if place.name in told
+        ]
+        return [*filter(None, wrong)], [*filter(None, complaints)]
 
     def _to_be_loaded(self, record: Mapping[str, Any], entries: Entries) -> list[Place]:
         """None of them inside another one."""
@@ -137,27 +143,29 @@ class ModuleStates:
                 chosen.append(place)
         return chosen
 
-    def _unlike(self, record: Mapping[str, Any], entries: Entries) -> list[str]:
-        found = []
-        for place in self._savers:
-            then = record.get(place.name)
-            if then is None:
-                continue
+    @staticmethod
+    def _unlike(
+        place: Place, wanted: Mapping[str, str], left_out: Collection[str], entries: Entries
+    ) -> str:
+        """What `state_dict()` gives otherwise now, in words; empty where it is as it was."""
+        try:
             now = place.record()
-            keys = {**then["given"], **now["given"], **dict.fromkeys(then["left_out"])}
-            keys.update(dict.fromkeys(now["left_out"]))
-            live = place.tensors()
-            differ = [
-                str(key)
-                for key in keys
-                if _facts(key, then, live, entries) != _facts(key, now, live, entries)
-            ]
-            if differ:
-                found.append(
-                    f"{place} did not take what its state_dict() gave (it gives other values now "
-                    f"for {some(differ)})"
-                )
-        return found
+            given = {key: _facts(value, entries) for key, value in now["given"].items()}
+        except UnsupportedStateError as error:
+            return str(error)
+        live = place.tensors()
+        differ = set(left_out) ^ set(now["left_out"])
+        for key in wanted.keys() | given.keys():
+            mine = given[key] if key in given else _facts(live.get(key), entries)
+            theirs = wanted[key] if key in wanted else _facts(live.get(key), entries)
+            if mine != theirs:
+                differ.add(key)
+        if not differ:
+            return ""
+        return (
+            f"{place} did not take what its state_dict() gave (it gives other values now for "
+            f"{some(sorted(map(str, differ)))})"
+        )
 
     def differences(self, record: Mapping[str, Any] | None) -> list[str]:
         """What a version has and no module here takes, or the other way round, in words."""
@@ -240,14 +248,9 @@ def _packed(place: Place, record: dict[str, Any], keep: tree.KeepTensor) -> dict
     return {"given": given, **tree.pack(rest, f"{place}: state_dict()._metadata", keep)}
 
 
-def _facts(key: Any, record: Mapping[str, Any], live: Mapping[str, Any], entries: Entries) -> str:
-    """What a state_dict has under that key, bit for bit, on whatever device."""
-    if key in record["left_out"]:
-        return "left out"
-    if key not in record["given"] and key not in live:
-        return "none"
-    value = entries.resolved(record["given"].get(key, live.get(key)))
-    return json.dumps(tree.pack(value, str(key), _Sizes()), sort_keys=True)
+def _facts(value: Any, entries: Entries) -> str:
+    """Equal where values are equal bit for bit, on whatever device."""
+    return json.dumps(tree.pack(entries.resolved(value), "it", _Sizes()), sort_keys=True)
 
 
 def _values(given: Mapping[Any, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import PerChannelMinMaxObserver
 
 import tierckpt
 from tests.statematrix.layers import Filled
@@ -242,15 +243,55 @@ def test_going_back_to_when_a_buffer_was_small_or_none(settings: Any) -> None:
             assert all(torch.equal(now[name], tensor) for name, tensor in found[version].items())
 
 
-def test_a_module_that_takes_nothing_leaves_no_trace_of_the_try(settings: Any) -> None:
-    """Only the module's own way of loading may take a size that nothing says was there before."""
-    run(nn.Sequential(nn.Linear(6, 6), Overridden()), settings)
-    model = nn.Sequential(nn.Linear(6, 6), Overridden())
-    model[1].register_buffer("more", torch.zeros(2))
-    before = {n: (id(t), t.clone()) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+class Sized(Overridden):
+    """Has a buffer of a size that is given, and may take another one when it is loaded."""
+
+    def __init__(self, size: int, takes: bool) -> None:
+        super().__init__()
+        self.register_buffer("more", torch.zeros(size))
+        self.takes, self.loaded = takes, 0
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.loaded += 1
+        if self.takes:
+            self.more.resize_(state_dict[f"{prefix}more"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_module_says_itself_whether_it_takes_another_size(takes: bool, settings: Any) -> None:
+    """Where nothing says that the buffer was as the live one is. The try leaves no trace."""
+    first = nn.Sequential(nn.Linear(6, 6), Sized(3, takes))
+    first[1].more.fill_(5)
+    run(first, settings)
+    model = nn.Sequential(nn.Linear(6, 6), Sized(2, takes))
+    named = [*model.named_parameters(), *model.named_buffers()]
+    before = [(name, id(tensor), tensor.detach().clone()) for name, tensor in named]
     ckpt = tierckpt.Checkpointer(model, optimizer_of(model), **settings)
-    with pytest.raises(StateMismatchError, match=r"buffer/1\.more is in the model, not in"):
-        ckpt.restore()
-    after = [*model.named_parameters(), *model.named_buffers()]
-    assert all(before[n][0] == id(t) and torch.equal(before[n][1], t) for n, t in after)
+    if takes:
+        assert ckpt.restore() == 1
+        assert model[1].more.tolist() == [5, 5, 5]
+        assert count_within(model) == count_within(first)
+    else:
+        with pytest.raises(StateMismatchError, match=r"buffer/1\.more is float32\[3\] in the"):
+            ckpt.restore()
+        assert model[1].loaded == 0
+        named = [*model.named_parameters(), *model.named_buffers()]
+        for (name, kept, value), (again, tensor) in zip(before, named, strict=True):
+            assert (name, kept) == (again, id(tensor))
+            assert torch.equal(value, tensor)
     ckpt.abandon()
+
+
+def test_observers_take_their_own_size_where_it_was_there_at_first(settings: Any) -> None:
+    def observed() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), PerChannelMinMaxObserver(ch_axis=1))
+
+    first = observed()
+    first(torch.randn(2, 6))  # before it is attached, which the next life does not do
+    run(first, settings)
+    again = observed()
+    with tierckpt.Checkpointer(again, optimizer_of(again), **settings) as ckpt:
+        assert ckpt.restore() == 1
+    assert again[1].min_val.shape == (6,)
+    assert torch.equal(again[1].min_val, first[1].min_val)

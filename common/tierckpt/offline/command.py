@@ -273,8 +273,8 @@ def _write_safetensors(saved: Saved, out: Path) -> None:
     left_out = [name for name, value in saved.model.items() if not isinstance(value, torch.Tensor)]
     if left_out:
         raise ConfigError(
-            f"{left_out[0]} is no tensor (a module's get_extra_state), and safetensors has tensors "
-            "alone; export to a .pt file"
+            f"{left_out[0]} is no tensor (a module has it in its state_dict()), and safetensors "
+            "has tensors alone; export to a .pt file"
         )
     for name, tensor in saved.model.items():
         tensors[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
