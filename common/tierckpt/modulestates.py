@@ -16,6 +16,8 @@ from __future__ import annotations
 import collections
 import json
 from collections.abc import Collection, Mapping
+from itertools import repeat
+from operator import contains
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ class ModuleStates:
         self._types = list(map(type, self._modules))
         hooks = [getattr(module, kind) for module in self._modules for kind in _SAVE_HOOKS]
         self._without_hooks = [held for held in hooks if not held]
-        self._replaced = "state_dict" in vars(model)
+        self._attributes = [vars(m) for m in self._modules if "state_dict" not in vars(m)]
         self._find({id(module): (saves(module), loads(module)) for module in self._modules})
 
     def _find(self, ways: Mapping[int, tuple[str, bool]]) -> None:
@@ -80,11 +82,11 @@ class ModuleStates:
 
     def stand(self) -> bool:
         """False where a module is saved in another way than when this was made, as far as can be
-        seen at a boundary: a hook was registered, a class changed."""
+        seen at a boundary: a hook was registered, a method replaced, a class changed."""
         return (
             not any(self._without_hooks)
             and list(map(type, self._modules)) == self._types
-            and ("state_dict" in vars(self._model)) == self._replaced
+            and not any(map(contains, self._attributes, repeat("state_dict")))
         )
 
     def state_dict(self) -> Record:

@@ -56,14 +56,22 @@ def give_count(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
     state_dict[f"{prefix}count"], state_dict[f"{prefix}seen"] = module.count, module.seen
 
 
+Hook = Callable[..., None]
+
+
+def add_hooks(module: nn.Module, out: Hook, take: Hook, private: bool = False) -> None:
+    """`out` changes what is saved, `take` what is loaded. torch 2.4 has these in private alone."""
+    if private or not hasattr(module, "register_state_dict_post_hook"):
+        module._register_state_dict_hook(lambda *given: out(*given))
+        module._register_load_state_dict_pre_hook(take, with_module=True)
+    else:
+        module.register_state_dict_post_hook(out)
+        module.register_load_state_dict_pre_hook(take)
+
+
 def hooked(private: bool = False) -> nn.Module:
     made = Counting()
-    if private:
-        made._register_state_dict_hook(lambda *given: give_count(*given))
-        made._register_load_state_dict_pre_hook(take_count, with_module=True)
-    else:
-        made.register_state_dict_post_hook(give_count)
-        made.register_load_state_dict_pre_hook(take_count)
+    add_hooks(made, give_count, take_count, private)
     return made
 
 
@@ -126,8 +134,7 @@ class Transposing(Wrapped):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 6))
         self.bias = nn.Parameter(torch.randn(6))
-        self.register_state_dict_post_hook(self._out)
-        self.register_load_state_dict_pre_hook(self._in)
+        add_hooks(self, self._out, self._in)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.first(x) @ self.weight + self.bias
@@ -155,8 +162,7 @@ def prefixing() -> nn.Module:
         for key in [*state_dict]:
             state_dict[prefix + key[len(f"{prefix}net.") :]] = state_dict.pop(key)
 
-    model.register_state_dict_post_hook(out)
-    model.register_load_state_dict_pre_hook(take)
+    add_hooks(model, out, take)
     return model
 
 
@@ -172,8 +178,7 @@ def dropping() -> nn.Module:
         state_dict[f"{prefix}1.weight"] = module[1].weight
         state_dict[f"{prefix}1.bias"] = module[1].bias
 
-    model.register_state_dict_post_hook(out)
-    model.register_load_state_dict_pre_hook(take)
+    add_hooks(model, out, take)
     return model
 
 

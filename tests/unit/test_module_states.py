@@ -15,7 +15,7 @@ from torch.ao.quantization import PerChannelMinMaxObserver
 import tierckpt
 from tests.statematrix.layers import Filled
 from tests.statematrix.models import mlp
-from tests.statematrix.ownstates import Overridden, give_count, hooked
+from tests.statematrix.ownstates import Overridden, add_hooks, give_count, hooked, take_count
 from tierckpt import attach, tree
 from tierckpt.errors import StateMismatchError, StateTornError, UnsupportedStateError
 from tierckpt.modulestates import MODULE_STATES, ModuleStates
@@ -157,10 +157,44 @@ def test_hooks_that_come_later_are_followed(settings: Any) -> None:
     with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt:
         iterate(model, optimizer)
         ckpt.step()
-        bare.register_state_dict_post_hook(give_count)
+        add_hooks(bare, give_count, take_count)
         iterate(model, optimizer)
         ckpt.step()
     assert tierckpt.load(settings["path"]).model["1.count"] == count_within(model)
+
+
+def test_a_state_dict_that_is_replaced_later_is_followed(settings: Any) -> None:
+    """As scripts do that train adapters."""
+    for where in (0, ""):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        optimizer = optimizer_of(model)
+        with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt:
+            iterate(model, optimizer)
+            ckpt.step()
+            one = model if where == "" else model[where]
+            plain = one.state_dict
+            one.state_dict = lambda *a, plain=plain, **k: (d := plain(*a, **k)).update(own=3) or d
+            iterate(model, optimizer)
+            ckpt.step()
+        assert tierckpt.load(settings["path"], version=2).model["own"] == 3
+        settings = {**settings, "path": f"{settings['path']}-too"}
+
+
+def test_one_that_raises_later_costs_versions_and_no_step(settings: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Given(lambda: 1))
+    optimizer = optimizer_of(model)
+    events: list[tierckpt.Event] = []
+    with tierckpt.Checkpointer(model, optimizer, on_event=events.append, **settings) as ckpt:
+        for give in (lambda: 1, raising, lambda: 2):
+            model[1].give = give
+            iterate(model, optimizer)
+            ckpt.step()
+            ckpt.wait()
+        assert ckpt.version == 3
+    said = "\n".join(event.text() for event in events)
+    assert "failed v2 memory" in said
+    assert "module '1' (a Given): its state_dict() raises RuntimeError" in said
+    assert tierckpt.load(settings["path"]).model["1.own"] == 2
 
 
 def test_nothing_is_asked_of_a_model_without_such_modules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +210,7 @@ def test_nothing_is_asked_of_a_model_without_such_modules(monkeypatch: pytest.Mo
 
 def test_a_hook_on_the_outside_asks_no_module_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
-    model.register_state_dict_post_hook(lambda module, state, *_: state.update(total=len(state)))
+    add_hooks(model, lambda _, state, *__: state.update(total=len(state)), lambda *_: None)
     state = TrainingState(model, {})
     monkeypatch.setattr(nn.Linear, "state_dict", None)
     node = state.pack_module_states(tree.Arena())[MODULE_STATES]
