@@ -83,9 +83,14 @@ class ChangedBuffers:
             return False
         before = dict(vars(module))
         try:
-            vars(module)["_buffers"] = {
-                key: None if held is None else held.clone() for key, held in module._buffers.items()
+            buffers = {
+                k: None if held is None else held.clone() for k, held in module._buffers.items()
             }
+            vars(module).update(
+                _buffers=buffers,
+                _parameters=dict(module._parameters),
+                _modules=dict(module._modules),
+            )
             self._load(prefix, given)
             return all(_kind(self._held(name)) == _kind(value) for name, value in given.items())
         except Exception:
@@ -96,11 +101,13 @@ class ChangedBuffers:
 
     def _load(self, prefix: str, given: Mapping[str, torch.Tensor]) -> None:
         module = self._modules[prefix]
-        own = {**module._parameters, **module._buffers}
+        params = dict(module._parameters)
+        own = {**params, **module._buffers}
         state = {inside(prefix, key): held for key, held in own.items() if held is not None}
         metadata = {"version": module._version}
         dot = f"{prefix}." if prefix else ""
         module._load_from_state_dict({**state, **given}, dot, metadata, True, [], [], [])
+        module._parameters.update(params)  # should it have made others: optimizers have these
 
     def _held(self, name: str) -> torch.Tensor | None:
         prefix, _, key = name.rpartition(".")

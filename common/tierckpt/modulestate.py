@@ -189,11 +189,17 @@ class Place:
         whole = collections.OrderedDict((_renamed(k, self._theirs), v) for k, v in state.items())
         whole._metadata = metadata  # type: ignore[attr-defined]
         kept = {key: live[key].detach().clone() for key in fed.keys() & live.keys()}
+        params = [
+            (held, key, held[key]) for _, held, key, _ in self._slots if held.get(key) is not None
+        ]
         try:
             _shell(self.name, self.module).load_state_dict(whole)
         except Exception as error:
             return f"{self}: {type(error).__name__}: {error}"
         finally:
+            for held, key, tensor in params:  # or optimizers would step what is nobody's
+                if isinstance(held.get(key), torch.nn.Parameter):
+                    held[key] = tensor
             for key, tensor in kept.items():  # whatever is under its name, it is loaded already
                 live[key].detach().copy_(tensor)
         return ""

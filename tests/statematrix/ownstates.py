@@ -76,7 +76,7 @@ def hooked(private: bool = False) -> nn.Module:
 
 
 class Prepared(Counting):
-    """A pre-hook puts the count into a buffer, a hook behind loading takes it out."""
+    """A pre-hook puts the count into a buffer, a hook after loading takes it out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,6 +108,21 @@ class Begun(Wrapped):
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
         self.begun = True
+
+
+class Replacing(Overridden):
+    """Makes a new parameter when it is loaded: an optimizer would go on with the old one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.scale = nn.Parameter(state_dict[f"{prefix}scale"].clone())
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class Late(Overridden):
@@ -336,8 +351,9 @@ CASES.add("methods of its own", lambda: trained(nn.Sequential(Overridden(), nn.L
 CASES.add("the model's own methods", lambda: trained(Overridden(), adam))
 CASES.add("hooks", lambda: trained(nn.Sequential(nn.Linear(6, 6), hooked())))
 CASES.add("torch's private hooks", lambda: trained(nn.Sequential(nn.Linear(6, 6), hooked(True))))
-CASES.add("a hook before, and one behind loading", lambda: trained(nn.Sequential(Prepared())))
+CASES.add("a hook before, and one after loading", lambda: trained(nn.Sequential(Prepared())))
 CASES.add("loading that says it was begun", lambda: trained(nn.Sequential(Begun())))
+CASES.add("loading that makes parameters", lambda: trained(nn.Sequential(Replacing()), adam))
 CASES.add("nothing before the first forward pass", lambda: trained(nn.Sequential(Late())))
 CASES.add("transposed and renamed", lambda: trained(nn.Sequential(Transposing()), adam))
 CASES.add("all renamed", lambda: trained(prefixing(), adam))
