@@ -17,6 +17,7 @@ from horovod.torch.elastic import ElasticSampler
 
 from tierckpt import ConfigError, ResumableSampler
 from tierckpt.extras import EXTRA_STATES, PLAIN_VALUES, PlainValues
+from tierckpt.modulestates import MODULE_STATES
 from tierckpt.state import label_optimizers
 
 from .sending import send_loose_parameters, send_model, send_optimizer_state
@@ -42,7 +43,7 @@ class Attributes:
         self.values = PlainValues(owner, [n for n in rest if n not in self._objects])
         if not self._models or not self._optimizers:
             raise ConfigError(_lacking(given, self._models))
-        for name in {PLAIN_VALUES, EXTRA_STATES} & set(self._objects):
+        for name in {PLAIN_VALUES, EXTRA_STATES, MODULE_STATES} & set(self._objects):
             raise ConfigError(_taken(name, "the checkpoint"))
         label_optimizers(self.optimizers)
         self.values.check()

@@ -16,19 +16,27 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from tierckpt import changingbuffers
 from tierckpt.extras import ExtraStates
 from tierckpt.modulenames import named_buffers, named_parameters
+from tierckpt.modulestates import ModuleStates
 
 MOST_BYTES = 2**30
 """Of one broadcast: Horovod counts its elements, bytes here, in a C int."""
 
 
 def send_model(model: torch.nn.Module, root: int, buffers: bool = True) -> None:
-    """Parameters, persistent buffers and modules' extra state, as a checkpoint has them."""
+    """Parameters, persistent buffers and modules' extra and own state, as a checkpoint has them."""
+    if buffers:  # a rank that is new has them as they are at first
+        kinds = hvd.broadcast_object(changingbuffers.kinds_of(model), root, "kinds of buffers")
+        changingbuffers.adopt(model, kinds)
     named = [*named_parameters(model), *(named_buffers(model) if buffers else [])]
     send_tensors(dict(named), root)
-    extra = ExtraStates(model)
-    extra.load_state_dict(hvd.broadcast_object(extra.state_dict(), root, "extra state"))
+    objects: list[ExtraStates | ModuleStates] = [ExtraStates(model)]
+    objects += [ModuleStates(model)] if buffers else []  # each rank's own, like buffers
+    told = hvd.broadcast_object([each.state_dict() for each in objects], root, "modules' state")
+    for each, state in zip(objects, told, strict=True):
+        each.load_state_dict(state)
 
 
 def send_loose_parameters(

@@ -36,6 +36,7 @@ def check_state(state: TrainingState) -> None:
     arena = tree.Arena()
     state.pack_groups(arena.keep)
     # A loader that is asked begins to draw, and a restore may have it draw from somewhere else.
+    state.module_states.check()
     objects = {**state.extra, **state.extra_per_rank}.items()
     state.pack_extra({n: o for n, o in objects if not isinstance(o, DataLoader)}, arena)
 
@@ -54,6 +55,11 @@ def left_out(state: TrainingState) -> str:
         f"not persistent, hence in no checkpoint: {some(names)}. Buffers that "
         "a resumed run cannot compute anew are to be registered with persistent=True"
     )
+
+
+def own_ways(state: TrainingState) -> list[str]:
+    """What to know of modules that are saved in a way of their own, in words."""
+    return state.module_states.notes
 
 
 def job_directory(config: Config) -> JobDirectory:

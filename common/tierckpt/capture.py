@@ -66,23 +66,26 @@ class Capture:
 
         Raises what the state's own objects raise, and SnapshotError.
         """
-        if self.plan is None or not self.plan.fits(self._state):
-            self._state.refresh_names()
-            self.plan = Plan(self._state, self._state.walk(), self._group.rank, self._group.size)
-        plan, state = self.plan, self._state
-        plan.buffers.stage()
-        odd = state.walk().odd if plan.has_odd else ()
+        plan, state = self._fitting_plan(), self._state
         own, arena = self._streams or self._pack_own()
         if self._streams is not None:
             self._pack_loaders(own, arena)
         self._streams = None
+        state.look_again()
+        modules = state.pack_module_states(arena)
+        if modules:  # where a hook of theirs has changed buffers
+            plan = self._fitting_plan()
+        plan.buffers.stage()
+        odd = state.walk().odd if plan.has_odd else ()
         node = {
             **own,
             "odd": state.group_odd(odd),
             "groups": state.pack_groups(arena.keep),
-            "extra": state.pack_extra(state.extra, arena),
+            "extra": {**state.pack_extra(state.extra, arena), **modules},
             "adapter": adapter,
         }
+        if plan.began:
+            node["began"] = plan.began
         parts = (head, plan, levels, node, arena, choose_slot, on_done)
         if plan.device.type == "cuda":
             from . import cuda
@@ -93,6 +96,12 @@ class Capture:
                 self._pool.on_map, self._pool.on_unmap = locks.lock, locks.unlock
             return cuda.CudaSnapshot(*parts, lane=self.lane)
         return Snapshot(*parts)
+
+    def _fitting_plan(self) -> Plan:
+        if self.plan is None or not self.plan.fits(self._state):
+            self._state.refresh_names()
+            self.plan = Plan(self._state, self._state.walk(), self._group.rank, self._group.size)
+        return self.plan
 
     def _pack_own(self) -> tuple[dict[str, Any], tree.Arena]:
         arena = tree.Arena()

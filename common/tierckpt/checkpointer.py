@@ -163,6 +163,8 @@ class Checkpointer:
                 self._warn(f"no persistent_path is given, hence nothing is done with {some(idle)}")
             if omitted := attach.left_out(self.state):
                 self._say(omitted, logging.INFO)
+            for text in attach.own_ways(self.state):
+                self._warn(text)
             self._join(roll, groups, undo)
             self._watch(model, undo)
             self._halting = Halting(self.config, self.group.rank, self._node, self._reports.notice)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import tree
+from . import changingbuffers, tree
 from .layout import BLOCK_BYTES, Layout, TensorSpec, plan_layout
 from .modulenames import named_buffers
 from .shardfile import encode_header
@@ -52,6 +52,7 @@ class Plan:
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure, self._tied = state.structure(), state.tied()
         self.has_odd = bool(walk.odd)
+        self.began = changingbuffers.changed(state.first_buffers, state.model)
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self._containers = state.containers()
         self._keys, self._values = _keys(self._containers), list(_values(self._containers))

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from . import tree
+from .changingbuffers import ChangedBuffers
 from .errors import StateTornError
 from .extras import PLAIN_VALUES, PlainValues, load_extra
 from .filling import Filler
 from .layout import Piece, TensorSpec
 from .manifest import Manifest
 from .modulenames import FIXED, parameter_of, path_of
+from .modulestates import MODULE_STATES
 from .newtensors import NewTensors
 from .outline import Contents
 from .state import TrainingState, optimizer_class
@@ -23,8 +25,17 @@ class Loader:
     """Puts a verified version into the live state: compare, load every shard, finish."""
 
     def __init__(
-        self, state: TrainingState, contents: Contents, rank: int, size: int, new: NewTensors
+        self,
+        state: TrainingState,
+        contents: Contents,
+        rank: int,
+        size: int,
+        new: NewTensors,
+        strict: bool = True,
+        began: Mapping[str, Any] | None = None,
     ) -> None:
+        """`strict`: what modules do not take back is an error. `began`: see `ChangedBuffers`."""
+        self.strict = strict
         self.state = state
         self._new = new
         self.rank, self.size = rank, size
@@ -41,6 +52,12 @@ class Loader:
         """What came of that."""
         state.refresh_names()  # layers may have been replaced since they were looked up
         self._live = self._find_live()
+        self._changed = ChangedBuffers(
+            state.model,
+            state.first_buffers,
+            {n.removeprefix("buffer/"): s for n, s in self.own_specs.items() if is_buffer(n)},
+            began or {},
+        )
         self._targets: dict[str, torch.Tensor] = {}
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(as it was saved, live) of tensors whose live memory order is another one."""
@@ -62,6 +79,8 @@ class Loader:
             spec, live = saved.get(name), self._live.get(name)
             if not name.startswith(FIXED):
                 continue  # optimizer state is created and dropped as the checkpoint has it
+            if is_buffer(name) and name.removeprefix("buffer/") in self._changed.taken:
+                continue
             if live is None and spec is not None:
                 found.append(f"{name} {_shown(spec)} is in the checkpoint, not in the model")
             elif spec is None:
@@ -101,11 +120,14 @@ class Loader:
         """The same for the user's objects. Plain values may be on one side only: else what an
         elastic job wrote would not restore in another one, nor the other way round."""
         have, want = set(saved["extra"]), set(self.state.extra)
+        if MODULE_STATES not in want:
+            have.discard(MODULE_STATES)
         if self._told_of_values(saved):
             have, want = have - {PLAIN_VALUES}, want - {PLAIN_VALUES}
         have, want = have | set(saved["extra_per_rank"]), want | set(self.state.extra_per_rank)
         found = [f"extra {n!r} is in the checkpoint, not given now" for n in sorted(have - want)]
-        return found + [f"extra {n!r} is given, not in the checkpoint" for n in sorted(want - have)]
+        found += [f"extra {n!r} is given, not in the checkpoint" for n in sorted(want - have)]
+        return found + self.state.module_states.differences(saved["extra"].get(MODULE_STATES))
 
     def _told_of_values(self, saved: Mapping[str, Any]) -> bool:
         """False where what has the name of the plain values is something else, on either side."""
@@ -144,6 +166,8 @@ class Loader:
                 self._targets[name] = live
             elif not name.startswith(FIXED):
                 self._targets[name] = self._make(name, spec)
+            elif is_buffer(name) and name.removeprefix("buffer/") in self._changed.taken:
+                self._targets[name] = self._changed.make(name.removeprefix("buffer/"), spec)
 
     def choose_shards(self) -> None:
         """What ranks had each of their own is to come from this rank's own shard, but for
@@ -197,9 +221,11 @@ class Loader:
         return None if self._new.has(shard, piece) else target
 
     def finish(self, saved: dict[str, Any]) -> None:
-        """Optimizer structure, options, the user's objects."""
+        """Buffers that are others now, optimizer structure, options, the user's objects."""
         for temp, live in self._reordered:
             live.copy_(temp)
+        taken = {f"buffer/{name}": name for name in self._changed.taken}
+        self._changed.finish({n: self._targets[f] for f, n in taken.items() if f in self._targets})
         for label, optimizer in self.state.optimizers.items():
             if label not in self.structure:
                 continue
@@ -212,6 +238,7 @@ class Loader:
             for name, obj in getattr(self.state, which).items():
                 if name in told:
                     _give(obj, told[name], f"{which}[{name!r}]")
+        self._finish_modules(saved["extra"].get(MODULE_STATES))
         self.notices += self._left_values(saved)
         if self.shards != self.size and saved["extra_per_rank"]:
             names = ", ".join(sorted(saved["extra_per_rank"]))
@@ -219,6 +246,12 @@ class Loader:
                 f"the checkpoint is of {self.shards} rank(s), this job has {self.size}: per-rank "
                 f"objects were left as they are: {names}"
             )
+
+    def _finish_modules(self, record: dict[str, Any] | None) -> None:
+        wrong, complaints = self.state.module_states.load(record)
+        if wrong and self.strict:
+            raise StateTornError("; ".join([*wrong, *complaints]))
+        self.notices += [f"accepted (strict=False): {text}" for text in wrong] + complaints
 
     def _of_another_kind(
         self, label: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
@@ -265,6 +298,11 @@ class Loader:
                     live.copy_(value)
                 else:
                     group[key] = value
+
+
+def is_buffer(name: str) -> bool:
+    """Whether an entry is a buffer."""
+    return name.startswith("buffer/")
 
 
 def _give(obj: Any, value: Any, name: str) -> None:

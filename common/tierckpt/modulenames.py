@@ -39,13 +39,14 @@ def named_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
         inner = wrapped(module)
         for own, child in module._modules.items():
             if child is not None:
-                look(name if child is inner else _inside(name, own), child)
+                look(name if child is inner else inside(name, own), child)
 
     look("", model)
     return list(found.values())
 
 
-def _inside(module: str, name: str) -> str:
+def inside(module: str, name: str) -> str:
+    """What `name` of the module called `module` is called."""
     return f"{module}.{name}" if module else name
 
 
@@ -76,7 +77,7 @@ def other_names(model: torch.nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for tensors_of in (_parameters, _buffers):
         first = {id(tensor): name for name, tensor in _once(tensors_of(named_modules(model)))}
-        for name, tensor in tensors_of(_under_every_name("", model)):
+        for name, tensor in tensors_of(under_every_name("", model)):
             if tensor is not None and first[id(tensor)] != name:
                 found[name] = first[id(tensor)]
     return found
@@ -86,25 +87,34 @@ Modules = Iterable[tuple[str, torch.nn.Module]]
 Named = Iterator[tuple[str, torch.Tensor | None]]
 
 
-def _under_every_name(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def under_every_name(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """A module called `name` and all inside it, each as often as it has names."""
     yield name, module
     inner = wrapped(module)
     for own, child in module._modules.items():
         if child is not None:
-            yield from _under_every_name(name if child is inner else _inside(name, own), child)
+            yield from under_every_name(name if child is inner else inside(name, own), child)
+
+
+def torch_names(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The same, in the same order, by the names that torch has: wrappers are part of them."""
+    yield name, module
+    for own, child in module._modules.items():
+        if child is not None:
+            yield from torch_names(inside(name, own), child)
 
 
 def _parameters(modules: Modules) -> Named:
     for prefix, module in modules:
         for name, param in module._parameters.items():
-            yield _inside(prefix, name), param
+            yield inside(prefix, name), param
 
 
 def _buffers(modules: Modules) -> Named:
     for prefix, module in modules:
         for name, buffer in module._buffers.items():
             if name not in module._non_persistent_buffers_set:
-                yield _inside(prefix, name), buffer
+                yield inside(prefix, name), buffer
 
 
 def _once(named: Named) -> list[tuple[str, torch.Tensor]]:
@@ -117,12 +127,15 @@ def _once(named: Named) -> list[tuple[str, torch.Tensor]]:
 
 __all__ = [
     "FIXED",
+    "inside",
     "named_buffers",
     "named_modules",
     "named_parameters",
     "other_names",
     "parameter_of",
     "path_of",
+    "torch_names",
+    "under_every_name",
     "unwrap",
     "wrapped",
 ]

@@ -96,6 +96,13 @@ def refuse_model(model: torch.nn.Module) -> None:
             f"the model is a {type(model).__name__}, not a torch.nn.Module. {ORDER}"
         )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedStateError(
+                f"module {name or '(root)'!r} is a ScriptModule, whose tensors are not Python's. "
+                "Give the module that torch.jit.script() was given, which has the same parameters, "
+                "train with what that returned, and call step(); buffers are to be changed in "
+                "place alone, as those that are replaced in a script are its own."
+            )
         kinds = {c.__name__ for c in type(module).__mro__}
         if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
             raise UnsupportedStateError(

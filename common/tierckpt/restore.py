@@ -587,7 +587,8 @@ def load(
         own = attempt.contents.own
         manifest = Manifest.decode(own.manifest)
         saved = tree.decode(own.tree)
-        loader = Loader(state, attempt.contents, group.rank, group.size, new)
+        began = saved.get("began", {})
+        loader = Loader(state, attempt.contents, group.rank, group.size, new, strict, began)
         differences = loader.differences() + loader.extra_differences(saved)
         loader.prepare()
         attempt.courier.make_room(attempt.contents.outlines)

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from . import tree
+from . import changingbuffers, tree
 from .errors import ConfigError, UnsupportedStateError
 from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
 from .modulenames import named_buffers, named_parameters, other_names, unwrap
+from .modulestates import MODULE_STATES, ModuleStates
 from .refusals import (
     ORDER,
     refuse_odd_keys,
@@ -103,6 +104,8 @@ class TrainingState:
             for label, optimizer in self.optimizers.items()
         }
         """Keys that param groups had at the start. Others belong to the version that has them."""
+        self.first_buffers = changingbuffers.kinds_of(self.model)
+        """See `changingbuffers`."""
         self.refresh_names()
 
     def refresh_names(self) -> None:
@@ -128,11 +131,19 @@ class TrainingState:
         return found
 
     def _find_extra_states(self) -> None:
+        self.module_states = ModuleStates(self.model)
+        if MODULE_STATES in self.extra and self.module_states:
+            raise ConfigError(f"extra[{MODULE_STATES!r}]: the checkpoint needs that name itself")
         found = ExtraStates(self.model)
         if isinstance(self.extra.get(EXTRA_STATES, found), ExtraStates):  # else: the user's own
             self.extra[EXTRA_STATES] = found
             if not found:
                 del self.extra[EXTRA_STATES]
+
+    def look_again(self) -> None:
+        """At a boundary: follow modules that are saved in another way since they were looked at."""
+        if not self.module_states.stand():
+            self._find_extra_states()
 
     # --- walking -------------------------------------------------------------------------------
 
@@ -338,6 +349,11 @@ class TrainingState:
     def pack_extra(self, which: Mapping[str, Any], arena: tree.Arena) -> dict[str, Any]:
         """The `state_dict()`s of the user's objects."""
         return {name: pack_extra(name, obj, arena) for name, obj in which.items()}
+
+    def pack_module_states(self, arena: tree.Arena) -> dict[str, Any]:
+        """What goes along with them; empty where no module has any."""
+        found = self.module_states.pack(arena.keep)
+        return {MODULE_STATES: found} if found else {}
 
 
 _NOTHING: dict[str, Any] = {}

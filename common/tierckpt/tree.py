@@ -44,7 +44,7 @@ def pack(value: Any, path: str, keep: KeepTensor) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
     if isinstance(value, torch.Tensor):
-        return keep(value, path)
+        return _pack_quantized(value, path, keep) if _is_quantized(value) else keep(value, path)
     if kind is list:
         return [pack(v, f"{path}[{i}]", keep) for i, v in enumerate(value)]
     if kind is dict and all(type(k) is str and k != TAG for k in value):
@@ -304,13 +304,13 @@ def _strides(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(tensor.stride(), tensor.shape, strict=True))
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
+PLAIN = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
 
 
 def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
     """Raise UnsupportedStateError for tensors whose bytes cannot be taken as they are."""
     reason = ""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         kind = type(tensor)
         if kind.__name__ == "DTensor":
             reason = "a DTensor (a shard of a tensor). Use torch.distributed.checkpoint for FSDP "
@@ -386,6 +386,34 @@ def _unpack_array(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> 
     return np.frombuffer(raw, dtype=_dtype_of_text(node["dtype"])).reshape(node["shape"]).copy()
 
 
+_WHOLE_BYTES = (torch.qint8, torch.quint8, torch.qint32)
+
+
+def _is_quantized(value: torch.Tensor) -> bool:
+    return type(value) in PLAIN and value.is_quantized and value.dtype in _WHOLE_BYTES
+
+
+def _pack_quantized(value: torch.Tensor, path: str, keep: KeepTensor) -> dict[str, Any]:
+    node = {TAG: "quantized", "v": keep(value.int_repr(), path)}
+    if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return {**node, "scale": repr(value.q_scale()), "zero_point": value.q_zero_point()}
+    return {
+        **node,
+        "scale": keep(value.q_per_channel_scales(), path),
+        "zero_point": keep(value.q_per_channel_zero_points(), path),
+        "axis": value.q_per_channel_axis(),
+    }
+
+
+def _unpack_quantized(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> torch.Tensor:
+    if "axis" not in node:
+        return torch._make_per_tensor_quantized_tensor(
+            tensor(node["v"]), float(node["scale"]), node["zero_point"]
+        )
+    ints, scales, zero_points = (tensor(node[key]) for key in ("v", "scale", "zero_point"))
+    return torch._make_per_channel_quantized_tensor(ints, scales, zero_points, node["axis"])
+
+
 def _dtype_text(dtype: np.dtype) -> str:
     """As in the header of an .npy file; numpy's short name would forget a structure's fields."""
     return dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
@@ -419,6 +447,7 @@ _PACKERS: dict[type, Callable[[Any, str, KeepTensor], dict[str, Any]]] = {
     bytes: lambda v, _p, _k: {TAG: "bytes", "v": base64.b64encode(v).decode()},
     bytearray: lambda v, _p, _k: {TAG: "bytearray", "v": base64.b64encode(v).decode()},
     np.ndarray: _pack_array,
+    Entry: lambda v, _p, _k: {TAG: "entry", "v": v.key},
 }
 
 _UNPACKERS: dict[str, Callable[[dict[str, Any], Callable[..., torch.Tensor]], Any]] = {
@@ -437,5 +466,6 @@ _UNPACKERS: dict[str, Callable[[dict[str, Any], Callable[..., torch.Tensor]], An
     "bytes": lambda n, _t: base64.b64decode(n["v"]),
     "bytearray": lambda n, _t: bytearray(base64.b64decode(n["v"])),
     "array": _unpack_array,
+    "quantized": _unpack_quantized,
     "scalar": lambda n, t: _unpack_array(n, t)[()],
 }

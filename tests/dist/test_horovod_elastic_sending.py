@@ -188,6 +188,43 @@ def test_modules_extra_state_is_sent(new: int, ranks: Any, tmp_path: Path, shm_d
     assert others == (10, (live, found, later))
 
 
+class Grown(Net):
+    """Counts its calls in what its own methods save, and keeps what it was given in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor, use_branch: bool = False) -> torch.Tensor:
+        self.calls += 1
+        self.seen = torch.cat([self.seen, x.detach().mean()[None]])
+        return super().forward(x, use_branch)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}calls"] = self.calls
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.calls = state_dict.pop(f"{prefix}calls")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def sent_own_state(root: int) -> tuple[int, list[float]]:
+    """What came of `root`'s, which is the only one that has been called."""
+    sending = importlib.import_module("horovod_ckpt.sending")
+    torch.manual_seed(rank())
+    model = Grown()
+    if rank() == root:
+        model.calls, model.seen = 7, torch.arange(3.0)
+    sending.send_model(model, root)
+    return model.calls, model.seen.tolist()
+
+
+def test_what_modules_save_of_their_own_is_sent(ranks: Any) -> None:
+    assert ranks(2, HOROVODRUN).run(sent_own_state, 1) == [(7, [0.0, 1.0, 2.0])] * 2
+
+
 def only_one_made_both_steps(place: Place, ahead: int) -> tuple[list[str], bool]:
     """Rank `ahead` stepped D and G, the other only D, when a third was lost with all versions."""
     script = Adversaries(True, place, seed=1).start()

@@ -228,6 +228,23 @@ def test_a_parameter_comes_back_as_its_values() -> None:
     assert torch.equal(through(parameter), parameter.detach())
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32], ids=str)
+def test_quantized_tensors_come_back(dtype: torch.dtype) -> None:
+    values, places = torch.randn(4, 3), torch.arange(3)
+    whole = torch.quantize_per_tensor(values, 1 / 3, 2, dtype)
+    each = torch.quantize_per_channel(values, torch.rand(3).double(), places, 1, dtype)
+    back = through({"whole": whole, "each": each})
+    for found, expected in zip(back.values(), (whole, each), strict=True):
+        assert found.dtype == expected.dtype
+        assert found.qscheme() == expected.qscheme()
+        assert torch.equal(found, expected)
+    assert back["whole"].q_scale() == 1 / 3
+    assert torch.equal(back["each"].q_per_channel_scales(), each.q_per_channel_scales())
+    assert torch.equal(back["each"].q_per_channel_zero_points(), places)
+    assert back["each"].q_per_channel_axis() == 1
+
+
 @pytest.mark.parametrize(
     "value", [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda:1")], ids=str
 )
@@ -334,7 +351,12 @@ def test_anything_else_is_refused_with_the_path_to_it(stranger: Any) -> None:
         (lambda: torch.eye(3).to_sparse(), "sparse"),
         (lambda: torch.empty(2, device="meta"), "meta device"),
         (lambda: torch.zeros(1).expand(5), "expanded"),
-        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), "quantized"),
+        (
+            lambda: torch.quantize_per_channel(
+                torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2
+            ),
+            "quantized",
+        ),
         (torch.nn.parameter.UninitializedParameter, "forward pass"),
         (torch.nn.parameter.UninitializedBuffer, "forward pass"),
         (lambda: torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {})), "subclass"),

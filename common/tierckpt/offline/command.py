@@ -281,8 +281,8 @@ def _write_safetensors(saved: Saved, out: Path) -> list[str]:
     for name, tensor in saved.model.items():
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(
-                f"{name} is no tensor (a module's get_extra_state), and safetensors has tensors "
-                "alone; export to a .pt file"
+                f"{name} is no tensor (a module has it in its state_dict()), and safetensors has "
+                "tensors alone; export to a .pt file"
             )
         if id(tensor) in first:
             tied[name] = first[id(tensor)]

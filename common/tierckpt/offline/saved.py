@@ -19,6 +19,7 @@ from ..inventory import Problem
 from ..layout import Piece
 from ..manifest import Manifest
 from ..modulenames import FIXED, path_of
+from ..modulestates import MODULE_STATES, into_model
 from ..outline import Contents
 from ..progress import Progress
 from ..restore import Attempt, Restorer
@@ -41,8 +42,9 @@ class Saved:
     metric: float | None
     """What was measured of it, see `Checkpointer.step`."""
     model: dict[str, Any]
-    """For `model.load_state_dict`; names are as without any wrapper (DDP, `torch.compile`). Buffers
-    are rank 0's. Tied weights are one tensor under all their names."""
+    """For `model.load_state_dict`: what `model.state_dict()` gave, also where modules are saved in
+    a way of their own; names are as without any wrapper (DDP, `torch.compile`). Buffers are rank
+    0's. Tied weights are one tensor under all their names."""
     optimizers: dict[str, dict[str, Any]]
     """For each optimizer's `load_state_dict`; a single one is called `optimizer`. Empty if only the
     model was asked for."""
@@ -224,7 +226,8 @@ class _Reading:
         suffix = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
         for module, state in dict(extra.pop(EXTRA_STATES, {})).items():
             found[f"{module}.{suffix}" if module else suffix] = state
-        return found
+        record = extra.pop(MODULE_STATES, None)
+        return into_model(record, found, self._tensors) if record else found
 
     def _optimizer(self, label: str, structure: Mapping[str, Any]) -> dict[str, Any]:
         """As torch has it: parameters are numbers, in the order of the groups."""

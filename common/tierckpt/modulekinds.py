@@ -1,0 +1,47 @@
+"""Which modules are saved, or loaded, in a way of their own. Pure."""
+
+from __future__ import annotations
+
+import torch
+
+_LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+def saves(module: torch.nn.Module) -> str:
+    """Empty where torch's own code gives the module's state; `alone` where what is inside it is not
+    touched by what is the module's own; else `whole`."""
+    if _overrides(module, "state_dict") or module._state_dict_hooks:
+        return "whole"
+    alone = module._state_dict_pre_hooks or _overrides(module, "_save_to_state_dict")
+    return "alone" if alone else ""
+
+
+def has_hooks_alone(module: torch.nn.Module) -> bool:
+    """True where its hooks are all that is its own, and nothing inside it has anything."""
+    return not any(
+        _overrides(each, "state_dict")
+        or _overrides(each, "_save_to_state_dict")
+        or (each is not module and saves(each))
+        for each in module.modules()
+    )
+
+
+def loads(module: torch.nn.Module) -> bool:
+    """Of torch's own layers none does anything that loading tensors does not."""
+    return (
+        any(getattr(module, kind) for kind in _LOAD_HOOKS)
+        or _overrides(module, "load_state_dict")
+        or _overrides(module, "_load_from_state_dict")
+    )
+
+
+def _overrides(module: torch.nn.Module, method: str) -> bool:
+    if method in vars(module):
+        return True
+    theirs = getattr(type(module), method, None)
+    if theirs is getattr(torch.nn.Module, method):
+        return False
+    return not getattr(theirs, "__module__", "").startswith("torch.nn.modules.")
+
+
+__all__ = ["has_hooks_alone", "loads", "saves"]
