@@ -18,6 +18,7 @@ from .errors import ConfigError
 from .group import Group, Node
 from .hostid import host_id
 from .modules.pipeline import Pipeline
+from .proof.order import redirected
 from .surroundings import fingerprint
 from .wording import some
 
@@ -70,7 +71,7 @@ def agree_on_settings(
     """
     config = None
     try:
-        config = load_config(arguments, config_file=config_file)
+        config = redirected(load_config(arguments, config_file=config_file))
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
         mine = _Told("", tuple(_compared(config)), where, fingerprint(), secrets.token_hex(8))

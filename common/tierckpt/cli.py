@@ -188,6 +188,39 @@ def _diff(args: argparse.Namespace, console: Console) -> int:
     return diffcommand.diff(args, console)
 
 
+def prove(commands: Subparsers) -> None:
+    """`tierckpt prove -- COMMAND`."""
+    parser = commands.add_parser(
+        "prove",
+        usage="tierckpt prove [options] -- COMMAND...",
+        help="ask whether a script goes on exactly when it is killed and started again",
+        description="Runs the command, as it is, twice: once to its end, and once killed with "
+        "SIGKILL on the way and started again; and compares every bit of every step: weights, "
+        "optimizers, random streams, objects. Says that it is exact, or what differs first and "
+        "what usually causes that. Checkpoints go to a scratch folder: those of the job itself are "
+        "never touched. What else the script writes, it writes again each time. The exit status "
+        "is 0 for exact, 1 for not, 2 when nothing can be said.",
+    )
+    what = "steps to compare after the kill (10)"
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help=what)
+    what = "kill after so many steps (5)"
+    parser.add_argument("--kill-after", type=int, default=5, metavar="K", help=what)
+    what = "begin with a copy of this version, and not afresh; without a PATH that of the settings"
+    parser.add_argument("--from", dest="begin", metavar="[PATH@]VERSION", help=what)
+    what = "keep all in this folder; of a job on several nodes one that all of them see"
+    parser.add_argument("--dir", type=Path, metavar="FOLDER", help=what)
+    what = "give a run up that makes no step for so long (900)"
+    parser.add_argument("--patience", type=float, default=900.0, metavar="SECONDS", help=what)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=_prove, error_status=2)
+
+
+def _prove(args: argparse.Namespace, console: Console) -> int:
+    from .proof import command
+
+    return command.prove(args, console)
+
+
 def pin(commands: Subparsers) -> None:
     """`tierckpt pin PATH VERSION`."""
     _add_pin(commands, "pin", "keep a version whatever retention says")
@@ -264,6 +297,7 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
     verify,
     export,
     diff,
+    prove,
     pin,
     unpin,
     takeover,

@@ -8,15 +8,14 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import place
 from ..errors import ConfigError
 from ..progress import Progress
 from ..wording import some
 from .columns import print_columns
 from .survey import survey
+from .targets import Target, place_of, target_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,15 +31,6 @@ USAGE = (
     "give two versions: `tierckpt diff PATH 100 200`, `tierckpt diff A@100 B@100`, or A and B "
     "alone, whose newest versions are taken; with --plot one PATH will do, or PATH 100..200"
 )
-
-
-@dataclass(frozen=True)
-class Target:
-    """A version that somebody named."""
-
-    path: str
-    version: int | None
-    """None: what a restart would take."""
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
@@ -92,29 +82,14 @@ def targets_of(given: Sequence[str]) -> tuple[Target, Target]:
     first, *more = given
     numbers = [int(text) for text in more if text.isdecimal() and not os.path.isdir(text)]
     if more and len(numbers) == len(more) <= 2:
-        path = _target(first)
+        path = target_of(first)
         if path.version is not None:
             raise ConfigError(f"{first} names a version already, beside {' and '.join(more)}")
         versions: list[int | None] = [*numbers, None]
         return Target(path.path, versions[0]), Target(path.path, versions[1])
     if len(more) != 1:
         raise ConfigError(USAGE)
-    return _target(first), _target(more[0])
-
-
-def _target(text: str) -> Target:
-    """`PATH`, or `PATH@VERSION`, where no directory has that name."""
-    path, at, version = text.rpartition("@")
-    if at and version.isdecimal() and not os.path.isdir(text):
-        return Target(_place(path), int(version))
-    return Target(_place(text), None)
-
-
-def _place(text: str) -> str:
-    try:
-        return place(text)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(str(error)) from None
+    return target_of(first), target_of(more[0])
 
 
 def range_of(given: Sequence[str]) -> tuple[str, int | None, int | None]:
@@ -130,7 +105,7 @@ def range_of(given: Sequence[str]) -> tuple[str, int | None, int | None]:
     else:
         bounds = ["", ""]
     low, high = (int(text) if text else None for text in bounds)
-    return _place(path), low, high
+    return place_of(path), low, high
 
 
 # --- what is said --------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Pure, but that the versions read what is asked of them. Besides them, memory hol
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from .. import tree
 from .leaves import Leaf, bits_of, leaves_of, raw_bytes, shown
+from .names import order
 from .stored import StoredTensor, StoredVersion
 
 CHUNK_ELEMENTS = 1 << 19
@@ -97,7 +97,7 @@ def compare(a: StoredVersion, b: StoredVersion) -> Comparison:
         rows += _leaves(ours, theirs, (rank,))
     rows += _structures(a.structure, b.structure)
     found.values = len(values)
-    found.differences = sorted(_merged(rows, len(common)), key=lambda each: _order(each.name))
+    found.differences = sorted(_merged(rows, len(common)), key=lambda each: order(each.name))
     for side, more, fewer in (("A", a, b), ("B", b, a)):
         if extra := range(len(fewer.shards), len(more.shards)):
             text = f"{len(more.shards)} ranks there, {len(fewer.shards)} in the other"
@@ -269,24 +269,3 @@ def _merged(rows: Iterable[Difference], ranks: int) -> Iterator[Difference]:
     for key, row in kept.items():
         found = tuple(sorted(same[key]))
         yield replace(row, ranks=() if len(found) == ranks else found)
-
-
-PARTS = ("model", "buffer", "", "options", "extra", "extra_per_rank", "rng", "adapter")
-"""In this order; the empty one is what optimizers keep."""
-
-
-def part_of(name: str) -> str:
-    """Which of `PARTS` it is in."""
-    part = re.split(r"[/\[]", name, maxsplit=1)[0]
-    return part if part in PARTS else ""
-
-
-def _order(name: str) -> tuple[int, list[Any]]:
-    """By part, and then as people count: `layer.10` after `layer.9`."""
-    pieces = re.split(r"(\d+)", name)
-    return PARTS.index(part_of(name)), [int(p) if p.isdigit() else p for p in pieces]
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Names of tensors and values, sorted."""
-    return sorted(names, key=_order)

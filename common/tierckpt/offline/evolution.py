@@ -11,7 +11,8 @@ from ..errors import ConfigError
 from ..modulenames import FIXED
 from ..progress import Progress
 from .catalog import rows_of
-from .difference import compare_tensors, in_order
+from .difference import compare_tensors
+from .names import in_order
 from .stored import StoredVersion, open_version
 from .survey import survey
 
@@ -131,7 +132,7 @@ def _draw(figure: Figure, changes: Sequence[Norms], versions: Sequence[int]) -> 
     axis.set_xticks([*some], [f"v{versions[i]}" for i in some], fontsize=8)
     axis.set_xlabel("version; between two, the norm of the change (grey: none)", fontsize=9)
     if known.size:
-        figure.colorbar(shown, ax=axis).ax.tick_params(labelsize=8)
+        figure.colorbar(shown, ax=axis).ax.tick_params(which="both", labelsize=8)
     figure.tight_layout()
 
 

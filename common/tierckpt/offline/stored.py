@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import accumulate
@@ -68,6 +68,12 @@ class Shard:
         if len(self._kept) > KEPT_BLOCKS:
             self._kept.popitem(last=False)
         return data
+
+    def all_bytes(self) -> Iterator[tuple[int, bytes]]:
+        """Header and blocks, in order, each with its place. Raises CorruptShardError, OSError."""
+        yield 0, bytes(self.image.view[: self.header.header_bytes])
+        for number in range(len(self.header.block_bytes)):
+            yield self._offsets[number], self._block(number)
 
     def read(self, low: int, into: np.ndarray) -> None:
         """Bytes of the shard from number `low` on. Raises CorruptShardError, OSError."""
