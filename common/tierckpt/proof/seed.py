@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,8 +48,8 @@ def link_all(folder: Path, target: Path) -> None:
 
 def version_in(folder: Path) -> int | None:
     """The newest that some folder in it has; None where there is none."""
-    stores = {LocalStore(path) for path in {p.parent for p in folder.rglob("*.manifest")}}
-    keys = [key for store in stores for key in store.keys()]  # noqa: SIM118: no dict
+    stores = [LocalStore(path) for path in {p.parent for p in folder.rglob("*.manifest")}]
+    keys = chain.from_iterable(map(LocalStore.keys, stores))
     return max((key.id.version for key in keys), default=None)
 
 

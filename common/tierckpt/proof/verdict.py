@@ -116,7 +116,8 @@ def told(found: Departure) -> str:
         else name
         for name in found.names
     ]
-    where = f" on rank {some(found.ranks, 8)}" if len(found.ranks) > 1 or found.ranks[0] else ""
+    where = f" on ranks {some(found.ranks, 8)}" if len(found.ranks) > 1 else ""
+    where = where or (f" on rank {found.ranks[0]}" if found.ranks[0] else "")
     return f"{len(found.names)} of {found.of} differ{where}: {some(names, MOST_NAMES)}"
 
 
