@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import signal
 import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +23,7 @@ from .seed import link_all, version_in
 from .verdict import Departure, IncomparableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console
 
@@ -106,20 +108,35 @@ def prove(args: argparse.Namespace, console: Console) -> int:
                 f"{args.kill_after}"
             )
         how = (args.kill_after, args.steps, args.patience)
-        status = _judge(Plan(command, folder, begin, *how, console))
+        with _ending_at_sigterm():
+            status = _judge(Plan(command, folder, begin, *how, console))
         keep = status != 0 or args.dir is not None
         return status
     finally:
-        if keep:
+        if keep and (folder / "undisturbed").exists():
             console.print(f"logs, records and last versions: {folder}", soft_wrap=True)
         else:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """As at Ctrl-C: what was started is ended, too."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _folder(given: Path | None) -> Path:
     if given is None:
         return Path(tempfile.mkdtemp(prefix="tierckpt-prove-"))
-    folder = given.absolute()
+    folder = Path(os.path.abspath(given))
     with suppress(FileNotFoundError):
         if any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty; --dir makes a new folder, or takes an empty")
@@ -163,9 +180,10 @@ class _Judge:
         self._whole = calm.records[job].by_rank()
         self._first = killed.records[job].by_rank()
         self._last = killed.records[job].by_rank(-1)
-        self._at = max((e.killed or 0 for e in killed.records[job].all_lives()), default=0)
-        if not self._at:
-            raise ProveError(f"nothing of {calm.records[job].path} was killed; see {killed.log}")
+        lives = killed.records[job].all_lives()
+        # One of several checkpointers carries it out.
+        at = max((life.killed or 0 for life in lives), default=0)
+        self._at = at or 1 + min(life.last for life in self._first.values())
         if len(calm.records) > 1:
             self._say(f"{calm.records[job].path}:")
 
@@ -187,10 +205,12 @@ class _Judge:
             how = f"killed with SIGKILL at step {self._at}, resumed from {resumed_from}"
             after = verdict.common_versions(self._whole, resumed_from, self._until)
             found = verdict.departure(self._whole, self._last, after)
+        if found is None and not after:
+            raise ProveError(f"no step after {resumed_from} was recorded")
         if found is None:
             self._say(self._exact(how, after))
             return 0
-        if self._differs_by_itself(found, begun):
+        if self._differs_by_itself(found):
             what, why = "not deterministic", verdict.NOT_DETERMINISTIC
         else:
             what, why = f"not exact, {how}", verdict.cause(found)
@@ -207,9 +227,11 @@ class _Judge:
             "streams, options, objects)"
         )
 
-    def _differs_by_itself(self, found: Departure, begun: int) -> bool:
+    def _differs_by_itself(self, found: Departure) -> bool:
         """Whether a run that began where the killed one did is not the same as that either, with
         nobody killed; or else as the first one."""
+        if self._plan.begin and found.version < self._at:
+            return True  # both began with the same version, and nobody was killed yet
         again = self._plan.again("control", found.version).records[self._job].by_rank()
         other = self._first if found.version < self._at else self._whole
         return verdict.departure(other, again, [found.version]) is not None

@@ -69,7 +69,7 @@ class Recorder(Callbacks):
                 state = state_of(view, manifest)
                 if self._to_keep is not None and event.version >= self._to_keep:
                     self._keep(view, manifest)
-            self._writer.line("state", version=event.version, state=state)
+            self._writer.state(event.version, state)
         if self._rank == 0:
             with contextlib.suppress(OSError):
                 (self._order.folder / PROGRESS).write_text(str(event.version))

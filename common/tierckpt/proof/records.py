@@ -1,18 +1,24 @@
 """What the ranks of a run recorded: life by life, what every version is made of.
 
 A file for each rank and checkpointer, with a line of JSON for each thing that happened. The last
-line may be cut short: its writer was killed.
+line may be cut short: its writer was killed. Of what a version is made of a digest stands in front,
+and the names, which may be many, are read when two digests differ.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..manifest import digest
 from .order import RECORDS
+
+WHO = ("rank", "ranks", "path", "place", "memory")
+_STATE = re.compile(rb'{"what":"state","version":(\d+),"digest":"(\w+)",')
 
 
 class Writer:
@@ -21,12 +27,35 @@ class Writer:
     def __init__(self, folder: Path, job: str, rank: int) -> None:
         self._path = folder / RECORDS / f"{job}.r{rank:05d}.jsonl"
 
+    def state(self, version: int, state: Mapping[str, str]) -> None:
+        """Add what a version is made of: names and fingerprints."""
+        text = json.dumps(state, separators=(",", ":"), sort_keys=True)
+        self.line("state", version=version, digest=digest(text.encode()).hex(), state=state)
+
     def line(self, what: str, **values: Any) -> None:
         """Add one."""
         data = json.dumps({"what": what, **values}, separators=(",", ":")).encode() + b"\n"
         with self._path.open("ab", buffering=0) as file:
             while data:
                 data = data[file.write(data) or 0 :]
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank has of a version."""
+
+    digest: str
+    """Of all of it: equal where it is."""
+    path: Path
+    offset: int
+    """Where its line begins."""
+
+    def load(self) -> dict[str, str]:
+        """Names and fingerprints. Raises OSError."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            found: dict[str, str] = json.loads(file.readline())["state"]
+            return found
 
 
 @dataclass
@@ -43,8 +72,8 @@ class Life:
     """The job's folder in memory."""
     restored: int | None = None
     """The version that it went on from; 0: `restore()` found none; None: nobody called it."""
-    states: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By version: names and fingerprints of all that this rank has of it."""
+    states: dict[int, State] = field(default_factory=dict)
+    """By version."""
     killed: int | None = None
     """At the boundary of which version."""
 
@@ -105,32 +134,36 @@ def read(folder: Path) -> dict[str, Record]:
     return {job: record for job, record in found.items() if any(record.lives.values())}
 
 
+def taking_part(records: Mapping[str, Record]) -> dict[str, Record]:
+    """Without those of which no rank recorded a version: they only read."""
+    return {
+        job: record
+        for job, record in records.items()
+        if any(life.states for life in record.all_lives())
+    }
+
+
 def _lives(path: Path) -> Iterator[Life]:
     life: Life | None = None
-    with path.open() as file:
+    with path.open("rb") as file:
+        offset = 0
         for line in file:
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 break
-            values: Mapping[str, Any] = json.loads(line)
-            what = values["what"]
-            if what == "attached":
-                if life is not None:
-                    yield life
-                names = ("rank", "ranks", "path", "place", "memory")
-                life = Life(**{name: values[name] for name in names})
-            elif life is not None:
-                _heed(life, what, values)
+            state = _STATE.match(line)
+            if state is not None and life is not None:
+                life.states[int(state[1])] = State(state[2].decode(), path, offset)
+            elif state is None:
+                values: Mapping[str, Any] = json.loads(line)
+                if values["what"] == "attached":
+                    if life is not None:
+                        yield life
+                    life = Life(**{name: values[name] for name in WHO})
+                elif life is not None:
+                    setattr(life, values["what"], values["version"])
+            offset += len(line)
     if life is not None:
         yield life
 
 
-def _heed(life: Life, what: str, values: Mapping[str, Any]) -> None:
-    if what == "restored":
-        life.restored = values["version"]
-    elif what == "killed":
-        life.killed = values["version"]
-    elif what == "state":
-        life.states[values["version"]] = values["state"]
-
-
-__all__ = ["Life", "Record", "Writer", "read"]
+__all__ = ["Life", "Record", "State", "Writer", "read", "taking_part"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -14,13 +15,15 @@ from pathlib import Path
 from ..errors import TierckptError
 from ..jobdirectory import JobDirectory
 from .order import PROGRESS, VARIABLE, Order
-from .records import Record, read
+from .records import Record, read, taking_part
 
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
 """From SIGTERM to SIGKILL, where a command is given up."""
 MOST_LAUNCHES = 4
 LAST_LINES = 12
+_ERROR = re.compile(r"(\[[^\]]*\]:? ?)*\s*[\w.]+(Error|Exception): ")
+"""As Python writes it, perhaps behind a launcher's mark."""
 ENVIRONMENT = {
     # Else torchrun lets all lives of a job share one key-value store, and a restarted gloo process
     # may read the address of one that is dead.
@@ -56,7 +59,8 @@ class Run:
             while True:
                 was_killed = self.order.mark.exists()
                 status = self._launch()
-                self.records = read(self.order.folder)
+                found = read(self.order.folder)
+                self.records = taking_part(found) or found
                 if self.records and all(
                     record.reached(self.order.until) for record in self.records.values()
                 ):
@@ -130,11 +134,15 @@ class Run:
                 f"{self.order.until}, up to which it is watched. Ask for fewer steps (--steps, "
                 f"--kill-after), or have it train longer; {self._last_lines()}"
             )
-        return f"{self.name}: the command failed at version {last} ({ended}); {self._last_lines()}"
+        where = f"after version {last}" if last else "before its first step"
+        return f"{self.name}: the command failed {where} ({ended}); {self._last_lines()}"
 
     def _last_lines(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-        told = "".join(f"\n  {line}" for line in lines)
+        lines = self.log.read_text(errors="replace").splitlines()
+        told = "".join(f"\n  {line}" for line in lines[-LAST_LINES:])
+        first = next((line.strip() for line in lines if _ERROR.match(line)), "")
+        if first and first not in told:  # launchers say much behind it
+            return f"the first error is {first!r}; its output is in {self.log}, and ends:{told}"
         return f"its output is in {self.log}" + (f", and ends:{told}" if told else "")
 
     def clean(self) -> None:

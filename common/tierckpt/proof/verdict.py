@@ -1,6 +1,6 @@
 """The verdict: what ranks recorded of two runs, compared; and what usually makes them differ.
 
-Pure.
+Pure, but that records are read where they differ.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 
 from ..offline.names import in_order, part_of
 from ..wording import some
-from .records import Life
+from .records import Life, State
 
-States = Mapping[int, Mapping[str, str]]
-"""By rank: names and fingerprints."""
 MOST_NAMES = 6
 _RANGE = re.compile(r"\[\d+:\d+\]$")
 
@@ -61,7 +59,7 @@ def departure(
     return None
 
 
-def _state(life: Life, version: int) -> Mapping[str, str]:
+def _state(life: Life, version: int) -> State:
     if version not in life.states:
         raise IncomparableError(
             f"rank {life.rank} recorded no version {version}, as its checkpoint failed; the logs "
@@ -70,11 +68,13 @@ def _state(life: Life, version: int) -> Mapping[str, str]:
     return life.states[version]
 
 
-def _at(version: int, one: States, other: States) -> Departure | None:
+def _at(version: int, one: Mapping[int, State], other: Mapping[int, State]) -> Departure | None:
+    if all(state.digest == other[rank].digest for rank, state in one.items()):
+        return None
     names, ranks, count = set[str](), set[int](), set[str]()
     values: dict[str, tuple[str, str]] = {}
-    for rank, state in one.items():
-        theirs = other[rank]
+    for rank, recorded in one.items():
+        state, theirs = recorded.load(), other[rank].load()
         count |= {_RANGE.sub("", name) for name in state}
         for name in state.keys() | theirs.keys():
             pair = (state.get(name, "not there"), theirs.get(name, "not there"))
@@ -100,7 +100,7 @@ def count_of(life_by_rank: Mapping[int, Life], version: int) -> tuple[int, int]:
     """How many tensors of model and optimizer one version has, and how many other values."""
     names = set[str]()
     for life in life_by_rank.values():
-        names |= {_RANGE.sub("", name) for name in life.states.get(version, ())}
+        names |= {_RANGE.sub("", name) for name in life.states[version].load()}
     tensors = sum(part_of(name) in ("model", "buffer", "") for name in names)
     return tensors, len(names) - tensors
 
