@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,7 @@ from ..progress import Progress
 from ..wording import some
 from .columns import print_columns
 from .survey import survey
-from .targets import Target, place_of, target_of
+from .targets import Target, range_of, targets_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,10 +25,6 @@ SHOWN = 20
 """Lines, without `--all`."""
 TITLES = ("what differs", "elements", "largest", "relative", "norm", "")
 LEFT = ("what differs", "")
-USAGE = (
-    "give two versions: `tierckpt diff PATH 100 200`, `tierckpt diff A@100 B@100`, or A and B "
-    "alone, whose newest versions are taken; with --plot one PATH will do, or PATH 100..200"
-)
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
@@ -46,11 +40,7 @@ def diff(args: argparse.Namespace, console: Console) -> int:
     targets = targets_of(args.what)
     with ExitStack() as stack:
         bar = stack.enter_context(closing(Progress(Progress.wanted(0, None))))
-        bar.begin("comparing")
-        a, b = (_opened(target, bar.advance, stack) for target in targets)
-        from .difference import compare
-
-        found = compare(a, b)
+        a, b, found = _compared(targets, bar, stack)
     if args.json:
         print(json.dumps(as_json(found, a, b), indent=1))
     else:
@@ -60,7 +50,27 @@ def diff(args: argparse.Namespace, console: Console) -> int:
     return 0 if found.equal else 1
 
 
-def _opened(target: Target, on_read: Callable[[int], None], stack: ExitStack) -> StoredVersion:
+def _compared(
+    targets: Sequence[Target], bar: Progress, stack: ExitStack
+) -> tuple[StoredVersion, StoredVersion, Comparison]:
+    """Once more with verified copies where one turns out to be damaged: another may be sound."""
+    from ..images import LOST
+    from .difference import compare
+
+    for verify in (False, True):
+        bar.begin("comparing")
+        a, b = (_opened(target, bar.advance, stack, verify) for target in targets)
+        try:
+            return a, b, compare(a, b)
+        except LOST:
+            if verify:
+                raise
+    raise AssertionError
+
+
+def _opened(
+    target: Target, on_read: Callable[[int], None], stack: ExitStack, verify: bool
+) -> StoredVersion:
     from .stored import open_version
 
     there = survey(target.path)
@@ -69,43 +79,9 @@ def _opened(target: Target, on_read: Callable[[int], None], stack: ExitStack) ->
             f"{target.path}: not all could be looked at, so its newest version is not known; name "
             f"one: {target.path}@VERSION. {'; '.join(there.troubles[:4])}"
         )
-    found = open_version(target.path, target.version, on_read, there)
+    found = open_version(target.path, target.version, on_read, there, verify)
     stack.callback(found.close)
     return found
-
-
-# --- what is compared ----------------------------------------------------------------------------
-
-
-def targets_of(given: Sequence[str]) -> tuple[Target, Target]:
-    """Of the command's arguments. Raises ConfigError for what names no two versions."""
-    first, *more = given
-    numbers = [int(text) for text in more if text.isdecimal() and not os.path.isdir(text)]
-    if more and len(numbers) == len(more) <= 2:
-        path = target_of(first)
-        if path.version is not None:
-            raise ConfigError(f"{first} names a version already, beside {' and '.join(more)}")
-        versions: list[int | None] = [*numbers, None]
-        return Target(path.path, versions[0]), Target(path.path, versions[1])
-    if len(more) != 1:
-        raise ConfigError(USAGE)
-    return target_of(first), target_of(more[0])
-
-
-def range_of(given: Sequence[str]) -> tuple[str, int | None, int | None]:
-    """A path, and the first and last version to draw, if they were named. Raises ConfigError."""
-    path, *more = given
-    named = re.fullmatch(r"(\d*)\.\.(\d*)", more[0]) if len(more) == 1 else None
-    if len(more) == 2 and all(text.isdecimal() for text in more):
-        bounds = [*more]
-    elif named is not None:
-        bounds = [*named.groups()]
-    elif more:
-        raise ConfigError(f"--plot draws the versions of one path: {USAGE}")
-    else:
-        bounds = ["", ""]
-    low, high = (int(text) if text else None for text in bounds)
-    return place_of(path), low, high
 
 
 # --- what is said --------------------------------------------------------------------------------

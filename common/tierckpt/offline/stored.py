@@ -212,12 +212,17 @@ class StoredVersion:
 
 
 def open_version(
-    path: Where, version: int | None, on_read: OnRead, there: Survey | None = None
+    path: Where,
+    version: int | None,
+    on_read: OnRead,
+    there: Survey | None = None,
+    verify: bool = False,
 ) -> StoredVersion:
     """What a restart would take, or that version alone. `there`: a survey of `path` made before.
 
-    Shards are opened and their headers read; the rest is read when it is asked for. Where a copy
-    cannot be opened, or a shard has to be rebuilt, all of the version is read and verified now.
+    Shards are opened and their headers read; the rest is read when it is asked for. With `verify`,
+    or where a copy cannot be opened or a shard has to be rebuilt, all of it is read and verified
+    now, and damaged copies are passed over.
     Raises RestoreError where it is not there, complete and sound; ConfigError for no path.
     """
     there = survey(path) if there is None else there
@@ -225,7 +230,7 @@ def open_version(
     plan = there.plan(version)
     if plan is None:
         raise RestoreError(nothing(path, version, there, ()))
-    if not any(source.rebuilt for source in plan.sources):
+    if not verify and not any(source.rebuilt for source in plan.sources):
         try:
             return _lazily(str(path), plan, there, on_read)
         except LOST:
