@@ -21,6 +21,7 @@ from .hostid import host_id
 from .jobdirectory import JobDirectory, job_id_of
 from .launch import Launch, launch_of, smallest
 from .modules.pipeline import Pipeline
+from .proof.order import redirected
 from .surroundings import fingerprint
 from .wording import some
 
@@ -79,7 +80,7 @@ def agree_on_settings(
     config = None
     launch = Launch()
     try:
-        config = load_config(arguments, config_file=config_file)
+        config = redirected(load_config(arguments, config_file=config_file))
         launch = launch_of(os.environ, in_use=_is_in_use(config))
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)

@@ -43,6 +43,7 @@ from .peers import Groups, redundancy_groups
 from .pinning import mark_everywhere
 from .policy import VOID, VOTE_WIDTH, Schedule
 from .progress import Progress
+from .proof.recorder import record_if_ordered
 from .refusals import refuse_model
 from .reports import Reports
 from .restore import Restored, all_finished
@@ -168,6 +169,7 @@ class Checkpointer:
             self._join(roll, groups, undo)
             self._watch(model, undo)
             self._halting = Halting(self.config, self.group.rank, self._node, self._reports.notice)
+            record_if_ordered(self)
             ending.at_exit(self)
             undo.pop_all()
 

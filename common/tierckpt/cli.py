@@ -1,8 +1,9 @@
 """The command line, `tierckpt` or `python -m tierckpt`.
 
 A command is a function that adds its parser to the subparsers it is given and sets `run`, which
-gets the parsed arguments and a console. Name it in `COMMANDS`, and it is there. Commands import
-what they need when they run: `tierckpt --help` is quick.
+gets the parsed arguments and a console, and may return an exit status (else it is 0;
+`error_status`, if it is set, is that of an error). Name it in `COMMANDS`, and it is there. Commands
+import what they need when they run: `tierckpt --help` is quick.
 """
 
 from __future__ import annotations
@@ -161,6 +162,65 @@ def _offline(args: argparse.Namespace, console: Console) -> None:
     getattr(command, args.action)(args, console)
 
 
+def diff(commands: Subparsers) -> None:
+    """`tierckpt diff A B`."""
+    parser = commands.add_parser(
+        "diff",
+        help="compare two versions, tensor by tensor",
+        description="Compares two versions of one job (`tierckpt diff PATH 100 200`), or of two "
+        "(`tierckpt diff A@100 B@100`; without a number the one that a restart would take): every "
+        "tensor, and all that is kept beside them. What has equal checksums is not read. The exit "
+        "status is 0 when they are equal bit for bit, 1 when they differ, 2 when something is "
+        "wrong. --plot draws how far each layer moves from version to version: `tierckpt diff PATH "
+        f"--plot FILE`, or `PATH 100..200` for some versions of all. {PLACES}",
+    )
+    parser.add_argument("what", nargs="+", metavar="PATH[@VERSION]|VERSION")
+    parser.add_argument("--json", action="store_true", help="for other programs")
+    parser.add_argument("--all", action="store_true", help="all lines, not the first 20")
+    what = "a picture: how far each layer moves from version to version"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=what)
+    parser.set_defaults(run=_diff, error_status=2)
+
+
+def _diff(args: argparse.Namespace, console: Console) -> int:
+    from .offline import diffcommand
+
+    return diffcommand.diff(args, console)
+
+
+def prove(commands: Subparsers) -> None:
+    """`tierckpt prove -- COMMAND`."""
+    parser = commands.add_parser(
+        "prove",
+        usage="tierckpt prove [options] -- COMMAND...",
+        help="ask whether a script goes on exactly when it is killed and started again",
+        description="Runs the command, as it is, twice: once to its end, and once killed with "
+        "SIGKILL on the way and started again; and compares every bit of every step: weights, "
+        "optimizers, random streams, objects. Says that it is exact, or what differs first and "
+        "what usually causes that. Checkpoints go to a scratch folder: those of the job itself are "
+        "never touched. What else the script writes, it writes again each time. The exit status "
+        "is 0 for exact, 1 for not, 2 when nothing can be said.",
+    )
+    what = "steps to compare after the kill (10)"
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help=what)
+    what = "kill after so many steps (5)"
+    parser.add_argument("--kill-after", type=int, default=5, metavar="K", help=what)
+    what = "begin with a copy of this version, and not afresh; without a PATH that of the settings"
+    parser.add_argument("--from", dest="begin", metavar="[PATH@]VERSION", help=what)
+    what = "keep all in this folder; of a job on several nodes one that all of them see"
+    parser.add_argument("--dir", type=Path, metavar="FOLDER", help=what)
+    what = "give a run up that makes no step for so long (900)"
+    parser.add_argument("--patience", type=float, default=900.0, metavar="SECONDS", help=what)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=_prove, error_status=2)
+
+
+def _prove(args: argparse.Namespace, console: Console) -> int:
+    from .proof import command
+
+    return command.prove(args, console)
+
+
 def pin(commands: Subparsers) -> None:
     """`tierckpt pin PATH VERSION`."""
     _add_pin(commands, "pin", "keep a version whatever retention says")
@@ -236,6 +296,8 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
     list_,
     verify,
     export,
+    diff,
+    prove,
     pin,
     unpin,
     takeover,
@@ -245,12 +307,13 @@ COMMANDS: tuple[Callable[[Any], None], ...] = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. Errors of ours, and of the system, are one sentence
     on stderr; Ctrl-C is 130, as in shells."""
+    args = argparse.Namespace()
     try:
         _take_any_name()
         args = _parser().parse_args(arguments)
         from rich.console import Console
 
-        args.run(args, Console(highlight=False, markup=False))
+        status = args.run(args, Console(highlight=False, markup=False))
         print(end="", flush=True)
     except BrokenPipeError:  # `| head`
         _let_go_of_output()
@@ -258,10 +321,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TierckptError, OSError) as error:
         _let_go_of_output()
         print(f"tierckpt: {error}", file=sys.stderr)
-        return 1
+        return getattr(args, "error_status", 1)
     except KeyboardInterrupt:
         return 130
-    return 0
+    return status or 0
 
 
 def _take_any_name() -> None:

@@ -22,7 +22,10 @@ from .naming import directory_of
 from .signals import parse_signals
 
 PREFIX = "TIERCKPT_"
-NOT_SETTINGS = ("CONFIG", "ENCRYPTION_KEY", "ENCRYPTION_KEY_FILE", "FAULTS", "FAULTS_DIR")
+NOT_SETTINGS = (
+    *("CONFIG", "ENCRYPTION_KEY", "ENCRYPTION_KEY_FILE", "FAULTS", "FAULTS_DIR"),
+    "PROVE_DIR",
+)
 """Variables with our prefix that are not settings."""
 AUTO: Literal["auto"] = "auto"
 """In place of a number of steps: as often as the overhead budget allows; see `tuning`."""

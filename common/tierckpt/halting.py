@@ -56,7 +56,7 @@ class Halting:
         self.reason = Reason.NONE
         """Why the job ends early; on all ranks from the same boundary on."""
         self._margin_seconds = config.halt_seconds_left
-        self._standing = HaltRequest(seconds_left=config.halt_seconds_left or None)
+        self._standing = [HaltRequest(seconds_left=config.halt_seconds_left or None)]
         self._end_seconds = haltrequest.allocation_end(environment)
         self._why_no_end = haltrequest.why_no_end(environment)
         self._rank, self._notice = rank, notice
@@ -76,6 +76,10 @@ class Halting:
         """That of the first signal that came to this rank; empty when none did."""
         return self._signals.came.name if self._signals.came is not None else ""
 
+    def ask(self, request: HaltRequest) -> None:
+        """Heed this one, too, besides those in directories."""
+        self._standing.append(request)
+
     def vote(self, version: int) -> tuple[Reason, bool]:
         """At the boundary of `version`: why this rank wants the job to end, and whether its script
         has evidently never asked."""
@@ -91,7 +95,7 @@ class Halting:
         for problem in self._lookout.problems:
             self._tell(problem, logging.WARNING)
         found = (request.with_margin(self._margin_seconds) for request in self._lookout.requests)
-        requests = [self._standing, *found]
+        requests = [*self._standing, *found]
         for request in requests:
             if request.unknown(self._end_seconds):
                 self._tell(

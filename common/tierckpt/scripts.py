@@ -14,6 +14,7 @@ from .checkpointer import Checkpointer
 from .config import load_config
 from .errors import ConfigError
 from .modulenames import unwrap
+from .proof.order import redirected
 from .state import label_optimizers
 
 _served: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -63,7 +64,7 @@ def _same_place(other: Checkpointer, settings: Mapping[str, Any]) -> bool:
         name: settings[name] for name in ("path", "job_id", "shm_dir", "node") if name in settings
     }
     try:
-        mine = load_config(names, config_file=settings.get("config_file"))
+        mine = redirected(load_config(names, config_file=settings.get("config_file")))
     except ConfigError:
         return False  # the Checkpointer will say so, on all ranks
     return attach.job_directory(mine) == attach.job_directory(other.config)

@@ -18,6 +18,7 @@ from ..progress import Progress
 from ..siblings import NODE
 from ..wording import some
 from .catalog import Row, rows_of
+from .columns import print_columns
 from .survey import Survey, survey, why_elsewhere
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def list_versions(args: argparse.Namespace, console: Console) -> None:
 def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Console) -> None:
     where = ", ".join(paths)
     if rows:
-        _print_rows(rows, console)
+        print_columns([TITLES, *map(_cells, rows)], LEFT, console)
     elif there.troubles:
         console.print(f"{where}: no checkpoints that can be read", soft_wrap=True)
     else:
@@ -91,18 +92,6 @@ def _on_memory(rows: list[Row], there: Survey, paths: Sequence[str]) -> Iterator
         )
         if not any(NODE in path for path in paths):
             yield f"where the job's path has {NODE} in it, give it with that here, too, in quotes"
-
-
-def _print_rows(rows: Iterable[Row], console: Console) -> None:
-    """In columns, whatever the terminal's width: a line that is cut in two is no line any more."""
-    lines = [TITLES, *map(_cells, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(TITLES))]
-    for line in lines:
-        cells = (
-            cell.ljust(width) if title in LEFT else cell.rjust(width)
-            for cell, width, title in zip(line, widths, TITLES, strict=True)
-        )
-        console.print("  ".join(cells).rstrip(), soft_wrap=True)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -100,7 +100,7 @@ def _load(
     """None when what was read has changed meanwhile."""
     there = survey(path)
     unseen = bool(there.unseen)
-    _leave_out_memory(there)
+    leave_out_memory(there)
     newer = [each for each in there.problems if each.newer]
     if newer and version is None:
         raise RestoreError(f"a newer tierckpt was here: {newer[0].place.where}: {newer[0].why}")
@@ -114,7 +114,7 @@ def _load(
     )
     attempt = restorer.find(version)
     if attempt is None:
-        raise RestoreError(_nothing(path, version, there, restorer.rejected))
+        raise RestoreError(nothing(path, version, there, restorer.rejected))
     with closing(attempt):
         assert attempt.contents is not None
         mapped = {s: image for s, image in attempt.images.items() if _is_mapped(attempt, s)}
@@ -124,7 +124,7 @@ def _load(
         return saved if _unchanged(attempt, mapped) else None
 
 
-def _leave_out_memory(there: Survey) -> None:
+def leave_out_memory(there: Survey) -> None:
     """What a restart would not take, or a living job changes faster than it is read; and say so."""
     for job in sorted(there.living | there.elsewhere):
         theirs = [each for each in there.found if job_of(each.place) == job]
@@ -151,9 +151,10 @@ def _unchanged(attempt: Attempt, mapped: Mapping[int, Image]) -> bool:
     )
 
 
-def _nothing(
+def nothing(
     path: Where | Sequence[Where], version: int | None, there: Survey, rejected: Iterable[str]
 ) -> str:
+    """Why there is no such version, in words."""
     what = "no version" if version is None else f"no v{version}"
     known = sorted({each.key.id.version for each in there.found})
     seen = f"; there are shards of {', '.join(f'v{v}' for v in known[-8:])}" if known else ""

@@ -1,0 +1,22 @@
+"""Lines in columns, whatever the terminal's width: one that is cut in two is no line any more."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_columns(lines: Sequence[Sequence[str]], left: Collection[str], console: Console) -> None:
+    """`lines`: the titles, and then rows of as many cells. Those of titles in `left` are aligned to
+    the left, all others to the right."""
+    titles = lines[0]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
+    for line in lines:
+        cells = (
+            cell.ljust(width) if title in left else cell.rjust(width)
+            for cell, width, title in zip(line, widths, titles, strict=True)
+        )
+        console.print("  ".join(cells).rstrip(), soft_wrap=True)

@@ -1,0 +1,271 @@
+"""How two stored versions differ: tensor by tensor, in float64; what has equal digests is not read.
+
+Pure, but that the versions read what is asked of them. Besides them, memory holds a few megabytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import tree
+from .leaves import Leaf, bits_of, leaves_of, raw_bytes, shown
+from .names import order
+from .stored import StoredTensor, StoredVersion
+
+CHUNK_ELEMENTS = 1 << 19
+"""Compared at once: a few megabytes in float64."""
+
+
+@dataclass
+class Numbers:
+    """How the values of two tensors of one shape and dtype differ. Those of floating point (and
+    complex) ones, over pairs that are both finite; of all others the count alone."""
+
+    elements: int = 0
+    differing: int = 0
+    """Elements that are not equal bit for bit."""
+    max_absolute: float | None = None
+    max_relative: float | None = None
+    """The largest |b - a| / max(|a|, |b|)."""
+    norm: float | None = None
+    """Euclidean, of b - a."""
+    norm_relative: float | None = None
+    """The same by the norm of a; None where that is 0."""
+    nans: tuple[int, int] = (0, 0)
+    """In a and in b."""
+    infs: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not the same in A and B."""
+
+    name: str
+    what: str
+    """`values`, `shape`, `dtype`, `only in A`, `only in B`, `ranks`."""
+    ranks: tuple[int, ...] = ()
+    """Where it is each rank's own, those that it is about; empty: all that both have."""
+    a: str = ""
+    b: str = ""
+    """What each has, for what can be said shortly."""
+    numbers: Numbers | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For other programs."""
+        values = asdict(self)
+        values.update(values.pop("numbers") or {})
+        return values
+
+
+@dataclass
+class Comparison:
+    """Of two versions."""
+
+    differences: list[Difference] = field(default_factory=list)
+    tensors: int = 0
+    """So many were compared; each rank's own count once."""
+    values: int = 0
+    """The same of what is no tensor of model or optimizer."""
+
+    @property
+    def equal(self) -> bool:
+        """Bit for bit."""
+        return not self.differences
+
+
+def compare(a: StoredVersion, b: StoredVersion) -> Comparison:
+    """All of it. Raises CorruptShardError, OSError where what differs cannot be read."""
+    found = Comparison()
+    common = range(min(len(a.shards), len(b.shards)))
+    tensors = a.names() | b.names()
+    found.tensors = len(tensors)
+    rows: list[Difference] = []
+    for name in tensors:
+        rows += _one_name(name, a, b, common)
+    values = set[str]()
+    for rank in common:
+        if a.tree_covering(rank) == b.tree_covering(rank):
+            continue
+        ours, theirs = leaves_of(a.tree(rank)), leaves_of(b.tree(rank))
+        values |= ours.keys() | theirs.keys()
+        rows += _leaves(ours, theirs, (rank,))
+    rows += _structures(a.structure, b.structure)
+    found.values = len(values)
+    found.differences = sorted(_merged(rows, len(common)), key=lambda each: order(each.name))
+    for side, more, fewer in (("A", a, b), ("B", b, a)):
+        if extra := range(len(fewer.shards), len(more.shards)):
+            text = f"{len(more.shards)} ranks there, {len(fewer.shards)} in the other"
+            what = f"only in {side}"
+            found.differences.append(
+                Difference("what is each rank's own", what, tuple(extra), a=text)
+            )
+    return found
+
+
+def _one_name(
+    name: str, a: StoredVersion, b: StoredVersion, common: Iterable[int]
+) -> Iterator[Difference]:
+    own = name in a.own or name in b.own
+    for rank in common if own else (0,):
+        one = compare_tensors(name, a.tensor(name, rank), b.tensor(name, rank))
+        if one is not None:
+            yield replace(one, ranks=(rank,)) if own else one
+
+
+def compare_tensors(name: str, a: StoredTensor | None, b: StoredTensor | None) -> Difference | None:
+    """None where they are equal bit for bit."""
+    if a is None or b is None:
+        there = a or b
+        if there is None:
+            return None
+        text = f"{there.spec.dtype}{list(there.spec.shape)}"
+        return Difference(name, "only in B" if a is None else "only in A", a=text)
+    for what in ("shape", "dtype"):
+        one, other = getattr(a.spec, what), getattr(b.spec, what)
+        if one != other:
+            texts = [str(list(v) if what == "shape" else v) for v in (one, other)]
+            return Difference(name, what, a=texts[0], b=texts[1])
+    if a.spec.stride == b.spec.stride and a.covering() == b.covering():
+        return None
+    numbers = _numbers(a, b)
+    return Difference(name, "values", numbers=numbers) if numbers.differing else None
+
+
+def _numbers(a: StoredTensor, b: StoredTensor) -> Numbers:
+    dtype, count = tree.dtype_of(a.spec.dtype), a.spec.numel
+    sums = _Sums(dtype)
+    if a.spec.stride == b.spec.stride:
+        for low in range(0, count, CHUNK_ELEMENTS):
+            high = min(low + CHUNK_ELEMENTS, count)
+            sums.add(a.read(low, high), b.read(low, high))
+    else:
+        sums.add(_row_major(a), _row_major(b))
+    return sums.numbers()
+
+
+def _row_major(tensor: StoredTensor) -> np.ndarray:
+    target = tree.empty(tensor.spec, "cpu")
+    if tensor.spec.numel:
+        data = tensor.read(0, tensor.spec.numel)
+        tree.flat(target).view(torch.uint8).numpy()[:] = data
+    return np.frombuffer(raw_bytes(target), np.uint8)
+
+
+class _Sums:
+    """Adds chunk after chunk of two tensors."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._found = dtype, Numbers()
+        self._is_number = dtype.is_floating_point or dtype.is_complex
+        self._squares = self._base = 0.0
+
+    def add(self, a: np.ndarray, b: np.ndarray) -> None:
+        """Bytes of as many elements each."""
+        size = self._dtype.itemsize
+        rows = a.reshape(-1, size) != b.reshape(-1, size)
+        self._found.elements += len(rows)
+        self._found.differing += int(rows.any(axis=1).sum())
+        if self._is_number:
+            wide = torch.complex128 if self._dtype.is_complex else torch.float64
+            self._add_numbers(*(_wide(each, self._dtype, wide) for each in (a, b)))
+
+    def _add_numbers(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        found = self._found
+        nans = (int(torch.isnan(x).sum()), int(torch.isnan(y).sum()))
+        infs = (int(torch.isinf(x).sum()), int(torch.isinf(y).sum()))
+        found.nans = (found.nans[0] + nans[0], found.nans[1] + nans[1])
+        found.infs = (found.infs[0] + infs[0], found.infs[1] + infs[1])
+        finite = torch.isfinite(x) & torch.isfinite(y)
+        if not bool(finite.any()):
+            return
+        x, y = x[finite], y[finite]
+        change, size = (y - x).abs(), torch.maximum(x.abs(), y.abs())
+        relative = torch.where(change > 0, change / size, 0.0)
+        found.max_absolute = max(found.max_absolute or 0.0, float(change.max()))
+        found.max_relative = max(found.max_relative or 0.0, float(relative.max()))
+        self._squares += float((change * change).sum())
+        self._base += float((x.abs() ** 2).sum())
+
+    def numbers(self) -> Numbers:
+        """Of all that was added."""
+        if self._found.max_absolute is not None:
+            self._found.norm = math.sqrt(self._squares)
+            if self._base > 0:
+                self._found.norm_relative = math.sqrt(self._squares / self._base)
+        return self._found
+
+
+def _wide(data: np.ndarray, dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:
+    raw = torch.from_numpy(data if data.flags.writeable else data.copy())
+    return raw.view(dtype).to(wide)
+
+
+# --- what is no tensor of model or optimizer -----------------------------------------------------
+
+
+def _leaves(
+    a: Mapping[str, Leaf], b: Mapping[str, Leaf], ranks: tuple[int, ...]
+) -> Iterator[Difference]:
+    for name in a.keys() | b.keys():
+        if name not in b:
+            yield Difference(name, "only in A", ranks, shown(a[name]))
+        elif name not in a:
+            yield Difference(name, "only in B", ranks, shown(b[name]))
+        elif bits_of(a[name]) != bits_of(b[name]):
+            yield _leaf(name, a[name], b[name], ranks)
+
+
+def _leaf(name: str, a: Leaf, b: Leaf, ranks: tuple[int, ...]) -> Difference:
+    kinds, both = (bits_of(a)[0], bits_of(b)[0]), (a, b)
+    tensors = [_as_tensor(each) for each in both]
+    if kinds[0] != kinds[1] or tensors[0] is None or tensors[1] is None:
+        return Difference(name, "values", ranks, shown(a), shown(b))
+    sums = _Sums(tensors[0].dtype)
+    sums.add(*(np.frombuffer(raw_bytes(each), np.uint8) for each in tensors if each is not None))
+    return Difference(name, "values", ranks, numbers=sums.numbers())
+
+
+def _as_tensor(leaf: Leaf) -> torch.Tensor | None:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    try:
+        return torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else None
+    except TypeError:  # numpy has types that torch lacks
+        return None
+
+
+def _structures(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+    """Of optimizers: their classes, and which parameters are in which group."""
+    for label in a.keys() | b.keys():
+        one, other = a.get(label), b.get(label)
+        if one is None or other is None:
+            there = (one or other or {}).get("class", "")
+            side = "only in B" if one is None else "only in A"
+            yield Difference(f"options/{label}", side, a=there)
+        elif one["class"] != other["class"]:
+            yield Difference(f"options/{label}", "values", a=one["class"], b=other["class"])
+        elif one["groups"] != other["groups"]:
+            sizes = [str([len(names) for names in each["groups"]]) for each in (one, other)]
+            yield Difference(f"options/{label}/parameters", "values", a=sizes[0], b=sizes[1])
+
+
+# --- in order ------------------------------------------------------------------------------------
+
+
+def _merged(rows: Iterable[Difference], ranks: int) -> Iterator[Difference]:
+    """What is told of several ranks in the same words is told once."""
+    same: dict[Any, list[int]] = {}
+    kept: dict[Any, Difference] = {}
+    for row in rows:
+        key = repr(replace(row, ranks=()))
+        same.setdefault(key, []).extend(row.ranks)
+        kept[key] = row
+    for key, row in kept.items():
+        found = tuple(sorted(same[key]))
+        yield replace(row, ranks=() if len(found) == ranks else found)

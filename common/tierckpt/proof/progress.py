@@ -1,0 +1,50 @@
+"""How far a run is: a bar on a terminal, or one line."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import rich.progress
+    from rich.console import Console
+
+
+class Bar:
+    """One run's; use it in a `with`."""
+
+    def __init__(self, name: str, begin: int, until: int, console: Console) -> None:
+        self._name, self._begin, self._until, self._console = name, begin, until, console
+        self._since = time.monotonic()
+        self._bar: rich.progress.Progress | None = None
+        self._task: rich.progress.TaskID | None = None
+
+    def __enter__(self) -> Bar:
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description:12}"), BarColumn())
+            steps = TextColumn("step {task.fields[at]} of {task.fields[until]}")
+            self._bar = Progress(*columns, steps, TimeElapsedColumn(), console=self._console)
+            total = self._until - self._begin
+            at, until = self._begin, self._until
+            self._task = self._bar.add_task(self._name, total=total, at=at, until=until)
+            self._bar.start()
+        return self
+
+    def step(self, version: int) -> None:
+        """So far it is."""
+        if self._bar is not None and self._task is not None and version:
+            done = version - self._begin
+            self._bar.update(self._task, completed=done, at=version)
+
+    def __exit__(self, *error: object) -> None:
+        seconds = time.monotonic() - self._since
+        if self._bar is not None:
+            self._bar.stop()
+        elif error[0] is None:
+            text = f"{self._name}: up to step {self._until}, {seconds:.0f} s"
+            self._console.print(text, soft_wrap=True)
+
+
+__all__ = ["Bar"]

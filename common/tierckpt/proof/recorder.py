@@ -1,0 +1,114 @@
+"""The recorder: a rank's part of a run, inside the job; see `order`.
+
+It is told of what happens as any callback is, on the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import tree
+from ..callbacks import Callbacks
+from ..haltrequest import HaltRequest
+from ..localstore import LocalStore
+from ..manifest import Manifest, digest
+from ..offline.leaves import fingerprint, leaves_of
+from ..shardfile import decode_header
+from .order import PROGRESS, Order, order_here, path_of
+from .records import Writer
+
+if TYPE_CHECKING:
+    from ..checkpointer import Checkpointer
+    from ..events import Event
+    from ..restore import Restored
+
+ELASTIC = "HOROVOD_ELASTIC"
+
+
+def record_if_ordered(checkpointer: Checkpointer) -> None:
+    """Where there is an order, have it carried out. Raises OSError where nothing can be recorded:
+    this job is for nothing else."""
+    if (order := order_here()) is not None:
+        checkpointer.add_callbacks(Recorder(order, checkpointer))
+
+
+class Recorder(Callbacks):
+    """One checkpointer's."""
+
+    def __init__(self, order: Order, checkpointer: Checkpointer) -> None:
+        self._order, self._checkpointer = order, checkpointer
+        self._rank, self._ranks = checkpointer.group.rank, checkpointer.group.size
+        place = checkpointer.config.path
+        self._writer = Writer(
+            order.folder, Path(place).relative_to(order.folder).parts[0], self._rank
+        )
+        self._armed = order.kill_at is not None and not order.mark.exists()
+        self._begun = 0
+        self._to_keep = order.keep
+        memory = str(checkpointer._berth.job.path)
+        who = {"rank": self._rank, "ranks": self._ranks, "pid": os.getpid()}
+        self._writer.line("attached", **who, path=path_of(place), place=place, memory=memory)
+        checkpointer._halting.ask(HaltRequest(after_version=order.until))
+
+    def on_restored(self, restored: Restored) -> None:
+        """Where this life begins."""
+        self._begun = restored.version
+        self._writer.line("restored", version=restored.version)
+
+    def on_sealed(self, event: Event) -> None:
+        """The slot is not overwritten before the next boundary."""
+        for slot in self._checkpointer._pool.slots:
+            manifest = None if slot is None else slot.manifest()
+            if slot is None or manifest is None or manifest.version != event.version:
+                continue
+            with slot.image() as view:
+                state = state_of(view, manifest)
+                if self._to_keep is not None and event.version >= self._to_keep:
+                    self._keep(view, manifest)
+            self._writer.state(event.version, state)
+        if self._rank == 0:
+            with contextlib.suppress(OSError):
+                (self._order.folder / PROGRESS).write_text(str(event.version))
+
+    def _keep(self, view: memoryview, manifest: Manifest) -> None:
+        """Copy this rank's shard, once."""
+        self._to_keep = None
+        here = Path(self._checkpointer.config.directory).relative_to(self._order.folder)
+        store = LocalStore(self._order.kept / here)
+        store.create()
+        store.commit(manifest.key, view[: manifest.image_bytes], manifest.encode())
+
+    def on_step_boundary(self, version: int) -> None:
+        """All ranks know alike what is safe: all of them are killed here, or none."""
+        if not self._armed or version < (self._order.kill_at or 0):
+            return
+        safe = self._checkpointer._agreement.memory.safe
+        if safe is None or safe.version <= self._begun:
+            return
+        self._armed = False
+        # Of an elastic job one: the others go on, and with none left it would wait for new hosts.
+        if os.environ.get(ELASTIC) != "1" or self._rank == self._ranks - 1:
+            self._writer.line("killed", version=version)
+            self._order.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:
+    """Names and fingerprints of all that a sealed shard has."""
+    header = decode_header(view[: manifest.header_bytes])
+    found: dict[str, str] = {}
+    for piece in header.pieces:
+        low = header.header_bytes + piece.offset
+        part = "" if piece.whole else f"[{piece.start}:{piece.stop}]"
+        data = digest(view[low : low + piece.nbytes]).hex()
+        found[piece.spec.name + part] = f"{piece.spec.dtype}{list(piece.spec.shape)} #{data}"
+    low = header.tree_offset
+    small = tree.decode(bytes(view[low : low + manifest.rank_state_bytes]))
+    return found | {name: fingerprint(leaf) for name, leaf in leaves_of(small).items()}
+
+
+__all__ = ["Recorder", "record_if_ordered", "state_of"]

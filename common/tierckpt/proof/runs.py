@@ -1,0 +1,172 @@
+"""Runs: a command, started as a job with an order, until it is through."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import TierckptError
+from ..jobdirectory import JobDirectory
+from .order import PROGRESS, VARIABLE, Order
+from .records import Record, read, taking_part
+
+LOOK_SECONDS = 0.1
+GRACE_SECONDS = 15.0
+"""From SIGTERM to SIGKILL, where a command is given up."""
+MOST_LAUNCHES = 4
+LAST_LINES = 12
+_ERROR = re.compile(r"(\[[^\]]*\]:? ?)*\s*[\w.]+(Error|Exception): ")
+"""As Python writes it, perhaps behind a launcher's mark."""
+ENVIRONMENT = {
+    # Else torchrun lets all lives of a job share one key-value store, and a restarted gloo process
+    # may read the address of one that is dead.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+
+class ProveError(TierckptError):
+    """A run that did not do what it was started for."""
+
+
+@dataclass
+class Run:
+    """One run of the command: one launch, or several where it was killed and started again."""
+
+    name: str
+    order: Order
+    command: Sequence[str]
+    patience_seconds: float
+    """Without a step for so long it is given up."""
+    on_step: Callable[[int], None] = lambda version: None
+    launches: int = 0
+    records: dict[str, Record] = field(default_factory=dict)
+
+    @property
+    def log(self) -> Path:
+        """What the command printed."""
+        return self.order.folder / "log"
+
+    def carry_out(self) -> None:
+        """Until all ranks have the last version; its order was written. Raises ProveError."""
+        try:
+            while True:
+                was_killed = self.order.mark.exists()
+                status = self._launch()
+                found = read(self.order.folder)
+                self.records = taking_part(found) or found
+                if self.records and all(
+                    record.reached(self.order.until) for record in self.records.values()
+                ):
+                    break
+                if was_killed or not self.order.mark.exists():
+                    raise ProveError(self._why(status))
+                if self.launches >= MOST_LAUNCHES:
+                    raise ProveError(self._why(status))
+        finally:
+            self.clean()
+        if self.order.kill_at is not None and not self.order.mark.exists():
+            raise ProveError(
+                f"{self.name}: nobody was killed, as no version was complete on all ranks before "
+                f"the last one; see {self.log}"
+            )
+
+    def _launch(self) -> int:
+        self.launches += 1
+        environment = {**ENVIRONMENT, **os.environ, VARIABLE: str(self.order.folder)}
+        with self.log.open("ab") as log:
+            try:
+                process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ProveError(f"{self.command[0]} cannot be started: {error}") from error
+        with _ending(process):
+            self._watch(process)
+        return process.returncode
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        newest, since = -1, time.monotonic()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_SECONDS)
+                return
+            version = self._progress()
+            if version != newest:
+                newest, since = version, time.monotonic()
+                self.on_step(version)
+            if time.monotonic() - since > self.patience_seconds:
+                raise ProveError(
+                    f"{self.name} made no step for {self.patience_seconds:g} s and was given up "
+                    f"(--patience); {self._last_lines()}"
+                )
+
+    def _progress(self) -> int:
+        try:
+            return int((self.order.folder / PROGRESS).read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def _why(self, status: int) -> str:
+        """Why it is not through, and what to do."""
+        ended = f"exit status {status}" if status >= 0 else f"signal {-status}"
+        if not self.records:
+            return (
+                f"{self.name}: the command ended ({ended}), and nothing in it made a Checkpointer "
+                f"(its processes have to get the environment, {VARIABLE} above all); "
+                f"{self._last_lines()}"
+            )
+        last = max(life.last for record in self.records.values() for life in record.last_lives())
+        if status == 0:
+            return (
+                f"{self.name}: the script ended by itself at version {last}, before "
+                f"{self.order.until}, up to which it is watched. Ask for fewer steps (--steps, "
+                f"--kill-after), or have it train longer; {self._last_lines()}"
+            )
+        where = f"after version {last}" if last else "before its first step"
+        return f"{self.name}: the command failed {where} ({ended}); {self._last_lines()}"
+
+    def _last_lines(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        told = "".join(f"\n  {line}" for line in lines[-LAST_LINES:])
+        first = next((line.strip() for line in lines if _ERROR.match(line)), "")
+        if first and first not in told:  # launchers say much behind it
+            return f"the first error is {first!r}; its output is in {self.log}, and ends:{told}"
+        return f"its output is in {self.log}" + (f", and ends:{told}" if told else "")
+
+    def clean(self) -> None:
+        """Remove what it left in this machine's memory."""
+        with contextlib.suppress(OSError, ValueError):
+            lives = [e for record in read(self.order.folder).values() for e in record.all_lives()]
+            for memory in {Path(life.memory) for life in lives}:
+                job, _, node = memory.name.partition("@")
+                there = JobDirectory(memory.parent, job, node)
+                if not there.alive():
+                    there.remove()
+
+
+@contextlib.contextmanager
+def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """What is interrupted here is ended, with all that it started."""
+    try:
+        yield
+    except BaseException:
+        for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, number)
+                process.wait(seconds)
+        raise
+
+
+__all__ = ["ProveError", "Run"]

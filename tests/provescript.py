@@ -1,0 +1,100 @@
+"""A script as users write them, exact, or inexact in one way: `provescript.py KIND [STEPS]`.
+
+Alone, under torchrun, or under horovodrun.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import tierckpt
+
+KIND, STEPS = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 100
+HOROVOD = "HOROVOD_RANK" in os.environ
+RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
+RANKS = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def batches(sampler: tierckpt.ResumableSampler) -> Iterator[torch.Tensor]:
+    data = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(5)))
+    loader = DataLoader(data, batch_sampler=sampler, generator=torch.Generator())
+    for epoch in range(sampler.epoch, 1000):
+        sampler.set_epoch(epoch)
+        for (batch,) in loader:
+            yield batch
+
+
+def attach(net: torch.nn.Module, opt: Any, extra: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Model, optimizer and checkpointer, as each library has them."""
+    if HOROVOD:
+        import horovod.torch as hvd
+
+        import horovod_ckpt
+
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        opt = hvd.DistributedOptimizer(opt, net.named_parameters())
+        return net, opt, horovod_ckpt.install(opt, net, path="ckpts", extra=extra)
+    if RANKS == 1:
+        return net, opt, tierckpt.Checkpointer(net, opt, path="ckpts", extra=extra)
+    import ddp_ckpt
+
+    net = DistributedDataParallel(net)
+    if KIND == "wrap":
+        ddp_ckpt.wrap(opt, net, path="ckpts", extra=extra)
+        return net, opt, opt.checkpointer
+    return net, opt, ddp_ckpt.Checkpointer(net, opt, path="ckpts", extra=extra)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    random.seed(3)
+    net: torch.nn.Module = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.1)
+    )
+    opt: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+    sampler = tierckpt.ResumableSampler(range(64), batch_size=4, rank=RANK, ranks=RANKS)
+    extra = {"schedule": schedule, "position": sampler.position}
+    if KIND in ("schedule", "position"):
+        del extra[KIND]
+    if KIND == "fails":
+        sys.exit("it does not get far")
+    net, opt, ckpt = attach(net, opt, extra)
+    start = 0 if KIND in ("afresh", "wrap") else int(ckpt.restore())
+    if KIND == "python":
+        noise = [random.random() for _ in range(8)]
+    for _, batch in zip(range(start, STEPS), batches(sampler), strict=False):
+        opt.zero_grad()
+        if KIND == "urandom":
+            batch = batch + int.from_bytes(os.urandom(4), "big") / 2**32
+        if KIND == "python":
+            batch = batch + random.choice(noise)
+        net(batch).square().mean().backward()
+        opt.step()
+        schedule.step()
+        sampler.step()
+        if KIND != "wrap":
+            ckpt.step()
+    ckpt.close()
+
+
+if __name__ == "__main__":
+    if HOROVOD:
+        import horovod.torch as hvd
+
+        hvd.init()
+    elif RANKS > 1:
+        dist.init_process_group("gloo")
+    main()
+    if not HOROVOD and RANKS > 1:
+        dist.destroy_process_group()

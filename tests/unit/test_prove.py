@@ -1,0 +1,199 @@
+"""Parts of `tierckpt prove` that start nothing: orders, records, verdicts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tierckpt.cli import main
+from tierckpt.config import load_config
+from tierckpt.errors import ConfigError
+from tierckpt.proof.order import VARIABLE, Order, order_here, path_of, redirected
+from tierckpt.proof.records import Life, Writer, read
+from tierckpt.proof.verdict import Departure, IncomparableError, cause, departure, told
+
+# --- orders --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
+    made = Order(tmp_path / "run", until=9, keep=2, kill_at=5)
+    made.write()
+    monkeypatch.setenv(VARIABLE, str(made.folder))
+    return made
+
+
+def test_an_order_is_found_by_its_job(order: Order) -> None:
+    assert order_here() == order
+
+
+def test_without_one_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    config = load_config({"path": "/data/ckpts"})
+    assert order_here() is None
+    assert redirected(config) is config
+
+
+def test_whatever_a_script_says_goes_to_the_folder_of_the_run(order: Order) -> None:
+    given = {
+        "path": "/data/{node}/ckpts",
+        "job_id": "mine",
+        "persistent_path": "s3://bucket/mine",
+        "persistent_keep_last": 7,
+        "events_dir": "/data/events",
+        "trace_dir": "/data/trace",
+        "peer_redundancy": "xor",
+        "memory_every_steps": 0,
+        "memory_every_seconds": 5.0,
+        "local_modules": "checksum",
+        "halt_seconds_left": 60.0,
+        "health": "refuse",
+    }
+    config = redirected(load_config(given))
+    places = (config.path, config.events_dir)
+    assert all(Path(place).is_relative_to(order.folder) for place in places)
+    assert path_of(config.path) == "/data/{node}/ckpts"
+    assert config.path.endswith("{node}")
+    assert (config.job_id, config.trace_dir, config.persistent.path) == ("", "", "")
+    assert (config.memory.every_steps, config.uses("local"), config.uses("peer")) == (
+        (1, True, False)
+    )
+    assert config.local.modules == "checksum"  # a key that is needed is needed
+    assert config.idle == []
+    assert (config.health, config.halt_seconds_left) == ("off", 0.0)
+    other = redirected(load_config({"path": "/data/others"}))
+    assert other.path != config.path
+    assert redirected(load_config(given)).path == config.path
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"until": "x", "keep": 1, "kill_at": 1}'])
+def test_a_job_whose_order_cannot_be_read_does_not_begin(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would write to the user's checkpoints."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    if content is not None:
+        (tmp_path / "order.json").write_text(content)
+    with pytest.raises(ConfigError, match="no order of `tierckpt prove` that can be read"):
+        redirected(load_config({"path": "/data/ckpts"}))
+
+
+def test_a_seed_is_the_first_checkpointers(order: Order) -> None:
+    (order.folder / "seed").mkdir()
+    (order.folder / "seed" / "file").touch()
+    first, second = (redirected(load_config({"path": p})).path for p in ("/data/a", "/data/b"))
+    assert os.listdir(first) == ["file"]
+    assert not Path(second).exists()
+
+
+# --- records and verdicts ------------------------------------------------------------------------
+
+SAME = {"model/0.weight": "float32[2] #aa", "options/opt[0]/lr": "float 0.1", "rng/torch": "#1"}
+
+
+def attached(writer: Writer, rank: int = 0, ranks: int = 1) -> None:
+    what = {"rank": rank, "ranks": ranks, "path": "/data/ckpts", "place": "/x", "memory": "/m"}
+    writer.line("attached", **what)
+
+
+def lives(folder: Path, *states: dict[str, str]) -> dict[int, Life]:
+    """Of a run of one rank, with a version for each of these, from 1 on."""
+    (folder / "records").mkdir(parents=True)
+    writer = Writer(folder, "job", 0)
+    attached(writer)
+    for version, state in enumerate(states, 1):
+        writer.state(version, state)
+    return read(folder)["job"].by_rank()
+
+
+def test_lives_are_told_apart_and_a_torn_line_is_none(order: Order) -> None:
+    writer = Writer(order.folder, "job", 0)
+    attached(writer)
+    writer.line("restored", version=0)
+    writer.state(1, SAME)
+    writer.line("killed", version=2)
+    path = order.folder / "records" / "job.r00000.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"what":"state","version":2,"digest":"00","st')
+    assert [life.last for life in read(order.folder)["job"].lives[0]] == [1]
+    path.write_bytes(path.read_bytes().rpartition(b"\n")[0] + b"\n")
+    attached(writer)
+    writer.line("restored", version=1)
+    writer.state(2, {})
+    first, second = read(order.folder)["job"].lives[0]
+    assert (first.restored, first.killed, first.last) == (0, 2, 1)
+    assert first.states[1].load() == SAME
+    assert (second.restored, second.killed, second.last) == (1, None, 2)
+    assert read(order.folder)["job"].reached(2)
+    attached(Writer(order.folder, "job", 1), 1, 2)
+    assert not read(order.folder)["job"].reached(2)
+
+
+def test_the_first_version_that_differs_is_found(tmp_path: Path) -> None:
+    changed = {**SAME, "options/opt[0]/lr": "float 0.2", "model/0.weight": "float32[2] #bb"}
+    one = lives(tmp_path / "one", SAME, SAME, SAME)
+    other = lives(tmp_path / "other", SAME, changed, changed)
+    assert departure(one, one, [1, 2, 3]) is None
+    found = departure(one, other, [1, 2, 3])
+    assert found is not None
+    assert (found.version, found.names, found.of) == (
+        (2, ("model/0.weight", "options/opt[0]/lr"), 3)
+    )
+    assert told(found) == "2 of 3 differ: model/0.weight, options/opt[0]/lr (0.1 and 0.2)"
+
+
+def test_what_is_in_one_alone_differs_and_parts_of_a_tensor_are_one_name(tmp_path: Path) -> None:
+    one = lives(tmp_path / "one", {"model/w[0:5]": "float32[9] #a", "model/w[5:9]": "#b"})
+    other = lives(tmp_path / "other", {"model/w[0:5]": "float32[9] #c", "extra/x": "int 3"})
+    found = departure(one, other, [1])
+    assert found is not None
+    assert (found.names, found.of) == (("model/w", "extra/x"), 1)
+    assert found.values == {"extra/x": ("not there", "int 3")}
+
+
+def test_what_was_not_recorded_is_not_called_equal(tmp_path: Path) -> None:
+    one, other = lives(tmp_path / "one", SAME), lives(tmp_path / "other", SAME)
+    with pytest.raises(IncomparableError, match="rank 0 recorded no version 2"):
+        departure(one, other, [1, 2])
+    with pytest.raises(IncomparableError, match="other ranks: 1 and 0"):
+        departure(one, {}, [1])
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("model/w", "optimizer/w/exp_avg"), "it was on other data"),
+        (("buffer/b",), "it was on other data"),
+        (("options/opt[0]/lr",), "a scheduler begins anew"),
+        (("options/opt[0]/lr", "extra/schedule/last_epoch"), "a scheduler begins anew"),
+        (("model/w", "rng/torch"), "The random stream of torch is"),
+        (("rng/numpy", "rng/python"), "The random stream of numpy and python is"),
+        (("rng/cuda[0]",), "The random stream of cuda[0] is"),
+        (("extra/scaler/scale", "extra_per_rank/loader/at"), "Only extra/scaler, extra_per_rank/"),
+        (("adapter/x",), "none of the usual causes"),
+    ],
+)
+def test_what_usually_causes_it(names: tuple[str, ...], said: str) -> None:
+    assert said in cause(Departure(3, names, (0,)))
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give the command that starts the job"),
+        (["--kill-after", "4", "--", "true"], "--kill-after 5 or more"),
+        (["--steps", "0", "--", "true"], "--steps is 1 or more"),
+        (["--", "/no/such/program"], "/no/such/program cannot be started"),
+        (["--from", "x@y@3", "--", "true"], "x@y is no directory"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prove", "--dir", str(tmp_path / "proof"), *arguments]) == 2
+    assert said in capsys.readouterr().err
