@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from tierckpt.scripts import refuse_second, serve
 from .group import current_group
 from .hook import CommHook, Hook
 from .hookstate import HookState
+from .launched import SHARED_STORE, restarts_share_a_store
 from .modules import common_group, find_ddps, reduced_by
 
 Given = TypeVar(
@@ -86,6 +88,8 @@ class Checkpointer(tierckpt.Checkpointer):
                 "register it after the Checkpointer is made",
                 logging.INFO,
             )
+        if group.size > 1 and group.rank == 0 and restarts_share_a_store(os.environ):
+            self._reports.notice(SHARED_STORE, logging.WARNING)
 
     def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
         super()._shut_down(remove, abandoned)
