@@ -3,12 +3,13 @@
 Everything of Horovod's module under the same names, but five: `DistributedOptimizer` restores the
 newest checkpoint at once, takes checkpoints and closes at the end of the script, or at `shutdown`;
 `broadcast_parameters` and `broadcast_optimizer_state` leave parameters and buffers that were just
-restored, and that no rank has changed since, as they are; and `elastic.TorchState` commits to our levels. `named_parameters` must come
-straight from the whole model's `named_parameters()`, which tells whose buffers belong to the
-checkpoint; where it does not (a list, a part, none at all), give `model=`. Settings come from
-`TIERCKPT_*` variables or a file (`TIERCKPT_CONFIG`), or as further arguments of
-`DistributedOptimizer`, elastic or not. Outside of elastic jobs it is for one optimizer: what is
-restored when the first of several is made cannot be of the others yet, so the second is refused.
+restored, and that no rank has changed since, as they are; and `elastic.TorchState` commits to our
+levels. `named_parameters` must come straight from the whole model's `named_parameters()`, which
+tells whose buffers belong to the checkpoint; where it does not (a list, a part, none at all), give
+`model=`. Settings come from `TIERCKPT_*` variables or a file (`TIERCKPT_CONFIG`), or as further
+arguments of `DistributedOptimizer`, elastic or not. Outside of elastic jobs it is for one
+optimizer: what is restored when the first of several is made cannot be of the others yet, so the
+second is refused.
 Give all of them to `horovod_ckpt.install`.
 """
 
