@@ -248,6 +248,11 @@ class Checkpointer(tierckpt.Checkpointer):
         if reductions is None or not reductions.step_begins():
             super()._before_step(label)
 
+    def _step_of(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Horovod's own ends in that of the class it is made of."""
+        kind = type(optimizer).__mro__[1 if is_horovod(optimizer) else 0]
+        return kind.step  # type: ignore[attr-defined]
+
     def _made_step(self, label: str) -> bool:
         reductions = self._reductions.get(label)
         return reductions is None or reductions.step_ended()
