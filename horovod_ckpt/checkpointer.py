@@ -333,7 +333,8 @@ def _common_process_set(optimizers: Iterable[Any]) -> Any:
     if not sets[0].included():
         raise tierckpt.ConfigError(
             f"rank {hvd.rank()} is not in the optimizer's process set {sets[0].ranks}; make the "
-            "Checkpointer on the ranks that are, and one with another path for the others"
+            "Checkpointer on the ranks that are, and one with another path for the others; or call "
+            "horovod_ckpt.install, which takes nothing on those"
         )
     return sets[0]
 

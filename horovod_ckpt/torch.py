@@ -33,6 +33,7 @@ from tierckpt.scripts import close_now
 from . import elastic as _elastic
 from . import optimizer as _ours
 from .checkpointer import in_elastic_job
+from .outside import Outside
 from .untouched import Untouched, place
 
 __all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "elastic"]
@@ -63,6 +64,8 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
         model = settings.get("model")
         _refuse_second(_ours.find_model(args, settings) if model is None else model)
         made = _ours.DistributedOptimizer(optimizer, *args, **{**DEFAULTS, **settings})
+        if isinstance(made.checkpointer, Outside):
+            return made
         made.untouched = Untouched(made.checkpointer, made)
         _made[next(_numbers)] = made
         return made
