@@ -44,6 +44,7 @@ from .pinning import mark_everywhere
 from .policy import VOID, VOTE_WIDTH, Schedule
 from .progress import Progress
 from .refusals import refuse_model
+from .replicas import Replicas
 from .reports import Reports
 from .restore import Restored, all_finished
 from .rounds import Rounds
@@ -209,6 +210,16 @@ class Checkpointer:
             self.releases_by_layer,
         )
         undo.callback(self._underway.close)
+        self._replicas = Replicas(
+            config,
+            group,
+            self.state,
+            reports,
+            self._underway.submit,
+            self._find_apart,
+            self._levels.drift.alike,
+            self._levels.drift.found,
+        )
 
     def _watch(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
         """What is before them: where iterations and their steps begin and end."""
@@ -272,6 +283,7 @@ class Checkpointer:
         if self._trace is not None:
             params = list(params)
             self._trace.released(params, self.version, reduction, launched_seconds)
+        self._replicas.wake()
         self._underway.release(params)
         if self._callbacks:
             self._callbacks.call("on_allreduce_launched", params)
@@ -672,23 +684,32 @@ class Checkpointer:
     def _boundary(self, force: bool = False) -> None:
         begin = time.perf_counter()
         self._underway.finish()
+        self._replicas.finish()
         self.version += self._iterations.pass_boundary()
         if not self._lives.lineage:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
         self.agreed_vote = agreed.adapter
+        self._replicas.hear(agreed)
         if self._agreement.superseded_earlier(self._lives.generation):
             self._berth.clear(self._node)
         unattended = self._halting.hear(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.own_vote()
+        take = () if self._replicas.refusing else take
         snapshot = self._open_snapshot(take, vote == VOID) if take else None
-        halt = self._halting.vote(self.version)
-        self._rounds.vote(self._id(), begin, take, halt, vote)
+        halt, check = self._halting.vote(self.version), self._replicas.vote()
+        self._replicas.begin(self.version)
+        self._rounds.vote(self._id(), begin, take, halt, vote, check)
+        if self._underway.release_early:
+            self._replicas.wake()
         if snapshot is not None:
             self._underway.begin(snapshot, begin, self._trace)
         if self._trace is not None:
             self._trace = self._trace.boundary(self.version, begin)
         self._callbacks.call("on_step_boundary", self.version)
+        if self._replicas.error is not None:
+            self._levels.drift.wait()
+            self._replicas.raise_error()
         if force or not (unattended or agreed.no_close == 0):
             return
         self.close()
@@ -723,6 +744,7 @@ class Checkpointer:
             calls=self._at() if self._iterations.explicit else self._calls,
             metric=self._measured(),
             complete=self._agreement.local.safe,
+            suspect=self._replicas.suspicion,
         )
 
     def _measured(self) -> float | None:
@@ -778,6 +800,7 @@ class Checkpointer:
         self._calls = result.calls
         self._iterations.go_on_from(result)
         self._underway.capture.forget()
+        self._replicas.restart()
         self._schedule.start_at(result.version)
         self._levels.go_on_from(lineage, result)
 
@@ -803,6 +826,7 @@ class Checkpointer:
         self.metric = None
         if self._underway.snapshot is not None:
             self._underway.finish()
+        self._replicas.finish()
 
     def _before_stranger(self) -> None:
         """The same before a step of an optimizer that no adapter knows."""
@@ -812,6 +836,9 @@ class Checkpointer:
         """What all ranks would say, once."""
         self._reports.notice(text, logging.DEBUG if self.group.rank else severity)
 
+    def _find_apart(self) -> None:
+        """For adapters: see whether something is to be kept apart now."""
+
     def _keep_apart(self, trained: Iterable[torch.Tensor], why: str) -> None:
         """For adapters, from `pack_adapter`: of what counts as alike as nobody trains it, these are
         trained now and not reduced, hence every rank's own from here on. `why` has `{names}`."""
@@ -820,6 +847,7 @@ class Checkpointer:
             return
         self.state.keep_apart(mistaken)
         self._underway.capture.forget()
+        self._replicas.forget()
         names = [self.state.name_of(param) for param in mistaken]
         self._say(why.format(names=some(names)), logging.WARNING)
 
@@ -874,6 +902,7 @@ class Checkpointer:
         self._underway.give_up("the job ended in the middle of an iteration")
         self._agreement.close()  # the copier may wait for the vote of a rank that is gone
         self._underway.close()
+        self._levels.drift.wait()
         self._agent.close(abandoned=abandoned)
         self._berth.leave(remove)
         self.group.close()

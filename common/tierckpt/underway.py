@@ -20,7 +20,7 @@ from .handover import Handover
 from .naming import VersionId
 from .pool import SlotPool
 from .reports import Reports
-from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError
+from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError, Work
 from .state import TrainingState
 from .tuning import Meter
 
@@ -60,6 +60,10 @@ class Underway:
         self._may_turn_early = config.release == "auto"
         self._slow_barriers = 0
         self._copier = Copier()
+
+    def submit(self, work: Work) -> None:
+        """Have the thread that copies do this first."""
+        self._copier.submit(work)
 
     def take(
         self, id_: VersionId, levels: tuple[str, ...], told: Callable[[], tuple[Head, Any]]
