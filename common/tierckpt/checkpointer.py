@@ -52,6 +52,7 @@ from .snapshot import Head, Snapshot
 from .state import TrainingState, label_optimizers
 from .trace import open_trace
 from .tuning import Meter
+from .unchanged import Unchanged
 from .underway import Underway
 from .wording import some
 
@@ -199,6 +200,7 @@ class Checkpointer:
             config, self._schedule, self._meter, agreement, self._pool, self._levels, reports
         )
         self._demand = Demand(config, group, self._pool, agreement, self._levels)
+        self._unchanged = Unchanged(self.state, self._say)
         self._underway = Underway(
             config,
             self.state,
@@ -208,6 +210,7 @@ class Checkpointer:
             reports,
             self._meter,
             self.releases_by_layer,
+            self._unchanged,
         )
         undo.callback(self._underway.close)
         self._replicas = Replicas(
@@ -527,8 +530,11 @@ class Checkpointer:
         # The life before, if nobody restored it, may be all there is of it.
         before = not self._lives.lineage and any(self._berth.job.sealed())
         together, answers = True, end is not None and end.disk_answers
+        digest = self._replicas.last_digest(self.version)
         try:
-            everyone = self.group.all_gather_object((safe, before, answers))
+            told = self.group.all_gather_object((safe, before, answers, digest))
+            everyone = [each[:3] for each in told]
+            self._replicas.hear_last([digest for *_, digest in told])
         except Exception as error:
             everyone, together = [(False, before, answers)], False
             self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
@@ -691,15 +697,20 @@ class Checkpointer:
         agreed = self._rounds.hear()
         self.agreed_vote = agreed.adapter
         self._replicas.hear(agreed)
+        self._unchanged.hear(agreed.unchanged)
         if self._agreement.superseded_earlier(self._lives.generation):
             self._berth.clear(self._node)
         unattended = self._halting.hear(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.own_vote()
-        take = () if self._replicas.refusing else take
+        if self._replicas.refusing:
+            take = ()
+            if force:
+                self._reports.lost(self.version, f"replicas differ: {self._replicas.suspicion}")
         snapshot = self._open_snapshot(take, vote == VOID) if take else None
         halt, check = self._halting.vote(self.version), self._replicas.vote()
+        self._rounds.vote(self._id(), begin, take, halt, vote, check, self._unchanged.count)
+        self._replicas.voted()
         self._replicas.begin(self.version)
-        self._rounds.vote(self._id(), begin, take, halt, vote, check)
         if self._underway.release_early:
             self._replicas.wake()
         if snapshot is not None:
@@ -801,6 +812,7 @@ class Checkpointer:
         self._iterations.go_on_from(result)
         self._underway.capture.forget()
         self._replicas.restart()
+        self._unchanged.forget()
         self._schedule.start_at(result.version)
         self._levels.go_on_from(lineage, result)
 

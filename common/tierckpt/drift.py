@@ -30,33 +30,46 @@ MARKS_SECONDS = 10.0
 
 
 class Spared:
-    """Which version of the local level stays, as the newest that is known to be alike on all ranks.
-    The same on all ranks. Training thread."""
+    """Which versions of the local level stay, whatever else is kept: the newest that is known to be
+    alike on all ranks, and one that is to follow it, of which that is not known yet. The same on
+    all ranks. Training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, active: bool = False) -> None:
+        """Not `active`: nobody looks at replicas, and none stays."""
         self.version: VersionId | None = None
-        self._whole: list[VersionId] = []
-        """Complete on all local disks, and newer; oldest first."""
+        """The former."""
+        self._next: VersionId | None = None
+        self._newest: VersionId | None = None
+        self._active, self._drifted = active, False
 
     def restart(self, version: VersionId | None) -> None:
         """A life begins; `version` is the newest that is no suspect, if it is to stay."""
-        self.version, self._whole = version, []
+        self.version, self._next, self._drifted = version, None, False
+        self._newest = None
 
     def whole(self, id_: VersionId) -> None:
         """One is complete on all local disks."""
-        self._whole.append(id_)
+        if self._active and not self._drifted:
+            self._newest, self._next = id_, self._next or id_
 
     def alike(self, generation: int, version: int) -> None:
         """Up to this one all ranks were alike."""
-        known = [id_ for id_ in self._whole if id_ <= VersionId(generation, version)]
-        if known:
-            self.version = max(known)
-            self._whole = [id_ for id_ in self._whole if id_ > self.version]
+        last = VersionId(generation, version)
+        if self._newest is not None and self._newest <= last:
+            self._next = self._newest
+        if self._next is not None and self._next <= last:
+            self.version, self._next = self._next, None
+        self._drifted = False
+
+    def drifted(self) -> None:
+        """What was to follow may be a mosaic, and so may be what comes until all are alike."""
+        self._newest = self._next = None
+        self._drifted = True
 
     @property
     def versions(self) -> set[VersionId]:
         """For retention."""
-        return set() if self.version is None else {self.version}
+        return {id_ for id_ in (self.version, self._next) if id_ is not None}
 
 
 class Drift:
@@ -86,6 +99,7 @@ class Drift:
     def found(self, finding: Finding) -> str:
         """Mark what may be a mosaic; says which version is none."""
         agreement, lives = self._agreement, self._lives
+        self._spared.drifted()
         known = {*agreement.memory.open, *agreement.local.open, *agreement.persistent.open}
         known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
         clean = finding.clean if finding.clean is not None else lives.began_at

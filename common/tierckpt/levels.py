@@ -67,7 +67,7 @@ class Levels:
                 self.lives,
                 flush_order(config, group, self._node, job, host),
                 Backlog(config, self.agent, agreement, reports.passed_over),
-                Spared(),
+                Spared(config.replica_check_steps > 0 and group.size > 1),
             )
             self.handover = Handover(group, berth.pool, self.agent, agreement, reports)
             self.drift = Drift(

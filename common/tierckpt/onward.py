@@ -69,14 +69,14 @@ class Onward:
         lives: Lives,
         order: Order | None,
         backlog: Backlog,
-        spared: Spared,
+        spared: Spared | None = None,
     ) -> None:
         """`best`: of the local level. `order`: see `flush_order`. `backlog` is asked to go on at
         every boundary. `spared` hears what is complete there."""
         self._best, self._agent, self._agreement = best, agent, agreement
         self._peers, self._lives, self._order = peers, lives, order
         self.backlog = backlog
-        self.spared = spared
+        self.spared = spared or Spared()
         self._to_flush: dict[VersionId, int] = {}
         """Versions under way to the persistent level, and the iteration that each is of."""
         self.ordered: VersionId | None = None

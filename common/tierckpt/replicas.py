@@ -73,8 +73,8 @@ class _Told(NamedTuple):
 class Replicas:
     """One rank's part. Training thread; `hear` is collective where ranks differ.
 
-    `finish` is to be called before anything changes the state, `hear`, `begin` and `vote`, in this
-    order, at each boundary.
+    `finish` is to be called before anything changes the state; `hear`, `vote`, `voted` and `begin`,
+    in this order, at each boundary.
     """
 
     def __init__(
@@ -112,8 +112,10 @@ class Replicas:
         self._structure = NONE
         self._look: Look | None = None
         """Of the last boundary."""
+        self._to_vote: Look | None = None
         self._voted: Look | None = None
         """Whose digest is in the ballot."""
+        self._last: Look | None = None
         self._turn = 0
         """Of the next look. This and which slices it is at all ranks have alike, also those that
         fail to look."""
@@ -198,15 +200,19 @@ class Replicas:
 
     def vote(self) -> tuple[int, int]:
         """Of the look at the boundary before; before `begin` makes the next one."""
-        look, self._look, self._voted_all = self._look, None, self._look_all
+        look, self._look = self._look, None
         digest = NONE
         if look is not None:
             try:
                 digest = look.fetch()
             except Exception as error:
                 self._complain(error)
-        self._voted = look if digest != NONE else None
+        self._to_vote = look if digest != NONE else None
         return as_vote(digest)
+
+    def voted(self) -> None:
+        """What `vote` returned was cast, and nothing came between."""
+        self._voted, self._voted_all = self._to_vote, self._look_all
 
     # --- what came of it -----------------------------------------------------------------------
 
@@ -223,6 +229,30 @@ class Replicas:
             self._differs(look)
         else:
             self._mark(look, None)
+
+    def last_digest(self, version: int) -> int:
+        """At the end, with the state standing still: of all of it. NONE where there is none."""
+        self._last = None
+        try:
+            if self.active:
+                self._look_up()
+                assert self._replicated is not None
+                self._last = Look(self._replicated, range(self._slices), self._turn, version)
+                self._last.finish()
+                return self._last.fetch()
+        except Exception as error:
+            self._complain(error)
+        return NONE
+
+    def hear_last(self, digests: list[int]) -> None:
+        """What `last_digest` returned, of all ranks. Collective where they differ."""
+        look = self._last
+        if look is None or NONE in digests:
+            return
+        if len(set(digests)) == 1:
+            self._heard_alike(look)
+        elif self.finding is None:
+            self._differs(look)
 
     def _mark(self, look: Look, version: int | None) -> None:
         for number in look.which:

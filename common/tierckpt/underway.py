@@ -23,6 +23,7 @@ from .reports import Reports
 from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError, Work
 from .state import TrainingState
 from .tuning import Meter
+from .unchanged import Unchanged
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -47,16 +48,17 @@ class Underway:
         reports: Reports,
         meter: Meter | None,
         by_layer: bool,
+        unchanged: Unchanged,
     ) -> None:
-        """`meter` hears how long versions kept the training. `by_layer`: somebody will say when a
-        layer may be copied."""
+        """`meter` hears how long versions kept the training, `unchanged` of each that is sealed.
+        `by_layer`: somebody will say when a layer may be copied."""
         self.snapshot: Snapshot | None = None
         """None while nothing is being copied that the optimizer could tear."""
         self.release_early = config.release == "forward" or not by_layer
         """Everything may be copied from the boundary on."""
         self.capture = Capture(state, group, pool)
         self._pool, self._handover, self._reports = pool, handover, reports
-        self._meter = meter
+        self._meter, self._unchanged = meter, unchanged
         self._may_turn_early = config.release == "auto"
         self._slow_barriers = 0
         self._copier = Copier()
@@ -144,6 +146,8 @@ class Underway:
             self._reports.lost(snapshot.head.version, snapshot.error)
             return
         self._reports.sealed(snapshot)
+        assert snapshot.manifest is not None
+        self._unchanged.sealed(snapshot.plan, snapshot.manifest)
         if self._meter is not None:
             self._meter.stalled(snapshot.clock.boundary + snapshot.clock.barrier)
         if self._may_turn_early and not self.release_early:

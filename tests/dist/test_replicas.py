@@ -1,10 +1,11 @@
-"""Replicas that differ are found within a round, named rightly, and never where there is nothing."""
+"""Replicas that differ are found within a round, and named; where all are alike, nothing is."""
 
 from __future__ import annotations
 
 import logging
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ KINDS = ("weight", "optimizer state", "gradient")
 
 def net() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    layers = [nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)]
+    return nn.Sequential(*layers)
 
 
 class Trial:
@@ -116,10 +118,9 @@ def damaged(place: Place, optimizer: str, trials: int, seed: int) -> dict[str, A
 
         before = len(trial.drifts())
         if kind == "gradient":
-            trial.iterate(before_step=lambda: hit(param.grad))
+            trial.iterate(before_step=lambda param=param: hit(param.grad))
         else:
-            hits = param if kind == "weight" else state
-            trial.iterate(damage=lambda: hit(hits))
+            trial.iterate(damage=partial(hit, param if kind == "weight" else state))
         begun = trial.differing()
         steps = 0
         while len(trial.drifts()) == before and steps < ROUND + BEHIND:
