@@ -11,6 +11,7 @@ of their complements: a minimum is all that ballots can do.
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -63,11 +64,11 @@ def cut(
     return dealt
 
 
-def fold(head: Iterable[object], digests: Iterable[int]) -> int:
+def fold(head: Iterable[object], digests: Sequence[int]) -> int:
     """One digest of a slice's; `head` tells what they are of. Never NONE."""
     whole = xxhash.xxh3_64()
     whole.update(repr(tuple(head)).encode())
-    whole.update(b"".join(each.to_bytes(8, "little") for each in digests))
+    whole.update(struct.pack(f"<{len(digests)}Q", *digests))
     return (whole.intdigest() >> (64 - _BITS)) | 1
 
 

@@ -52,22 +52,23 @@ class Replicated:
         found = [(e, place) for e, place in found if id(e[2]) not in walk.own_params]
         self.names = [name for (name, *_), _ in found]
         self.specs = [tree.spec_of(tensor, name) for (name, tensor, _), _ in found]
-        sizes = [spec.nbytes for spec in self.specs]
-        self.slices = cut(sizes, slices, list(map(_unit_bytes, self.specs)))
         self.lines = [_line(spec) for spec in self.specs]
         """What is to be alike of each tensor besides its content."""
         self.line_hashes = [xxhash.xxh3_64_intdigest(line.encode()) for line in self.lines]
         self.structure = fold((), self.line_hashes)
-        self._tensors: list[torch.Tensor | None] = []
-        self._places: list[tuple[dict[str, Any], str] | None] = []
         self.nested = False
         """Some are in lists (LBFGS), which cannot be looked up by a key: good for one boundary."""
+        self.places: list[tuple[dict[str, Any], str]] = []
+        """Where each tensor is found under a key."""
         for (_, tensor, _), (holder, key) in found:
             by_key = holder is not None and holder.get(key) is tensor
             self.nested |= holder is not None and not by_key
-            self._tensors.append(None if by_key else tensor)
-            self._places.append((holder, key) if by_key and holder is not None else None)
-        self._members = [list(dict.fromkeys(u.tensor for u in units)) for units in self.slices]
+            self.places.append((holder, key) if by_key and holder is not None else ({0: tensor}, 0))  # type: ignore[dict-item,arg-type]
+        sizes = [spec.nbytes for spec in self.specs]
+        dealt = cut(sizes, slices, list(map(_unit_bytes, self.specs)))
+        self.slices = [_Slice(self, units) for units in dealt]
+        self.changed = threading.Condition()
+        """For looks, of which one at a time is under way."""
         self._containers = state.containers()
         self._keys = list(chain.from_iterable(self._containers))
         self._held = _held_by_modules(state)
@@ -86,22 +87,71 @@ class Replicated:
             and _same(state.group_members(), self._group_members)
         )
 
-    def tensors_of(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Those of a slice, as they are now, by number. Raises KeyError where one is no more."""
-        found = {}
-        for number in numbers:
-            tensor, place = self._tensors[number], self._places[number]
-            if place is not None:
-                holder, key = place
-                tensor = holder[key]
-            found[number] = tensor
-        return found  # type: ignore[return-value]
-
-    def members(self, which: Sequence[int]) -> list[int]:
-        """Numbers of the tensors in these slices."""
+    def slice_of(self, which: Sequence[int]) -> _Slice:
+        """One slice, or several as one."""
         if len(which) == 1:
-            return self._members[which[0]]
-        return list(dict.fromkeys(chain.from_iterable(self._members[i] for i in which)))
+            return self.slices[which[0]]
+        return _Slice(self, list(chain.from_iterable(self.slices[i].units for i in which)))
+
+
+class _Slice:
+    """Some units, and where their tensors are. What goes round at every look are C loops over
+    lists that were made once."""
+
+    def __init__(self, replicated: Replicated, units: Sequence[Unit]) -> None:
+        self.units = units
+        numbers = list(dict.fromkeys(unit.tensor for unit in units))
+        self._at = {number: i for i, number in enumerate(numbers)}
+        self._specs = [replicated.specs[number] for number in numbers]
+        self._holders = [replicated.places[number][0] for number in numbers]
+        self._keys = [replicated.places[number][1] for number in numbers]
+        self.on_host = [spec.device == "cpu" for spec in self._specs]
+        self.nbytes = sum(u.high - u.low for u in units if self.on_host[self._at[u.tensor]])
+        """Of those on the host."""
+        self._known: list[Any] = []
+        self._memory: list[Any] = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """As they are now. Raises KeyError where one is no more."""
+        return list(map(dict.__getitem__, self._holders, self._keys))
+
+    def parts(
+        self, tensors: list[torch.Tensor]
+    ) -> list[tuple[int, torch.Tensor, Unit, TensorSpec]]:
+        """(number in the slice, tensor, unit, spec) of those that are not on the host."""
+        found = []
+        for index, unit in enumerate(self.units):
+            at = self._at[unit.tensor]
+            if not self.on_host[at]:
+                found.append((index, tensors[at], unit, self._specs[at]))
+        return found
+
+    def memory(self, tensors: list[torch.Tensor]) -> list[Any]:
+        """By unit: its bytes, None for what is not on the host. Good while the tensors are there.
+        Raises RuntimeError where one is not what it was."""
+        now = [list(map(look, tensors)) for look in _LOOKS]
+        if now == self._known:
+            return self._memory
+        for tensor, spec in zip(tensors, self._specs, strict=True):
+            if not _is_like(tensor, spec):
+                raise RuntimeError(f"{spec.name} is another one")
+        dense = [
+            not host or tree.is_dense(t) for host, t in zip(self.on_host, tensors, strict=True)
+        ]
+        memory = [self._of(tensors[self._at[u.tensor]], u, dense) for u in self.units]
+        if all(dense):  # else some are copies, of this moment
+            self._known, self._memory = now, memory
+        return memory
+
+    def _of(self, tensor: torch.Tensor, unit: Unit, dense: list[bool]) -> Any:
+        at, size = self._at[unit.tensor], unit.high - unit.low
+        if not self.on_host[at]:
+            return None
+        if dense[at]:
+            return (ctypes.c_char * size).from_address(tensor.data_ptr() + unit.low)
+        item = self._specs[at].itemsize_bytes
+        part = as_bytes(tree.row_major(tensor, unit.low // item, unit.high // item))
+        return ctypes.create_string_buffer(ctypes.string_at(part.data_ptr(), size), size)
 
 
 def _unit_bytes(spec: TensorSpec) -> int:
@@ -131,78 +181,77 @@ class Look:
         """Training thread, at the boundary. Raises KeyError where a tensor is no more."""
         self.replicated, self.which = replicated, which
         self.turn, self.version = turn, version
-        self.units: list[Unit] = list(chain.from_iterable(replicated.slices[i] for i in which))
-        self.digests: list[int] = [0] * len(self.units)
-        self.digest = NONE
-        """Of all; NONE before the end, and where there is none."""
         self.begin: Callable[[Look], None] | None = None
         """Has a copier `run` it; called once at the most."""
-        self._tensors = replicated.tensors_of(replicated.members(which))
-        self._counted = [t for t in self._tensors.values() if not t.is_inference()]
-        self._counters = list(map(_version_counter, self._counted))
-        self._changed = threading.Condition()
+        self._slice = replicated.slice_of(which)
+        self.units = self._slice.units
+        self.digests: list[int] = []
+        """By unit, when all are there."""
+        self._digest = NONE
+        self._tensors = self._slice.tensors()
+        self._counters = self._count()
+        self._gpu: _GpuSums | None = None
+        if not all(self._slice.on_host):
+            self._gpu = _GpuSums(self._slice.parts(self._tensors))
+        self._shared = self._slice.nbytes >= INLINE_BYTES
+        """Between a copier and the barrier, unit by unit."""
+        if self._shared:
+            # Aliases keep the memory, whatever somebody makes of a tensor meanwhile (`.data = `).
+            self._tensors = list(map(torch.Tensor.detach, self._tensors))
+        self._memory: list[Any] | None = None
+        self._found: dict[int, int] = {}
+        self._todo: deque[int] = deque(range(len(self.units)))
         self._in_flight = 0
         self._failed = self._over = False
-        on_gpu = [
-            i for i, u in enumerate(self.units) if self._tensors[u.tensor].device.type != "cpu"
-        ]
-        self._gpu = _GpuSums(self, on_gpu) if on_gpu else None
-        rest = set(on_gpu)
-        self._todo = deque(i for i in range(len(self.units)) if i not in rest)
-        nbytes = sum(self.units[i].high - self.units[i].low for i in self._todo)
-        self.worth_a_thread = nbytes >= INLINE_BYTES
+
+    def _count(self) -> list[int]:
+        """Autograd's version counters."""
+        try:
+            return list(map(_version_counter, self._tensors))
+        except RuntimeError:  # tensors that were made in inference mode have none
+            return [t._version for t in self._tensors if not t.is_inference()]
 
     def wake(self) -> None:
-        """Training thread: the tensors stand still, and nobody is in the way of a copier."""
+        """Training thread: the tensors stand still, and a copier would be in nobody's way."""
         begin, self.begin = self.begin, None
-        if begin is not None and self.worth_a_thread:
+        if begin is not None and self._shared:
             begin(self)
 
     def run(self) -> None:
-        """Copier thread."""
+        """Copier thread, or the barrier: hash what nobody has begun."""
         while self._work():
             pass
 
     def fail(self, error: BaseException) -> None:
         """There is no digest. Any thread."""
-        with self._changed:
+        with self.replicated.changed:
             self._failed = True
-            self._changed.notify_all()
+            self.replicated.changed.notify_all()
 
     def _work(self) -> bool:
         """Hash one unit, if one is left."""
-        with self._changed:
+        with self.replicated.changed:
             if self._over or self._failed or not self._todo:
                 return False
             index = self._todo.popleft()
             self._in_flight += 1
         try:
-            self.digests[index] = self._hash(self.units[index])
+            with self.replicated.changed:
+                if self._memory is None:
+                    self._memory = self._slice.memory(self._tensors)
+            memory = self._memory[index]
+            if memory is not None:
+                self._found[index] = xxhash.xxh3_64_intdigest(memory)
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
-            with self._changed:
+            with self.replicated.changed:
                 self._in_flight -= 1
                 if not self._in_flight:
-                    self._changed.notify_all()
+                    self.replicated.changed.notify_all()
         return True
-
-    def _hash(self, unit: Unit) -> int:
-        number, low, high = unit
-        # An alias keeps the memory, whatever somebody makes of the tensor meanwhile (`.data = `).
-        tensor, spec = self._tensors[number].detach(), self.replicated.specs[number]
-        if not _is_like(tensor, spec):
-            raise RuntimeError(f"{spec.name} is another one")
-        if tensor.is_contiguous() or tree.is_dense(tensor):
-            size = high - low
-            memory = (ctypes.c_char * size).from_address(tensor.data_ptr() + low)
-            return xxhash.xxh3_64_intdigest(memory)
-        item = spec.itemsize_bytes
-        part = as_bytes(tree.row_major(tensor, low // item, high // item))
-        memory = (ctypes.c_char * (high - low)).from_address(part.data_ptr())
-        return xxhash.xxh3_64_intdigest(memory)
 
     def finish(self) -> None:
         """Training thread, before anything changes the tensors: what is not hashed yet is hashed
@@ -211,31 +260,50 @@ class Look:
             return
         self.begin = None
         try:
-            self.run()
-            with self._changed:
-                self._changed.wait_for(lambda: not self._in_flight)
+            if self._shared:
+                self.run()
+                with self.replicated.changed:
+                    self.replicated.changed.wait_for(lambda: not self._in_flight)
+            else:
+                self._hash_all()
+        except Exception as error:
+            self.fail(error)
         finally:
-            with self._changed:
+            with self.replicated.changed:
                 self._over = True
         # Else it was changed under our eyes, and ranks have looked at different moments.
-        still = list(map(_version_counter, self._counted)) == self._counters
-        self._failed |= not still
-        self._tensors, self._counted = {}, []
+        self._failed |= self._count() != self._counters
+        self._tensors, self._memory = [], None
+
+    def _hash_all(self) -> None:
+        memory = self._slice.memory(self._tensors)
+        if self._gpu is None:
+            self.digests = list(map(xxhash.xxh3_64_intdigest, memory))
+            return
+        for index, part in enumerate(memory):
+            if part is not None:
+                self._found[index] = xxhash.xxh3_64_intdigest(part)
 
     def fetch(self) -> int:
         """Training thread, at the next boundary: the digest, NONE if there is none."""
-        if not self._failed and self.digest == NONE:
+        if not self._failed and self._over and self._digest == NONE:
             if self._gpu is not None:
-                for index, value in self._gpu.fetch():
-                    self.digests[index] = value
+                self._found.update(self._gpu.fetch())
                 self._gpu = None
+            if len(self.digests) != len(self.units):
+                self.digests = [self._found[i] for i in range(len(self.units))]
             head = (self.turn, self.version, self.replicated.structure)
-            self.digest = fold(head, self.digests)
-        return self.digest
+            self._digest = fold(head, self.digests)
+        return self._digest
 
-    def tensor(self, number: int) -> torch.Tensor:
-        """One of those that are looked at."""
-        return self._tensors[number]
+
+_LOOKS = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.numel,
+    torch.Tensor.element_size,
+    torch.Tensor.stride,
+)
+"""What of a tensor tells which memory it has."""
 
 
 def _is_like(tensor: torch.Tensor, spec: TensorSpec) -> bool:
@@ -252,14 +320,13 @@ class _GpuSums:
     They are on the current stream, in front of all that follows there: no step comes before them.
     """
 
-    def __init__(self, look: Look, indices: Sequence[int]) -> None:
-        self._indices = indices
+    def __init__(self, parts: list[tuple[int, torch.Tensor, Unit, TensorSpec]]) -> None:
+        """Of these units, see `_Slice.parts`."""
+        self._indices = [index for index, *_ in parts]
         sums = []
-        for index in indices:
-            number, low, high = look.units[index]
-            tensor, spec = look.tensor(number), look.replicated.specs[number]
+        for _, tensor, unit, spec in parts:
             item = spec.itemsize_bytes
-            flat = tree.flat(tensor)[low // item : high // item]
+            flat = tree.flat(tensor)[unit.low // item : unit.high // item]
             sums.append(weighted_sum(flat))
         together = torch.stack(sums)
         self._arrived: torch.cuda.Event | None = None
