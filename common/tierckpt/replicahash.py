@@ -25,8 +25,10 @@ from .layout import TensorSpec
 from .replicacheck import NONE, UNIT_BYTES, Unit, cut, fold
 from .state import TrainingState
 
-INLINE_BYTES = 128 * 1024
+INLINE_BYTES = 1024 * 1024
 """Less than this is hashed by the barrier: to wake a thread takes longer."""
+SHARE_BYTES = 256 * 1024
+"""Whoever hashes beside another thread takes so much at a time."""
 GPU_PART_ELEMENTS = 1 << 20
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """As a signed number; times a place it is spread over all bits."""
@@ -229,29 +231,39 @@ class Look:
             self.replicated.changed.notify_all()
 
     def _work(self) -> bool:
-        """Hash one unit, if one is left."""
-        with self.replicated.changed:
+        """Hash a share of what is left."""
+        changed = self.replicated.changed
+        with changed:
             if self._over or self._failed or not self._todo:
                 return False
-            index = self._todo.popleft()
+            share = self._take_share()
             self._in_flight += 1
         try:
-            with self.replicated.changed:
+            with changed:
                 if self._memory is None:
                     self._memory = self._slice.memory(self._tensors)
-            memory = self._memory[index]
-            if memory is not None:
-                self._found[index] = xxhash.xxh3_64_intdigest(memory)
+            memory = [(i, self._memory[i]) for i in share]
+            mine = {i: xxhash.xxh3_64_intdigest(part) for i, part in memory if part is not None}
+            with changed:
+                self._found.update(mine)
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
-            with self.replicated.changed:
+            with changed:
                 self._in_flight -= 1
                 if not self._in_flight:
-                    self.replicated.changed.notify_all()
+                    changed.notify_all()
         return True
+
+    def _take_share(self) -> list[int]:
+        share, nbytes = [], 0
+        while self._todo and nbytes < SHARE_BYTES:
+            index = self._todo.popleft()
+            nbytes += self.units[index].high - self.units[index].low
+            share.append(index)
+        return share
 
     def finish(self) -> None:
         """Training thread, before anything changes the tensors: what is not hashed yet is hashed

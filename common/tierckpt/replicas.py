@@ -45,6 +45,7 @@ DRIFTED = (
     "part of another. A bit may have flipped in memory, a device compute wrongly, or code change "
     "the state on some ranks only. {way_out}"
 )
+SPREAD = "in all of the state, what differed at v{version} is {what}"
 ALIKE_AGAIN = (
     "replicas are alike again, since v{version} at the latest: versions from here on are no "
     "suspects. What differed: {what}"
@@ -125,6 +126,8 @@ class Replicas:
         """By slice: the newest version at which it was seen to be alike."""
         self._clean: int | None = None
         """The newest version that is known to be alike in all slices."""
+        self._spread_due = False
+        """After a finding all of the state is to be looked at once."""
         self.finding = self.error = None
 
     def forget(self) -> None:
@@ -229,6 +232,8 @@ class Replicas:
             self._differs(look)
         else:
             self._mark(look, None)
+            if self._spread_due and len(look.which) == self._slices:
+                self._tell_spread(look)
 
     def last_digest(self, version: int) -> int:
         """At the end, with the state standing still: of all of it. NONE where there is none."""
@@ -303,7 +308,23 @@ class Replicas:
         return [_Told(*each) for each in self._group.all_gather_object(tuple(mine))]
 
     def _find_tensors(self, look: Look, told: list[_Told]) -> None:
-        """Name them: the digests of the first buckets that differ are looked at one by one."""
+        self._found(look, *self._named(look, told))
+
+    def _tell_spread(self, look: Look) -> None:
+        """After a finding in one slice: what differs in all of them. Collective."""
+        self._spread_due = False
+        told = self._tell(look)
+        if len({each[:4] for each in told}) > 1:
+            return
+        names, odd, more = self._named(look, told)
+        what = Finding(names, odd, self._group.size, look.version, more=more).what()
+        self._say(SPREAD.format(version=look.version, what=what), logging.WARNING)
+
+    def _named(
+        self, look: Look, told: list[_Told]
+    ) -> tuple[tuple[str, ...], tuple[int, ...] | None, bool]:
+        """(tensors that differ, ranks that are odd, whether there are others): the digests of the
+        first buckets that differ are looked at one by one. Collective."""
         differ = unlike([each.buckets for each in told])
         runs = [buckets_of(look.digests)[i] for i in differ[:BUCKETS_OPENED]]
         indices = [i for run in runs for i in run]
@@ -312,7 +333,7 @@ class Replicas:
         tensors = [look.replicated.names[look.units[i].tensor] for i in indices]
         columns = list(zip(tensors, zip(*rows, strict=True), strict=True))
         names, odd = find(look.replicated.names, columns)
-        self._found(look, names, odd, len(differ) > BUCKETS_OPENED)
+        return names, odd, len(differ) > BUCKETS_OPENED
 
     def _find_structure(self, look: Look, told: list[_Told]) -> None:
         """Ranks have different tensors: say what each has of the first that differs."""
@@ -347,7 +368,7 @@ class Replicas:
         ranks = self._group.size
         self.finding = found = Finding(names, odd, ranks, look.version, clean, more, structure)
         self._alike_at = [None] * self._slices
-        self._next_all = True
+        self._next_all = self._spread_due = True
         way_out = self._on_finding(found)
         if clean is None:
             own = ", ".join(dict.fromkeys(parameter_of(name) for name in names[:4])) or "..."
