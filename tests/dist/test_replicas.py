@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_ckpt
 import tierckpt
 from tests import exact
+from tests.dist.test_matrix_ranks import ALIKE, NOT_BY_DDP, RANKS, RanksBench, says
 from tests.dist.training import Place
+from tests.statematrix.matrix import CASES, PRODUCT
 from tests.thorough import VARIABLE
 
 ROUND = 5
@@ -165,3 +167,81 @@ def test_one_flipped_bit_is_found_within_a_round(
         assert each["complaints"] == []
         assert each["found"] + each["healed"] == trials
     print(told[0])
+
+
+# --- no false alarm ------------------------------------------------------------------------------
+
+NOT_MANY_STEPS = ("compiled",)
+"""They take seconds."""
+OF_EVERY_KIND = (
+    "optimizer adam fused amsgrad",
+    "optimizer lbfgs",
+    "optimizer sparse adam",
+    "complex adam",
+    "channels_last adam",
+    "weights stored column by column",
+    "batch norm cumulative",
+    "tied weights adam",
+    "unused and frozen parameters adam",
+    "several thousand small tensors",
+    "a parameter outside the model",
+    "embeddings with a largest norm adam",
+    "a group added while running, adam",
+    "state created in iteration 2",
+    "a branch that joins after the restored version",
+    "optimizer state thrown away",
+    "two optimizers by turns",
+    "a running average of the model",
+    "a gradient scaler",
+)
+
+
+def all_alike(name: str, place: Place, boundaries: int) -> dict[str, Any]:
+    """Train a case of the matrix as `test_matrix_ranks` does, and say what was complained of."""
+    by_ddp = not says(NOT_BY_DDP, name)
+    alike = not by_ddp or says(ALIKE, name)
+    where = (Path(place.path), Path(place.shm))
+    bench = RanksBench(*where, False, ddp_ckpt.Checkpointer, RANKS, by_ddp=by_ddp, alike=alike)
+    job = bench.make((CASES | PRODUCT)[name], seed=1)
+    events: list[tierckpt.Event] = []
+    settings = {"path": place.path, "shm_dir": place.shm, "local_every_seconds": 0}
+    ckpt = ddp_ckpt.Checkpointer(
+        job.wrapper or job.model,
+        job.optimizers,
+        extra=job.extra,
+        **settings,
+        replica_check_steps=ROUND,
+        agent="inline",
+        on_event=events.append,
+    )
+    for iteration in range(boundaries):
+        job.prepare(iteration)
+        job.iterate()
+        ckpt.step()
+    clean, version = ckpt._replicas._clean, ckpt.version
+    ckpt.abandon()
+    told = [e.text() for e in events if e.severity >= logging.WARNING and e.name != "skipped"]
+    return {"told": told, "clean": clean, "version": version}
+
+
+def many_alike(names: list[str], place: Place, boundaries: int) -> dict[str, dict[str, Any]]:
+    return {
+        name: all_alike(name, Place(f"{place.path}/{i}", place.shm), boundaries)
+        for i, name in enumerate(names)
+    }
+
+
+def test_where_all_are_alike_nothing_is_found(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    names, boundaries = list(OF_EVERY_KIND), 3 * ROUND
+    if os.environ.get(VARIABLE):
+        every = [*CASES, *PRODUCT]
+        names = [name for name in every if not any(part in name for part in NOT_MANY_STEPS)]
+        boundaries = 40 * ROUND
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(RANKS).run(many_alike, names, place, boundaries, timeout_seconds=3000)
+    for each in told:
+        assert {name: found["told"] for name, found in each.items() if found["told"]} == {}
+        late = [name for name, found in each.items() if not found["clean"]]
+        assert late == [], "nothing was looked at"
+        behind = {n: f for n, f in each.items() if f["version"] - f["clean"] > 4 * ROUND}
+        assert behind == {}, "not all of it was looked at in a round"
