@@ -914,6 +914,7 @@ class Checkpointer:
         self._underway.give_up("the job ended in the middle of an iteration")
         self._agreement.close()  # the copier may wait for the vote of a rank that is gone
         self._underway.close()
+        self._replicas.restart()  # and with it what is held of the state
         self._levels.drift.wait()
         self._agent.close(abandoned=abandoned)
         self._berth.leave(remove)

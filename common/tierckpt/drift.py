@@ -126,7 +126,6 @@ class Drift:
                 why = f"versions that are suspect could not be marked: {error}"
                 self._reports.notice_later(why, logging.ERROR)
 
-        self.wait(MARKS_SECONDS)  # of a finding before
         self._thread = threading.Thread(target=work, name="tierckpt-suspects", daemon=True)
         with contextlib.suppress(RuntimeError):  # as many threads as the system allows
             self._thread.start()

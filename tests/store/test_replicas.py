@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import io
 import logging
+import shutil
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from torch import nn
 import tierckpt
 from tests import exact
 from tierckpt.offline.command import list_versions
-from tierckpt.suspects import SuspectMarks
+from tierckpt.persistent import PersistentStore
+from tierckpt.suspects import SuspectMarks, persistent_suspects
 from tierckpt.testing import ThreadGroup, run_ranks
 
 ROUND = 4
@@ -261,6 +264,42 @@ def test_a_drift_marks_what_may_be_a_mosaic_and_keeps_what_is_none(ranks: Ranks)
     (version, suspect, loud), _ = ranks.run(lambda rank: restore(rank, kept))
     assert (version, suspect) == (kept, "")
     assert loud == []
+
+
+def test_the_persistent_level_knows_its_suspects(ranks: Ranks, tmp_path: Path) -> None:
+    clean, shared = 2 * ROUND, tmp_path / "shared"
+    settings = {"persistent_path": shared, "persistent_every_steps": 2, "persistent_keep_last": 50}
+
+    def drift(rank: Rank) -> int:
+        rank.train(clean)
+        rank.train(1, then=rank.flip)
+        rank.train(2 * ROUND)
+        rank.ckpt.close()
+        return int(rank.told("drifted")[0].split("; at v")[1].split()[0])
+
+    known, _ = ranks.run(drift, **settings)
+    with closing(PersistentStore(str(shared))) as store:
+        there = {name.id.version for name in store.versions()}
+        told = persistent_suspects(store)
+    assert {name.id.version for name in told} == {number for number in there if number > known}
+    assert min(there) <= known < max(there)
+    assert all("model/2.weight" in text for text in told.values())
+    for rank in range(2):
+        shutil.rmtree(ranks.folder(rank))
+    shutil.rmtree(ranks.shm)
+    ranks.shm.mkdir()
+
+    def restore(rank: Rank) -> tuple[int, str, dict[str, int]]:
+        restored = rank.ckpt.restore()
+        rank.ckpt.abandon()
+        return restored.version, restored.suspect, restored.levels
+
+    for version, suspect, levels in ranks.run(restore, **settings):
+        assert (version, levels) == (max(there), {"persistent": 2})
+        assert "model/2.weight: rank 0 and rank 1 differ" in suspect
+    saved = tierckpt.load(shared, progress=False)
+    assert "model/2.weight" in saved.suspect
+    assert tierckpt.load(shared, known // 2 * 2, progress=False).suspect == ""
 
 
 def test_of_three_ranks_the_odd_one_is_named_and_the_job_stopped(ranks: Ranks) -> None:
