@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_ckpt
 import tierckpt
 from tests import exact
+from tests.dist.rankpool import HOROVODRUN
 from tests.dist.test_matrix_ranks import ALIKE, NOT_BY_DDP, RANKS, RanksBench, says
-from tests.dist.training import Place
+from tests.dist.training import Net, Place, import_adapter, make_horovod_job
 from tests.statematrix.matrix import CASES, PRODUCT
 from tests.thorough import VARIABLE
 
@@ -167,6 +168,51 @@ def test_one_flipped_bit_is_found_within_a_round(
         assert each["complaints"] == []
         assert each["found"] + each["healed"] == trials
     print(told[0])
+
+
+def damaged_by_horovod(place: Place) -> dict[str, Any]:
+    """As `damaged`, a weight and what the optimizer keeps; and several passes a step."""
+    job = make_horovod_job(Small, passes=2)
+    events: list[tierckpt.Event] = []
+    settings = {"replica_check_steps": ROUND, "agent": "inline", "local_every_seconds": 0}
+    where = {"path": place.path, "shm_dir": place.shm}
+    adapter = import_adapter()
+    ckpt = adapter.Checkpointer(
+        job.model, job.optimizers, **where, **settings, on_event=events.append
+    )
+
+    def train(steps: int, damage: Any = lambda: None) -> None:
+        for _ in range(steps):
+            job.iterate(ckpt.iteration)
+            damage()
+            ckpt.step()
+
+    def drifted() -> list[str]:
+        return [e.message for e in events if e.name == "drifted"]
+
+    train(2 * ROUND)
+    before = drifted()
+    weight = job.model.head.weight
+    moment = job.optimizers[0].state[weight]["exp_avg"]
+    train(1, lambda: flip(moment, 7, 25) if ckpt.group.rank == 1 else None)
+    train(ROUND + BEHIND)
+    ckpt.abandon()
+    return {"before": before, "found": drifted()}
+
+
+class Small(Net):
+    """Of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+
+
+def test_under_horovod_too(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    for told in ranks(2, HOROVODRUN).run(damaged_by_horovod, Place.under(tmp_path, shm_dir)):
+        assert told["before"] == []
+        (text,) = told["found"]
+        assert "/head.weight" in text
+        assert "rank 0 and rank 1 differ" in text
 
 
 # --- no false alarm ------------------------------------------------------------------------------
