@@ -202,7 +202,7 @@ class Look:
             self._tensors = list(map(torch.Tensor.detach, self._tensors))
         self._memory: list[Any] | None = None
         self._found: dict[int, int] = {}
-        self._todo: deque[int] = deque(range(len(self.units)))
+        self._todo: deque[int] = deque(range(len(self.units)) if self._shared else ())
         self._in_flight = 0
         self._failed = self._over = False
 

@@ -9,10 +9,10 @@ parameter nor what an optimizer keeps, on any rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .copyplan import Plan
-from .manifest import Manifest, digest_at
+from .manifest import DIGEST_BYTES, Manifest
 from .state import TrainingState, optimizer_class
 from .wording import some
 
@@ -44,13 +44,18 @@ class Unchanged:
         self.count = 0
         """So many of the newest versions are, in this rank's stripe, those before them."""
         self._last: tuple[Plan, bytes] | None = None
+        self._runs: list[tuple[int, int]] = []
+        """Where the digests of striped blocks are in a manifest's."""
         self._first = self._newest = 0
         self._said = False
 
     def sealed(self, plan: Plan, manifest: Manifest) -> None:
         """A version is complete on this rank."""
-        striped = b"".join(digest_at(manifest.digests, 1 + i) for i in sorted(plan.striped_blocks))
-        same = self._last is not None and self._last[0] is plan and self._last[1] == striped
+        known = self._last is not None and self._last[0] is plan
+        if not known:
+            self._runs = _runs(plan.striped_blocks)
+        striped = b"".join(manifest.digests[low:high] for low, high in self._runs)
+        same = known and self._last is not None and self._last[1] == striped
         self._last = plan, striped
         self._first = self._first if same else manifest.version
         self._newest = manifest.version
@@ -82,6 +87,17 @@ class Unchanged:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         names = some([self._state.name_of(p) for p in params])
         return f"{optimizer_class(optimizer)} {label!r} (of {names})"
+
+
+def _runs(blocks: Iterable[int]) -> list[tuple[int, int]]:
+    """Bytes of these blocks' digests, those as one that lie side by side; the header's is first."""
+    found: list[tuple[int, int]] = []
+    for block in sorted(blocks):
+        low = (1 + block) * DIGEST_BYTES
+        if found and found[-1][1] == low:
+            low = found.pop()[0]
+        found.append((low, (2 + block) * DIGEST_BYTES))
+    return found
 
 
 __all__ = ["Unchanged"]

@@ -372,6 +372,22 @@ def test_steps_that_change_nothing_are_told_once(ranks: Ranks) -> None:
     assert second == []
 
 
+@pytest.mark.parametrize(("lr", "severities"), [(0.0, [logging.INFO]), (0.1, [])])
+def test_a_learning_rate_of_zero_is_no_warning(
+    lr: float, severities: list[int], tmp_path: Path, shm_dir: Path
+) -> None:
+    net, events = nn.Linear(4, 4), list[tierckpt.Event]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    where = {"path": tmp_path / "ckpts", "shm_dir": shm_dir, "agent": "inline"}
+    with tierckpt.Checkpointer(net, optimizer, **where, on_event=events.append) as ckpt:
+        for _ in range(8):
+            optimizer.zero_grad()
+            net(torch.ones(4)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+    assert [e.severity for e in events if "bit for bit alike" in e.message] == severities
+
+
 def test_one_layer_that_is_frozen_is_nothing(ranks: Ranks) -> None:
     def train(rank: Rank) -> list[str]:
         rank.net[0].requires_grad_(False)
