@@ -82,15 +82,16 @@ def agree(least: int, least_complement: int) -> bool | None:
     return None if least <= NONE else least == ~least_complement
 
 
-def buckets_of(values: Sequence[object]) -> list[range]:
-    """`values` in at most BUCKETS runs, in order."""
-    size = -(-len(values) // BUCKETS) or 1
-    return [range(low, min(low + size, len(values))) for low in range(0, len(values), size)]
+def buckets_of(count: int) -> list[range]:
+    """So many values in at most BUCKETS runs, in order."""
+    size = -(-count // BUCKETS) or 1
+    return [range(low, min(low + size, count)) for low in range(0, count, size)]
 
 
-def folded(values: Sequence[int]) -> tuple[int, ...]:
-    """A digest of each of the `buckets_of`."""
-    return tuple(fold((), [values[i] for i in bucket]) for bucket in buckets_of(values))
+def folded(values: Sequence[int], count: int | None = None) -> tuple[int, ...]:
+    """A digest of each of the `buckets_of` the values; of `count`, if some have more values."""
+    runs = buckets_of(len(values) if count is None else count)
+    return tuple(fold((), values[run.start : run.stop]) for run in runs)
 
 
 def unlike(rows: Sequence[Sequence[Hashable]]) -> list[int]:

@@ -10,25 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
+from . import replicainquiry as inquiry
 from .config import Config
 from .errors import ReplicaError
 from .group import Group
 from .modulenames import parameter_of
 from .policy import Vote
-from .replicacheck import (
-    BUCKETS_OPENED,
-    NONE,
-    Finding,
-    agree,
-    as_vote,
-    buckets_of,
-    find,
-    folded,
-    unlike,
-)
-from .replicahash import Look, Replicated
+from .replicacheck import NONE, Finding, agree, as_vote
+from .replicahash import Look
+from .replicainquiry import Told
+from .replicated import Replicated
 from .reports import Reports
 from .state import TrainingState
 
@@ -53,22 +45,6 @@ ALIKE_AGAIN = (
 OTHER_DEVICES = (
     "ranks have their state on devices of different kinds ({what}): replicas are not compared"
 )
-
-
-class _Told(NamedTuple):
-    """What a rank tells the others of a look that differs."""
-
-    turn: int
-    version: int
-    slices: int
-    """How many it is of."""
-    structure: int
-    buckets: tuple[int, ...]
-    now: int
-    """The structure as it is at this boundary."""
-    lines: tuple[int, ...]
-    """Of that, in buckets."""
-    stands: bool
 
 
 class Replicas:
@@ -276,85 +252,54 @@ class Replicas:
         self._on_alike(self._clean)
 
     def _differs(self, look: Look) -> None:
-        told = self._tell(look)
-        if len({(each.turn, each.version, each.slices) for each in told}) > 1:
+        told = self._ask(look)
+        if not inquiry.of_one_boundary(told):
             self._turn = max(each.turn for each in told) + 2  # an interrupt came between
             self._next_all = True
+        elif any(each.now == NONE for each in told):
+            self._next_all = True  # a rank does not know what it has
         elif len({each.now for each in told}) > 1:
             self._find_structure(look, told)
-        elif len({each.structure for each in told}) > 1 or not all(e.stands for e in told):
+        elif not inquiry.comparable(told):
             self._next_all = True  # looked at before all had noticed that it is another one
         else:
-            self._find_tensors(look, told)
+            self._found(look, *inquiry.tensors(self._group, look, told))
 
-    def _tell(self, look: Look) -> list[_Told]:
+    def _ask(self, look: Look) -> list[Told]:
         """What all ranks have. Collective."""
-        stands, now = False, NONE
-        lines: tuple[int, ...] = ()
+        stands = False
         try:
             self._find_apart()
-            stands = self._replicated is not None
-            stands &= look.replicated.stands(self._state) or look.replicated.nested
-            if not stands or self._replicated is None:
+            stands = self._replicated is not None and (
+                look.replicated.nested or look.replicated.stands(self._state)
+            )
+            if not stands:
                 self._replicated = Replicated(self._state, self._slices)
-            now, lines = self._replicated.structure, folded(self._replicated.line_hashes)
         except Exception as error:
             self._replicated = None
             self._complain(error)
-        structure, buckets = look.replicated.structure, folded(look.digests)
-        mine = _Told(
-            look.turn, look.version, len(look.which), structure, buckets, now, lines, stands
-        )
-        return [_Told(*each) for each in self._group.all_gather_object(tuple(mine))]
-
-    def _find_tensors(self, look: Look, told: list[_Told]) -> None:
-        self._found(look, *self._named(look, told))
+        return inquiry.ask(self._group, look, self._replicated, stands)
 
     def _tell_spread(self, look: Look) -> None:
         """After a finding in one slice: what differs in all of them. Collective."""
         self._spread_due = False
-        told = self._tell(look)
-        if len({each[:4] for each in told}) > 1:
+        told = self._ask(look)
+        if not (inquiry.of_one_boundary(told) and inquiry.comparable(told)):
             return
-        names, odd, more = self._named(look, told)
+        names, odd, more = inquiry.tensors(self._group, look, told)
         what = Finding(names, odd, self._group.size, look.version, more=more).what()
         self._say(SPREAD.format(version=look.version, what=what), logging.WARNING)
 
-    def _named(
-        self, look: Look, told: list[_Told]
-    ) -> tuple[tuple[str, ...], tuple[int, ...] | None, bool]:
-        """(tensors that differ, ranks that are odd, whether there are others): the digests of the
-        first buckets that differ are looked at one by one. Collective."""
-        differ = unlike([each.buckets for each in told])
-        runs = [buckets_of(look.digests)[i] for i in differ[:BUCKETS_OPENED]]
-        indices = [i for run in runs for i in run]
-        mine = [look.digests[i] for i in indices]
-        rows: list[list[int]] = self._group.all_gather_object(mine)
-        tensors = [look.replicated.names[look.units[i].tensor] for i in indices]
-        columns = list(zip(tensors, zip(*rows, strict=True), strict=True))
-        names, odd = find(look.replicated.names, columns)
-        return names, odd, len(differ) > BUCKETS_OPENED
-
-    def _find_structure(self, look: Look, told: list[_Told]) -> None:
-        """Ranks have different tensors: say what each has of the first that differs."""
-        replicated = self._replicated
-        (first, *_) = unlike([each.lines for each in told]) or [0]
-        mine: list[str] = []
-        if replicated is not None:
-            runs = buckets_of(replicated.lines)
-            mine = [replicated.lines[i] for i in runs[first]] if first < len(runs) else []
-        rows: list[list[str]] = self._group.all_gather_object(mine)
-        differ = unlike(rows)
-        at = differ[0] if differ else 0
-        what = [
-            f"rank {r}: {row[at] if at < len(row) else 'no more'}" for r, row in enumerate(rows)
-        ]
-        kinds = {line.rpartition(" on ")[0] for row in rows for line in row[at : at + 1]}
-        if differ and len(kinds) == 1 and all(len(row) > at for row in rows):
+    def _find_structure(self, look: Look, told: list[Told]) -> None:
+        """Ranks have different tensors."""
+        assert self._replicated is not None  # as all have
+        what, only_devices = inquiry.structures(self._group, self._replicated, told)
+        each = tuple(f"rank {rank}: {line}" for rank, line in enumerate(what))
+        if only_devices:
             self.active = False
-            self._say(OTHER_DEVICES.format(what="; ".join(what[:2])), logging.INFO)
-            return
-        self._found(look, (), None, True, tuple(what))
+            self._say(OTHER_DEVICES.format(what="; ".join(each[:2])), logging.INFO)
+        else:
+            self._found(look, (), None, True, each)
 
     def _found(
         self,

@@ -26,7 +26,8 @@ from tierckpt.replicacheck import (
     odd_ranks,
     unlike,
 )
-from tierckpt.replicahash import Look, Replicated, weighted_sum
+from tierckpt.replicahash import Look, weighted_sum
+from tierckpt.replicated import Replicated
 from tierckpt.state import TrainingState
 
 
@@ -67,13 +68,14 @@ def test_a_digest_is_of_its_place_and_head() -> None:
 
 def test_buckets_are_few_and_tell_where_it_differs() -> None:
     for count in (0, 1, 63, 64, 65, 20_000):
-        runs = buckets_of(range(count))
+        runs = buckets_of(count)
         assert len(runs) <= BUCKETS
         assert [i for run in runs for i in run] == list(range(count))
     one = list(range(1000))
     other = [*one[:700], 5, *one[701:]]
     (bucket,) = unlike([folded(one), folded(one), folded(other)])
-    assert 700 in buckets_of(one)[bucket]
+    assert 700 in buckets_of(1000)[bucket]
+    assert unlike([folded(one, 1001), folded([*one, 7], 1001)]) == [62]
     assert unlike([["a"], ["a", "b"]]) == [1]
 
 
