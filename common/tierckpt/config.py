@@ -161,7 +161,7 @@ class Config:
     forward_changes: str = ""
     """Parameters that the forward pass changes in place (it normalises its weights), by name, with
     commas between; `*` stands for any part of a name. They are copied at the boundary, whole on
-    each rank, as buffers are."""
+    each rank, as buffers are. So are those that differ from rank to rank by design."""
     node: str = ""
     """Name of this node, where the host name will not do: several nodes on one machine, in tests.
     In `path`, `{node}` stands for the node's name."""

@@ -9,6 +9,7 @@ each other more there: which tensors, on which ranks.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 from . import replicainquiry as inquiry
@@ -80,7 +81,7 @@ class Replicas:
         self._group, self._state, self._reports = group, state, reports
         self._find_apart = find_apart
         self._submit, self._on_alike, self._on_finding = submit, on_alike, on_finding
-        self._complained = False
+        self._complained, self._process = False, os.getpid()
         self.restart()
 
     def restart(self) -> None:
@@ -174,7 +175,7 @@ class Replicas:
 
     def finish(self) -> None:
         """Return when the state may change."""
-        if self._look is not None:
+        if self._look is not None and os.getpid() == self._process:  # a fork has no copier
             self._look.finish()
 
     def vote(self) -> tuple[int, int]:
