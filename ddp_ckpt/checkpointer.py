@@ -127,13 +127,16 @@ class Checkpointer(tierckpt.Checkpointer):
     def pack_adapter(self) -> Any:
         """By the names of DDP modules: the order of its buckets, and how it took the mean. And the
         last moment to see what is each rank's own."""
-        thawed = [param for param in self._frozen if param.requires_grad]
-        left_out = (p for p in thawed if any(h.leaves_out(p) for h in self._hooks.values()))
-        self._keep_apart(left_out, APART)
+        self._find_apart()
         return {
             name: {"buckets": hook.order(), "divided": hook.mean.divided()}
             for name, hook in self._hooks.items()
         }
+
+    def _find_apart(self) -> None:
+        thawed = [param for param in self._frozen if param.requires_grad]
+        left_out = (p for p in thawed if any(h.leaves_out(p) for h in self._hooks.values()))
+        self._keep_apart(left_out, APART)
 
     def load_adapter(self, value: Any) -> None:
         """Make DDP's buckets those of the saved run. For two ranks any buckets sum alike, but a

@@ -149,9 +149,9 @@ class Checkpointer(tierckpt.Checkpointer):
 
     def pack_adapter(self) -> Any:
         """Nothing; but the last moment to see what is each rank's own."""
-        self._keep_apart_what_is_trained()
+        self._find_apart()
 
-    def _keep_apart_what_is_trained(self) -> None:
+    def _find_apart(self) -> None:
         """Of what was frozen, or in none of the optimizers, and is not reduced now either."""
         thawed = [p for p in self._untrained if p.requires_grad]
         if not thawed:

@@ -144,9 +144,12 @@ class Agreement:
         halt: tuple[Reason, bool] = (Reason.NONE, False),
         figures: Figures = UNKNOWN,
         adapter: int = 0,
+        check: tuple[int, int] = (0, 0),
+        unchanged: int = 0,
     ) -> None:
         """Cast this rank's vote; `newest` is the version of this boundary, too young to judge,
-        `halt` what `Halting.vote` says, and `figures` what checkpoints cost here."""
+        `halt` what `Halting.vote` says, `figures` what checkpoints cost here, and `check` what
+        `Replicas.vote` says."""
         memory = next((v for v in self.memory.open if v != newest), None)
         local = next((v for v in self.local.open if v != newest), None)
         peer = next(iter(self.peer.open), None)
@@ -178,6 +181,9 @@ class Agreement:
             less_persistent_steps=-figures.persistent_steps,
             adapter=adapter,
             no_close=int(not self.close_asked),
+            check=check[0],
+            check_complement=check[1],
+            unchanged=unchanged,
         )
         self._asked = False
         self.turns += 1

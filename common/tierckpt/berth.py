@@ -23,6 +23,7 @@ from .jobdirectory import JobBusyError
 from .pool import SlotPool
 from .reports import Reports
 from .state import TrainingState
+from .suspects import SuspectMarks
 
 
 class Berth:
@@ -148,6 +149,8 @@ class Berth:
         self._release()
         self._unlock(remove)
         if remove:
+            marks = SuspectMarks(self.job.path)
+            marks.remove(marks.all())
             self.job.remove_orphans()
             self.job.remove_if_unused()
 

@@ -45,6 +45,7 @@ from .policy import VOID, VOTE_WIDTH, Schedule
 from .progress import Progress
 from .proof.recorder import record_if_ordered
 from .refusals import refuse_model
+from .replicas import Replicas
 from .reports import Reports
 from .restore import Restored, all_finished
 from .resumableloader import ResumableLoader
@@ -53,6 +54,7 @@ from .snapshot import Head, Snapshot
 from .state import TrainingState, label_optimizers
 from .trace import open_trace
 from .tuning import Meter
+from .unchanged import Unchanged
 from .underway import Underway
 from .wording import some
 
@@ -203,6 +205,7 @@ class Checkpointer:
             config, self._schedule, self._meter, agreement, self._pool, self._levels, reports
         )
         self._demand = Demand(config, group, self._pool, agreement, self._levels)
+        self._unchanged = Unchanged(self.state, self._say)
         self._underway = Underway(
             config,
             self.state,
@@ -212,8 +215,19 @@ class Checkpointer:
             reports,
             self._meter,
             self.releases_by_layer,
+            self._unchanged,
         )
         undo.callback(self._underway.close)
+        self._replicas = Replicas(
+            config,
+            group,
+            self.state,
+            reports,
+            self._underway.submit,
+            self._find_apart,
+            self._levels.drift.alike,
+            self._levels.drift.found,
+        )
 
     def _watch(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
         """What is before them: where iterations and their steps begin and end."""
@@ -278,6 +292,7 @@ class Checkpointer:
         if self._trace is not None:
             params = list(params)
             self._trace.released(params, self.version, reduction, launched_seconds)
+        self._replicas.wake()
         self._underway.release(params)
         if self._callbacks:
             self._callbacks.call("on_allreduce_launched", params)
@@ -524,8 +539,11 @@ class Checkpointer:
         # The life before, if nobody restored it, may be all there is of it.
         before = not self._lives.lineage and any(self._berth.job.sealed())
         together, answers = True, end is not None and end.disk_answers
+        digest = self._replicas.last_digest(self.version)
         try:
-            everyone = self.group.all_gather_object((safe, before, answers))
+            told = self.group.all_gather_object((safe, before, answers, digest))
+            everyone = [each[:3] for each in told]
+            self._replicas.hear_last([digest for *_, digest in told])
         except Exception as error:
             everyone, together = [(False, before, answers)], False
             self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
@@ -681,23 +699,37 @@ class Checkpointer:
     def _boundary(self, force: bool = False) -> None:
         begin = time.perf_counter()
         self._underway.finish()
+        self._replicas.finish()
         self.version += self._iterations.pass_boundary()
         if not self._lives.lineage:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
         self.agreed_vote = agreed.adapter
+        self._replicas.hear(agreed)
+        self._unchanged.hear(agreed.unchanged)
         if self._agreement.superseded_earlier(self._lives.generation):
             self._berth.clear(self._node)
         unattended = self._halting.hear(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.own_vote()
+        if self._replicas.refusing:
+            take = ()
+            if force:
+                self._reports.lost(self.version, f"replicas differ: {self._replicas.suspicion}")
         snapshot = self._open_snapshot(take, vote == VOID) if take else None
-        halt = self._halting.vote(self.version)
-        self._rounds.vote(self._id(), begin, take, halt, vote)
+        halt, check = self._halting.vote(self.version), self._replicas.vote()
+        self._rounds.vote(self._id(), begin, take, halt, vote, check, self._unchanged.count)
+        self._replicas.voted()
+        self._replicas.begin(self.version)
+        if self._underway.release_early:
+            self._replicas.wake()
         if snapshot is not None:
             self._underway.begin(snapshot, begin, self._trace)
         if self._trace is not None:
             self._trace = self._trace.boundary(self.version, begin)
         self._callbacks.call("on_step_boundary", self.version)
+        if self._replicas.error is not None:
+            self._levels.drift.wait()
+            self._replicas.raise_error()
         if force or not (unattended or agreed.no_close == 0):
             return
         self.close()
@@ -732,6 +764,7 @@ class Checkpointer:
             calls=self._at() if self._iterations.explicit else self._calls,
             metric=self._measured(),
             complete=self._agreement.local.safe,
+            suspect=self._replicas.suspicion,
         )
 
     def _measured(self) -> float | None:
@@ -787,6 +820,8 @@ class Checkpointer:
         self._calls = result.calls
         self._iterations.go_on_from(result)
         self._underway.capture.forget()
+        self._replicas.restart()
+        self._unchanged.forget()
         self._schedule.start_at(result.version)
         self._levels.go_on_from(lineage, result)
 
@@ -812,6 +847,7 @@ class Checkpointer:
         self.metric = None
         if self._underway.snapshot is not None:
             self._underway.finish()
+        self._replicas.finish()
 
     def _step_of(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         """The function that changes its parameters."""
@@ -825,6 +861,9 @@ class Checkpointer:
         """What all ranks would say, once."""
         self._reports.notice(text, logging.DEBUG if self.group.rank else severity)
 
+    def _find_apart(self) -> None:
+        """For adapters: see whether something is to be kept apart now."""
+
     def _keep_apart(self, trained: Iterable[torch.Tensor], why: str) -> None:
         """For adapters, from `pack_adapter`: of what counts as alike as nobody trains it, these are
         trained now and not reduced, hence every rank's own from here on. `why` has `{names}`."""
@@ -833,6 +872,7 @@ class Checkpointer:
             return
         self.state.keep_apart(mistaken)
         self._underway.capture.forget()
+        self._replicas.forget()
         names = [self.state.name_of(param) for param in mistaken]
         self._say(why.format(names=some(names)), logging.WARNING)
 
@@ -887,6 +927,8 @@ class Checkpointer:
         self._underway.give_up("the job ended in the middle of an iteration")
         self._agreement.close()  # the copier may wait for the vote of a rank that is gone
         self._underway.close()
+        self._replicas.restart()  # and with it what is held of the state
+        self._levels.drift.wait()
         self._agent.close(abandoned=abandoned)
         self._berth.leave(remove)
         self.group.close()

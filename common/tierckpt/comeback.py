@@ -240,12 +240,26 @@ class Comeback:
             self._state.torn = True
         for text in notices:
             self._reports.notice(text, logging.WARNING)
+        result.suspect = self._lives.suspects.get(attempt.plan.id, "") or manifest.suspect
+        if result.suspect:
+            self._tell_suspicion(attempt.plan.id, result.suspect)
         if "persistent" in result.levels and manifest.job != self._lives.job:
             self._tell_whose_it_was(attempt.plan.id, manifest.job)
         elif self._version is None and manifest.job != self._lives.job:
             self._tell_what_another_path_has(attempt.plan.id, manifest.job)
         result.seconds["load"] = time.perf_counter() - begin
         return manifest.lineage, result
+
+    def _tell_suspicion(self, id_: VersionId, what: str) -> None:
+        """It may be no rank's state. Said by rank 0, as all know."""
+        clean = self._lives.newest_clean(id_)
+        other = (
+            f"{clean} is the newest that is not: restore(version={clean.version}) takes it"
+            if clean is not None
+            else "there is no older one that is not"
+        )
+        text = f"{id_}, which is restored, is suspect: replicas differed ({what}); {other}"
+        self._reports.notice(text, logging.DEBUG if self._group.rank else logging.WARNING)
 
     def _tell_where_it_was(self, id_: VersionId) -> None:
         """Who removed the directory may have meant to begin afresh."""

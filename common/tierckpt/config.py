@@ -164,7 +164,7 @@ class Config:
     forward_changes: str = ""
     """Parameters that the forward pass changes in place (it normalises its weights), by name, with
     commas between; `*` stands for any part of a name. They are copied at the boundary, whole on
-    each rank, as buffers are."""
+    each rank, as buffers are. So are those that differ from rank to rank by design."""
     node: str = ""
     """Name of this node, where the host name will not do: several nodes on one machine, in tests.
     In `path`, `{node}` stands for the node's name."""
@@ -175,6 +175,12 @@ class Config:
     """CPU niceness of the agent, above its trainers'."""
     agent_linger_seconds: float = 60.0
     """An agent whose trainer was killed waits so long for its successor, and then ends."""
+    replica_check_steps: int = 50
+    """Compare parameters and optimizer state of all ranks, a slice at each boundary, all of it once
+    in so many; 0: do not."""
+    on_drift: str = "warn"
+    """When they differ: `warn` with an event, and mark versions as suspect; or `stop`, with a
+    ReplicaError on all ranks."""
     halt_signals: str = "SIGTERM,SIGUSR1"
     """Signals that mean: one last checkpoint, and the end; empty: none."""
     halt_patience_seconds: float = 10.0
@@ -219,6 +225,8 @@ class Config:
     def __post_init__(self) -> None:
         """Check the values. Raises ConfigError."""
         _one_of("when_busy", self.when_busy, ("skip", "wait"))
+        _one_of("on_drift", self.on_drift, ("warn", "stop"))
+        _at_least("replica_check_steps", self.replica_check_steps, 0)
         _one_of("release", self.release, ("auto", "backward", "forward"))
         _one_of("agent", self.agent, ("process", "inline"))
         _within("agent_nice", self.agent_nice, -20, 19)

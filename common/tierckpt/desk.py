@@ -24,6 +24,7 @@ from .modules.pipeline import Pipeline
 from .naming import Lineage, ParityKey, ShardKey, VersionId, retired
 from .pins import LocalPins
 from .slots import Slot, pin, unpin
+from .suspects import SuspectMarks
 
 if TYPE_CHECKING:
     from .protector import Protector
@@ -291,14 +292,25 @@ class Desk:
         going = [k for k in mine if k.id in mine_gone] + [k for k in strays if k.id in strays_gone]
         keep = {VersionId(*each) for each in message["keep"]}
         there = {key for key in (*mine, *strays) if not isinstance(key, ParityKey)}
+        went = set[VersionId]()
         # The newest first: what another refers to goes after that one, never before it.
         for key in sorted(going, key=lambda key: key.id, reverse=True):
             if key.id not in keep and key not in self._bases.of(there):
                 try:
                     if self._retire_one(key):
                         there.discard(key)
+                        went.add(key.id)
                 except OSError as error:
                     self.say(op="problem", error=f"cannot retire {key}: {_text(error)}")
+
+        self._drop_marks(went)
+
+    def _drop_marks(self, went: set[VersionId]) -> None:
+        """Of suspects of which nothing is left on this node."""
+        with contextlib.suppress(OSError):
+            if went:
+                left = {key.id for key in (*self.store.keys(), *self.store.parities())}
+                SuspectMarks(self.store.directory).remove(went - left)
 
     def _retire_one(self, key: ShardKey) -> bool:
         """False when it is pinned, or something still reads it: it goes with a later one then."""

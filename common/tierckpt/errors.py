@@ -67,6 +67,21 @@ class PinError(TierckptError):
     """A version cannot be pinned, or unpinned: it is nowhere, or a level cannot be asked."""
 
 
+class ReplicaError(TierckptError):
+    """Replicas differ, and `on_drift` is "stop". Raised on all ranks at the same boundary.
+
+    `names` has the first tensors that differ, and `ranks` those that are odd, if a majority tells.
+    """
+
+    def __init__(self, what: str, names: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
+        super().__init__(what)
+        self.names, self.ranks = tuple(names), tuple(ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For processes that hand it on."""
+        return type(self), (str(self), self.names, self.ranks)
+
+
 class StateMismatchError(RestoreError):
     """The checkpoint and the live state differ in structure; nothing was changed.
 

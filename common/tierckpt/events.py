@@ -29,7 +29,7 @@ class Event:
 
     name: str
     """`sealed`, `committed`, `skipped`, `failed`, `restored`, `rejected`, `interval`, `closed`,
-    `notice`."""
+    `drifted`, `notice`."""
     level: str = ""
     """`memory`, `local`, or empty."""
     version: int = -1

@@ -22,6 +22,7 @@ from .manifest import Manifest
 from .naming import Lineage, ParityKey, ShardKey, VersionId
 from .persistent import PersistentStore
 from .pins import LocalPins, Pin
+from .suspects import SuspectMarks, persistent_suspects
 
 AGENT = "agent"
 """Level of what the agent of a node shows that is none of the job's any more, see `absent`."""
@@ -66,6 +67,8 @@ class Found:
     """A version that was on all ranks' disks when this shard was taken."""
     created_seconds: float | None = None
     """When that was, by the clock of its rank; None where its manifest was not read."""
+    suspect: str = ""
+    """What its manifest, or a mark on the persistent level, says of replicas that differed."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ class Inventory:
     parities: tuple[FoundParity, ...] = ()
     pins: tuple[Pin, ...] = ()
     """On this node's local level."""
+    suspects: tuple[tuple[VersionId, str], ...] = ()
+    """Versions that are marked as suspect on this node, and what the marks say."""
 
     def plus(self, others: Iterable[Inventory]) -> Inventory:
         """With what this rank was told of other nodes."""
@@ -128,6 +133,7 @@ class Inventory:
             problems=tuple(p for each in all_ for p in each.problems),
             unseen=tuple(p for each in all_ for p in each.unseen),
             parities=tuple(p for each in all_ for p in each.parities),
+            suspects=tuple(s for each in all_ for s in each.suspects),
             generation=max(each.generation for each in all_),
         )
 
@@ -144,8 +150,10 @@ def take_inventory(
     keys: list[ShardKey] = []
     parities: list[FoundParity] = []
     pins: tuple[Pin, ...] = ()
+    suspects = dict[VersionId, str]()
     with _told(Place("memory", host, str(job.path)), unseen):
         look_at_memory(job, host, found, problems, unseen)
+        suspects |= SuspectMarks(job.path).all()
     disk = Place("local", host, str(store.directory))
     with _told(disk, unseen):
         disk = replace(disk, where=str(store.directory.resolve()))
@@ -153,6 +161,7 @@ def take_inventory(
     with _told(disk, unseen):
         parities = look_at_parities(store, disk, problems, unseen)
         pins = LocalPins(store.directory).pins()
+        suspects |= SuspectMarks(store.directory).all()
     if persistent is not None and persistent.path:
         with _told(Place("persistent", EVERYWHERE, persistent.path), unseen):
             look_at_persistent(persistent, found, problems, unseen)
@@ -166,6 +175,7 @@ def take_inventory(
         secrets.token_hex(24),
         tuple(parities),
         pins,
+        tuple(suspects.items()),
     )
 
 
@@ -196,7 +206,7 @@ def look_at_memory(
     for path, m in job.sealed():
         place = Place("memory", host, str(path))
         seal = (m.lineage, m.life, None, m.complete, m.created_seconds)
-        found.append(Found(m.key, place, *seal))
+        found.append(Found(m.key, place, *seal, m.suspect))
     for path, error in job.damaged():
         told = unseen if isinstance(error, OSError) else problems
         told.append(Problem.of(Place("memory", host, str(path)), error))
@@ -234,7 +244,8 @@ def look_at_local(
         else:
             place = replace(disk, encoded=manifest.encoding is not None)
             told = (manifest.lineage, manifest.life, manifest.metric, manifest.complete)
-            found.append(Found(key, place, *told, manifest.created_seconds))
+            since = (manifest.created_seconds, manifest.suspect)
+            found.append(Found(key, place, *told, *since))
     return keys
 
 
@@ -290,6 +301,7 @@ def look_at_persistent(
         unseen.append(Problem.of(place, error, _kind_of(error)))
         return
     try:
+        suspects = persistent_suspects(store)
         for name in store.versions():
             keys = tuple(ShardKey(name.id, shard, name.shards) for shard in range(name.shards))
             try:
@@ -304,7 +316,8 @@ def look_at_persistent(
             except (CorruptShardError, FormatError) as error:
                 problems.append(Problem.of(place, error, f"{name}: ", keys))
             else:
-                found += [Found(key, place, lineage, name.life) for key in keys]
+                said = suspects.get(name, "")
+                found += [Found(key, place, lineage, name.life, suspect=said) for key in keys]
         for name in store.obstructed():
             why = f"{name}: a directory is in the place of its manifest"
             unseen.append(Problem(place, why))

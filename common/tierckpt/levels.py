@@ -18,6 +18,7 @@ from .backlog import Backlog
 from .berth import Berth
 from .best import Best
 from .config import Config
+from .drift import Drift, Spared
 from .group import Group
 from .handover import Handover
 from .lives import Lives
@@ -66,8 +67,19 @@ class Levels:
                 self.lives,
                 flush_order(config, group, self._node, job, host),
                 Backlog(config, self.agent, agreement, reports.passed_over),
+                Spared(config.replica_check_steps > 0 and group.size > 1),
             )
             self.handover = Handover(group, berth.pool, self.agent, agreement, reports)
+            self.drift = Drift(
+                config,
+                group,
+                self._node,
+                job,
+                self.lives,
+                agreement,
+                self.onward.spared,
+                reports,
+            )
             undo.pop_all()
 
     def open(self) -> None:
@@ -121,6 +133,8 @@ class Levels:
             ages_seconds["local"] = self.lives.age_seconds(local, id_)
         self._agreement.restart(memory, local, peer, broken, ages_seconds)
         self.onward.restart()
+        suspect = id_ in self.lives.suspects
+        self.onward.spared.restart(self.lives.newest_clean(id_, "local") if suspect else None)
         self.meet()
 
     def _pin_as_elsewhere(self, id_: VersionId) -> None:

@@ -73,6 +73,8 @@ class Lives:
         """The same, of what nodes keep for each other."""
         self.pins: list[tuple[Pin, ...]] = []
         """What is pinned on the local level of every rank's node."""
+        self.suspects: dict[VersionId, str] = {}
+        """Versions that were taken while replicas differed, or may have been, and in what."""
         self.nodes: list[str] = []
         """Every rank's, by name."""
         self.problems: list[str] = []
@@ -123,6 +125,9 @@ class Lives:
         self.nodes = [i.host for i in inventories]
         self.parities = [i.parities for i in inventories]
         self.pins = [i.pins for i in inventories]
+        self.suspects = {id_: text for i in inventories for id_, text in i.suspects}
+        said = (f for i in inventories for f in i.found if f.suspect)
+        self.suspects.update((f.key.id, f.suspect) for f in said)
         self.problems = _told(p for i in inventories for p in i.problems)
         self.damaged = {key for i in inventories for p in i.problems for key in p.keys}
         self.nameless = _told(p for i in inventories for p in i.problems if _is_seal(p))
@@ -175,6 +180,17 @@ class Lives:
         seen = [[f for f in each if level in ("", f.place.level)] for each in self.found]
         plan: RestorePlan | None = plan_restore(seen)
         return plan.id if plan and (limit is None or plan.id <= limit) else None
+
+    def newest_clean(self, limit: VersionId, level: str = "") -> VersionId | None:
+        """The newest complete version up to `limit` that was found, and that is no suspect."""
+        known = {f.key.id for each in self.found for f in each if f.key.id <= limit}
+        known -= self.suspects.keys()
+        seen = [
+            [f for f in each if f.key.id in known and level in ("", f.place.level)]
+            for each in self.found
+        ]
+        plan: RestorePlan | None = plan_restore(seen)
+        return plan.id if plan else None
 
     def age_seconds(self, newest: VersionId | None, limit: VersionId) -> float:
         """What lay between the `newest` version of a level and `limit`, when they were taken;

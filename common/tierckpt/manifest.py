@@ -52,6 +52,9 @@ class Manifest:
     """The newest version that was known to be on all ranks' disks when this one was taken."""
     calls: int | None = None
     """Calls of `step()`, whatever `iteration` is; None where an older writer did not tell."""
+    suspect: str = ""
+    """Ranks were known to differ in what all should have alike when this version was taken: in
+    what, in words."""
     encoding: Encoding | None = None
     """Set when modules have changed the shard. Then `image_bytes` and `digests` are of what is
     stored, the other lengths are 0, and the manifest that it was sealed with is in there."""
@@ -78,6 +81,8 @@ class Manifest:
             del fields_["metric"]
         if self.calls is None:
             del fields_["calls"]
+        if not self.suspect:
+            del fields_["suspect"]
         if self.complete is None:
             del fields_["complete"]
         else:
@@ -109,6 +114,7 @@ class Manifest:
             values["metric"] = None if metric is None else float(metric)
             calls = values.pop("calls", None)
             values["calls"] = None if calls is None else int(calls)
+            values["suspect"] = str(values.get("suspect", ""))
             complete = values.pop("complete", None)
             values["complete"] = None if complete is None else VersionId(*map(int, complete))
             return Manifest(**{f.name: values[f.name] for f in fields(Manifest)})

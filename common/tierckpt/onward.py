@@ -16,6 +16,7 @@ from .agreement import Agreement
 from .backlog import Backlog
 from .best import Best
 from .config import Config
+from .drift import Spared
 from .flusher import FlushOrder
 from .group import Group, Node
 from .jobdirectory import JobDirectory
@@ -68,12 +69,14 @@ class Onward:
         lives: Lives,
         order: Order | None,
         backlog: Backlog,
+        spared: Spared | None = None,
     ) -> None:
         """`best`: of the local level. `order`: see `flush_order`. `backlog` is asked to go on at
-        every boundary."""
+        every boundary. `spared` hears what is complete there."""
         self._best, self._agent, self._agreement = best, agent, agreement
         self._peers, self._lives, self._order = peers, lives, order
         self.backlog = backlog
+        self.spared = spared or Spared()
         self._to_flush: dict[VersionId, int] = {}
         """Versions under way to the persistent level, and the iteration that each is of."""
         self.ordered: VersionId | None = None
@@ -98,6 +101,7 @@ class Onward:
         `largest_bytes` is the size of its largest shard.
         """
         self._best.add(safe, metric)
+        self.spared.whole(safe)
         self.retire()
         self.protect(safe)
         self._flush(safe, largest_bytes, metric)
@@ -108,6 +112,7 @@ class Onward:
         void = [id_ for id_ in local.broken if id_ not in local.open]  # else it is tried again
         # What peers can bring back stays until they can bring back something newer.
         keep = self._agreement.peer.protected() | self._best.versions | self.backlog.versions
+        keep |= self.spared.versions
         self._agent.retire(local.safe, lineage, keep, void)
 
     def protect(self, safe: VersionId) -> None:

@@ -24,6 +24,7 @@ from .errors import PinError
 from .localstore import LocalStore
 from .naming import VersionId
 from .persistent import PersistentStore, VersionName
+from .suspects import local_suspicion
 
 _MARK = re.compile(r"v(\d{10,})\.g(\d{6,})\.pin")
 _EVERYWHERE = "everywhere\n"
@@ -43,6 +44,11 @@ class LocalPins:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._store = LocalStore(directory)
+
+    @property
+    def directory(self) -> Path:
+        """The level's, on this node."""
+        return self._store.directory
 
     def versions(self) -> set[VersionId]:
         """What is there, also in part; empty without the directory."""
@@ -148,7 +154,7 @@ class PersistentPins:
 
 class Arrivals:
     """Versions that came to the persistent level, each to be pinned there if its mark on the local
-    level says so. One thread.
+    level says so, and marked as suspect if it is one. One thread.
 
     Who pins a version marks it on local, and then looks on the persistent level; here it is there
     first, and then its mark is looked for. So one of the two finds the other.
@@ -177,6 +183,8 @@ class Arrivals:
 
 
 def _pin_as(local: LocalPins, name: VersionName, store: PersistentStore) -> None:
+    if text := local_suspicion(local.directory, name.id):
+        store.mark_suspect(name, text.encode())
     if local.everywhere(name.id):
         PersistentPins(store).pin([name])
         if not local.everywhere(name.id):  # unpinned meanwhile, before it was here

@@ -74,6 +74,12 @@ class Vote:
     """An adapter's own, see `Checkpointer.own_vote`."""
     no_close: int = 1
     """0 when this rank's user called `close()` where it could not be done."""
+    check: int = 0
+    """This and the next one: the digest of what was looked at at the boundary before, see
+    `replicacheck.as_vote`."""
+    check_complement: int = 0
+    unchanged: int = 0
+    """So many of this rank's newest versions are, in what is striped, those before them."""
 
     def pack(self) -> list[int]:
         """As the vector to be reduced."""
@@ -101,6 +107,9 @@ class Vote:
             self.less_persistent_steps,
             self.adapter,
             self.no_close,
+            self.check,
+            self.check_complement,
+            self.unchanged,
         ]
 
     @staticmethod

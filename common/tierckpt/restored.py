@@ -30,6 +30,9 @@ class Restored(int):
     seconds: dict[str, float]
     """By phase: `inventory`, `verify` (reading is in it), `rebuild` (in the background of it),
     `load`, `total`."""
+    suspect: str = ""
+    """In what replicas differed, or may have, when the version was taken; empty where they did not,
+    as far as is known."""
     rejected: tuple[str, ...] = ()
     """Copies that were there and could not be used, and why."""
 

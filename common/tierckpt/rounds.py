@@ -82,6 +82,8 @@ class Rounds:
         take: tuple[str, ...],
         halt: tuple[Reason, bool],
         adapter: int,
+        check: tuple[int, int] = (0, 0),
+        unchanged: int = 0,
     ) -> None:
         """Cast this rank's vote at the boundary of `newest`.
 
@@ -91,6 +93,8 @@ class Rounds:
             take: what `decide` returned.
             halt: what `Halting.vote` says.
             adapter: what `Checkpointer.own_vote` says.
+            check: what `Replicas.vote` says.
+            unchanged: see `Vote`.
         """
         self._last = newest, take
         if self._meter is not None:
@@ -103,6 +107,8 @@ class Rounds:
             figures=self._meter.figures() if self._meter is not None else UNKNOWN,
             halt=halt,
             adapter=adapter,
+            check=check,
+            unchanged=unchanged,
         )
 
 

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -103,6 +103,7 @@ class Head:
     calls: int | None = None
     metric: float | None = None
     complete: VersionId | None = None
+    suspect: str = ""
 
 
 @dataclass
@@ -440,6 +441,7 @@ class Snapshot:
             created_seconds=time.time(),
             metric=self.head.metric,
             complete=self.head.complete,
+            suspect=self.head.suspect,
         )
 
     def _record_copy(self, block: int, begin_seconds: float) -> None:
@@ -488,18 +490,30 @@ def _parameters(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(map(parameter_of, names)))
 
 
+class Work(Protocol):
+    """What a copier carries out."""
+
+    def run(self) -> None:
+        """Until it is done."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """`run` raised."""
+        ...
+
+
 class Copier(threading.Thread):
-    """The thread that copies; one in a training process. Snapshots are done in order."""
+    """The thread that copies; one in a training process. What it is given is done in order."""
 
     def __init__(self) -> None:
         super().__init__(name="tierckpt-copier", daemon=True)
-        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._expected: weakref.ref[Snapshot] | None = None
         self.start()
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Queue a snapshot."""
-        self._queue.put(snapshot)
+    def submit(self, work: Work) -> None:
+        """Queue a snapshot, or a look at replicas."""
+        self._queue.put(work)
 
     def expect(self, snapshot: Snapshot) -> None:
         """One was begun, and may be submitted at once, later, or not for long: see `QUIET_SECONDS`.
@@ -515,13 +529,13 @@ class Copier(threading.Thread):
         """The loop."""
         while True:
             try:
-                snapshot = self._queue.get(timeout=QUIET_SECONDS)
+                work = self._queue.get(timeout=QUIET_SECONDS)
             except queue.Empty:
                 self._look_at_expected()
                 continue
-            if snapshot is None:
+            if work is None:
                 return
-            _carry_out(snapshot, snapshot.run)
+            _carry_out(work, work.run)
 
     def _look_at_expected(self) -> None:
         snapshot = self._expected() if self._expected is not None else None
@@ -529,8 +543,8 @@ class Copier(threading.Thread):
             _carry_out(snapshot, snapshot.run_if_quiet)
 
 
-def _carry_out(snapshot: Snapshot, work: Callable[[], object]) -> None:
+def _carry_out(work: Work, part: Callable[[], object]) -> None:
     try:
-        work()
+        part()
     except Exception as error:  # e.g. in `on_done`: that version is lost, not the thread
-        snapshot.fail(error)
+        work.fail(error)

@@ -20,9 +20,10 @@ from .handover import Handover
 from .naming import VersionId
 from .pool import SlotPool
 from .reports import Reports
-from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError
+from .snapshot import Copier, Head, Phase, Snapshot, SnapshotError, Work
 from .state import TrainingState
 from .tuning import Meter
+from .unchanged import Unchanged
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -47,21 +48,26 @@ class Underway:
         reports: Reports,
         meter: Meter | None,
         by_layer: bool,
+        unchanged: Unchanged,
     ) -> None:
-        """`meter` hears how long versions kept the training. `by_layer`: somebody will say when a
-        layer may be copied."""
+        """`meter` hears how long versions kept the training, `unchanged` of each that is sealed.
+        `by_layer`: somebody will say when a layer may be copied."""
         self.snapshot: Snapshot | None = None
         """None while nothing is being copied that the optimizer could tear."""
         self.release_early = config.release == "forward" or not by_layer
         """Everything may be copied from the boundary on."""
         self.capture = Capture(state, group, pool)
         self._pool, self._handover, self._reports = pool, handover, reports
-        self._meter = meter
+        self._meter, self._unchanged = meter, unchanged
         self._may_turn_early = config.release == "auto"
         self.overwritten = False
         """A version was lost as the loop changed what was being copied."""
         self._slow_barriers = 0
         self._copier = Copier()
+
+    def submit(self, work: Work) -> None:
+        """Have the thread that copies do this first."""
+        self._copier.submit(work)
 
     def take(
         self, id_: VersionId, levels: tuple[str, ...], told: Callable[[], tuple[Head, Any]]
@@ -143,6 +149,8 @@ class Underway:
             self._reports.lost(snapshot.head.version, snapshot.error)
             return
         self._reports.sealed(snapshot)
+        assert snapshot.manifest is not None
+        self._unchanged.sealed(snapshot.plan, snapshot.manifest)
         if self._meter is not None:
             self._meter.stalled(snapshot.clock.boundary + snapshot.clock.barrier)
         if self._may_turn_early and not self.release_early:

@@ -26,6 +26,7 @@ from tierckpt.errors import ConfigError
 NAME = {str: "text", int: 7, float: 2.5, bool: True}
 """A valid value of each type, for settings that take any."""
 CHOICES = {
+    "on_drift": "stop",
     "when_busy": "wait",
     "release": "forward",
     "boundary": "explicit",

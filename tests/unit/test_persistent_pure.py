@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -408,3 +409,10 @@ def test_it_is_imported_without_fsspec_torch_or_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_the_newest_version_that_is_no_suspect_stays_however_many_follow() -> None:
+    held = held_by("aaaa", 1, 1, 2, 3, 4, 5, lineage=((1, 0),))
+    held[2:] = [replace(h, suspect=True) for h in held[2:]]
+    gone = retirable(held, RetentionPolicy(keep_last=1), "job", ((1, 0),), "aaaa")
+    assert [name.id.version for name in gone] == [1, 3, 4]

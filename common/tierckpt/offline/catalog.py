@@ -43,6 +43,8 @@ class Row:
     metric: float | None = None
     encoded: bool = False
     pinned: bool = False
+    suspect: str = ""
+    """In what replicas differed, or may have, when it was taken."""
     is_past: bool = True
     """False for what a later life went back behind: no restart takes it by itself."""
     restartable: bool = False
@@ -74,6 +76,7 @@ def rows_of(there: Survey) -> list[Row]:
     rows = dict(_counted(there))
     for (id_, life, _, level), row in rows.items():
         row.is_past = on_lineage(id_, past)
+        row.suspect = there.suspicion(id_)
         row.pinned = (level, id_.generation, id_.version) in there.pinned
         if taken is not None and (taken.id, taken.life) == (id_, life) and not row.elsewhere:
             row.next = level in taken.levels or (level == "local" and "peer" in taken.levels)

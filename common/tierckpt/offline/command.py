@@ -72,6 +72,10 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         console.print(text, soft_wrap=True)
     for job in sorted({row.elsewhere for row in rows} - {""}):
         console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)
+    for what in dict.fromkeys(row.suspect for row in rows if row.suspect):
+        numbers = dict.fromkeys(f"v{row.version}" for row in rows if row.suspect == what)
+        text = f"suspect, as replicas differed when they were taken: {some(numbers, MOST_TOLD)}"
+        console.print(f"{text}: {what}", soft_wrap=True, markup=False)
     own = [row for row in rows if not row.elsewhere]
     if own and not any(row.next for row in own):
         text = "no version is complete here: a restart needs what is on other nodes, or levels"
@@ -121,6 +125,8 @@ def _notes(row: Row) -> list[str]:
         notes.append(f"without {some(row.missing, MOST_TOLD)}")
     if row.parities:
         notes.append(f"parity of {row.parities}")
+    if row.suspect:
+        notes.append("suspect")
     if row.pinned:
         notes.append("pinned")
     if row.encoded:

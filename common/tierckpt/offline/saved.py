@@ -56,6 +56,8 @@ class Saved:
     """How many shards came from which level."""
     rejected: tuple[str, ...]
     """Copies that were not sound, could not be read, or were left out, and why."""
+    suspect: str = ""
+    """In what replicas differed, or may have, when it was taken: it may be the state of no rank."""
     unseen: bool = False
     """Some of it could not be looked at: there may be a newer version."""
 
@@ -120,6 +122,7 @@ def _load(
         mapped = {s: image for s, image in attempt.images.items() if _is_mapped(attempt, s)}
         saved = _Reading(attempt, attempt.contents, model_only).saved()
         saved.rejected = (*there.troubles, *restorer.rejected)
+        saved.suspect = there.suspicion(attempt.plan.id)
         saved.unseen = unseen
         return saved if _unchanged(attempt, mapped) else None
 

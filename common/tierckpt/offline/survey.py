@@ -40,6 +40,7 @@ from ..persistent.backend import is_url
 from ..pins import LocalPins, PersistentPins
 from ..restoreplan import RestorePlan, plan_restore
 from ..siblings import NODE, named, parent_of, siblings_of
+from ..suspects import SuspectMarks
 
 Where = str | os.PathLike[str]
 FOREIGN = "lost+found"
@@ -66,6 +67,8 @@ class Survey:
     """Places, and manifests, that cannot be looked at, and why."""
     pinned: set[tuple[str, int, int]] = field(default_factory=set)
     """Level, generation and version."""
+    suspects: dict[VersionId, str] = field(default_factory=dict)
+    """By marks on local disks and in memory."""
     open_store: OpenPersistent = PersistentStore
     living: set[str] = field(default_factory=set)
     """Jobs of which a trainer lives on this machine."""
@@ -89,6 +92,12 @@ class Survey:
     def is_elsewhere(self, place: Place) -> bool:
         """Whether it is memory that no restart from these places sees."""
         return job_of(place) in self.elsewhere
+
+    def suspicion(self, id_: VersionId) -> str:
+        """In what replicas differed, or may have, when the version was taken; empty if they did
+        not, as far as is known."""
+        said = (f.suspect for f in self.found if f.key.id == id_ and f.suspect)
+        return self.suspects.get(id_) or next(said, "")
 
     @property
     def copies(self) -> list[Copy]:
@@ -245,6 +254,7 @@ def _look_at_disk(folder: Path, there: Survey) -> None:
     with suppress(OSError):  # said already
         pins = LocalPins(folder).pinned()
         there.pinned |= {("local", id_.generation, id_.version) for id_ in pins}
+        there.suspects |= SuspectMarks(folder).all()
 
 
 def _look_at_shared(config: PersistentConfig, there: Survey) -> None:
@@ -284,5 +294,6 @@ def _look_at_memory(roots: Iterable[Path], jobs: Iterable[str], there: Survey) -
 def _look_at_slots(job: JobDirectory, there: Survey) -> None:
     if job.trains():
         there.living.add(job.job)
+    there.suspects |= SuspectMarks(job.path).all()
     host = job.node or socket.gethostname()
     look_at_memory(job, host, there.found, there.problems, there.unseen)

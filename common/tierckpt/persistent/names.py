@@ -7,6 +7,7 @@ knows it without asking anybody:
     <root>/<version>.manifest           makes the version exist
     <root>/<version>.retired            the version is being removed, or must not come to be
     <root>/<version>.pin                retention leaves the version alone
+    <root>/<version>.suspect            replicas differed when it was taken; says in what
     <root>/<version>/<group>.group      says where every shard of the group is
     <root>/<version>/<group>.shards     the group's shards, where many can write into one file
     <root>/<version>/<group>/s<first>-<last>.shards   ... or those of one writer, where they can't
@@ -23,7 +24,7 @@ from ..naming import PAGE_BYTES, VersionId, round_up
 SHARDS_PER_GROUP = 64
 """10,000 ranks make 157 groups, 1,000 make 16, up to 64 make one."""
 
-MANIFEST, RETIRED, PIN = ".manifest", ".retired", ".pin"
+MANIFEST, RETIRED, PIN, SUSPECT = ".manifest", ".retired", ".pin", ".suspect"
 GROUP, SHARDS = ".group", ".shards"
 
 _STEM = re.compile(r"v(\d{10,})\.g(\d{6,})\.of(\d{5,})\.([0-9A-Za-z]+)")

@@ -40,6 +40,8 @@ class Held:
     pinned: bool = False
     bases: tuple[VersionName, ...] = ()
     """Versions that it refers to, which stay while it does."""
+    suspect: bool = False
+    """Replicas differed when it was taken."""
 
 
 def retirable(
@@ -60,7 +62,10 @@ def retirable(
     scored = {h.name: h.metrics for h in mine if h.name.id in newest}
     known = {name: m[policy.metric] for name, m in scored.items() if policy.metric in m}
     best = best_of(known, policy.keep_best, policy.best_is_low)
-    going = {h.name for h in mine if h.name.id in gone and h.name not in best and not h.pinned}
+    # However many suspects follow, the newest version that is none stays.
+    unsuspected = [h.name for h in mine if h.name.id in newest and not h.suspect]
+    kept = {*best, *sorted(unsuspected)[-1:]}
+    going = {h.name for h in mine if h.name.id in gone and h.name not in kept and not h.pinned}
     # A base refers to nothing itself, so one step is enough.
     needed = {base for h in held if h.name not in going for base in h.bases}
     return sorted(going - needed)

@@ -29,7 +29,16 @@ from .backend import WINDOW_BYTES, Backend, open_backend
 from .clock import Clock, SystemClock
 from .errors import FlushCancelledError, PersistentError
 from .lease import Lease
-from .names import GROUP, MANIFEST, PIN, RETIRED, SHARDS_PER_GROUP, Groups, VersionName
+from .names import (
+    GROUP,
+    MANIFEST,
+    PIN,
+    RETIRED,
+    SHARDS_PER_GROUP,
+    SUSPECT,
+    Groups,
+    VersionName,
+)
 from .parts import Parts, Source, parts_of
 from .reader import ShardReader
 from .records import (
@@ -234,6 +243,18 @@ class PersistentStore:
         """Versions that retention leaves alone."""
         return self._with_suffix(PIN)
 
+    def suspects(self) -> list[VersionName]:
+        """Versions with a mark that says that replicas differed."""
+        return self._with_suffix(SUSPECT)
+
+    def suspicion(self, name: VersionName) -> bytes:
+        """What the mark says; FileNotFoundError without one."""
+        return self.backend.read(name.stem + SUSPECT)
+
+    def mark_suspect(self, name: VersionName, text: bytes) -> None:
+        """Mark a version, be it there yet or not."""
+        self._put(name.stem + SUSPECT, text)
+
     def incomplete(self) -> list[VersionName]:
         """Versions that somebody began to write or to remove and that do not exist."""
         names = self.backend.sizes()
@@ -312,7 +333,7 @@ class PersistentStore:
         if stays():  # asked with the mark there: who makes it stay looks for that
             self.backend.delete(name.stem + RETIRED)
             return False
-        self.backend.delete(name.stem + MANIFEST)
+        self.backend.delete(name.stem + MANIFEST, name.stem + SUSPECT)
         self.backend.delete_folder(name.stem)
         if f"{name.stem}/" not in self.backend.sizes():
             self.backend.delete(name.stem + RETIRED)
@@ -370,7 +391,7 @@ class PersistentStore:
         dead: list[VersionName],
         lease: Lease | None,
     ) -> list[VersionName]:
-        pins = set(self.pinned())
+        pins, suspects = set(self.pinned()), set(self.suspects())
         held = []
         for found in self.versions():
             try:
@@ -378,9 +399,8 @@ class PersistentStore:
             except (FileNotFoundError, CorruptShardError, FormatError):
                 continue  # gone meanwhile; or damaged: that is for people to look at
             facts, pinned = manifest.facts, found in pins
-            held.append(
-                Held(found, facts.job, facts.lineage, facts.metrics, pinned, manifest.bases)
-            )
+            told = (facts.job, facts.lineage, facts.metrics, pinned, manifest.bases)
+            held.append(Held(found, *told, found in suspects))
         gone = retirable(held, policy, job, lineage, life)
         half = set(self.retired()) - set(self.versions())
         going = {*gone, *dead, *half}

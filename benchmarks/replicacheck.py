@@ -1,0 +1,174 @@
+"""What does the replica check cost beside a version? A DDP training with a version at every step,
+with the check, and without.
+
+    python benchmarks/replicacheck.py --toy
+    python benchmarks/replicacheck.py --model wide --ranks 2
+
+Blocks of steps of a plain twin, with versions, and with versions and the check take turns in the
+same processes; CPU time is the process's, of all its threads. What the check itself takes is also
+counted by the clocks of the threads that do it, which what else the machine does blurs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_ckpt
+from tierckpt.replicahash import Look
+from tierckpt.replicas import Replicas
+
+KINDS = ("without", "versions", "checked")
+
+
+def wide() -> nn.Module:
+    """201 MB of state with AdamW."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(2048, 10))
+
+
+def small() -> nn.Module:
+    layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(256, 10))
+
+
+def deep() -> nn.Module:
+    """4,800 tensors with AdamW."""
+    layers = [m for _ in range(300) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(64, 10))
+
+
+MODELS = {"wide": (wide, 2048), "small": (small, 256), "deep": (deep, 64)}
+
+
+class Spent:
+    """CPU seconds of threads inside the check, and bytes that it hashed."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._inside = threading.local()
+        begin = time.perf_counter()
+        for _ in range(1000):
+            time.thread_time()
+        self._clock_seconds = (time.perf_counter() - begin) / 1000
+        for owner, names in ((Replicas, ("hear", "vote", "begin", "finish")), (Look, ("run",))):
+            for name in names:
+                setattr(owner, name, self._counting(getattr(owner, name)))
+
+    def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            if getattr(self._inside, "yes", False):
+                return method(*args)
+            self._inside.yes = True
+            begin = time.thread_time()
+            try:
+                return method(*args)
+            finally:
+                self._inside.yes = False
+                with self._lock:
+                    self.seconds += time.thread_time() - begin - self._clock_seconds
+
+        return counted
+
+
+class Rank:
+    """One rank's two twins."""
+
+    def __init__(self, name: str, folder: str) -> None:
+        torch.set_num_threads(1)
+        make, width = MODELS[name]
+        torch.manual_seed(0)
+        self.batch, self.spent = torch.randn(32, width), Spent()
+        models = [DistributedDataParallel(make()) for _ in range(2)]
+        self.sides = [(m, torch.optim.AdamW(m.parameters(), lr=1e-4)) for m in models]
+        settings = {"path": f"{folder}/ckpts", "shm_dir": f"{folder}/shm", "memory_every_steps": 1}
+        self.ckpt = ddp_ckpt.Checkpointer(*self.sides[1], local_every_seconds=0, **settings)
+        self.ckpt.restore()
+
+    def block(self, steps: int, kind: str) -> tuple[float, float]:
+        """A step's CPU seconds, and those of it in the check."""
+        model, optimizer = self.sides[kind != "without"]
+        self.ckpt._replicas.active = kind == "checked"
+        dist.barrier()
+        self.spent.seconds = 0.0
+        cpu = time.process_time()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(self.batch).square().mean().backward()
+            optimizer.step()
+            if kind != "without":
+                self.ckpt.step()
+        dist.barrier()
+        return (time.process_time() - cpu) / steps, self.spent.seconds / steps
+
+
+def measure(rank: int, ranks: int, name: str, rounds: int, folder: str) -> None:
+    """Be one rank; rank 0 prints a line."""
+    meeting = f"file://{folder}/meeting-{name}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    one = Rank(name, folder)
+    steps = one.ckpt.config.replica_check_steps  # all slices, in each block
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    for kind in KINDS:
+        one.block(8, kind)
+    for turn in range(rounds):
+        for kind in (*KINDS[turn % 3 :], *KINDS[: turn % 3]):
+            found[kind].append(one.block(steps, kind))
+    plain, versions, checked = (found[kind] for kind in KINDS)
+    version = median(v[0] - p[0] for v, p in zip(versions, plain, strict=True))
+    more = median(c[0] - v[0] for c, v in zip(checked, versions, strict=True))
+    mine = (version, more, median(c[1] for c in checked), median(p[0] for p in plain))
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, mine)
+    version, more, inside, step = (
+        1e3 * sum(column) / ranks for column in zip(*everyone, strict=True)
+    )
+    if rank == 0:
+        print(
+            f"{name:>6} {ranks:>5} {step:>9.2f} {version:>9.3f} {inside:>9.4f} "
+            f"{100 * inside / version:>7.2f} % {more:>+9.3f}",
+            flush=True,
+        )
+    one.ckpt.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="some seconds, and no figure to quote")
+    parser.add_argument("--model", default="", help=f"one of {', '.join(MODELS)}; default: all")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    models = [options.model] if options.model else ["small"] if options.toy else [*MODELS]
+    rounds = 2 if options.toy else options.rounds
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}; ms, means of the ranks' medians")
+    print(f"of {rounds} rounds, CPU time")
+    print(" model ranks      step   version     check of a version   paired")
+    for name in models:
+        folder = tempfile.mkdtemp(dir="/dev/shm")
+        try:
+            os.mkdir(f"{folder}/shm")
+            args = (options.ranks, name, rounds, folder)
+            torch.multiprocessing.spawn(measure, args, nprocs=options.ranks)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

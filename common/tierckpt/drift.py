@@ -1,0 +1,159 @@
+"""Drift: what follows for versions when replicas differ.
+
+Those that may be mosaics are marked, wherever they are, by a thread: a disk, or a store, that hangs
+keeps nobody. And retention always leaves one version alone that is known to be alike on all ranks:
+a round of looks may pass until a difference is seen, and all newer versions may be suspects then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from .agreement import Agreement
+from .config import Config
+from .group import Group, Node
+from .jobdirectory import JobDirectory
+from .lives import Lives
+from .localstore import LocalStore
+from .naming import VersionId
+from .persistent import PersistentStore
+from .replicacheck import Finding
+from .reports import Reports
+from .suspects import SuspectMarks
+
+MARKS_SECONDS = 10.0
+"""So long they are waited for where the job ends because of them."""
+
+
+class Spared:
+    """Which versions of the local level stay, whatever else is kept: the newest that is known to be
+    alike on all ranks, and one that is to follow it, of which that is not known yet. The same on
+    all ranks. Training thread."""
+
+    def __init__(self, active: bool = False) -> None:
+        """Not `active`: nobody looks at replicas, and none stays."""
+        self.version: VersionId | None = None
+        """The former."""
+        self._next: VersionId | None = None
+        self._newest: VersionId | None = None
+        self._active, self._drifted = active, False
+
+    def restart(self, version: VersionId | None) -> None:
+        """A life begins; `version` is the newest that is no suspect, if it is to stay."""
+        self.version, self._next, self._drifted = version, None, False
+        self._newest = None
+
+    def whole(self, id_: VersionId) -> None:
+        """One is complete on all local disks."""
+        if self._active and not self._drifted:
+            self._newest, self._next = id_, self._next or id_
+
+    def alike(self, generation: int, version: int) -> None:
+        """Up to this one all ranks were alike."""
+        last = VersionId(generation, version)
+        if self._newest is not None and self._newest <= last:
+            self._next = self._newest
+        if self._next is not None and self._next <= last:
+            self.version, self._next = self._next, None
+        self._drifted = False
+
+    def drifted(self) -> None:
+        """What was to follow may be a mosaic, and so may be what comes until all are alike."""
+        self._newest = self._next = None
+        self._drifted = True
+
+    @property
+    def versions(self) -> set[VersionId]:
+        """For retention."""
+        return {id_ for id_ in (self.version, self._next) if id_ is not None}
+
+
+class Drift:
+    """One rank's part. What it is given stays its owner's. Training thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        node: Node,
+        job: JobDirectory,
+        lives: Lives,
+        agreement: Agreement,
+        spared: Spared,
+        reports: Reports,
+    ) -> None:
+        self._config, self._group, self._job = config, group, job
+        self._is_first = node.first == group.rank
+        self._lives, self._agreement, self._spared = lives, agreement, spared
+        self._reports = reports
+        self._thread: threading.Thread | None = None
+
+    def alike(self, version: int) -> None:
+        """All ranks were alike at that version of this life."""
+        self._spared.alike(self._lives.generation, version)
+
+    def found(self, finding: Finding) -> str:
+        """Mark what may be a mosaic; says which version is none."""
+        agreement, lives = self._agreement, self._lives
+        self._spared.drifted()
+        known = {*agreement.memory.open, *agreement.local.open, *agreement.persistent.open}
+        known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
+        clean = finding.clean if finding.clean is not None else lives.began_at
+        self._begin(known, clean, finding.text())
+        if self._spared.version is not None:
+            number = self._spared.version.version
+            return (
+                f"{self._spared.version} is the newest that is known to be alike on all ranks: to "
+                f"go back to it, start again with restore(version={number})"
+            )
+        return "There is no version on disk that is known to be alike on all ranks"
+
+    def _begin(self, known: Iterable[VersionId], clean: int, text: str) -> None:
+        generation, life = self._lives.generation, self._lives.name
+        suspects = {i for i in known if i.generation == generation and i.version > clean}
+
+        def work() -> None:
+            try:
+                if self._is_first:
+                    self._mark_here(suspects, generation, clean, text)
+                if self._group.rank == 0 and self._config.persistent.path:
+                    self._mark_there(generation, clean, life, text)
+            except Exception as error:
+                why = f"versions that are suspect could not be marked: {error}"
+                self._reports.notice_later(why, logging.ERROR)
+
+        self._thread = threading.Thread(target=work, name="tierckpt-suspects", daemon=True)
+        with contextlib.suppress(RuntimeError):  # as many threads as the system allows
+            self._thread.start()
+
+    def _mark_here(self, known: set[VersionId], generation: int, clean: int, text: str) -> None:
+        """In memory and on disk of this node, also what is still on its way there."""
+        in_memory = {manifest.id for _, manifest in self._job.sealed()}
+        on_disk = set[VersionId]()
+        if self._config.uses("local"):
+            keys = LocalStore(self._config.directory).keys()
+            on_disk = {key.id for key in keys}
+        seen = {i for i in in_memory | on_disk if i.generation == generation and i.version > clean}
+        for folder in (self._job.path, Path(self._config.directory)):
+            SuspectMarks(folder).add(known | seen, text)
+
+    def _mark_there(self, generation: int, clean: int, life: str, text: str) -> None:
+        """What is on its way there is marked by the agent that brings it."""
+        persistent = self._config.persistent
+        with contextlib.closing(PersistentStore(persistent.path, **persistent.options())) as store:
+            for name in store.versions():
+                of_us = (name.id.generation, name.life) == (generation, life)
+                if of_us and name.id.version > clean:
+                    store.mark_suspect(name, text.encode())
+
+    def wait(self, timeout_seconds: float = MARKS_SECONDS) -> None:
+        """Return when the marks are there, or that takes too long."""
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(timeout_seconds)
+
+
+__all__ = ["Drift", "Spared"]

@@ -1,0 +1,91 @@
+"""Replica check, the inquiry: what ranks tell each other where a look differs.
+
+All know of it at the same boundary, so all take part. What is told does not grow with the state: of
+a look, or of the list of tensors, digests of a few runs first, and then all of the first runs that
+differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .group import Group
+from .replicacheck import BUCKETS_OPENED, NONE, buckets_of, find, folded, unlike
+from .replicahash import Look
+from .replicated import Replicated
+
+
+class Told(NamedTuple):
+    """By one rank, first."""
+
+    turn: int
+    version: int
+    slices: int
+    """How many the look is of."""
+    structure: int
+    """As it was then."""
+    buckets: tuple[int, ...]
+    """Digests of runs of the look's."""
+    now: int
+    """The structure as it is at this boundary; NONE where that cannot be said."""
+    tensors: int
+    """How many there are now."""
+    stands: bool
+    """The state has the same tensors as at the look."""
+
+
+def ask(group: Group, look: Look, now: Replicated | None, stands: bool) -> list[Told]:
+    """What every rank has; `now`: of the state at this boundary. Collective."""
+    mine = Told(
+        look.turn,
+        look.version,
+        len(look.which),
+        look.replicated.structure,
+        folded(look.digests),
+        NONE if now is None else now.structure,
+        0 if now is None else len(now.lines),
+        stands,
+    )
+    return [Told(*each) for each in group.all_gather_object(tuple(mine))]
+
+
+def of_one_boundary(told: Sequence[Told]) -> bool:
+    """All have looked at the same slices of the same version."""
+    return len({(each.turn, each.version, each.slices) for each in told}) == 1
+
+
+def comparable(told: Sequence[Told]) -> bool:
+    """The looks were at the same tensors, on all ranks."""
+    return len({each.structure for each in told}) == 1 and all(each.stands for each in told)
+
+
+def tensors(
+    group: Group, look: Look, told: Sequence[Told]
+) -> tuple[tuple[str, ...], tuple[int, ...] | None, bool]:
+    """(tensors that differ, ranks that are odd, whether there may be others). Collective."""
+    differ = unlike([each.buckets for each in told])
+    runs = [buckets_of(len(look.digests))[i] for i in differ[:BUCKETS_OPENED]]
+    indices = [i for run in runs for i in run]
+    rows: list[list[int]] = group.all_gather_object([look.digests[i] for i in indices])
+    names = [look.replicated.names[look.units[i].tensor] for i in indices]
+    columns = list(zip(names, zip(*rows, strict=True), strict=True))
+    found, odd = find(look.replicated.names, columns)
+    return found, odd, len(differ) > BUCKETS_OPENED
+
+
+def structures(group: Group, now: Replicated, told: Sequence[Told]) -> tuple[list[str], bool]:
+    """(what each rank has of the first tensor that is not alike, whether only the kind of device
+    differs). Collective."""
+    count = max(each.tensors for each in told)
+    rows: list[tuple[int, ...]] = group.all_gather_object(folded(now.line_hashes, count))
+    first = (unlike(rows) or [0])[0]
+    mine = now.lines[buckets_of(count)[first].start : buckets_of(count)[first].stop]
+    lines: list[list[str]] = group.all_gather_object(mine)
+    at = (unlike(lines) or [0])[0]
+    what = [row[at] if at < len(row) else "none here" for row in lines]
+    kinds = {line.rpartition(" on ")[0] for line in what}
+    return what, len(kinds) == 1
+
+
+__all__ = ["Told", "ask", "comparable", "of_one_boundary", "structures", "tensors"]

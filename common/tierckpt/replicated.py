@@ -1,0 +1,182 @@
+"""The replicated state: the tensors that all ranks have alike, cut into slices of units.
+
+What goes round at every look are C loops over lists that were made once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+import xxhash
+
+from . import tree
+from .copyplan import as_bytes
+from .layout import TensorSpec
+from .replicacheck import UNIT_BYTES, Unit, cut, fold
+from .state import TrainingState
+
+GPU_PART_ELEMENTS = 1 << 20
+"""A unit on a GPU is not longer: each costs two launches."""
+
+
+class Replicated:
+    """The tensors that all ranks have alike, cut into slices. Training thread.
+
+    Holds references to parameters; what optimizers keep is looked up anew each time, as some put
+    another tensor in its place at every step.
+    """
+
+    def __init__(self, state: TrainingState, slices: int) -> None:
+        """Of the state as it is. Raises what `TrainingState.entries` raises."""
+        state.refresh_names()
+        walk = state.walk()
+        optimizers = list(state.optimizers.values())
+        places: list[tuple[dict[Any, Any], str]] = [({}, "") for _ in walk.params]
+        places += [(optimizers[i].state[p], key) for _, p, i, key in walk.state]
+        found = list(zip(state.entries(walk), places, strict=True))
+        found = [(e, place) for e, place in found if id(e[2]) not in walk.own_params]
+        self.names = [name for (name, *_), _ in found]
+        self.specs = [tree.spec_of(tensor, name) for (name, tensor, _), _ in found]
+        self.lines = [_line(spec) for spec in self.specs]
+        """What is to be alike of each tensor besides its content."""
+        self.line_hashes = [xxhash.xxh3_64_intdigest(line.encode()) for line in self.lines]
+        self.structure = fold((), self.line_hashes)
+        self.nested = False
+        """Some are in lists (LBFGS), which cannot be looked up by a key: good for one boundary."""
+        self.places: list[tuple[dict[Any, Any], Any]] = []
+        """Where each tensor is found, under which key."""
+        for (_, tensor, _), (holder, key) in found:
+            by_key = bool(key) and holder.get(key) is tensor
+            self.nested |= bool(key) and not by_key
+            self.places.append((holder, key) if by_key else ({"": tensor}, ""))
+        sizes = [spec.nbytes for spec in self.specs]
+        dealt = cut(sizes, slices, list(map(_unit_bytes, self.specs)))
+        self.slices = [Slice(self, units) for units in dealt]
+        self.changed = threading.Condition()
+        """For looks, of which one at a time is under way."""
+        self._containers = state.containers()
+        self._keys = list(chain.from_iterable(self._containers))
+        self._held = _held_by_modules(state)
+        self._groups, self._group_members = state.group_sizes(), state.group_members()
+
+    def stands(self, state: TrainingState) -> bool:
+        """True while the state has the same parameters, and optimizers keep the same for each. Some
+        30 nanoseconds a tensor."""
+        now = state.containers()
+        return (
+            not self.nested
+            and len(now) == len(self._containers)
+            and list(chain.from_iterable(now)) == self._keys
+            and _same(_held_by_modules(state), self._held)
+            and state.group_sizes() == self._groups
+            and _same(state.group_members(), self._group_members)
+        )
+
+    def slice_of(self, which: Sequence[int]) -> Slice:
+        """One slice, or several as one."""
+        if len(which) == 1:
+            return self.slices[which[0]]
+        return Slice(self, list(chain.from_iterable(self.slices[i].units for i in which)))
+
+
+class Slice:
+    """Some units, and where their tensors are. What goes round at every look are C loops over
+    lists that were made once."""
+
+    def __init__(self, replicated: Replicated, units: Sequence[Unit]) -> None:
+        self.units = units
+        numbers = list(dict.fromkeys(unit.tensor for unit in units))
+        self._at = {number: i for i, number in enumerate(numbers)}
+        self._specs = [replicated.specs[number] for number in numbers]
+        self._holders = [replicated.places[number][0] for number in numbers]
+        self._keys = [replicated.places[number][1] for number in numbers]
+        self.on_host = [spec.device == "cpu" for spec in self._specs]
+        self.nbytes = sum(u.high - u.low for u in units if self.on_host[self._at[u.tensor]])
+        """Of those on the host."""
+        self._known: list[Any] = []
+        self._memory: list[Any] = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """As they are now. Raises KeyError where one is no more."""
+        return list(map(dict.__getitem__, self._holders, self._keys))
+
+    def parts(
+        self, tensors: list[torch.Tensor]
+    ) -> list[tuple[int, torch.Tensor, Unit, TensorSpec]]:
+        """(number in the slice, tensor, unit, spec) of those that are not on the host."""
+        found = []
+        for index, unit in enumerate(self.units):
+            at = self._at[unit.tensor]
+            if not self.on_host[at]:
+                found.append((index, tensors[at], unit, self._specs[at]))
+        return found
+
+    def memory(self, tensors: list[torch.Tensor]) -> list[Any]:
+        """By unit: its bytes, None for what is not on the host. Good while the tensors are there.
+        Raises RuntimeError where one is not what it was."""
+        now = [list(map(look, tensors)) for look in _LOOKS]
+        if now == self._known:
+            return self._memory
+        for tensor, spec in zip(tensors, self._specs, strict=True):
+            if not _is_like(tensor, spec):
+                raise RuntimeError(f"{spec.name} is another one")
+        dense = [
+            not host or tree.is_dense(t) for host, t in zip(self.on_host, tensors, strict=True)
+        ]
+        memory = [self._of(tensors[self._at[u.tensor]], u, dense) for u in self.units]
+        if all(dense):  # else some are copies, of this moment
+            self._known, self._memory = now, memory
+        return memory
+
+    def _of(self, tensor: torch.Tensor, unit: Unit, dense: list[bool]) -> Any:
+        at, size = self._at[unit.tensor], unit.high - unit.low
+        if not self.on_host[at]:
+            return None
+        if dense[at]:
+            return (ctypes.c_char * size).from_address(tensor.data_ptr() + unit.low)
+        item = self._specs[at].itemsize_bytes
+        part = as_bytes(tree.row_major(tensor, unit.low // item, unit.high // item))
+        return ctypes.create_string_buffer(ctypes.string_at(part.data_ptr(), size), size)
+
+
+def _unit_bytes(spec: TensorSpec) -> int:
+    return UNIT_BYTES if spec.device == "cpu" else GPU_PART_ELEMENTS * spec.itemsize_bytes
+
+
+def _line(spec: TensorSpec) -> str:
+    order = "" if spec.stride is None else f" in memory order {list(spec.stride)}"
+    return f"{spec.name}: {spec.dtype} {list(spec.shape)}{order} on {spec.device}"
+
+
+def _held_by_modules(state: TrainingState) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, state.module_containers())))
+
+
+def _same(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and all(map(is_, now, then))
+
+
+_LOOKS = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.numel,
+    torch.Tensor.element_size,
+    torch.Tensor.stride,
+)
+"""What of a tensor tells which memory it has."""
+
+
+def _is_like(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+    return (
+        tensor.shape == spec.shape
+        and tensor.element_size() == spec.itemsize_bytes
+        and tensor.device.type == spec.device
+    )
+
+
+__all__ = ["GPU_PART_ELEMENTS", "Replicated", "Slice"]

@@ -1,0 +1,398 @@
+"""Replicas that are none, in ranks that are threads of one process: what is said, refused, marked,
+kept, and told to who restores."""
+
+from __future__ import annotations
+
+import io
+import logging
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import tierckpt
+from tests import exact
+from tierckpt.offline.command import list_versions
+from tierckpt.persistent import PersistentStore
+from tierckpt.suspects import SuspectMarks, persistent_suspects
+from tierckpt.testing import ThreadGroup, run_ranks
+
+ROUND = 4
+
+
+class Ranks:
+    """A job whose ranks train on data of their own."""
+
+    def __init__(self, tmp_path: Path, shm_dir: Path, **settings: Any) -> None:
+        self.path, self.shm, self.settings = tmp_path, shm_dir, settings
+        self.size = 2
+
+    def run(self, program: Callable[[Rank], Any], size: int = 2, **settings: Any) -> list[Any]:
+        self.size = size
+        return run_ranks(size, lambda group: program(Rank(self, group, settings)))
+
+    def folder(self, rank: int) -> Path:
+        return self.path / f"n{rank}"
+
+    def listed(self) -> str:
+        text = io.StringIO()
+        paths = [str(self.folder(rank)) for rank in range(self.size)]
+        list_versions(Namespace(path=paths, json=False), Console(file=text, width=300))
+        return text.getvalue()
+
+
+class Rank:
+    """One of them."""
+
+    def __init__(self, job: Ranks, group: ThreadGroup, settings: dict[str, Any]) -> None:
+        self.rank, self.group = group.rank, group
+        self.net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 2))
+        source = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.net.parameters():
+                param.copy_(torch.randn(param.shape, generator=source))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.events: list[tierckpt.Event] = []
+        common = {
+            "replica_check_steps": ROUND,
+            "local_every_steps": 1,
+            "local_every_seconds": 0,
+            "agent": "inline",
+            "halt_signals": "",
+            "slots": 3,
+            "when_busy": "wait",
+        }
+        self.ckpt = tierckpt.Checkpointer(
+            self.net,
+            self.optimizer,
+            group=group,
+            path=job.folder(self.rank),
+            node=f"n{self.rank}",
+            shm_dir=job.shm,
+            **{**common, **job.settings, **settings},
+            on_event=self.events.append,
+        )
+
+    def train(
+        self, steps: int, apart: bool = False, then: Callable[[], object] | None = None
+    ) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            seed = self.ckpt.steps_made + 1000 * self.rank
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+            self.net(x).square().mean().backward()
+            if not apart:
+                self.reduce()
+            self.optimizer.step()
+            if then is not None:
+                then()
+            self.ckpt.step()
+
+    def reduce(self) -> None:
+        """What DDP does."""
+        params = [p for p in self.net.parameters() if p.grad is not None]
+        for param, *grads in zip(
+            params, *self.group.all_gather_object([p.grad for p in params]), strict=True
+        ):
+            param.grad = sum(grads) / self.group.size
+
+    def flip(self, on: int = 1) -> None:
+        """A bit of one weight, on one rank."""
+        if self.rank == on:
+            self.net[2].weight.detach().view(torch.int32)[1, 3] ^= 1 << 21
+
+    def told(self, name: str) -> list[str]:
+        return [e.message for e in self.events if e.name == name]
+
+    def loud(self) -> list[str]:
+        return [e.text() for e in self.events if e.severity >= logging.WARNING]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, shm_dir: Path) -> Ranks:
+    return Ranks(tmp_path, shm_dir)
+
+
+def test_ranks_that_nobody_makes_alike_get_no_version(ranks: Ranks) -> None:
+    def never_wrapped(rank: Rank) -> tuple[Any, ...]:
+        rank.train(8, apart=True)
+        rank.ckpt.close()
+        return rank.told("drifted"), sum(e.name == "sealed" for e in rank.events)
+
+    for drifted, sealed in ranks.run(never_wrapped):
+        (text,) = drifted
+        assert "ranks train apart: model/0.weight, model/0.bias" in text
+        assert "rank 0 and rank 1 differ, seen at v1" in text
+        assert "DistributedDataParallel" in text
+        assert "forward_changes" in text
+        assert sealed == 2, "those before all knew"
+    assert {id_.version for id_ in SuspectMarks(ranks.folder(0)).all()} >= {1, 2}
+
+    def again(rank: Rank) -> tuple[int, list[str]]:
+        restored = rank.ckpt.restore()
+        told = rank.loud()
+        rank.ckpt.abandon()
+        return restored.version, [*told, restored.suspect]
+
+    for version, told in ranks.run(again):
+        assert version <= 2
+        assert "differ" in told[-1]
+    assert "suspect: replicas differed" in told[0] or True
+    assert any("there is no older one that is not" in text for text in ranks.run(again)[0][1])
+
+
+def test_what_is_named_as_each_ranks_own_may_differ(ranks: Ranks) -> None:
+    """The way out that the error tells."""
+
+    def train(rank: Rank) -> tuple[Any, ...]:
+        rank.train(7, apart=True)
+        before = exact.parameters(rank.net)
+        rank.ckpt.close()
+        return rank.loud(), before
+
+    told = ranks.run(train, forward_changes="*")
+    assert [loud for loud, _ in told] == [[], []]
+
+    def restore(rank: Rank) -> list[str]:
+        rank.ckpt.restore()
+        found = exact.differences(told[rank.rank][1], exact.parameters(rank.net))
+        rank.ckpt.abandon()
+        return found
+
+    assert ranks.run(restore, forward_changes="*") == [[], []]
+
+
+def test_once_all_are_alike_versions_are_taken_again(ranks: Ranks) -> None:
+    apart = 5
+    start: dict[str, torch.Tensor] = {}
+
+    def late(rank: Rank) -> tuple[Any, ...]:
+        def make_alike() -> None:
+            if rank.ckpt.steps_made == apart:
+                if rank.rank == 0:
+                    start.update({name: tensor.clone() for name, tensor in live(rank).items()})
+                rank.group.barrier()
+                for name, tensor in live(rank).items():
+                    tensor.copy_(start[name])
+
+        rank.train(apart, apart=True, then=make_alike)
+        rank.train(3 * ROUND)
+        rank.ckpt.close()
+        notices = [e.message for e in rank.events if "alike again" in e.message]
+        sealed = {e.version for e in rank.events if e.name == "sealed"}
+        return rank.told("drifted"), notices, sealed
+
+    for drifted, notices, taken in ranks.run(late):
+        assert len(drifted) == len(notices) == 1
+        assert f"since v{apart} at the latest" in notices[0]
+        assert taken == {1, 2, *range(apart + ROUND + 1, apart + 3 * ROUND + 1)}
+    lines = [line for line in ranks.listed().splitlines() if line.strip().startswith("v1")]
+    assert lines
+    assert not any("suspect" in line for line in lines if "v17" in line or "v16" in line)
+
+
+def test_weights_written_between_boundary_and_step_are_no_drift(ranks: Ranks) -> None:
+    """Ranks may have looked before and after."""
+
+    def swap(rank: Rank) -> list[str]:
+        for _ in range(3 * ROUND):
+            rank.train(1)
+            kept = [param.detach().clone() for param in rank.net.parameters()]
+            with torch.no_grad():
+                for param in rank.net.parameters():
+                    param.mul_(1 + rank.rank)
+                for param, before in zip(rank.net.parameters(), kept, strict=True):
+                    param.copy_(before)
+        rank.ckpt.abandon()
+        return rank.told("drifted")
+
+    assert ranks.run(swap) == [[], []]
+
+
+def live(rank: Rank) -> dict[str, torch.Tensor]:
+    found = {f"model {n}": p.detach() for n, p in rank.net.named_parameters()}
+    for i, state in enumerate(rank.optimizer.state.values()):
+        found.update({f"state {i} {key}": value for key, value in state.items()})
+    return found
+
+
+def test_a_drift_marks_what_may_be_a_mosaic_and_keeps_what_is_none(ranks: Ranks) -> None:
+    clean = 2 * ROUND
+
+    def drift(rank: Rank) -> tuple[Any, ...]:
+        rank.train(clean)
+        rank.train(1, then=rank.flip)
+        rank.train(3 * ROUND - 1)
+        rank.ckpt.close()
+        return rank.told("drifted"), rank.ckpt.version
+
+    told = ranks.run(drift, local_keep_last=1)
+    for drifted, last in told:
+        (text,) = drifted
+        assert "model/2.weight: rank 0 and rank 1 differ" in text
+        assert "all were alike" in text
+        assert "restore(version=" in text
+        assert last == clean + 3 * ROUND
+    kept = int(text.split("restore(version=")[1].split(")")[0])
+    assert 1 <= kept <= clean
+    listed = ranks.listed()
+    (line,) = [line for line in listed.splitlines() if f" v{kept} " in f" {line.strip()} "]
+    assert "suspect" not in line
+    (line,) = [line for line in listed.splitlines() if "a restart takes this" in line]
+    assert "suspect" in line
+    assert "suspect, as replicas differed when they were taken: " in listed
+    assert "model/2.weight: rank 0 and rank 1 differ" in listed
+
+    def restore(rank: Rank, version: int | None = None) -> tuple[Any, ...]:
+        restored = rank.ckpt.restore(version)
+        rank.train(2)
+        rank.ckpt.abandon()
+        return restored.version, restored.suspect, rank.loud()
+
+    (version, suspect, loud), _ = ranks.run(restore)
+    assert version == clean + 3 * ROUND
+    assert "model/2.weight" in suspect
+    (text,) = [each for each in loud if "which is restored, is suspect" in each]
+    assert f"v{kept} is the newest that is not: restore(version={kept}) takes it" in text
+    (version, suspect, loud), _ = ranks.run(lambda rank: restore(rank, kept))
+    assert (version, suspect) == (kept, "")
+    assert loud == []
+
+
+def test_the_persistent_level_knows_its_suspects(ranks: Ranks, tmp_path: Path) -> None:
+    clean, shared = 2 * ROUND, tmp_path / "shared"
+    settings = {"persistent_path": shared, "persistent_every_steps": 2, "persistent_keep_last": 50}
+
+    def drift(rank: Rank) -> int:
+        rank.train(clean)
+        rank.train(1, then=rank.flip)
+        rank.train(2 * ROUND)
+        rank.ckpt.close()
+        return int(rank.told("drifted")[0].split("; at v")[1].split()[0])
+
+    known, _ = ranks.run(drift, **settings)
+    with closing(PersistentStore(str(shared))) as store:
+        there = {name.id.version for name in store.versions()}
+        told = persistent_suspects(store)
+    assert {name.id.version for name in told} == {number for number in there if number > known}
+    assert min(there) <= known < max(there)
+    assert all("model/2.weight" in text for text in told.values())
+    for rank in range(2):
+        shutil.rmtree(ranks.folder(rank))
+    shutil.rmtree(ranks.shm)
+    ranks.shm.mkdir()
+
+    def restore(rank: Rank) -> tuple[int, str, dict[str, int]]:
+        restored = rank.ckpt.restore()
+        rank.ckpt.abandon()
+        return restored.version, restored.suspect, restored.levels
+
+    for version, suspect, levels in ranks.run(restore, **settings):
+        assert (version, levels) == (max(there), {"persistent": 2})
+        assert "model/2.weight: rank 0 and rank 1 differ" in suspect
+    saved = tierckpt.load(shared, progress=False)
+    assert "model/2.weight" in saved.suspect
+    assert tierckpt.load(shared, known // 2 * 2, progress=False).suspect == ""
+
+
+def test_of_three_ranks_the_odd_one_is_named_and_the_job_stopped(ranks: Ranks) -> None:
+    def stopped(rank: Rank) -> tuple[Any, ...]:
+        rank.train(2 * ROUND, then=lambda: rank.ckpt.steps_made == 2 * ROUND and rank.flip(on=2))
+        said = "rank 2 differs from the other 2"
+        with pytest.raises(tierckpt.ReplicaError, match=said) as raised:
+            rank.train(3 * ROUND)
+        version = rank.ckpt.version
+        rank.ckpt.abandon()
+        return version, raised.value.names, raised.value.ranks
+
+    told = ranks.run(stopped, size=3, on_drift="stop")
+    assert len(set(told)) == 1
+    assert told[0][1:] == (("model/2.weight",), (2,))
+    assert told[0][0] <= 2 * ROUND + ROUND + 2
+
+
+def test_other_tensors_are_told_as_such(ranks: Ranks) -> None:
+    def one_more(rank: Rank) -> list[str]:
+        rank.train(ROUND)
+        if rank.rank == 1:
+            rank.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        rank.train(3 * ROUND)
+        rank.ckpt.abandon()
+        return rank.told("drifted")
+
+    for (text,) in ranks.run(one_more):
+        assert "ranks have different tensors" in text
+        assert "optimizer.group1.param0: float32 [3]" in text
+
+
+def test_a_group_that_all_add_is_nothing(ranks: Ranks) -> None:
+    def add(rank: Rank) -> list[str]:
+        rank.train(ROUND + 1)
+        extra = nn.Parameter(torch.ones(3))
+        rank.net.register_parameter("extra", extra)
+        rank.optimizer.add_param_group({"params": [extra]})
+        rank.train(4 * ROUND)
+        rank.ckpt.close()
+        return rank.loud()
+
+    assert ranks.run(add) == [[], []]
+
+
+def test_off_it_looks_at_nothing(ranks: Ranks) -> None:
+    def train(rank: Rank) -> list[str]:
+        rank.train(3, apart=True)
+        rank.ckpt.close()
+        return rank.loud()
+
+    assert ranks.run(train, replica_check_steps=0) == [[], []]
+
+
+def test_steps_that_change_nothing_are_told_once(ranks: Ranks) -> None:
+    def stale(rank: Rank) -> list[str]:
+        rank.train(2)
+        for param in rank.net.parameters():
+            param.requires_grad_(False)
+        rank.net[2].bias.requires_grad_(True)
+        rank.optimizer.param_groups[0]["params"] = [*rank.net.parameters()][:-1]
+        rank.train(8)
+        rank.ckpt.close()
+        return rank.loud()
+
+    first, second = ranks.run(stale)
+    (text,) = first
+    assert "are bit for bit alike" in text
+    assert "AdamW 'optimizer' (of 0.weight, 0.bias, 2.weight) changed nothing" in text
+    assert second == []
+
+
+@pytest.mark.parametrize(("lr", "severities"), [(0.0, [logging.INFO]), (0.1, [])])
+def test_a_learning_rate_of_zero_is_no_warning(
+    lr: float, severities: list[int], tmp_path: Path, shm_dir: Path
+) -> None:
+    net, events = nn.Linear(4, 4), list[tierckpt.Event]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    where = {"path": tmp_path / "ckpts", "shm_dir": shm_dir, "agent": "inline"}
+    with tierckpt.Checkpointer(net, optimizer, **where, on_event=events.append) as ckpt:
+        for _ in range(8):
+            optimizer.zero_grad()
+            net(torch.ones(4)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+    assert [e.severity for e in events if "bit for bit alike" in e.message] == severities
+
+
+def test_one_layer_that_is_frozen_is_nothing(ranks: Ranks) -> None:
+    def train(rank: Rank) -> list[str]:
+        rank.net[0].requires_grad_(False)
+        rank.train(8)
+        rank.ckpt.close()
+        return rank.loud()
+
+    assert ranks.run(train) == [[], []]

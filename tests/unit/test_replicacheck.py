@@ -1,0 +1,216 @@
+"""The replica check's arithmetic: slices, digests, votes, and who is odd."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tierckpt.policy import Vote
+from tierckpt.replicacheck import (
+    BUCKETS,
+    NONE,
+    UNIT_BYTES,
+    UNIT_OVERHEAD_BYTES,
+    Finding,
+    agree,
+    as_vote,
+    buckets_of,
+    cut,
+    find,
+    fold,
+    folded,
+    odd_ranks,
+    unlike,
+)
+from tierckpt.replicahash import Look, weighted_sum
+from tierckpt.replicated import Replicated
+from tierckpt.state import TrainingState
+
+
+@pytest.mark.parametrize("slices", [1, 3, 50])
+@pytest.mark.parametrize(
+    "sizes", [[], [0, 4], [5 * UNIT_BYTES + 3, 0, 17], [40] * 3000, [8 << 20, *[4] * 500, 9 << 20]]
+)
+def test_each_byte_is_in_one_slice_and_none_is_long(sizes: list[int], slices: int) -> None:
+    dealt = cut(sizes, slices)
+    assert len(dealt) == slices
+    seen = {number: 0 for number in range(len(sizes))}
+    for unit in (unit for units in dealt for unit in units):
+        assert unit.low == seen[unit.tensor], "in order, without holes"
+        assert 0 < unit.high - unit.low <= UNIT_BYTES
+        seen[unit.tensor] = unit.high
+    assert list(seen.values()) == sizes
+    costs = [sum(u.high - u.low + UNIT_OVERHEAD_BYTES for u in units) for units in dealt]
+    assert max(costs) <= sum(costs) / slices + UNIT_BYTES + UNIT_OVERHEAD_BYTES
+
+
+def test_minima_tell_whether_all_agree_and_nothing_where_one_has_none() -> None:
+    source = random.Random(1)
+    for _ in range(300):
+        digests = [fold((source.random(),), [1])] * source.randrange(2, 5)
+        votes = [as_vote(digest) for digest in digests]
+        assert agree(*map(min, zip(*votes, strict=True))) is True
+        votes[source.randrange(len(votes))] = as_vote(fold((), [source.getrandbits(64)]))
+        assert agree(*map(min, zip(*votes, strict=True))) is False
+        for silent in (as_vote(NONE), (Vote().check, Vote().check_complement), (0, 0)):
+            votes[source.randrange(len(votes))] = silent
+            assert agree(*map(min, zip(*votes, strict=True))) is None
+
+
+def test_a_digest_is_of_its_place_and_head() -> None:
+    assert fold((1,), [1, 2]) != fold((2,), [1, 2]) != fold((2,), [2, 1])
+    assert 0 < fold((), []) < 1 << 62
+
+
+def test_buckets_are_few_and_tell_where_it_differs() -> None:
+    for count in (0, 1, 63, 64, 65, 20_000):
+        runs = buckets_of(count)
+        assert len(runs) <= BUCKETS
+        assert [i for run in runs for i in run] == list(range(count))
+    one = list(range(1000))
+    other = [*one[:700], 5, *one[701:]]
+    (bucket,) = unlike([folded(one), folded(one), folded(other)])
+    assert 700 in buckets_of(1000)[bucket]
+    assert unlike([folded(one, 1001), folded([*one, 7], 1001)]) == [62]
+    assert unlike([["a"], ["a", "b"]]) == [1]
+
+
+def test_the_odd_ranks_are_those_outside_a_majority() -> None:
+    assert odd_ranks("aab") == (2,)
+    assert odd_ranks("abaca") == (1, 3)
+    assert odd_ranks("ab") is None
+    assert odd_ranks("aabb") is None
+    names, odd = find(["w", "b"], [("b", "aab"), ("w", "aaa"), ("w", "aba")])
+    assert (names, odd) == (("w", "b"), (1, 2))
+    assert find(["w"], [("w", "abc"), ("w", "aab")]) == (("w",), None)
+
+
+def test_what_is_said_names_tensors_and_ranks() -> None:
+    text = Finding(("model/w", "model/b"), (3,), 8, 120, 70).text()
+    assert text == (
+        "model/w, model/b: rank 3 differs from the other 7. First seen at v120; at v70 all were "
+        "alike"
+    )
+    assert "ranks 1, 2 differ from the other 6" in Finding((), (1, 2), 8, 1).text()
+    assert "the 4 ranks differ" in Finding((), None, 4, 1).text()
+
+
+# --- live tensors --------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Parameters of many kinds, one of them with gaps, one in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.Parameter(torch.randn(300).bfloat16())
+        self.gaps = nn.Parameter(torch.randn(40, 60)[:, ::3])
+        self.channels = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+        self.imaginary = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.large = nn.Parameter(torch.randn(UNIT_BYTES // 4 + 1000))
+        self.empty = nn.Parameter(torch.empty(0))
+
+
+def state_of(model: nn.Module, **optimizers: torch.optim.Optimizer) -> TrainingState:
+    return TrainingState(model, optimizers, None, None, None)
+
+
+def digests(state: TrainingState, slices: int = 4) -> list[int]:
+    replicated = Replicated(state, slices)
+    found = []
+    for number in range(slices):
+        look = Look(replicated, (number,), 0, 0)
+        look.finish()
+        found.append(look.fetch())
+    return found
+
+
+def test_any_bit_of_any_parameter_is_in_one_digest() -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    state = state_of(model)
+    before = digests(state)
+    source = random.Random(2)
+    for param in [p for p in model.parameters() if p.numel()]:
+        data = torch.view_as_real(param.detach()) if param.is_complex() else param.detach()
+        place = tuple(source.randrange(size) for size in data.shape)
+        kept = data[place].clone()
+        data[place] = torch.nextafter(kept, kept + 1)
+        assert sum(a != b for a, b in zip(before, digests(state), strict=True)) == 1
+        data[place] = kept
+    assert digests(state) == before
+
+
+def test_a_look_follows_what_an_optimizer_puts_in_its_place() -> None:
+    model = nn.Linear(5, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(5)).sum().backward()
+    optimizer.step()
+    state = state_of(model, optimizer=optimizer)
+    replicated = Replicated(state, 1)
+
+    def look() -> int:
+        each = Look(replicated, (0,), 0, 0)
+        each.finish()
+        return each.fetch()
+
+    before = look()
+    held = optimizer.state[model.weight]
+    held["momentum_buffer"] = held["momentum_buffer"].clone()
+    assert look() == before
+    held["momentum_buffer"] = held["momentum_buffer"] + 1
+    assert look() != before
+    assert replicated.stands(state)
+    held["momentum_buffer"] = torch.ones(7)
+    assert look() == NONE, "another shape is another structure"
+    held["more"] = torch.ones(1)
+    assert not replicated.stands(state)
+
+
+def test_what_changes_under_a_look_has_no_digest() -> None:
+    model = nn.Linear(5, 5)
+    look = Look(Replicated(state_of(model), 1), (0,), 0, 0)
+    with torch.no_grad():
+        model.weight.mul_(1)
+    look.finish()
+    assert look.fetch() == NONE
+
+
+def test_a_copier_and_the_barrier_share_a_large_look() -> None:
+    model = nn.Linear(1024, 1024)
+    replicated, begun = Replicated(state_of(model), 1), []
+    look = Look(replicated, (0,), 0, 0)
+    look.begin = begun.append
+    look.wake()
+    look.wake()
+    assert begun == [look]
+    begun[0].run()
+    look.finish()
+    other = Look(replicated, (0,), 0, 0)
+    other.finish()
+    assert look.fetch() == other.fetch() != NONE
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64, torch.bool],
+)
+def test_a_gpus_sum_has_every_bit(dtype: torch.dtype) -> None:
+    """As it is computed there, on a CPU."""
+    torch.manual_seed(0)
+    values: Any = torch.randn(1000, dtype=torch.float64) * 9
+    values = values.to(dtype) if not dtype.is_complex else torch.randn(1000, dtype=dtype)
+    before = weighted_sum(values)
+    nbytes = values.element_size()
+    for bit in range(8 * nbytes if dtype is not torch.bool else 1):
+        other = values.clone()
+        bits = other.view(torch.uint8)
+        bits[617 * nbytes + bit // 8] ^= 1 << bit % 8
+        assert weighted_sum(other) != before
+    swapped = values.clone()
+    swapped[[3, 4]] = swapped[[4, 3]]
+    assert (weighted_sum(swapped) == before) == bool(values[3] == values[4])
