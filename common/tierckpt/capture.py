@@ -77,6 +77,7 @@ class Capture:
             **own,
             "odd": state.group_odd(odd),
             "groups": state.pack_groups(arena.keep),
+            "remainders": state.pack_remainders(arena),
             "extra": state.pack_extra(state.extra, arena),
             "adapter": adapter,
         }

@@ -16,6 +16,7 @@ from .manifest import Manifest
 from .modulenames import FIXED, parameter_of, path_of
 from .newtensors import NewTensors
 from .outline import Contents
+from .putback import Putback, Values
 from .state import TrainingState, optimizer_class
 
 
@@ -200,13 +201,17 @@ class Loader:
         """Optimizer structure, options, the user's objects."""
         for temp, live in self._reordered:
             live.copy_(temp)
+        values: dict[str, Values] = {}
         for label, optimizer in self.state.optimizers.items():
             if label not in self.structure:
                 continue
             if other := self._of_another_kind(label, optimizer, saved):
                 self.notices.append(other)
             else:
-                self._finish_optimizer(label, optimizer, saved)
+                values[label] = self._values_of(label, saved)
+        putback = Putback(self.state, saved, values)
+        putback.put()
+        self.notices += putback.notices
         per_rank = saved["extra_per_rank"] if self.shards == self.size else {}
         for which, told in (("extra", saved["extra"]), ("extra_per_rank", per_rank)):
             for name, obj in getattr(self.state, which).items():
@@ -235,10 +240,8 @@ class Loader:
             "were left out"
         )
 
-    def _finish_optimizer(
-        self, label: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
-    ) -> None:
-        wanted: dict[str, dict[str, Any]] = {}
+    def _values_of(self, label: str, saved: dict[str, Any]) -> Values:
+        wanted: Values = {}
         live_of = {id(temp): live for temp, live in self._reordered}
         for name in (*self.specs, *self._own):
             if name.startswith(f"{label}/") and name in self._targets:
@@ -250,21 +253,7 @@ class Loader:
             if full.startswith(f"{label}/") and self._param_fits(path):
                 found = wanted.setdefault(path, {})
                 found.update({k: tree.with_entries(v, found) for k, v in values.items()})
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                _replace_state(optimizer, param, wanted.get(self.state.name_of(param), {}))
-        kept: dict[Any, Any] = optimizer.state
-        for owner in [owner for owner in kept if not isinstance(owner, torch.Tensor)]:
-            del kept[owner]  # no version has any: see `refuse_odd_keys`
-        for group, options in zip(optimizer.param_groups, saved["groups"][label], strict=False):
-            for key in group.keys() - options.keys() - self.state.first_options[label]:
-                del group[key]
-            for key, value in options.items():
-                live = group.get(key)
-                if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-                    live.copy_(value)
-                else:
-                    group[key] = value
+        return wanted
 
 
 def _give(obj: Any, value: Any, name: str) -> None:
@@ -273,29 +262,6 @@ def _give(obj: Any, value: Any, name: str) -> None:
     except Exception as error:
         kind, why = type(obj).__name__, f"{type(error).__name__}: {error}"
         raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error
-
-
-def _replace_state(
-    optimizer: torch.optim.Optimizer, param: torch.Tensor, values: dict[str, Any]
-) -> None:
-    """Make `values` all of the parameter's state."""
-    if not values:
-        optimizer.state.pop(param, None)
-        return
-    kept = optimizer.state[param]
-    for key in set(kept) - set(values):
-        del kept[key]
-    kept.update({k: _on_device(v, param) for k, v in values.items()})
-
-
-def _on_device(value: Any, param: torch.Tensor) -> Any:
-    """Tensors in lists go to the parameter's device; plain ones are where they should be."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(
-            v.to(param.device) if isinstance(v, torch.Tensor) else _on_device(v, param)
-            for v in value
-        )
-    return value
 
 
 def _same(spec: TensorSpec, live: torch.Tensor) -> bool:

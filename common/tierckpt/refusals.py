@@ -62,14 +62,12 @@ def _do_nothing(*_: Any) -> None:
 
 
 def refuse_odd_keys(optimizer: torch.optim.Optimizer) -> None:
-    """State that does not belong to a parameter has no name under which it could come back."""
+    """State of a parameter that has no name under which it could come back."""
     name = type(optimizer).__name__
-    for owner, values in optimizer.state.items():
+    kept: dict[Any, Any] = optimizer.state
+    for owner, values in kept.items():
         if not isinstance(owner, torch.Tensor):
-            raise UnsupportedStateError(
-                f"{name}.state[{owner!r}] belongs to no parameter. Give the object that keeps it a "
-                "state_dict() and load_state_dict(), and pass it as extra={...}."
-            )
+            continue  # see `remainder`
         for key in values:
             if not isinstance(key, str) or "/" in key:
                 raise UnsupportedStateError(

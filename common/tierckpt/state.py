@@ -35,8 +35,11 @@ from .refusals import (
     refuse_same_names,
     refuse_several_gpus,
 )
+from .remainder import Taker, has_its_own, packed, without_parameter
 
 _GROUP_KEYS_NOT_STORED = ("params", "param_names")
+FEW = 1000
+"""Parameters of an optimizer whose `state_dict()` may be called at every boundary."""
 
 
 @dataclass
@@ -92,6 +95,13 @@ class TrainingState:
         self._names: dict[int, str] = {}
         self._of_model: dict[int, str] = {}
         self._orphans: list[str] = []
+        self._with_others: set[str] = set()
+        """Optimizers that keep state under keys that are no parameters."""
+        self._unstored: set[tuple[str, int, str]] = set()
+        """(label, `id()` of the parameter, key) of what cannot be stored by name."""
+        self._nothing_left: dict[str, tuple[int, int]] = {}
+        """Optimizers with a `state_dict()` of their own that had nothing beside what is stored:
+        `looks` at that time, and boundaries since."""
         self.assumed_alike: set[int] = set()
         """`id()`s of those of `reduced` that nobody trains, and so nobody reduces: alike, unless a
         version has them as every rank's own."""
@@ -118,6 +128,9 @@ class TrainingState:
             for g, group in enumerate(optimizer.param_groups):
                 for i, param in enumerate(group["params"]):
                     self._names.setdefault(id(param), f"{label}.group{g}.param{i}")
+            self._with_others.discard(label)
+            if without_parameter(optimizer):
+                self._with_others.add(label)
         here, held = self._of_model, self._names
         self._orphans += [n for i, n in before.items() if i in held and i not in here]
 
@@ -211,8 +224,12 @@ class TrainingState:
         up costs some 30 nanoseconds a tensor, a walk twenty times as much.
         """
         found = self.module_containers()
-        for optimizer in self.optimizers.values():
-            found += optimizer.state.values()
+        for label, optimizer in self.optimizers.items():
+            if label in self._with_others:
+                kept: dict[Any, Any] = optimizer.state
+                found += [v for k, v in kept.items() if isinstance(k, torch.Tensor)]
+            else:
+                found += optimizer.state.values()
         return found
 
     def module_containers(self) -> list[dict[Any, Any]]:
@@ -246,6 +263,12 @@ class TrainingState:
             self.refresh_names()
             name = self._names[id(param)]
         return name
+
+    def param_named(self, name: str) -> torch.Tensor:
+        """The inverse of `name_of`, for a name that there is."""
+        groups = (g for o in self.optimizers.values() for g in o.param_groups)
+        params = (*self.model.parameters(), *(p for g in groups for p in g["params"]))
+        return next(p for p in params if self.name_of(p) == name)
 
     def held_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Names of those of the state's parameters that an optimizer, any one, has."""
@@ -334,6 +357,35 @@ class TrainingState:
             ]
             for label, optimizer in self.optimizers.items()
         }
+
+    def pack_remainders(self, arena: tree.Arena) -> dict[str, Any]:
+        """What optimizers' own `state_dict()`s have beside what is stored by name: see `remainder`.
+
+        Most have nothing, and are not asked. One that is asked and has nothing, and thousands of
+        parameters, is asked again when the structure changed, and after 1, 2, 4, ... boundaries.
+        """
+        found = {}
+        taker: Taker | None = None
+        for label, optimizer in self.optimizers.items():
+            if label not in self._with_others and not self._may_have_more(label, optimizer):
+                continue
+            taker = taker or Taker(self.optimizers, self.name_of, frozenset(self._unstored))
+            if (left := taker.taken(label)) is not None:
+                found[label] = packed(left, label, arena)
+                self._nothing_left.pop(label, None)
+            elif label not in self._nothing_left or self._nothing_left[label][0] != self.looks:
+                self._nothing_left[label] = (self.looks, 0)
+        return found
+
+    def _may_have_more(self, label: str, optimizer: torch.optim.Optimizer) -> bool:
+        if not has_its_own(optimizer):
+            return False
+        looks, boundaries = self._nothing_left.get(label, (-1, 0))
+        if looks != self.looks:
+            return True
+        self._nothing_left[label] = (looks, boundaries + 1)
+        few = sum(len(group["params"]) for group in optimizer.param_groups) <= FEW
+        return few or not boundaries & (boundaries + 1)
 
     def pack_extra(self, which: Mapping[str, Any], arena: tree.Arena) -> dict[str, Any]:
         """The `state_dict()`s of the user's objects."""

@@ -419,6 +419,7 @@ _PACKERS: dict[type, Callable[[Any, str, KeepTensor], dict[str, Any]]] = {
     bytes: lambda v, _p, _k: {TAG: "bytes", "v": base64.b64encode(v).decode()},
     bytearray: lambda v, _p, _k: {TAG: "bytearray", "v": base64.b64encode(v).decode()},
     np.ndarray: _pack_array,
+    Entry: lambda v, _p, _k: {TAG: "entry", "v": v.key},
 }
 
 _UNPACKERS: dict[str, Callable[[dict[str, Any], Callable[..., torch.Tensor]], Any]] = {
