@@ -63,7 +63,7 @@ def install(
     Returns the Checkpointer; each optimizer has it as its attribute `checkpointer`, too.
     """
     checkpointer = Checkpointer(model, optimizer, **settings)
-    for each in checkpointer.state.optimizers.values():
+    for each in checkpointer.state.given.values():
         each.checkpointer = checkpointer  # type: ignore[attr-defined]
     return checkpointer
 

@@ -226,7 +226,7 @@ class Checkpointer:
         if self._trace is not None:
             undo.callback(self._trace.close)
         self._own_hooks = Hooks(
-            model, self.state, self._iterations, self._before_stranger, self._warn, self._trace
+            model, self.state, self._iterations, self._before_stranger, self._say, self._trace
         )
         undo.callback(self._own_hooks.close)
 
@@ -245,6 +245,7 @@ class Checkpointer:
         self.metric = self.metric if metric is None else _as_number(metric)
         mixed = self._iterations.guessed
         self._iterations.called()
+        self._own_hooks.called()
         self._underway.capture.drop_streams()
         self.iteration += 1
         if mixed:

@@ -17,7 +17,7 @@ from .modulenames import FIXED, parameter_of, path_of
 from .newtensors import NewTensors
 from .outline import Contents
 from .putback import Putback, Values
-from .state import TrainingState, optimizer_class
+from .state import NAMELESS, TrainingState, optimizer_class
 
 
 class Loader:
@@ -253,6 +253,7 @@ class Loader:
             if full.startswith(f"{label}/") and self._param_fits(path):
                 found = wanted.setdefault(path, {})
                 found.update({k: tree.with_entries(v, found) for k, v in values.items()})
+                found.update(found.pop(NAMELESS, {}))
         return wanted
 
 

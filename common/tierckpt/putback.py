@@ -8,13 +8,14 @@ are made what the version has, bit for bit.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from .errors import StateTornError, UnsupportedStateError
+from .inside import Aliases
+from .kinds import cloned, is_made_of_tensors, same_type
 from .remainder import (
     Taker,
     has_its_own,
@@ -45,12 +46,15 @@ class Putback:
     def put(self) -> None:
         """Put all of it. Raises StateTornError for an optimizer that does not take it."""
         truth = dict(self._values)
+        aliases = [Aliases(given) for given in self._state.given.values()]
         # What is inside of another one comes after it in the state, and before it here.
         for label in reversed([label for label in self._state.optimizers if label in truth]):
             optimizer = self._state.optimizers[label]
             if has_its_own(optimizer) or loads_its_own(optimizer):
-                truth[label] = copy.deepcopy(truth[label])  # what is given may be changed
+                truth[label] = cloned(truth[label])  # what is given may be changed
                 self._load(label, optimizer)
+        for each in aliases:
+            each.mend()
         for label, values in truth.items():
             self._replace(label, self._state.optimizers[label], values)
         for label in truth:
@@ -120,14 +124,14 @@ class Putback:
         it = f"optimizer {label!r}, a {optimizer_class(optimizer)}"
         try:
             taker = Taker(self._state.optimizers, self._state.name_of)
-            now = (taker.taken(label) or {}).get("shown", {})
+            now = taker.taken(label) or {}
         except UnsupportedStateError as error:
             self.notices.append(str(error))
             return
-        told = (self._nodes.get(label) or {}).get("shown", {})
-        ours = {"state", "param_groups"}
-        keys = [k for k in {**told, **now} if k not in ours]
-        lost = [k for k in keys if k not in told or k not in now or not same(told[k], now[k])]
+        told = self._nodes.get(label) or {}
+        lost = _lost(told.get("shown", {}), now.get("shown", {}))
+        if not lost and not same(told.get("parts", []), now.get("parts", [])):
+            lost = ["state", "param_groups"]
         if not lost:
             return
         names = ", ".join(map(repr, lost))
@@ -164,6 +168,12 @@ class Putback:
         return self._state.param_named(name)
 
 
+def _lost(told: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
+    """Keys, beside torch's own, that are in one alone or differ."""
+    keys = [key for key in {**told, **now} if key not in ("state", "param_groups")]
+    return [k for k in keys if k not in told or k not in now or not same(told[k], now[k])]
+
+
 def _replace_state(
     optimizer: torch.optim.Optimizer,
     param: torch.Tensor,
@@ -191,6 +201,8 @@ def _placed(live: Any, value: Any, param: torch.Tensor) -> Any:
 def _into(live: Any, value: torch.Tensor) -> torch.Tensor:
     if live is value or not isinstance(live, torch.Tensor) or type(live) is not type(value):
         return value
+    if is_made_of_tensors(value):
+        return value
     then, now = ((t.shape, t.dtype, t.stride(), t.device) for t in (value, live))
     if then != now or live.requires_grad:
         return value
@@ -211,10 +223,11 @@ def _beside(live: Any, value: Any) -> Any:
 def _on_device(value: Any, param: torch.Tensor) -> Any:
     """Tensors in lists go to the parameter's device; plain ones are where they should be."""
     if isinstance(value, (list, tuple)):
-        return type(value)(
+        moved = (
             v.to(param.device) if isinstance(v, torch.Tensor) else _on_device(v, param)
             for v in value
         )
+        return same_type(value, moved)
     return value
 
 

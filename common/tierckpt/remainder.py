@@ -21,11 +21,14 @@ import torch
 
 from . import tree
 from .errors import UnsupportedStateError
+from .inside import class_name
 from .tree import Entry
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 _TORCHS = torch.optim.Optimizer.state_dict
 _NO_OPTIONS = ("params",)
+BARE = "~all"
+"""The only key of what is no dict."""
 
 
 def has_its_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -96,7 +99,8 @@ class Taker:
         name_of: Callable[[torch.Tensor], str],
         unstored: frozenset[tuple[str, int, str]] = frozenset(),
     ) -> None:
-        """`unstored`: (label, `id()` of the parameter, key) of what cannot be stored by name."""
+        """`unstored`: what cannot be stored by name, of a parameter's state (label, its `id()`,
+        key), or of a group's options (label, its number, key)."""
         self._optimizers, self._name_of, self._unstored = optimizers, name_of, unstored
         self._members: dict[str, Member] = {}
         self._known: dict[int, Entry] | None = None
@@ -228,7 +232,12 @@ class Taker:
             more: dict[Any, Any] = {}
             without: list[Any] = []
             for number, (told, group) in enumerate(zip(value, groups, strict=True)):
-                other = {k: v for k, v in told.items() if k != "params" and not _same(group, k, v)}
+                lost = {k for owner, n, k in self._unstored if (owner, n) == (member.label, number)}
+                other = {
+                    k: v
+                    for k, v in told.items()
+                    if k != "params" and (k in lost or not _same(group, k, v))
+                }
                 if other:
                     more[number] = {k: self._show(v) for k, v in other.items()}
                     self._through["groups"] += [[member.label, number, key] for key in other]
@@ -242,7 +251,7 @@ class Taker:
 
 
 def _asked(label: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    name = f"optimizer {label!r}, a {type(optimizer).__name__}"
+    name = f"optimizer {label!r}, a {class_name(optimizer)}"
     if not has_its_own(optimizer):  # as torch's would have it, of what is not stored by name
         member = Member(label, optimizer)
         others = {key: optimizer.state[key] for key in without_parameter(optimizer)}
@@ -258,11 +267,8 @@ def _asked(label: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             f"{name}: its state_dict() raised {type(error).__name__}: {error}. Whether all of its "
             "state is stored cannot be known"
         ) from error
-    if not isinstance(told, dict):
-        raise UnsupportedStateError(
-            f"{name}: its state_dict() returns a {type(told).__name__}; let it return a dict"
-        )
-    return told
+    whole: dict[str, Any] = told if type(told) in (dict, OrderedDict) else {BARE: told}
+    return whole
 
 
 def _items(values: Any) -> Any:
@@ -309,8 +315,8 @@ def packed(found: dict[str, Any], label: str, arena: tree.Arena) -> Any:
         raise UnsupportedStateError(text) from error
 
 
-def put_together(node: dict[str, Any], stored: Stored) -> dict[str, Any]:
-    """The `state_dict()` that a remainder, decoded, was taken from."""
+def put_together(node: dict[str, Any], stored: Stored) -> Any:
+    """The `state_dict()` that a remainder, decoded, was taken from; it need not be a dict."""
 
     def resolve(entry: Entry) -> Any:
         kind, _, rest = entry.key.partition(" ")
@@ -335,8 +341,8 @@ def put_together(node: dict[str, Any], stored: Stored) -> dict[str, Any]:
             groups[number].pop(key, None)
         return groups
 
-    found: dict[str, Any] = tree.map_entries(node["shown"], resolve)
-    return found
+    found = tree.map_entries(node["shown"], resolve)
+    return found[BARE] if found.keys() == {BARE} else found
 
 
 def same(one: Any, other: Any) -> bool:

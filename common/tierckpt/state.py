@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 from operator import is_
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ import torch
 from . import tree
 from .errors import ConfigError, UnsupportedStateError
 from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
+from .inside import class_name, expand
+from .kinds import is_made_of_tensors
 from .modulenames import named_buffers, named_parameters, other_names, unwrap
 from .refusals import (
     ORDER,
@@ -34,10 +37,15 @@ from .refusals import (
     refuse_optimizer,
     refuse_same_names,
     refuse_several_gpus,
+    stands_for_some,
+    unstorable,
 )
 from .remainder import Taker, has_its_own, packed, without_parameter
 
 _GROUP_KEYS_NOT_STORED = ("params", "param_names")
+CODE = (FunctionType, BuiltinFunctionType, type)
+NAMELESS = "~keys"
+"""Where of a parameter's state that goes which has another key than text without a slash."""
 FEW = 1000
 """Parameters of an optimizer whose `state_dict()` may be called at every boundary."""
 
@@ -80,7 +88,15 @@ class TrainingState:
     ) -> None:
         """`reduced`: see `Checkpointer.reduced`."""
         self.model = unwrap(model)
-        self.optimizers = dict(optimizers)
+        for given in optimizers.values():
+            refuse_optimizer(given)
+        self.given = dict(optimizers)
+        """As the user has them."""
+        found = expand(optimizers)
+        self.optimizers = found.optimizers
+        """Those whose state is stored: also what is inside of others, see `inside`."""
+        self.steppers, self.hollow, self.outer = found.steppers, found.hollow, found.outer
+        """See `inside.Expanded`."""
         self.extra = named_objects("extra", extra)
         self.extra_per_rank = named_objects("extra_per_rank", extra_per_rank)
         self.torn = False
@@ -106,8 +122,6 @@ class TrainingState:
         """`id()`s of those of `reduced` that nobody trains, and so nobody reduces: alike, unless a
         version has them as every rank's own."""
         self._reduced = None if reduced is None else {id(p): p for p in reduced}
-        for optimizer in self.optimizers.values():
-            refuse_optimizer(optimizer)
         self.first_options = {
             label: {*_GROUP_KEYS_NOT_STORED}.union(*optimizer.param_groups)
             for label, optimizer in self.optimizers.items()
@@ -158,19 +172,34 @@ class TrainingState:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     params.setdefault(id(param), param)
-                    for key, value in sorted(_told(optimizer.state.get(param, _NOTHING))):
-                        if isinstance(value, torch.Tensor):
+                    for key, value in _told(optimizer.state.get(param, _NOTHING)):
+                        if isinstance(value, torch.Tensor) and not is_made_of_tensors(value):
                             state.append((value, param, index, key))
                             continue
                         # LBFGS keeps lists of tensors: striped like any, the list is odd.
                         entries = tree.Entries()
-                        node = tree.pack(value, key, entries)
+                        try:
+                            node = tree.pack(value, key, entries)
+                        except UnsupportedStateError as error:
+                            self._left_to_state_dict(index, param, key, error)
+                            continue
                         state += [(tensor, param, index, path) for path, tensor in entries.found]
                         odd.append((param, index, key, node))
         own = {id(p) for p in (*_renormed(self._modules), *self._not_reduced(params.values()))}
         own.update(id(p) for p in params.values() if self._forward_changes_it(p))
         held = {id(b): b for b in self.live_buffers() if b is not None}
         return Walk(list(params.values()), state, odd, list(held.values()), own)
+
+    def _left_to_state_dict(
+        self, index: int, param: torch.Tensor, key: str, error: UnsupportedStateError
+    ) -> None:
+        """It cannot be stored by name: an optimizer's own `state_dict()` may say it in another way.
+        Raises UnsupportedStateError where it has none."""
+        label, optimizer = [*self.optimizers.items()][index]
+        if not has_its_own(optimizer):
+            what = f"state[{self.name_of(param)!r}][{key!r}]"
+            raise unstorable(optimizer, what, error) from error
+        self._unstored.add((label, id(param), key))
 
     def drop_gradients(self) -> None:
         """As in a process that has just begun: the next backward pass would add to what is left of
@@ -267,7 +296,10 @@ class TrainingState:
     def param_named(self, name: str) -> torch.Tensor:
         """The inverse of `name_of`, for a name that there is."""
         groups = (g for o in self.optimizers.values() for g in o.param_groups)
-        params = (*self.model.parameters(), *(p for g in groups for p in g["params"]))
+        params: tuple[torch.Tensor, ...] = (
+            *self.model.parameters(),
+            *(p for g in groups for p in g["params"]),
+        )
         return next(p for p in params if self.name_of(p) == name)
 
     def held_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -309,7 +341,7 @@ class TrainingState:
         """What changes only when the layout does: optimizer classes and groups' members."""
         return {
             label: {
-                "class": optimizer_class(optimizer),
+                "class": class_name(optimizer),
                 "groups": [[self.name_of(p) for p in g["params"]] for g in optimizer.param_groups],
             }
             for label, optimizer in self.optimizers.items()
@@ -348,15 +380,29 @@ class TrainingState:
         """Options of every param group (learning rate, betas, ...)."""
         return {
             label: [
-                tree.pack(
-                    {k: v for k, v in group.items() if k not in _GROUP_KEYS_NOT_STORED},
-                    f"{label}.param_groups[{i}]",
-                    keep,
-                )
-                for i, group in enumerate(optimizer.param_groups)
+                self._pack_group(label, number, group, keep)
+                for number, group in enumerate(optimizer.param_groups)
             ]
             for label, optimizer in self.optimizers.items()
         }
+
+    def _pack_group(
+        self, label: str, number: int, group: Mapping[str, Any], keep: tree.KeepTensor
+    ) -> dict[str, Any]:
+        """Functions and classes are code, of the script that is started again, and no state."""
+        found = {}
+        for key, value in group.items():
+            if key in _GROUP_KEYS_NOT_STORED or isinstance(value, CODE):
+                continue
+            try:
+                found[key] = tree.pack(value, f"{label}.param_groups[{number}][{key!r}]", keep)
+            except UnsupportedStateError as error:
+                optimizer = self.optimizers[label]
+                if not has_its_own(optimizer):
+                    what = f"param_groups[{number}][{key!r}]"
+                    raise unstorable(optimizer, what, error) from error
+                self._unstored.add((label, number, key))
+        return {tree.TAG: "dict", "v": [*found.items()]} if tree.TAG in found else found
 
     def pack_remainders(self, arena: tree.Arena) -> dict[str, Any]:
         """What optimizers' own `state_dict()`s have beside what is stored by name: see `remainder`.
@@ -367,7 +413,8 @@ class TrainingState:
         found = {}
         taker: Taker | None = None
         for label, optimizer in self.optimizers.items():
-            if label not in self._with_others and not self._may_have_more(label, optimizer):
+            told = label in self._with_others or any(label == each for each, *_ in self._unstored)
+            if not told and not self._may_have_more(label, optimizer):
                 continue
             taker = taker or Taker(self.optimizers, self.name_of, frozenset(self._unstored))
             if (left := taker.taken(label)) is not None:
@@ -396,8 +443,12 @@ _NOTHING: dict[str, Any] = {}
 
 
 def _told(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """Those that have names: see `refuse_odd_keys`."""
-    return [(key, value) for key, value in values.items() if isinstance(key, str)]
+    """By name, in order. Those that have none that can be a part of an entry's go together."""
+    named = {key: value for key, value in values.items() if isinstance(key, str) and "/" not in key}
+    found = sorted(named.items())
+    if len(named) < len(values):
+        found.append((NAMELESS, {k: v for k, v in values.items() if k not in named}))
+    return found
 
 
 def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
@@ -413,7 +464,7 @@ def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
 
 def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
     """Class name; adapters' dynamic subclasses carry the name of the class they wrap."""
-    return type(optimizer).__name__
+    return class_name(optimizer)
 
 
 def label_optimizers(
@@ -426,8 +477,8 @@ def label_optimizers(
     Raises ConfigError for names that cannot be, UnsupportedStateError for what is no optimizer,
     and where there is none: versions are numbered by their steps, and none would ever be made.
     """
-    if isinstance(optimizers, torch.optim.Optimizer):
-        return {"optimizer": optimizers}
+    if isinstance(optimizers, torch.optim.Optimizer) or stands_for_some(optimizers):
+        return {"optimizer": optimizers}  # type: ignore[dict-item]
     if isinstance(optimizers, Mapping):
         for label in optimizers:
             if not label or "/" in str(label):
