@@ -78,6 +78,7 @@ class Capture:
             "odd": state.group_odd(odd),
             "groups": state.pack_groups(arena.keep),
             "remainders": state.pack_remainders(arena),
+            "shared": plan.shared,
             "extra": state.pack_extra(state.extra, arena),
             "adapter": adapter,
         }

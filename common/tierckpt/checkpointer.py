@@ -54,6 +54,11 @@ from .tuning import Meter
 from .underway import Underway
 from .wording import some
 
+HEAVY = (
+    "{what} that the state_dict() of optimizers has beside state and options are copied at every "
+    "boundary, while the training waits. Have its tensors in optimizer.state, under the parameters "
+    "that they are of: they are copied under the allreduce then"
+)
 WAIT_SECONDS = 60.0
 MEET_SECONDS = 30.0
 """At the end of a process: how long to wait for the other ranks before ending alone."""
@@ -226,7 +231,13 @@ class Checkpointer:
         if self._trace is not None:
             undo.callback(self._trace.close)
         self._own_hooks = Hooks(
-            model, self.state, self._iterations, self._before_stranger, self._say, self._trace
+            model,
+            self.state,
+            self._iterations,
+            self._before_stranger,
+            self._before_change,
+            self._say,
+            self._trace,
         )
         undo.callback(self._own_hooks.close)
 
@@ -711,6 +722,8 @@ class Checkpointer:
             taken = self._underway.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
         if orphans := self.state.new_orphans():
             self._warn(ORPHANS.format(names=some(orphans)))
+        if heavy := self.state.new_heavy():
+            self._warn(HEAVY.format(what=heavy))
         return taken
 
     def _head(self) -> Head:
@@ -808,6 +821,11 @@ class Checkpointer:
     def _before_stranger(self) -> None:
         """The same before a step of an optimizer that no adapter knows."""
         Checkpointer._before_step(self, "")
+
+    def _before_change(self) -> None:
+        """The same before weights are changed by what is no step."""
+        if self._underway.snapshot is not None:
+            self._underway.finish()
 
     def _say(self, text: str, severity: int) -> None:
         """What all ranks would say, once."""

@@ -46,6 +46,8 @@ class Loader:
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(as it was saved, live) of tensors whose live memory order is another one."""
         self.notices: list[str] = []
+        self._differs = False
+        """From the live state's structure."""
 
     # --- comparing -----------------------------------------------------------------------------
 
@@ -70,7 +72,9 @@ class Loader:
             elif live is not None and not _same(spec, live):
                 now = tree.spec_of(live, name)
                 found.append(f"{name} is {_shown(spec)} in the checkpoint, {_shown(now)} live")
-        return found + self._optimizer_differences()
+        found += self._optimizer_differences()
+        self._differs = bool(found)
+        return found
 
     def _optimizer_differences(self) -> list[str]:
         found = []
@@ -209,7 +213,7 @@ class Loader:
                 self.notices.append(other)
             else:
                 values[label] = self._values_of(label, saved)
-        putback = Putback(self.state, saved, values)
+        putback = Putback(self.state, saved, values, whole=not self._differs)
         putback.put()
         self.notices += putback.notices
         per_rank = saved["extra_per_rank"] if self.shards == self.size else {}

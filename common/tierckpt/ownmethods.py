@@ -38,22 +38,25 @@ class OwnMethods:
             if call is not None and os.getpid() == process:
                 call()
 
-        self._put: list[tuple[weakref.ref[Any], str]] = []
+        self._put: list[tuple[weakref.ref[Any], str, Waiting]] = []
         steps = {id(each) for each in hollow}
         for each in optimizers:
             for name, function in _own(type(each), with_step=id(each) in steps):
-                if name in vars(each):
-                    continue  # somebody else put something in its place
                 with contextlib.suppress(AttributeError, TypeError):
-                    setattr(each, name, Waiting(each, function, before))
-                    self._put.append((weakref.ref(each), name))
+                    waiting = Waiting(each, function, before, vars(each).get(name))
+                    setattr(each, name, waiting)
+                    self._put.append((weakref.ref(each), name, waiting))
 
     def close(self) -> None:
-        """The inverse."""
-        for weak, name in self._put:
+        """The inverse, where nobody put something else in its place since."""
+        for weak, name, waiting in self._put:
             each = weak()
-            if each is not None and isinstance(vars(each).get(name), Waiting):
+            if each is None or vars(each).get(name) is not waiting:
+                continue
+            if waiting.before is None:
                 delattr(each, name)
+            else:
+                setattr(each, name, waiting.before)
         self._put.clear()
 
 
@@ -61,15 +64,34 @@ class Waiting:
     """A method of one object that waits before it begins. In a copy of that object it is the plain
     method."""
 
-    def __init__(self, owner: Any, function: Callable[..., Any], before: Callable[[], None]):
-        self._owner, self._function, self._before = weakref.ref(owner), function, before
-        self.__doc__, self.__name__ = function.__doc__, getattr(function, "__name__", "")
-        self.__wrapped__ = function
+    def __init__(
+        self,
+        owner: Any,
+        function: Callable[..., Any],
+        wait: Callable[[], None],
+        before: Callable[..., Any] | None,
+    ) -> None:
+        """`before`: what the object had in the place of its class's `function`, as a scheduler puts
+        there."""
+        self.before = before
+        self._owner = weakref.ref(owner)
+        if before is not None:
+            self._function = _of_nobody(before)
+        else:
+            self._function = function
+        self.__doc__, self.__name__ = function.__doc__, function.__name__
+        plain = self._function
+
+        def waits(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            wait()
+            return plain(owner, *args, **kwargs)
+
+        self.__func__ = waits
+        """As a bound method has it: schedulers ask for that."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the method."""
-        self._before()
-        return self._function(self._owner(), *args, **kwargs)
+        return self.__func__(self._owner(), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """See `copy.deepcopy`: the copy is in `memo` before its attributes are copied."""
@@ -79,6 +101,15 @@ class Waiting:
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle."""
         return types.MethodType, (self._function, self._owner())
+
+
+def _of_nobody(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With an owner in front, that is not handed on."""
+
+    def called(_owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return called
 
 
 def _own(kind: type, with_step: bool) -> Iterator[tuple[str, Callable[..., Any]]]:

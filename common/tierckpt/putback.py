@@ -35,10 +35,15 @@ class Putback:
     """Of one version. Training thread; the live optimizers are changed by `put` alone."""
 
     def __init__(
-        self, state: TrainingState, saved: Mapping[str, Any], values: Mapping[str, Values]
+        self,
+        state: TrainingState,
+        saved: Mapping[str, Any],
+        values: Mapping[str, Values],
+        whole: bool = True,
     ) -> None:
         """`saved` is the decoded rank tree; `values`, by optimizer, what was stored by name, and
-        those alone are put."""
+        those alone are put. Not `whole`: of another structure, of which what fits is put."""
+        self._whole = whole
         self._state, self._saved, self._values = state, saved, values
         self._nodes: Mapping[str, Any] = saved.get("remainders", {})
         self.notices: list[str] = []
@@ -71,7 +76,7 @@ class Putback:
         except Exception as error:
             it = f"optimizer {label!r}, a {optimizer_class(optimizer)}"
             why = f"{type(error).__name__}: {error}"
-            if node is not None:
+            if node is not None and self._whole:
                 raise StateTornError(f"{it}, did not take its state ({why})") from error
             self.notices.append(
                 f"{it}: its load_state_dict() failed ({why}). Its state and options were put in "
@@ -88,8 +93,23 @@ class Putback:
                 name = self._state.name_of(param)
                 leave = {key for owner, key in kept if owner == name}
                 _replace_state(optimizer, param, values.get(name, {}), leave)
+        self._join(label, optimizer)
         self._replace_others(label, optimizer, node)
         self._replace_options(label, optimizer)
+
+    def _join(self, label: str, optimizer: torch.optim.Optimizer) -> None:
+        """Tensors that parameters had in common are one again."""
+        told = [each for each in self._saved.get("shared", ()) if each[0] == label]
+        for _, key, names in told:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            kept = [
+                optimizer.state[p]
+                for p in params
+                if key in optimizer.state.get(p, ())
+                and (names is None or self._state.name_of(p) in names)
+            ]
+            for each in kept[1:]:
+                each[key] = kept[0][key]
 
     def _replace_others(self, label: str, optimizer: torch.optim.Optimizer, node: Any) -> None:
         """State under keys that are no parameters."""

@@ -15,6 +15,7 @@ Not thread-safe: used by the thread that trains.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -46,6 +47,8 @@ _GROUP_KEYS_NOT_STORED = ("params", "param_names")
 CODE = (FunctionType, BuiltinFunctionType, type)
 NAMELESS = "~keys"
 """Where of a parameter's state that goes which has another key than text without a slash."""
+HEAVY_BYTES = 16 * 2**20
+"""Of tensors copied at a boundary: some 3 ms."""
 FEW = 1000
 """Parameters of an optimizer whose `state_dict()` may be called at every boundary."""
 
@@ -115,6 +118,7 @@ class TrainingState:
         """Optimizers that keep state under keys that are no parameters."""
         self._unstored: set[tuple[str, int, str]] = set()
         """(label, `id()` of the parameter, key) of what cannot be stored by name."""
+        self._beside_bytes, self._told_heavy = 0, False
         self._nothing_left: dict[str, tuple[int, int]] = {}
         """Optimizers with a `state_dict()` of their own that had nothing beside what is stored:
         `looks` at that time, and boundaries since."""
@@ -410,6 +414,20 @@ class TrainingState:
         Most have nothing, and are not asked. One that is asked and has nothing, and thousands of
         parameters, is asked again when the structure changed, and after 1, 2, 4, ... boundaries.
         """
+        before = sum(tensor.nbytes for tensor in arena.tensors)
+        found = {label: packed(left, label, arena) for label, left in self.remainders().items()}
+        self._beside_bytes = sum(tensor.nbytes for tensor in arena.tensors) - before
+        return found
+
+    def new_heavy(self) -> str:
+        """How much of these was packed last, if that is much; said once."""
+        if self._beside_bytes < HEAVY_BYTES or self._told_heavy:
+            return ""
+        self._told_heavy = True
+        return f"{self._beside_bytes / 1e6:.0f} MB"
+
+    def remainders(self) -> dict[str, dict[str, Any]]:
+        """The same, live."""
         found = {}
         taker: Taker | None = None
         for label, optimizer in self.optimizers.items():
@@ -418,10 +436,27 @@ class TrainingState:
                 continue
             taker = taker or Taker(self.optimizers, self.name_of, frozenset(self._unstored))
             if (left := taker.taken(label)) is not None:
-                found[label] = packed(left, label, arena)
+                found[label] = left
                 self._nothing_left.pop(label, None)
             elif label not in self._nothing_left or self._nothing_left[label][0] != self.looks:
                 self._nothing_left[label] = (self.looks, 0)
+        return found
+
+    def shared(self, walk: Walk) -> list[list[Any]]:
+        """Which tensors parameters have in common in an optimizer's state (quantile maps): the
+        optimizer's label, the key, and the parameters' names, or None where it is all of them."""
+        labels = list(self.optimizers)
+        holders: dict[tuple[int, str, int], list[torch.Tensor]] = {}
+        having: Counter[tuple[int, str]] = Counter()
+        for tensor, param, index, key in walk.state:
+            holders.setdefault((index, key, id(tensor)), []).append(param)
+            having[index, key] += 1
+        found: list[list[Any]] = []
+        for (index, key, _), params in holders.items():
+            if len(params) > 1:
+                every = len(params) == having[index, key]
+                names = None if every else [self.name_of(param) for param in params]
+                found.append([labels[index], key, names])
         return found
 
     def _may_have_more(self, label: str, optimizer: torch.optim.Optimizer) -> bool:
