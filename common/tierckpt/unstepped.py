@@ -9,6 +9,7 @@ or with the first state of an optimizer in every one.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -32,8 +33,8 @@ class Unstepped:
 
     def __init__(self, state: TrainingState, say: Say) -> None:
         self._state, self._say = state, say
-        self._since: dict[int, torch.optim.Optimizer] = {}
-        """Others that stepped since the last boundary, by `id()`."""
+        self._since: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Others that stepped since the last boundary."""
         self._steps: Counter[str] = Counter()
         """Of others on the parameters of what was given, since its own last one."""
         self._boundaries: Counter[str] = Counter()
@@ -44,7 +45,7 @@ class Unstepped:
 
     def stranger_steps(self, optimizer: torch.optim.Optimizer, members: Iterable[int]) -> None:
         """One that was not given makes a step; `members` are `id()`s of its parameters."""
-        self._since[id(optimizer)] = optimizer
+        self._since.add(optimizer)
         for label in self._stepped_by(set(members)):
             self._steps[label] += 1
             if self._steps[label] == STEPS and not self._boundaries:
@@ -65,12 +66,14 @@ class Unstepped:
     def boundary(self, stepped: Iterable[str]) -> None:
         """The loop called `step()`; `stepped` made steps since the last time."""
         outer = {self._state.outer.get(label, label) for label in stepped}
-        others, self._since = self._since, {}
+        others, self._since = list(self._since), weakref.WeakSet()
         for label in self._state.given:
             if label in outer:
                 self._steps.pop(label, None)
                 self._boundaries[label] = 0
-            elif other := self._other(label, others.values()):
+            elif not others:
+                continue
+            elif other := self._other(label, others):
                 self._boundaries[label] += 1
                 if self._boundaries[label] == BOUNDARIES:
                     self._tell(label, other, f"at {BOUNDARIES} boundaries in a row")
@@ -79,8 +82,6 @@ class Unstepped:
     def _other(
         self, label: str, others: Iterable[torch.optim.Optimizer]
     ) -> torch.optim.Optimizer | None:
-        if not others:
-            return None
         mine = {id(param) for param in self._params_of(label)}
         return next((o for o in others if not mine.isdisjoint(_members(o))), None)
 
