@@ -99,7 +99,7 @@ class Unstepped:
         if self._changed == BOUNDARIES and "" not in self._told:
             self._told.add("")
             names = some([self._state.name_of(param) for param in moved])
-            ours = some([f"{n!r}, a {optimizer_class(o)}" for n, o in self._state.given.items()])
+            ours = some([f"{n!r}, {optimizer_class(o)}" for n, o in self._state.given.items()])
             self._say(
                 f"step() was called {BOUNDARIES + 1} times while parameters changed ({names}) and "
                 f"no step was seen of what the checkpointer was given ({ours}): no checkpoint is "
