@@ -25,6 +25,10 @@ from .inside import class_name
 from .tree import Entry
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
+Unstored = frozenset[tuple[str, int | str, str]]
+"""What cannot be stored by name, but in a `state_dict()` that has something else in its place: of a
+parameter's state (label, `id()` of the parameter, key), or of a group's options (label, number of
+the group in digits, key)."""
 _TORCHS = torch.optim.Optimizer.state_dict
 _NO_OPTIONS = ("params",)
 BARE = "~all"
@@ -97,16 +101,14 @@ class Taker:
         self,
         optimizers: Optimizers,
         name_of: Callable[[torch.Tensor], str],
-        unstored: frozenset[tuple[str, int, str]] = frozenset(),
+        unstored: Unstored = frozenset(),
     ) -> None:
-        """`unstored`: what cannot be stored by name, of a parameter's state (label, its `id()`,
-        key), or of a group's options (label, its number, key)."""
+        """`unstored`: what cannot be stored by name."""
         self._optimizers, self._name_of, self._unstored = optimizers, name_of, unstored
         self._members: dict[str, Member] = {}
         self._known: dict[int, Entry] | None = None
         self._parts: list[dict[str, Any]] = []
         self._moved: list[torch.Tensor] = []
-        self._through: dict[str, list[Any]] = {}
         self._own = ""
 
     def taken(self, label: str) -> dict[str, Any] | None:
@@ -116,7 +118,7 @@ class Taker:
         """
         optimizer = self._optimizers[label]
         self._own = label
-        self._parts, self._moved, self._through = [], [], {"groups": [], "state": []}
+        self._parts, self._moved = [], []
         told = _asked(label, optimizer)
         shown = self._dict(told)
         if told.keys() == {"state", "param_groups"} and all(
@@ -127,8 +129,19 @@ class Taker:
             "shown": shown,
             "parts": self._parts,
             "moved": self._moved,
-            "through": self._through,
+            "through": self._through(),
         }
+
+    def _through(self) -> dict[str, list[Any]]:
+        """What of all optimizers is not stored by name, and so is in such a dict alone."""
+        found: dict[str, list[Any]] = {"groups": [], "state": []}
+        for label, where, key in self._unstored:
+            if isinstance(where, str):
+                found["groups"].append([label, int(where), key])
+                continue
+            params = self._member(label).params.values()
+            found["state"] += [[label, self._name_of(p), key] for p in params if id(p) == where]
+        return found
 
     def _plain(self, entry: Entry) -> bool:
         """True for a reference to all that is stored of this optimizer, and nothing else."""
@@ -209,15 +222,8 @@ class Taker:
             same -= {k for k, v, p in kept if any(self._left_out(member.label, p, n) for n in v)}
         if not same:
             return None
-        more = {self._key(k): self._more(k, v, member) for k, v in value.items() if k not in same}
+        more = {self._key(k): self._show(v) for k, v in value.items() if k not in same}
         return self._part("states", member, more, [k for k in live if k not in value])
-
-    def _more(self, key: Any, value: Any, member: Member) -> Any:
-        if type(value) is dict and key in member.params:
-            name = self._name_of(member.params[key])
-            through = [n for n in value if self._left_out(member.label, member.params[key], n)]
-            self._through["state"] += [[member.label, name, n] for n in through]
-        return self._show(value)
 
     def _groups(self, value: list[Any]) -> Entry | None:
         """A reference, if these are an optimizer's groups."""
@@ -232,7 +238,9 @@ class Taker:
             more: dict[Any, Any] = {}
             without: list[Any] = []
             for number, (told, group) in enumerate(zip(value, groups, strict=True)):
-                lost = {k for owner, n, k in self._unstored if (owner, n) == (member.label, number)}
+                lost = {
+                    k for owner, n, k in self._unstored if (owner, n) == (member.label, str(number))
+                }
                 other = {
                     k: v
                     for k, v in told.items()
@@ -240,7 +248,6 @@ class Taker:
                 }
                 if other:
                     more[number] = {k: self._show(v) for k, v in other.items()}
-                    self._through["groups"] += [[member.label, number, key] for key in other]
                 without += [[number, key] for key in group if key not in told]
             return self._part("groups", member, more, without)
         return None

@@ -116,8 +116,8 @@ class TrainingState:
         self._orphans: list[str] = []
         self._with_others: set[str] = set()
         """Optimizers that keep state under keys that are no parameters."""
-        self._unstored: set[tuple[str, int, str]] = set()
-        """(label, `id()` of the parameter, key) of what cannot be stored by name."""
+        self._unstored: set[tuple[str, int | str, str]] = set()
+        """See `remainder.Unstored`."""
         self._beside_bytes, self._told_heavy = 0, False
         self._nothing_left: dict[str, tuple[int, int]] = {}
         """Optimizers with a `state_dict()` of their own that had nothing beside what is stored:
@@ -405,7 +405,7 @@ class TrainingState:
                 if not has_its_own(optimizer):
                     what = f"param_groups[{number}][{key!r}]"
                     raise unstorable(optimizer, what, error) from error
-                self._unstored.add((label, number, key))
+                self._unstored.add((label, str(number), key))
         return {tree.TAG: "dict", "v": [*found.items()]} if tree.TAG in found else found
 
     def pack_remainders(self, arena: tree.Arena) -> dict[str, Any]:

@@ -92,7 +92,11 @@ NOT_STORABLE = {
 NO_STEPS = {"lomo": "LOMO", "adalomo": "AdaLOMO"}
 """They change weights in the backward pass, and nobody calls a step."""
 MATRICES = ("muon", "muonclip", "normuon", "adago", "adamuon")
-OWN_OPTIONS = {"ranger21": {"num_iterations": 20}, "bsam": {"num_data": 5}}
+OWN_OPTIONS = {
+    "ranger21": {"num_iterations": 20},
+    "bsam": {"num_data": 5},
+    "spectralsphere": {"solver_max_iterations": 2},  # else it takes as long as all others
+}
 LISTED = {*NOT_IN_THIS_FLEET, *NOT_STORABLE, *NO_STEPS}
 
 
