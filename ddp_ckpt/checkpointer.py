@@ -214,7 +214,7 @@ def wrap(
     """
     refuse_second(model, optimizer, settings)
     checkpointer = Checkpointer(model, optimizer, **{"boundary": "forward", **settings})
-    for each in checkpointer.state.optimizers.values():
+    for each in checkpointer.state.given.values():
         each.checkpointer = checkpointer  # type: ignore[attr-defined]
     serve(checkpointer, restore, close_at_exit)
     return optimizer

@@ -18,9 +18,14 @@ from horovod.torch.elastic import ElasticSampler
 from tierckpt import ConfigError, ResumableSampler
 from tierckpt.extras import EXTRA_STATES, PLAIN_VALUES, PlainValues
 from tierckpt.modulestates import MODULE_STATES
-from tierckpt.state import label_optimizers
+from tierckpt.state import TrainingState, label_optimizers
 
-from .sending import send_loose_parameters, send_model, send_optimizer_state
+from .sending import (
+    send_loose_parameters,
+    send_model,
+    send_optimizer_state,
+    send_remainders,
+)
 
 
 class Attributes:
@@ -83,11 +88,13 @@ class Attributes:
 
         Without `buffers` each rank keeps its own, as after any step.
         """
-        for label, optimizer in self.optimizers.items():
+        state = TrainingState(self.model, self.optimizers)
+        for label, optimizer in state.optimizers.items():
             send_optimizer_state(label, optimizer, root)
         send_model(self.model, root, buffers)
-        send_loose_parameters(self.optimizers, self.model, root)
+        send_loose_parameters(state.optimizers, self.model, root)
         self.broadcast_settings(root)
+        send_remainders(state, root)
 
     def broadcast_settings(self, root: int) -> None:
         """`root` sends what reset callbacks set: options of parameter groups, objects (a schedule

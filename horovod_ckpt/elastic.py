@@ -367,7 +367,7 @@ class _Checkpointer(Checkpointer):
     @property
     def half_way(self) -> bool:
         """True while there are gradients that no step has used."""
-        return any(optimizer._handles for optimizer in self.state.optimizers.values())  # type: ignore[attr-defined]
+        return any(optimizer._handles for optimizer in self.state.given.values())  # type: ignore[attr-defined]
 
     def step(self, metric: float | None = None) -> None:
         """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""

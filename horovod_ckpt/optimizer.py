@@ -66,12 +66,12 @@ def install(
     Returns the Checkpointer; each optimizer has it as its attribute `checkpointer`, too. On a rank
     that is not in the optimizer's process set it is one that takes nothing (`Outside`).
     """
-    made: Checkpointer | Outside
     optimizers = label_optimizers(optimizer)
     if hvd.is_initialized() and stands_outside(optimizers.values()):
-        made = Outside()
+        made: Checkpointer | Outside = Outside()
     else:
         made = Checkpointer(model, optimizer, **settings)
+        optimizers = made.state.given
     for each in optimizers.values():
         each.checkpointer = made  # type: ignore[attr-defined]
     return made

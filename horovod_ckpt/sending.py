@@ -18,8 +18,11 @@ import torch
 
 from tierckpt import changingbuffers
 from tierckpt.extras import ExtraStates
+from tierckpt.kinds import is_made_of_tensors
 from tierckpt.modulenames import named_buffers, named_parameters
 from tierckpt.modulestates import ModuleStates
+from tierckpt.putback import Putback, Values
+from tierckpt.state import TrainingState
 
 MOST_BYTES = 2**30
 """Of one broadcast: Horovod counts its elements, bytes here, in a C int."""
@@ -65,9 +68,27 @@ def send_optimizer_state(label: str, optimizer: torch.optim.Optimizer, root: int
         f"{label}/{number}/{key}": value
         for number, param in enumerate(params)
         for key, value in optimizer.state.get(param, {}).items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor) and not is_made_of_tensors(value)
     }
     send_tensors(tensors, root)
+
+
+def send_remainders(state: TrainingState, root: int) -> None:
+    """What optimizers' own `state_dict()`s have beside state and options, which all have by now."""
+    told = hvd.broadcast_object(state.remainders(), root, "remainders")
+    if hvd.rank() == root or not told:
+        return
+    values: dict[str, Values] = {label: {} for label in state.optimizers}
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for label, optimizer in state.optimizers.items():
+        groups[label] = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        for param in _parameters(optimizer):
+            if param in optimizer.state:
+                values[label][state.name_of(param)] = dict(optimizer.state[param])
+    Putback(state, {"remainders": told, "groups": groups}, values).put()
 
 
 def send_tensors(named: Mapping[str, torch.Tensor], root: int) -> None:
@@ -109,7 +130,10 @@ class _Outline:
 
 def _outlines(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of one parameter with an outline in the place of each tensor."""
-    return {k: _outline(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    return {
+        k: _outline(v) if isinstance(v, torch.Tensor) and not is_made_of_tensors(v) else v
+        for k, v in state.items()
+    }
 
 
 def _outline(tensor: torch.Tensor) -> _Outline:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +19,15 @@ import torch
 def image(value: Any) -> Any:
     """`value` with every tensor and array replaced by its exact description."""
     if isinstance(value, torch.Tensor):
-        return tensor_image(value)
+        if not hasattr(value, "__tensor_flatten__"):
+            return tensor_image(value)
+        names, context = value.__tensor_flatten__()
+        return (type(value).__name__, context, [image(getattr(value, name)) for name in names])
     if isinstance(value, np.ndarray):
         return ("array", value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, Mapping):
         return (type(value).__name__, [(image(k), image(v)) for k, v in value.items()])
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return (type(value).__name__, [image(v) for v in value])
     if isinstance(value, float):
         return ("float", value.hex())

@@ -35,6 +35,7 @@ def check_state(state: TrainingState) -> None:
     state.buffer_entries(walk)
     arena = tree.Arena()
     state.pack_groups(arena.keep)
+    state.pack_remainders(arena)
     # A loader that is asked begins to draw, and a restore may have it draw from somewhere else.
     state.module_states.check()
     objects = {**state.extra, **state.extra_per_rank}.items()

@@ -81,6 +81,8 @@ class Capture:
             **own,
             "odd": state.group_odd(odd),
             "groups": state.pack_groups(arena.keep),
+            "remainders": state.pack_remainders(arena),
+            "shared": plan.shared,
             "extra": {**state.pack_extra(state.extra, arena), **modules},
             "adapter": adapter,
         }

@@ -58,6 +58,11 @@ from .unchanged import Unchanged
 from .underway import Underway
 from .wording import some
 
+HEAVY = (
+    "{what} that the state_dict() of optimizers has beside state and options are copied at every "
+    "boundary, while the training waits. Have its tensors in optimizer.state, under the parameters "
+    "that they are of: they are copied under the allreduce then"
+)
 WAIT_SECONDS = 60.0
 MEET_SECONDS = 30.0
 """At the end of a process: how long to wait for the other ranks before ending alone."""
@@ -246,7 +251,13 @@ class Checkpointer:
         if self._trace is not None:
             undo.callback(self._trace.close)
         self._own_hooks = Hooks(
-            model, self.state, self._iterations, self._before_stranger, self._warn, self._trace
+            model,
+            self.state,
+            self._iterations,
+            self._before_stranger,
+            self._before_change,
+            self._say,
+            self._trace,
         )
         undo.callback(self._own_hooks.close)
 
@@ -265,6 +276,7 @@ class Checkpointer:
         self.metric = self.metric if metric is None else _as_number(metric)
         mixed = self._iterations.guessed
         self._iterations.called()
+        self._own_hooks.called()
         self._underway.capture.drop_streams()
         self.iteration += 1
         if mixed:
@@ -751,6 +763,8 @@ class Checkpointer:
             taken = self._underway.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
         if orphans := self.state.new_orphans():
             self._warn(ORPHANS.format(names=some(orphans)))
+        if heavy := self.state.new_heavy():
+            self._warn(HEAVY.format(what=heavy))
         return taken
 
     def _head(self) -> Head:
@@ -856,6 +870,11 @@ class Checkpointer:
     def _before_stranger(self) -> None:
         """The same before a step of an optimizer that no adapter knows."""
         Checkpointer._before_step(self, "")
+
+    def _before_change(self) -> None:
+        """The same before weights are changed by what is no step."""
+        if self._underway.snapshot is not None:
+            self._underway.finish()
 
     def _say(self, text: str, severity: int) -> None:
         """What all ranks would say, once."""

@@ -53,6 +53,7 @@ class Plan:
         self.structure, self._tied = state.structure(), state.tied()
         self.has_odd = bool(walk.odd)
         self.began = changingbuffers.changed(state.first_buffers, state.model)
+        self.shared = state.shared(walk)
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
         self._containers = state.containers()
         self._keys, self._values = _keys(self._containers), list(_values(self._containers))

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .closures import Arguments
+from .counters import Counters
+from .inside import inside
 from .iterations import Iterations
+from .ownmethods import OwnMethods
 from .state import TrainingState
 from .stepwatch import Stepwatch
 from .strangers import Strangers
@@ -31,19 +34,25 @@ class Hooks:
         state: TrainingState,
         iterations: Iterations,
         before_stranger: Callable[[], None],
-        warn: Callable[[str], None],
+        before_change: Callable[[], None],
+        say: Callable[[str, int], None],
         trace: Trace | None,
     ) -> None:
-        """`before_stranger` returns when an optimizer that was not given may change the state;
-        `warn` hears of each class of them once."""
+        """`before_stranger` returns when an optimizer that was not given may change the state, and
+        `before_change`, a method, when something else than a step may; `say` takes text and
+        severity, each thing once."""
         self._iterations = iterations
-        self._strangers = Strangers(state, before_stranger, warn)
+        self._strangers = Strangers(state, before_stranger, say)
+        self._counters = Counters(state, say)
+        given, steppers = state.given.values(), state.steppers
         with contextlib.ExitStack() as undo:
             undo.callback(iterations.unwatch)
-            iterations.watch(model, state.optimizers)
+            iterations.watch(model, steppers)
+            within = [inner for each in given for _, inner in inside(each)]
+            undo.callback(OwnMethods([*given, *within], state.hollow, before_change).close)
             undo.callback(Stepwatch(self._before_any_step).close)
             if trace is not None:  # behind the stepwatch: what is waited for there is no update
-                for hook in trace.watch(state.optimizers):
+                for hook in trace.watch({n: each[0] for n, each in steppers.items() if each}):
                     undo.callback(hook.remove)
             self._undo = undo.pop_all()
 
@@ -51,6 +60,13 @@ class Hooks:
     def strangers(self) -> list[torch.optim.Optimizer]:
         """Optimizers that were not given and step parameters of the model."""
         return self._strangers.found()
+
+    def called(self) -> None:
+        """The loop called `step()`, of the checkpointer: the iteration is over."""
+        stepped = self._iterations.stepped
+        self._strangers.unstepped.boundary(stepped)
+        if stepped:
+            self._counters.boundary()
 
     def close(self) -> None:
         """Be called no more; may be called again."""

@@ -14,7 +14,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -137,12 +137,14 @@ class Iterations:
         self._process = os.getpid()
 
     def watch(
-        self, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]
+        self, model: torch.nn.Module, steppers: Mapping[str, Iterable[torch.optim.Optimizer]]
     ) -> None:
-        """Register the hooks; beside them `begins` is to be called before all steps."""
-        for label, optimizer in optimizers.items():
-            self._labels[id(optimizer)] = label
-            self._hooks.append(optimizer.register_step_post_hook(self._counter(label)))
+        """Register the hooks; beside them `begins` is to be called before all steps. `steppers`:
+        for each label those whose steps are its; one of them may step within another's step."""
+        for label, optimizers in steppers.items():
+            for optimizer in optimizers:
+                self._labels[id(optimizer)] = label
+                self._hooks.append(optimizer.register_step_post_hook(self._counter(label)))
         if self._mode != "explicit":
             self._model = model
         if self._mode == "forward":
@@ -174,6 +176,11 @@ class Iterations:
     def steps_of(self, label: str) -> int:
         """The same of one optimizer."""
         return self._since.get(label, 0)
+
+    @property
+    def stepped(self) -> list[str]:
+        """Labels of those that made steps since the last boundary."""
+        return [label for label, steps in self._since.items() if steps]
 
     def pass_boundary(self) -> int:
         """Start counting anew; returns the steps that were made."""

@@ -18,7 +18,8 @@ from .modulenames import FIXED, parameter_of, path_of
 from .modulestates import MODULE_STATES
 from .newtensors import NewTensors
 from .outline import Contents
-from .state import TrainingState, optimizer_class
+from .putback import Putback, Values
+from .state import NAMELESS, TrainingState, optimizer_class
 
 
 class Loader:
@@ -62,6 +63,8 @@ class Loader:
         self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(as it was saved, live) of tensors whose live memory order is another one."""
         self.notices: list[str] = []
+        self._differs = False
+        """From the live state's structure."""
 
     # --- comparing -----------------------------------------------------------------------------
 
@@ -88,7 +91,9 @@ class Loader:
             elif live is not None and not _same(spec, live):
                 now = tree.spec_of(live, name)
                 found.append(f"{name} is {_shown(spec)} in the checkpoint, {_shown(now)} live")
-        return found + self._optimizer_differences()
+        found += self._optimizer_differences()
+        self._differs = bool(found)
+        return found
 
     def _optimizer_differences(self) -> list[str]:
         found = []
@@ -226,13 +231,17 @@ class Loader:
             live.copy_(temp)
         taken = {f"buffer/{name}": name for name in self._changed.taken}
         self._changed.finish({n: self._targets[f] for f, n in taken.items() if f in self._targets})
+        values: dict[str, Values] = {}
         for label, optimizer in self.state.optimizers.items():
             if label not in self.structure:
                 continue
             if other := self._of_another_kind(label, optimizer, saved):
                 self.notices.append(other)
             else:
-                self._finish_optimizer(label, optimizer, saved)
+                values[label] = self._values_of(label, saved)
+        putback = Putback(self.state, saved, values, whole=not self._differs)
+        putback.put()
+        self.notices += putback.notices
         per_rank = saved["extra_per_rank"] if self.shards == self.size else {}
         for which, told in (("extra", saved["extra"]), ("extra_per_rank", per_rank)):
             for name, obj in getattr(self.state, which).items():
@@ -268,10 +277,8 @@ class Loader:
             "were left out"
         )
 
-    def _finish_optimizer(
-        self, label: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
-    ) -> None:
-        wanted: dict[str, dict[str, Any]] = {}
+    def _values_of(self, label: str, saved: dict[str, Any]) -> Values:
+        wanted: Values = {}
         live_of = {id(temp): live for temp, live in self._reordered}
         for name in (*self.specs, *self._own):
             if name.startswith(f"{label}/") and name in self._targets:
@@ -283,21 +290,8 @@ class Loader:
             if full.startswith(f"{label}/") and self._param_fits(path):
                 found = wanted.setdefault(path, {})
                 found.update({k: tree.with_entries(v, found) for k, v in values.items()})
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                _replace_state(optimizer, param, wanted.get(self.state.name_of(param), {}))
-        kept: dict[Any, Any] = optimizer.state
-        for owner in [owner for owner in kept if not isinstance(owner, torch.Tensor)]:
-            del kept[owner]  # no version has any: see `refuse_odd_keys`
-        for group, options in zip(optimizer.param_groups, saved["groups"][label], strict=False):
-            for key in group.keys() - options.keys() - self.state.first_options[label]:
-                del group[key]
-            for key, value in options.items():
-                live = group.get(key)
-                if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-                    live.copy_(value)
-                else:
-                    group[key] = value
+                found.update(found.pop(NAMELESS, {}))
+        return wanted
 
 
 def is_buffer(name: str) -> bool:
@@ -311,29 +305,6 @@ def _give(obj: Any, value: Any, name: str) -> None:
     except Exception as error:
         kind, why = type(obj).__name__, f"{type(error).__name__}: {error}"
         raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error
-
-
-def _replace_state(
-    optimizer: torch.optim.Optimizer, param: torch.Tensor, values: dict[str, Any]
-) -> None:
-    """Make `values` all of the parameter's state."""
-    if not values:
-        optimizer.state.pop(param, None)
-        return
-    kept = optimizer.state[param]
-    for key in set(kept) - set(values):
-        del kept[key]
-    kept.update({k: _on_device(v, param) for k, v in values.items()})
-
-
-def _on_device(value: Any, param: torch.Tensor) -> Any:
-    """Tensors in lists go to the parameter's device; plain ones are where they should be."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(
-            v.to(param.device) if isinstance(v, torch.Tensor) else _on_device(v, param)
-            for v in value
-        )
-    return value
 
 
 def _same(spec: TensorSpec, live: torch.Tensor) -> bool:

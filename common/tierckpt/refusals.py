@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .errors import UnsupportedStateError
+from .inside import METHODS, class_name, inside, is_hollow
 
 ORDER = (
     "Mind the order: Checkpointer(model, optimizer), and wrap(optimizer, model), "
@@ -16,14 +17,10 @@ ORDER = (
 )
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def refuse_optimizer(optimizer: Any) -> None:
     """For one that has not the same state on all ranks, or cannot be held back."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UnsupportedStateError(
-            f"{type(optimizer).__name__} is not a torch.optim.Optimizer; its step could not be "
-            "held back until the copies are complete."
-        )
-    kinds = {c.__name__ for c in type(optimizer).__mro__}
+    each = (optimizer, *(inner for _, inner in inside(optimizer)))
+    kinds = {kind.__name__ for one in each for kind in type(one).__mro__}
     if "PostLocalSGDOptimizer" in kinds:
         raise UnsupportedStateError(
             "PostLocalSGDOptimizer lets ranks train apart between its averagings: weights and "
@@ -37,45 +34,56 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "package is for replicated state. Use the inner optimizer class directly, or "
             "torch.distributed.checkpoint."
         )
-    _refuse_hollow(optimizer)
+    if all(map(is_hollow, each)):
+        _refuse_hollow(optimizer)
 
 
-def _refuse_hollow(optimizer: torch.optim.Optimizer) -> None:
-    """A wrapper that never came to torch.optim.Optimizer's own __init__ can have no hooks."""
-    try:
-        optimizer.register_step_post_hook(_do_nothing).remove()
-    except AttributeError:
-        held = vars(optimizer).items()
-        inside = [name for name, value in held if isinstance(value, torch.optim.Optimizer)]
-        where = (
-            f"the optimizer inside it (its attribute {inside[0]!r})" if inside else "another one"
-        )
+def _refuse_hollow(optimizer: Any) -> None:
+    """One whose steps torch calls no hooks for, and with none inside."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedStateError(
-            f"{type(optimizer).__name__} was made without torch.optim.Optimizer's __init__, so its "
-            "step could not be held back until the copies are complete. Give the checkpointer "
-            f"{where}, if that makes the steps."
-        ) from None
+            f"{name} is not a torch.optim.Optimizer, and none is in its attributes; its step could "
+            "not be held back until the copies are complete. Give the checkpointer the "
+            "torch.optim.Optimizer whose step() it calls"
+        )
+    raise UnsupportedStateError(
+        f"{name} was made without torch.optim.Optimizer's __init__, so its "
+        "step could not be held back until the copies are complete. Let its __init__ call "
+        "super().__init__(params, defaults), or give the checkpointer another one, if that makes "
+        "the steps."
+    )
 
 
-def _do_nothing(*_: Any) -> None:
-    """A hook."""
+def stands_for_some(optimizer: Any) -> bool:
+    """True for what is no torch.optim.Optimizer, and steps those that are in its attributes."""
+    if isinstance(optimizer, (torch.nn.Module, Mapping, list, tuple)):
+        return False
+    return bool(inside(optimizer)) and all(callable(getattr(optimizer, n, None)) for n in METHODS)
 
 
 def refuse_odd_keys(optimizer: torch.optim.Optimizer) -> None:
-    """State that does not belong to a parameter has no name under which it could come back."""
-    name = type(optimizer).__name__
-    for owner, values in optimizer.state.items():
-        if not isinstance(owner, torch.Tensor):
+    """State of a parameter that has no names at all."""
+    kept: dict[Any, Any] = optimizer.state
+    for owner, values in kept.items():
+        if isinstance(owner, torch.Tensor) and not isinstance(values, dict):
             raise UnsupportedStateError(
-                f"{name}.state[{owner!r}] belongs to no parameter. Give the object that keeps it a "
-                "state_dict() and load_state_dict(), and pass it as extra={...}."
+                f"{class_name(optimizer)} keeps a {type(values).__name__} as the state of a "
+                "parameter; let it keep a dict there, {'name': value}"
             )
-        for key in values:
-            if not isinstance(key, str) or "/" in key:
-                raise UnsupportedStateError(
-                    f"{name} keeps state under the key {key!r}; only text without '/' can be "
-                    "stored. Pass an object with state_dict() that wraps it as extra={...}."
-                )
+
+
+def unstorable(
+    optimizer: torch.optim.Optimizer, what: str, error: UnsupportedStateError
+) -> UnsupportedStateError:
+    """For what an optimizer keeps and a checkpoint cannot, with the way out."""
+    why = str(error).split(". ")[0].split(" is a ", 1)[-1]
+    return UnsupportedStateError(
+        f"{class_name(optimizer)}.{what} is a {why}. Two hooks of the optimizer let it be stored: "
+        "register_state_dict_post_hook, where a copy of the state_dict gets numbers, strings, "
+        "tensors or containers of them in its place, and register_load_state_dict_pre_hook, where "
+        "it is made of these again (docs/models.md shows both)"
+    )
 
 
 def refuse_same_names(names: Iterable[str]) -> None:
@@ -134,4 +142,6 @@ __all__ = [
     "refuse_optimizer",
     "refuse_same_names",
     "refuse_several_gpus",
+    "stands_for_some",
+    "unstorable",
 ]

@@ -42,7 +42,7 @@ def refuse_second(model: torch.nn.Module, optimizer: Any, settings: Mapping[str,
     """
     ours = [id(each) for each in label_optimizers(optimizer).values()]
     for other in [ckpt for ckpt in _served if not ckpt.closed]:
-        theirs = [id(each) for each in other.state.optimizers.values()]
+        theirs = [id(each) for each in other.state.given.values()]
         if unwrap(model) is other.state.model:
             taken = "this model has"
         elif not set(ours).isdisjoint(theirs):

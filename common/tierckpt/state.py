@@ -15,11 +15,13 @@ Not thread-safe: used by the thread that trains.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 from operator import is_
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ import torch
 from . import changingbuffers, tree
 from .errors import ConfigError, UnsupportedStateError
 from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
+from .inside import class_name, expand
+from .kinds import is_made_of_tensors
 from .modulenames import named_buffers, named_parameters, other_names, unwrap
 from .modulestates import MODULE_STATES, ModuleStates
 from .refusals import (
@@ -35,9 +39,19 @@ from .refusals import (
     refuse_optimizer,
     refuse_same_names,
     refuse_several_gpus,
+    stands_for_some,
+    unstorable,
 )
+from .remainder import Taker, has_its_own, packed, without_parameter
 
 _GROUP_KEYS_NOT_STORED = ("params", "param_names")
+CODE = (FunctionType, BuiltinFunctionType, type)
+NAMELESS = "~keys"
+"""Where of a parameter's state that goes which has another key than text without a slash."""
+HEAVY_BYTES = 16 * 2**20
+"""Of tensors copied at a boundary: some 3 ms."""
+FEW = 1000
+"""Parameters of an optimizer whose `state_dict()` may be called at every boundary."""
 
 
 @dataclass
@@ -78,7 +92,15 @@ class TrainingState:
     ) -> None:
         """`reduced`: see `Checkpointer.reduced`."""
         self.model = unwrap(model)
-        self.optimizers = dict(optimizers)
+        for given in optimizers.values():
+            refuse_optimizer(given)
+        self.given = dict(optimizers)
+        """As the user has them."""
+        found = expand(optimizers)
+        self.optimizers = found.optimizers
+        """Those whose state is stored: also what is inside of others, see `inside`."""
+        self.steppers, self.hollow, self.outer = found.steppers, found.hollow, found.outer
+        """See `inside.Expanded`."""
         self.extra = named_objects("extra", extra)
         self.extra_per_rank = named_objects("extra_per_rank", extra_per_rank)
         self.torn = False
@@ -93,12 +115,18 @@ class TrainingState:
         self._names: dict[int, str] = {}
         self._of_model: dict[int, str] = {}
         self._orphans: list[str] = []
+        self._with_others: set[str] = set()
+        """Optimizers that keep state under keys that are no parameters."""
+        self._unstored: set[tuple[str, int | str, str]] = set()
+        """See `remainder.Unstored`."""
+        self._beside_bytes, self._told_heavy = 0, False
+        self._nothing_left: dict[str, tuple[int, int]] = {}
+        """Optimizers with a `state_dict()` of their own that had nothing beside what is stored:
+        `looks` at that time, and boundaries since."""
         self.assumed_alike: set[int] = set()
         """`id()`s of those of `reduced` that nobody trains, and so nobody reduces: alike, unless a
         version has them as every rank's own."""
         self._reduced = None if reduced is None else {id(p): p for p in reduced}
-        for optimizer in self.optimizers.values():
-            refuse_optimizer(optimizer)
         self.first_options = {
             label: {*_GROUP_KEYS_NOT_STORED}.union(*optimizer.param_groups)
             for label, optimizer in self.optimizers.items()
@@ -121,6 +149,9 @@ class TrainingState:
             for g, group in enumerate(optimizer.param_groups):
                 for i, param in enumerate(group["params"]):
                     self._names.setdefault(id(param), f"{label}.group{g}.param{i}")
+            self._with_others.discard(label)
+            if without_parameter(optimizer):
+                self._with_others.add(label)
         here, held = self._of_model, self._names
         self._orphans += [n for i, n in before.items() if i in held and i not in here]
 
@@ -156,19 +187,34 @@ class TrainingState:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     params.setdefault(id(param), param)
-                    for key, value in sorted(_told(optimizer.state.get(param, _NOTHING))):
-                        if isinstance(value, torch.Tensor):
+                    for key, value in _told(optimizer.state.get(param, _NOTHING)):
+                        if isinstance(value, torch.Tensor) and not is_made_of_tensors(value):
                             state.append((value, param, index, key))
                             continue
                         # LBFGS keeps lists of tensors: striped like any, the list is odd.
                         entries = tree.Entries()
-                        node = tree.pack(value, key, entries)
+                        try:
+                            node = tree.pack(value, key, entries)
+                        except UnsupportedStateError as error:
+                            self._left_to_state_dict(index, param, key, error)
+                            continue
                         state += [(tensor, param, index, path) for path, tensor in entries.found]
                         odd.append((param, index, key, node))
         own = {id(p) for p in (*_renormed(self._modules), *self._not_reduced(params.values()))}
         own.update(id(p) for p in params.values() if self._forward_changes_it(p))
         held = {id(b): b for b in self.live_buffers() if b is not None}
         return Walk(list(params.values()), state, odd, list(held.values()), own)
+
+    def _left_to_state_dict(
+        self, index: int, param: torch.Tensor, key: str, error: UnsupportedStateError
+    ) -> None:
+        """It cannot be stored by name: an optimizer's own `state_dict()` may say it in another way.
+        Raises UnsupportedStateError where it has none."""
+        label, optimizer = [*self.optimizers.items()][index]
+        if not has_its_own(optimizer):
+            what = f"state[{self.name_of(param)!r}][{key!r}]"
+            raise unstorable(optimizer, what, error) from error
+        self._unstored.add((label, id(param), key))
 
     def drop_gradients(self) -> None:
         """As in a process that has just begun: the next backward pass would add to what is left of
@@ -222,8 +268,12 @@ class TrainingState:
         up costs some 30 nanoseconds a tensor, a walk twenty times as much.
         """
         found = self.module_containers()
-        for optimizer in self.optimizers.values():
-            found += optimizer.state.values()
+        for label, optimizer in self.optimizers.items():
+            if label in self._with_others:
+                kept: dict[Any, Any] = optimizer.state
+                found += [v for k, v in kept.items() if isinstance(k, torch.Tensor)]
+            else:
+                found += optimizer.state.values()
         return found
 
     def module_containers(self) -> list[dict[Any, Any]]:
@@ -257,6 +307,15 @@ class TrainingState:
             self.refresh_names()
             name = self._names[id(param)]
         return name
+
+    def param_named(self, name: str) -> torch.Tensor:
+        """The inverse of `name_of`, for a name that there is."""
+        groups = (g for o in self.optimizers.values() for g in o.param_groups)
+        params: tuple[torch.Tensor, ...] = (
+            *self.model.parameters(),
+            *(p for g in groups for p in g["params"]),
+        )
+        return next(p for p in params if self.name_of(p) == name)
 
     def held_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Names of those of the state's parameters that an optimizer, any one, has."""
@@ -297,7 +356,7 @@ class TrainingState:
         """What changes only when the layout does: optimizer classes and groups' members."""
         return {
             label: {
-                "class": optimizer_class(optimizer),
+                "class": class_name(optimizer),
                 "groups": [[self.name_of(p) for p in g["params"]] for g in optimizer.param_groups],
             }
             for label, optimizer in self.optimizers.items()
@@ -336,15 +395,90 @@ class TrainingState:
         """Options of every param group (learning rate, betas, ...)."""
         return {
             label: [
-                tree.pack(
-                    {k: v for k, v in group.items() if k not in _GROUP_KEYS_NOT_STORED},
-                    f"{label}.param_groups[{i}]",
-                    keep,
-                )
-                for i, group in enumerate(optimizer.param_groups)
+                self._pack_group(label, number, group, keep)
+                for number, group in enumerate(optimizer.param_groups)
             ]
             for label, optimizer in self.optimizers.items()
         }
+
+    def _pack_group(
+        self, label: str, number: int, group: Mapping[str, Any], keep: tree.KeepTensor
+    ) -> dict[str, Any]:
+        """Functions and classes are code, of the script that is started again, and no state."""
+        found = {}
+        for key, value in group.items():
+            if key in _GROUP_KEYS_NOT_STORED or isinstance(value, CODE):
+                continue
+            try:
+                found[key] = tree.pack(value, f"{label}.param_groups[{number}][{key!r}]", keep)
+            except UnsupportedStateError as error:
+                optimizer = self.optimizers[label]
+                if not has_its_own(optimizer):
+                    what = f"param_groups[{number}][{key!r}]"
+                    raise unstorable(optimizer, what, error) from error
+                self._unstored.add((label, str(number), key))
+        return {tree.TAG: "dict", "v": [*found.items()]} if tree.TAG in found else found
+
+    def pack_remainders(self, arena: tree.Arena) -> dict[str, Any]:
+        """What optimizers' own `state_dict()`s have beside what is stored by name: see `remainder`.
+
+        Most have nothing, and are not asked. One that is asked and has nothing, and thousands of
+        parameters, is asked again when the structure changed, and after 1, 2, 4, ... boundaries.
+        """
+        before = sum(tensor.nbytes for tensor in arena.tensors)
+        found = {label: packed(left, label, arena) for label, left in self.remainders().items()}
+        self._beside_bytes = sum(tensor.nbytes for tensor in arena.tensors) - before
+        return found
+
+    def new_heavy(self) -> str:
+        """How much of these was packed last, if that is much; said once."""
+        if self._beside_bytes < HEAVY_BYTES or self._told_heavy:
+            return ""
+        self._told_heavy = True
+        return f"{self._beside_bytes / 1e6:.0f} MB"
+
+    def remainders(self) -> dict[str, dict[str, Any]]:
+        """The same, live."""
+        found = {}
+        taker: Taker | None = None
+        for label, optimizer in self.optimizers.items():
+            told = label in self._with_others or any(label == each for each, *_ in self._unstored)
+            if not told and not self._may_have_more(label, optimizer):
+                continue
+            taker = taker or Taker(self.optimizers, self.name_of, frozenset(self._unstored))
+            if (left := taker.taken(label)) is not None:
+                found[label] = left
+                self._nothing_left.pop(label, None)
+            elif label not in self._nothing_left or self._nothing_left[label][0] != self.looks:
+                self._nothing_left[label] = (self.looks, 0)
+        return found
+
+    def shared(self, walk: Walk) -> list[list[Any]]:
+        """Which tensors parameters have in common in an optimizer's state (quantile maps): the
+        optimizer's label, the key, and the parameters' names, or None where it is all of them."""
+        labels = list(self.optimizers)
+        holders: dict[tuple[int, str, int], list[torch.Tensor]] = {}
+        having: Counter[tuple[int, str]] = Counter()
+        for tensor, param, index, key in walk.state:
+            holders.setdefault((index, key, id(tensor)), []).append(param)
+            having[index, key] += 1
+        found: list[list[Any]] = []
+        for (index, key, _), params in holders.items():
+            if len(params) > 1:
+                every = len(params) == having[index, key]
+                names = None if every else [self.name_of(param) for param in params]
+                found.append([labels[index], key, names])
+        return found
+
+    def _may_have_more(self, label: str, optimizer: torch.optim.Optimizer) -> bool:
+        if not has_its_own(optimizer):
+            return False
+        looks, boundaries = self._nothing_left.get(label, (-1, 0))
+        if looks != self.looks:
+            return True
+        self._nothing_left[label] = (looks, boundaries + 1)
+        few = sum(len(group["params"]) for group in optimizer.param_groups) <= FEW
+        return few or not boundaries & (boundaries + 1)
 
     def pack_extra(self, which: Mapping[str, Any], arena: tree.Arena) -> dict[str, Any]:
         """The `state_dict()`s of the user's objects."""
@@ -360,8 +494,12 @@ _NOTHING: dict[str, Any] = {}
 
 
 def _told(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """Those that have names: see `refuse_odd_keys`."""
-    return [(key, value) for key, value in values.items() if isinstance(key, str)]
+    """By name, in order. Those that have none that can be a part of an entry's go together."""
+    named = {key: value for key, value in values.items() if isinstance(key, str) and "/" not in key}
+    found = sorted(named.items())
+    if len(named) < len(values):
+        found.append((NAMELESS, {k: v for k, v in values.items() if k not in named}))
+    return found
 
 
 def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
@@ -377,7 +515,7 @@ def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
 
 def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
     """Class name; adapters' dynamic subclasses carry the name of the class they wrap."""
-    return type(optimizer).__name__
+    return class_name(optimizer)
 
 
 def label_optimizers(
@@ -390,8 +528,8 @@ def label_optimizers(
     Raises ConfigError for names that cannot be, UnsupportedStateError for what is no optimizer,
     and where there is none: versions are numbered by their steps, and none would ever be made.
     """
-    if isinstance(optimizers, torch.optim.Optimizer):
-        return {"optimizer": optimizers}
+    if isinstance(optimizers, torch.optim.Optimizer) or stands_for_some(optimizers):
+        return {"optimizer": optimizers}  # type: ignore[dict-item]
     if isinstance(optimizers, Mapping):
         for label in optimizers:
             if not label or "/" in str(label):

@@ -11,12 +11,13 @@ from __future__ import annotations
 import ast
 import base64
 import collections
+import enum
 import json
 import math
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +25,18 @@ import numpy as np
 import torch
 
 from .errors import FormatError, UnsupportedStateError
+from .kinds import (
+    FACTORIES,
+    Parts,
+    is_made_of_tensors,
+    is_named_tuple,
+    made_default,
+    made_member,
+    made_tuple,
+    name_of,
+    same_type,
+    taken_apart,
+)
 from .layout import TensorSpec
 
 TAG = "~"
@@ -44,7 +57,9 @@ def pack(value: Any, path: str, keep: KeepTensor) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
     if isinstance(value, torch.Tensor):
-        return _pack_quantized(value, path, keep) if _is_quantized(value) else keep(value, path)
+        if _is_quantized(value):
+            return _pack_quantized(value, path, keep)
+        return _pack_subclass(value, path, keep) if is_made_of_tensors(value) else keep(value, path)
     if kind is list:
         return [pack(v, f"{path}[{i}]", keep) for i, v in enumerate(value)]
     if kind is dict and all(type(k) is str and k != TAG for k in value):
@@ -55,6 +70,11 @@ def pack(value: Any, path: str, keep: KeepTensor) -> Any:
     if isinstance(value, np.generic):
         node = _pack_array(np.asarray(value), path, keep)
         return {**node, TAG: "scalar"}
+    if isinstance(value, enum.Enum):
+        return {TAG: "enum", "kind": name_of(kind), "v": pack(value.value, path, keep)}
+    if is_named_tuple(value):
+        fields, members = list(value._fields), _sequence(value, path, keep)
+        return {TAG: "namedtuple", "kind": name_of(kind), "fields": fields, "v": members}
     raise UnsupportedStateError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored without "
         "pickle. Let state_dict() return numbers, strings, tensors, arrays and containers of "
@@ -108,13 +128,19 @@ def map_entries(value: Any, change: Callable[[Entry], Any]) -> Any:
     """An unpacked `value` with `change` of each `Entry` in its place."""
     if isinstance(value, Entry):
         return change(value)
+    if isinstance(value, Parts):
+        inner = map_entries(value.inner, change)
+        return replace(value, inner=inner, context=map_entries(value.context, change)).made()
+    if isinstance(value, collections.defaultdict):
+        pairs = ((map_entries(k, change), map_entries(v, change)) for k, v in value.items())
+        return collections.defaultdict(value.default_factory, pairs)
     if isinstance(value, dict):
         items = {map_entries(k, change): map_entries(v, change) for k, v in value.items()}
         return type(value)(items)
     if isinstance(value, collections.deque):
         return collections.deque((map_entries(v, change) for v in value), value.maxlen)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value)(map_entries(v, change) for v in value)
+        return same_type(value, (map_entries(v, change) for v in value))
     return value
 
 
@@ -414,6 +440,37 @@ def _unpack_quantized(node: dict[str, Any], tensor: Callable[..., torch.Tensor])
     return torch._make_per_channel_quantized_tensor(ints, scales, zero_points, node["axis"])
 
 
+def _pack_subclass(value: torch.Tensor, path: str, keep: KeepTensor) -> dict[str, Any]:
+    """A tensor made of tensors, which are kept in its place."""
+    parts = taken_apart(value)
+    return {
+        TAG: "subclass",
+        "kind": parts.kind,
+        "inner": {name: pack(each, f"{path}.{name}", keep) for name, each in parts.inner.items()},
+        "context": pack(parts.context, f"the context of {path}", keep),
+        "size": list(parts.size),
+        "stride": list(parts.stride),
+    }
+
+
+def _unpack_subclass(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> Any:
+    inner = {name: unpack(each, tensor) for name, each in node["inner"].items()}
+    context = unpack(node["context"], tensor)
+    parts = Parts(node["kind"], inner, context, tuple(node["size"]), tuple(node["stride"]))
+    waits = any(isinstance(each, (Entry, Parts)) for each in inner.values())
+    return parts if waits else parts.made()
+
+
+def _pack_default(value: Any, path: str, keep: KeepTensor) -> dict[str, Any]:
+    factory = value.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if name is not None and FACTORIES.get(name) is not factory:
+        raise UnsupportedStateError(
+            f"{path} is a defaultdict of {factory!r}, which is code; convert it to a dict first"
+        )
+    return {TAG: "defaultdict", "factory": name, "v": _items(value, path, keep)}
+
+
 def _dtype_text(dtype: np.dtype) -> str:
     """As in the header of an .npy file; numpy's short name would forget a structure's fields."""
     return dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
@@ -447,6 +504,7 @@ _PACKERS: dict[type, Callable[[Any, str, KeepTensor], dict[str, Any]]] = {
     bytes: lambda v, _p, _k: {TAG: "bytes", "v": base64.b64encode(v).decode()},
     bytearray: lambda v, _p, _k: {TAG: "bytearray", "v": base64.b64encode(v).decode()},
     np.ndarray: _pack_array,
+    collections.defaultdict: _pack_default,
     Entry: lambda v, _p, _k: {TAG: "entry", "v": v.key},
 }
 
@@ -468,4 +526,8 @@ _UNPACKERS: dict[str, Callable[[dict[str, Any], Callable[..., torch.Tensor]], An
     "array": _unpack_array,
     "quantized": _unpack_quantized,
     "scalar": lambda n, t: _unpack_array(n, t)[()],
+    "enum": lambda n, t: made_member(n["kind"], unpack(n["v"], t)),
+    "namedtuple": lambda n, t: made_tuple(n["kind"], n["fields"], [unpack(v, t) for v in n["v"]]),
+    "defaultdict": lambda n, t: made_default(n["factory"], _unpack_items(n, t)),
+    "subclass": _unpack_subclass,
 }

@@ -22,7 +22,9 @@ from ..modulenames import FIXED, path_of
 from ..modulestates import MODULE_STATES, into_model
 from ..outline import Contents
 from ..progress import Progress
+from ..remainder import put_together
 from ..restore import Attempt, Restorer
+from ..state import NAMELESS
 from ..together import Together
 from .catalog import manifest_at
 from .survey import Survey, Where, job_of, survey, why_elsewhere
@@ -46,8 +48,9 @@ class Saved:
     a way of their own; names are as without any wrapper (DDP, `torch.compile`). Buffers are rank
     0's. Tied weights are one tensor under all their names."""
     optimizers: dict[str, dict[str, Any]]
-    """For each optimizer's `load_state_dict`; a single one is called `optimizer`. Empty if only the
-    model was asked for."""
+    """For each optimizer's `load_state_dict`; a single one is called `optimizer`. One inside of it
+    (its attribute `base_optimizer`) is called `optimizer.base_optimizer`, unless the `state_dict()`
+    of the outer one has its state, too. Empty if only the model was asked for."""
     extra: dict[str, Any]
     """What the `extra` objects' `state_dict()` returned."""
     extra_per_rank: dict[str, Any]
@@ -199,7 +202,7 @@ class _Reading:
             iteration=self._manifest.iteration,
             metric=self._manifest.metric,
             model=self._model(extra),
-            optimizers={label: self._optimizer(label, told) for label, told in structure.items()},
+            optimizers=_Optimizers(self._tensors, self._tree, structure).all(),
             extra=extra,
             extra_per_rank=dict(self._tree["extra_per_rank"]),
             levels=attempt.plan.levels,
@@ -233,8 +236,32 @@ class _Reading:
         record = extra.pop(MODULE_STATES, None)
         return into_model(record, found, self._tensors) if record else found
 
-    def _optimizer(self, label: str, structure: Mapping[str, Any]) -> dict[str, Any]:
-        """As torch has it: parameters are numbers, in the order of the groups."""
+
+class _Optimizers:
+    """What each optimizer's `state_dict()` returned."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        told: Mapping[str, Any],
+        structure: Mapping[str, Any],
+    ) -> None:
+        self._tensors, self._tree, self._structure = tensors, told, structure
+        self._kept = {label: self._kept_by(label) for label in structure}
+
+    def all(self) -> dict[str, Any]:
+        """By label, but for those that another one's holds."""
+        nodes = self._tree.get("remainders", {})
+        parts = [(label, part) for label, node in nodes.items() for part in node["parts"]]
+        within = {part["of"] for label, part in parts if part["of"] != label}
+        return {
+            label: put_together(nodes[label], self) if label in nodes else self._plain(label)
+            for label in self._structure
+            if label not in within
+        }
+
+    def _kept_by(self, label: str) -> dict[str, dict[str, Any]]:
+        """By parameter."""
         kept: dict[str, dict[str, Any]] = {}
         for name, tensor in self._tensors.items():
             if name.startswith(f"{label}/") and not name.startswith(FIXED):
@@ -244,14 +271,38 @@ class _Reading:
             if full.startswith(f"{label}/"):
                 mine = kept.setdefault(full.split("/", 1)[1], {})
                 mine.update({k: tree.with_entries(v, mine) for k, v in values.items()})
-        state, groups, numbered = {}, [], 0
-        for names, options in zip(structure["groups"], self._tree["groups"][label], strict=True):
-            numbers = range(numbered, numbered + len(names))
-            groups.append({**options, "params": list(numbers)})
-            named = zip(numbers, names, strict=True)
-            state.update({number: kept[name] for number, name in named if name in kept})
+                mine.update(mine.pop(NAMELESS, {}))
+        return kept
+
+    def _plain(self, label: str) -> dict[str, Any]:
+        return {"state": self.states(label), "param_groups": self.groups(label)}
+
+    def _numbered(self, label: str) -> list[list[tuple[int, str]]]:
+        """Parameters as torch has it: numbers, in the order of the groups."""
+        found, numbered = [], 0
+        for names in self._structure[label]["groups"]:
+            found.append([*enumerate(names, numbered)])
             numbered += len(names)
-        return {"state": state, "param_groups": groups}
+        return found
+
+    def states(self, label: str) -> dict[int, dict[str, Any]]:
+        """See `Stored`."""
+        kept = self._kept[label]
+        pairs = (pair for group in self._numbered(label) for pair in group)
+        return {number: dict(kept[name]) for number, name in pairs if name in kept}
+
+    def groups(self, label: str) -> list[dict[str, Any]]:
+        """See `Stored`."""
+        both = zip(self._numbered(label), self._tree["groups"][label], strict=True)
+        return [{**options, "params": [n for n, _ in group]} for group, options in both]
+
+    def value(self, label: str, name: str, key: str) -> Any:
+        """See `Stored`."""
+        return self._kept[label][name][key]
+
+    def param(self, name: str) -> Any:
+        """See `Stored`."""
+        return self._tensors[f"model/{name}"]
 
 
 __all__ = ["Saved", "load"]

@@ -1,0 +1,175 @@
+"""Kinds: values of classes that are not Python's, numpy's or torch's own, in a tree.
+
+Members of an `enum.Enum`, named tuples, and tensor subclasses that are made of plain tensors (as
+torchao's 8-bit state is) are stored as the name of their class and what they are made of. Nothing
+is imported to make them again, and no constructor is called: the class is looked up among modules
+that the script has imported. Where it is not there, as for `tierckpt.load`, a `Stranger` stands for
+the value.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from types import NoneType
+from typing import Any
+
+import torch
+
+FACTORIES: dict[str, Any] = {each.__name__: each for each in (dict, list, set, int, float, str)}
+"""Of default dicts."""
+
+
+def name_of(kind: type) -> str:
+    """Of a class, for `find`."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def find(name: str, base: type) -> Any:
+    """The class of that name, a subclass of `base`, if its module is imported; else None."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, base) else None
+
+
+@dataclass
+class Stranger:
+    """Stands for a value whose class is not imported here."""
+
+    kind: str
+    """Module and name of the class."""
+    parts: Any
+    """What it is made of: an Enum's value, a tuple's members by name, a tensor's inner tensors."""
+
+
+@dataclass
+class Parts:
+    """Of a tensor subclass, while some of its tensors are still `tree.Entry`s."""
+
+    kind: str
+    inner: dict[str, Any]
+    context: Any
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def made(self) -> Any:
+        """The tensor, once they are tensors."""
+        return made_tensor(self)
+
+
+def is_named_tuple(value: Any) -> bool:
+    """True for what `collections.namedtuple` and `typing.NamedTuple` make."""
+    return isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple)
+
+
+def is_made_of_tensors(value: Any) -> bool:
+    """True for a tensor subclass that says what it is made of; a DTensor is one rank's part."""
+    kind = type(value)
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return (
+        isinstance(value, torch.Tensor)
+        and kind not in plain
+        and kind.__name__ != "DTensor"
+        and callable(getattr(kind, "__tensor_flatten__", None))
+        and callable(getattr(kind, "__tensor_unflatten__", None))
+    )
+
+
+def taken_apart(value: torch.Tensor) -> Parts:
+    """The inverse of `made_tensor`; inner tensors are the live ones."""
+    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: getattr(value, name) for name in names}
+    size, stride = tuple(value.size()), tuple(value.stride())
+    return Parts(name_of(type(value)), inner, context, size, stride)
+
+
+def made_tensor(parts: Parts) -> Any:
+    """A tensor subclass of its inner tensors."""
+    kind = find(parts.kind, torch.Tensor)
+    if kind is None or not callable(getattr(kind, "__tensor_unflatten__", None)):
+        return Stranger(parts.kind, {**parts.inner, "context": parts.context})
+    size, stride = torch.Size(parts.size), parts.stride
+    return kind.__tensor_unflatten__(parts.inner, parts.context, size, stride)
+
+
+def cloned(value: Any) -> Any:
+    """A tree with clones of its tensors, and containers of its own."""
+    if isinstance(value, torch.Tensor):
+        if not is_made_of_tensors(value):
+            return value.detach().clone()
+        parts = taken_apart(value)
+        return made_tensor(replace(parts, inner=cloned(parts.inner)))
+    if type(value) is dict:
+        return {key: cloned(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(cloned, value))
+    return value if isinstance(value, (int, float, str, bytes, NoneType)) else deepcopy(value)
+
+
+def made_member(name: str, value: Any) -> Any:
+    """The member of an Enum that has that value."""
+    kind = find(name, enum.Enum)
+    if kind is None:
+        return Stranger(name, value)
+    try:
+        return kind(value)
+    except ValueError:  # the script's has it no more
+        return Stranger(name, value)
+
+
+def made_tuple(name: str, fields: list[str], values: list[Any]) -> Any:
+    """A named tuple."""
+    kind = find(name, tuple)
+    if kind is None or list(getattr(kind, "_fields", ())) != fields:
+        return Stranger(name, dict(zip(fields, values, strict=True)))
+    return tuple.__new__(kind, values)
+
+
+def made_default(factory: str | None, items: list[tuple[Any, Any]]) -> Any:
+    """A defaultdict."""
+    return defaultdict(FACTORIES[factory] if factory else None, items)
+
+
+def strangers(value: Any, path: str = "") -> Iterator[str]:
+    """The way to each `Stranger` in a decoded tree, and of what class it is."""
+    if isinstance(value, Stranger):
+        yield f"{path} is a {value.kind.replace(':', '.')}"
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from strangers(each, f"{path}[{key!r}]" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            yield from strangers(each, f"{path}[{number}]")
+
+
+def same_type(value: Any, members: Iterator[Any]) -> Any:
+    """A list, tuple, set of these members, of the type of `value`."""
+    if is_named_tuple(value):
+        return tuple.__new__(type(value), members)
+    make: Callable[[Iterator[Any]], Any] = type(value)
+    return make(members)
+
+
+__all__ = [
+    "FACTORIES",
+    "Parts",
+    "Stranger",
+    "cloned",
+    "find",
+    "is_made_of_tensors",
+    "is_named_tuple",
+    "made_default",
+    "made_member",
+    "made_tensor",
+    "made_tuple",
+    "name_of",
+    "same_type",
+    "strangers",
+    "taken_apart",
+]
