@@ -59,11 +59,10 @@ def held_here(path: Path) -> bool:
 
 
 def held_by_another_name(path: Path) -> bool:
-    """As `held_here`, whatever the file was called when it was locked: by a link, or a mount."""
-    here = [each for each, process in _held.items() if process == os.getpid()]
-    if path in here:
-        return True
-    for each in here:
+    """As `held_here`, also where its folder had another name: by a link, or another mount."""
+    for each, process in list(_held.items()):
+        if process != os.getpid() or each.name != path.name:
+            continue
         with contextlib.suppress(OSError):
             if os.path.samefile(each, path):
                 return True

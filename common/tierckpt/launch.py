@@ -23,8 +23,9 @@ from pathlib import Path
 
 from .hostid import boot_id
 
-MOST_STARTERS = 1024
-"""Kept of a life: the smallest, so that of two lives that share some the same are kept."""
+MOST_STARTERS = 256
+"""Kept of a life: the smallest, so that of two lives that share some the same are kept. Every node
+reads the claims of all."""
 _OF_A_WORKER = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT", "RANK")
 """torchrun gives them to a worker; its agent does not have these values itself."""
 _LETTERS = 16
