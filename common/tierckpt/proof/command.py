@@ -75,7 +75,9 @@ class Plan:
 
     def again(self, name: str, until: int, kill: bool = False) -> Run:
         """A run that begins with what the first one began with, or kept."""
-        order = Order(self.folder / name, until, None, self.kill_at if kill else None)
+        taken = len([*self.folder.glob(f"{name}*")])
+        folder = self.folder / (f"{name}{taken + 1}" if taken else name)
+        order = Order(folder, until, None, self.kill_at if kill else None)
         order.write()
         if self.begin:
             link_all(self.folder / SEED, order.folder / SEED)

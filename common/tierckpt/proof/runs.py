@@ -74,7 +74,7 @@ class Run:
         if self.order.kill_at is not None and not self.order.mark.exists():
             raise ProveError(
                 f"{self.name}: nobody was killed, as no version was complete on all ranks before "
-                f"the last one; see {self.log}"
+                f"the last one. Ask for more steps (--kill-after, --steps); see {self.log}"
             )
 
     def _launch(self) -> int:
