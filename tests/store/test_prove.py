@@ -93,7 +93,7 @@ def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFi
     ("kind", "said"),
     [
         ("position", "All random streams are the same, and yet the step was another one"),
-        ("schedule", "Only what optimizers are told (a learning rate) differs"),
+        ("schedule", "Only options of an optimizer (a learning rate) differ"),
         ("python", "The random stream of python is at another place"),
         ("urandom", "not deterministic: step "),
         ("afresh", "not exact: The job that was started again began afresh"),

@@ -12,7 +12,7 @@ from tierckpt.config import load_config
 from tierckpt.errors import ConfigError
 from tierckpt.proof.order import VARIABLE, Order, order_here, path_of, redirected
 from tierckpt.proof.records import Life, Writer, read
-from tierckpt.proof.verdict import Departure, IncomparableError, cause, departure, told
+from tierckpt.proof.verdict import Departure, IncomparableError, cause, departure, description
 
 # --- orders --------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ def test_the_first_version_that_differs_is_found(tmp_path: Path) -> None:
     assert (found.version, found.names, found.of) == (
         (2, ("model/0.weight", "options/opt[0]/lr"), 3)
     )
-    assert told(found) == "2 of 3 differ: model/0.weight, options/opt[0]/lr (0.1 and 0.2)"
+    assert description(found) == "2 of 3 differ: model/0.weight, options/opt[0]/lr (0.1 and 0.2)"
 
 
 def test_what_is_in_one_alone_differs_and_parts_of_a_tensor_are_one_name(tmp_path: Path) -> None:

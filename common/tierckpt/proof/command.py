@@ -216,7 +216,9 @@ class _Judge:
             what, why = "not deterministic", verdict.NOT_DETERMINISTIC
         else:
             what, why = f"not exact, {how}", verdict.cause(found)
-        self._say(f"{what}: step {found.version} is the first that differs. {verdict.told(found)}")
+        self._say(
+            f"{what}: step {found.version} is the first that differs: {verdict.description(found)}"
+        )
         self._say(why)
         return 1
 

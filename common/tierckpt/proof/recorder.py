@@ -1,6 +1,6 @@
 """The recorder: a rank's part of a run, inside the job; see `order`.
 
-It is told of what happens as any callback is, on the training thread.
+It is called as any callback is, on the training thread.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ GRACE_SECONDS = 15.0
 MOST_LAUNCHES = 4
 LAST_LINES = 12
 _ERROR = re.compile(r"(\[[^\]]*\]:? ?)*\s*[\w.]+(Error|Exception): ")
-"""As Python writes it, perhaps behind a launcher's mark."""
+"""As Python writes it, perhaps after a launcher's mark."""
 ENVIRONMENT = {
     # Else torchrun lets all lives of a job share one key-value store, and a restarted gloo process
     # may read the address of one that is dead.
@@ -139,11 +139,11 @@ class Run:
 
     def _last_lines(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
-        told = "".join(f"\n  {line}" for line in lines[-LAST_LINES:])
+        last = "".join(f"\n  {line}" for line in lines[-LAST_LINES:])
         first = next((line.strip() for line in lines if _ERROR.match(line)), "")
-        if first and first not in told:  # launchers say much behind it
-            return f"the first error is {first!r}; its output is in {self.log}, and ends:{told}"
-        return f"its output is in {self.log}" + (f", and ends:{told}" if told else "")
+        if first and first not in last:  # launchers print much after it
+            return f"the first error is {first!r}; its output is in {self.log}, and ends:{last}"
+        return f"its output is in {self.log}" + (f", and ends:{last}" if last else "")
 
     def clean(self) -> None:
         """Remove what it left in this machine's memory."""

@@ -33,7 +33,7 @@ class Departure:
 
 
 class IncomparableError(Exception):
-    """What was recorded does not tell; in words, with what to do."""
+    """What was recorded cannot be compared; why, in words, and what to do."""
 
 
 def departure(
@@ -108,7 +108,7 @@ def count_of(life_by_rank: Mapping[int, Life], version: int) -> tuple[int, int]:
 # --- what usually causes it ----------------------------------------------------------------------
 
 
-def told(found: Departure) -> str:
+def description(found: Departure) -> str:
     """What differs, in a sentence."""
     names = [
         f"{name} ({' and '.join(_short(v) for v in found.values[name])})"
@@ -135,8 +135,8 @@ def cause(found: Departure) -> str:
         return _of_streams(streams)
     if "options" in parts and not parts & {"model", "buffer"}:
         return (
-            "Only what optimizers are told (a learning rate) differs: a scheduler begins anew. "
-            'Give it: extra={"scheduler": scheduler} (wrap: behind the scheduler\'s own line)'
+            "Only options of an optimizer (a learning rate) differ: a scheduler begins anew. "
+            'Give it: extra={"scheduler": scheduler} (wrap: after the scheduler\'s own line)'
         )
     if trained:
         return (
@@ -152,7 +152,7 @@ def cause(found: Departure) -> str:
         which = some(list(dict.fromkeys(_object_of(name) for name in objects)))
         return (
             f"Only {which} differ: its load_state_dict() does not bring back all that its "
-            "state_dict() told, or something changes it between restore() and the loop"
+            "state_dict() returned, or something changes it between restore() and the loop"
         )
     return "It is none of the usual causes; `tierckpt diff` shows how large the differences are"
 
@@ -198,5 +198,5 @@ __all__ = [
     "common_versions",
     "count_of",
     "departure",
-    "told",
+    "description",
 ]
