@@ -141,7 +141,7 @@ def test_the_first_version_that_differs_is_found(tmp_path: Path) -> None:
     assert (found.version, found.names, found.of) == (
         (2, ("model/0.weight", "options/opt[0]/lr"), 3)
     )
-    assert description(found) == "2 of 3 differ: model/0.weight, options/opt[0]/lr (0.1 and 0.2)"
+    assert description(found) == "2 of 3 names: model/0.weight, options/opt[0]/lr (0.1 and 0.2)"
 
 
 def test_what_is_in_one_alone_differs_and_parts_of_a_tensor_are_one_name(tmp_path: Path) -> None:

@@ -216,9 +216,8 @@ class _Judge:
             what, why = "not deterministic", verdict.NOT_DETERMINISTIC
         else:
             what, why = f"not exact, {how}", verdict.cause(found)
-        self._say(
-            f"{what}: step {found.version} is the first that differs: {verdict.description(found)}"
-        )
+        names = verdict.description(found)
+        self._say(f"{what}: step {found.version} is the first that differs, in {names}")
         self._say(why)
         return 1
 

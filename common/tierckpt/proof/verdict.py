@@ -118,7 +118,7 @@ def description(found: Departure) -> str:
     ]
     where = f" on ranks {some(found.ranks, 8)}" if len(found.ranks) > 1 else ""
     where = where or (f" on rank {found.ranks[0]}" if found.ranks[0] else "")
-    return f"{len(found.names)} of {found.of} differ{where}: {some(names, MOST_NAMES)}"
+    return f"{len(found.names)} of {found.of} names{where}: {some(names, MOST_NAMES)}"
 
 
 def _short(fingerprint: str) -> str:
