@@ -172,6 +172,7 @@ def test_what_was_not_recorded_is_not_called_equal(tmp_path: Path) -> None:
         (("rng/numpy", "rng/python"), "The random stream of numpy and python is"),
         (("rng/cuda[0]",), "The random stream of cuda[0] is"),
         (("extra/scaler/scale", "extra_per_rank/loader/at"), "Only extra/scaler, extra_per_rank/"),
+        (("metric",), "what was measured of it and given to step() is not"),
         (("adapter/x",), "none of the usual causes"),
     ],
 )

@@ -224,9 +224,10 @@ class _Judge:
     def _exact(self, how: str, versions: Sequence[int]) -> str:
         tensors, values = verdict.count_of(self._last, versions[-1])
         ranks = f"{len(self._whole)} rank{'s' if len(self._whole) > 1 else ''}"
+        first, last = versions[0], versions[-1]
+        steps = f"steps {first} to {last} are" if last > first else f"step {first} is"
         return (
-            f"exact: {how}, steps {versions[0]} to {versions[-1]} are bit for bit those of the run "
-            f"that was not killed ({ranks}, {tensors} tensors, {values} other values: random "
+            f"exact: {how}, {steps} bit for bit as in the run that was not killed ({ranks}, {tensors} tensors, {values} other values: random "
             "streams, options, objects)"
         )
 

@@ -154,6 +154,11 @@ def cause(found: Departure) -> str:
             f"Only {which} differ: its load_state_dict() does not bring back all that its "
             "state_dict() returned, or something changes it between restore() and the loop"
         )
+    if parts == {"metric"}:
+        return (
+            "The state is the same, and what was measured of it and given to step() is not: it was "
+            "measured on other data, or with random numbers of its own"
+        )
     return "It is none of the usual causes; `tierckpt diff` shows how large the differences are"
 
 
