@@ -227,8 +227,8 @@ class _Judge:
         first, last = versions[0], versions[-1]
         steps = f"steps {first} to {last} are" if last > first else f"step {first} is"
         return (
-            f"exact: {how}, {steps} bit for bit as in the run that was not killed ({ranks}, {tensors} tensors, {values} other values: random "
-            "streams, options, objects)"
+            f"exact: {how}, {steps} bit for bit as in the run that was not killed ({ranks}, "
+            f"{tensors} tensors, {values} other values: random streams, options, objects)"
         )
 
     def _differs_by_itself(self, found: Departure) -> bool:
