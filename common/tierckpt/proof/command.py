@@ -117,7 +117,7 @@ def prove(args: argparse.Namespace, console: Console) -> int:
     finally:
         if keep and (folder / "undisturbed").exists():
             console.print(f"logs, records and last versions: {folder}", soft_wrap=True)
-        else:
+        elif args.dir is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -178,10 +178,12 @@ class _Judge:
     """Of one checkpointer of the runs."""
 
     def __init__(self, plan: Plan, job: str, calm: Run, killed: Run) -> None:
-        self._plan, self._job, self._until = plan, job, calm.order.until
+        self._plan, self._job = plan, job
         self._whole = calm.records[job].by_rank()
         self._first = killed.records[job].by_rank()
         self._last = killed.records[job].by_rank(-1)
+        ends = [life.last for life in (*self._whole.values(), *self._last.values())]
+        self._until = min(calm.order.until, *ends)
         lives = killed.records[job].all_lives()
         # One of several checkpointers carries it out.
         at = max((life.killed or 0 for life in lives), default=0)
