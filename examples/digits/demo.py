@@ -38,6 +38,12 @@ LAUNCHERS = {
 }
 
 
+YOURS = {
+    "torchrun": "torchrun --nproc-per-node 2 train.py",
+    "horovodrun": "horovodrun -np 2 python train.py",
+}
+
+
 def run(
     launcher: str, name: str, steps: int, work: Path, options: list[str], progress: Progress
 ) -> Journals:
@@ -181,6 +187,7 @@ def main() -> None:
     tell_of_the_restart(killed, console)
     picture(args.picture, curve(plain[0]), curve(killed[0]), kill_step, stalls_ms(calm))
     console.print(f"picture: {args.picture.resolve()}")
+    console.print(f"is your own script exact? ask it: tierckpt prove -- {YOURS[args.launcher]}")
     if not same:
         sys.exit("The curves differ: that is a bug, please report it.")
 

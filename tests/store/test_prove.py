@@ -79,7 +79,7 @@ def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFi
     assert prove() == 0
     out = capsys.readouterr().out
     assert "exact: killed with SIGKILL at step 5, resumed from " in out
-    assert "to 9 are bit for bit those of the run that was not killed (1 rank, 11 tensors" in out
+    assert "to 9 are bit for bit as in the run that was not killed (1 rank, 11 tensors" in out
     assert not (tmp_path / "ckpts").exists()
     assert [*shm_dir.rglob("r0*")] == []
     # What the last versions have is there for `tierckpt diff`.
@@ -93,7 +93,7 @@ def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFi
     ("kind", "said"),
     [
         ("position", "All random streams are the same, and yet the step was another one"),
-        ("schedule", "Only what optimizers are told (a learning rate) differs"),
+        ("schedule", "Only options of an optimizer (a learning rate) differ"),
         ("python", "The random stream of python is at another place"),
         ("urandom", "not deterministic: step "),
         ("afresh", "not exact: The job that was started again began afresh"),

@@ -12,7 +12,7 @@ from tierckpt.config import load_config
 from tierckpt.errors import ConfigError
 from tierckpt.proof.order import VARIABLE, Order, order_here, path_of, redirected
 from tierckpt.proof.records import Life, Writer, read
-from tierckpt.proof.verdict import Departure, IncomparableError, cause, departure, told
+from tierckpt.proof.verdict import Departure, IncomparableError, cause, departure, description
 
 # --- orders --------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ def test_the_first_version_that_differs_is_found(tmp_path: Path) -> None:
     assert (found.version, found.names, found.of) == (
         (2, ("model/0.weight", "options/opt[0]/lr"), 3)
     )
-    assert told(found) == "2 of 3 differ: model/0.weight, options/opt[0]/lr (0.1 and 0.2)"
+    assert description(found) == "2 of 3 names: model/0.weight, options/opt[0]/lr (0.1 and 0.2)"
 
 
 def test_what_is_in_one_alone_differs_and_parts_of_a_tensor_are_one_name(tmp_path: Path) -> None:
@@ -172,6 +172,7 @@ def test_what_was_not_recorded_is_not_called_equal(tmp_path: Path) -> None:
         (("rng/numpy", "rng/python"), "The random stream of numpy and python is"),
         (("rng/cuda[0]",), "The random stream of cuda[0] is"),
         (("extra/scaler/scale", "extra_per_rank/loader/at"), "Only extra/scaler, extra_per_rank/"),
+        (("metric",), "what was measured of it and given to step() is not"),
         (("adapter/x",), "none of the usual causes"),
     ],
 )

@@ -44,7 +44,7 @@ def diff(args: argparse.Namespace, console: Console) -> int:
     if args.json:
         print(json.dumps(as_json(found, a, b), indent=1))
     else:
-        for line in told(found, a, b):
+        for line in summary(found, a, b):
             console.print(line, soft_wrap=True)
         print_differences(found.differences, console, None if args.all else SHOWN)
     return 0 if found.equal else 1
@@ -87,7 +87,7 @@ def _opened(
 # --- what is said --------------------------------------------------------------------------------
 
 
-def told(found: Comparison, a: StoredVersion, b: StoredVersion) -> Iterator[str]:
+def summary(found: Comparison, a: StoredVersion, b: StoredVersion) -> Iterator[str]:
     """The lines before the table."""
     yield f"A: {a.text()}"
     yield f"B: {b.text()}"

@@ -259,7 +259,7 @@ def _structures(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differen
 
 
 def _merged(rows: Iterable[Difference], ranks: int) -> Iterator[Difference]:
-    """What is told of several ranks in the same words is told once."""
+    """Rows of several ranks that say the same become one."""
     same: dict[Any, list[int]] = {}
     kept: dict[Any, Difference] = {}
     for row in rows:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-PARTS = ("model", "buffer", "", "options", "extra", "extra_per_rank", "rng", "adapter")
+PARTS = ("model", "buffer", "", "options", "extra", "extra_per_rank", "rng", "adapter", "metric")
 """In this order; the empty one is what optimizers keep."""
 
 

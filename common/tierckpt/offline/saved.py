@@ -106,9 +106,8 @@ def _load(
     there = survey(path)
     unseen = bool(there.unseen)
     leave_out_memory(there)
-    newer = [each for each in there.problems if each.newer]
-    if newer and version is None:
-        raise RestoreError(f"a newer tierckpt was here: {newer[0].place.where}: {newer[0].why}")
+    if version is None:
+        refuse_newer(there)
     restorer = Restorer(
         Together(SingleGroup()),
         [there.found],
@@ -128,6 +127,13 @@ def _load(
         saved.suspect = there.suspicion(attempt.plan.id)
         saved.unseen = unseen
         return saved if _unchanged(attempt, mapped) else None
+
+
+def refuse_newer(there: Survey) -> None:
+    """Raise RestoreError where the newest version may be one that this release cannot read."""
+    newer = [each for each in there.problems if each.newer]
+    if newer:
+        raise RestoreError(f"a newer tierckpt was here: {newer[0].place.where}: {newer[0].why}")
 
 
 def leave_out_memory(there: Survey) -> None:

@@ -25,7 +25,7 @@ from ..restore import Restorer
 from ..restoreplan import RestorePlan
 from ..shardfile import ShardHeader
 from ..together import Together
-from .saved import leave_out_memory, nothing
+from .saved import leave_out_memory, nothing, refuse_newer
 from .survey import Survey, Where, survey
 
 KEPT_BLOCKS = 64
@@ -227,6 +227,8 @@ def open_version(
     """
     there = survey(path) if there is None else there
     leave_out_memory(there)
+    if version is None:
+        refuse_newer(there)
     plan = there.plan(version)
     if plan is None:
         raise RestoreError(nothing(path, version, there, ()))

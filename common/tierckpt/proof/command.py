@@ -75,7 +75,9 @@ class Plan:
 
     def again(self, name: str, until: int, kill: bool = False) -> Run:
         """A run that begins with what the first one began with, or kept."""
-        order = Order(self.folder / name, until, None, self.kill_at if kill else None)
+        taken = len([*self.folder.glob(f"{name}*")])
+        folder = self.folder / (f"{name}{taken + 1}" if taken else name)
+        order = Order(folder, until, None, self.kill_at if kill else None)
         order.write()
         if self.begin:
             link_all(self.folder / SEED, order.folder / SEED)
@@ -115,7 +117,7 @@ def prove(args: argparse.Namespace, console: Console) -> int:
     finally:
         if keep and (folder / "undisturbed").exists():
             console.print(f"logs, records and last versions: {folder}", soft_wrap=True)
-        else:
+        elif args.dir is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -176,10 +178,12 @@ class _Judge:
     """Of one checkpointer of the runs."""
 
     def __init__(self, plan: Plan, job: str, calm: Run, killed: Run) -> None:
-        self._plan, self._job, self._until = plan, job, calm.order.until
+        self._plan, self._job = plan, job
         self._whole = calm.records[job].by_rank()
         self._first = killed.records[job].by_rank()
         self._last = killed.records[job].by_rank(-1)
+        ends = [life.last for life in (*self._whole.values(), *self._last.values())]
+        self._until = min(calm.order.until, *ends)
         lives = killed.records[job].all_lives()
         # One of several checkpointers carries it out.
         at = max((life.killed or 0 for life in lives), default=0)
@@ -214,17 +218,19 @@ class _Judge:
             what, why = "not deterministic", verdict.NOT_DETERMINISTIC
         else:
             what, why = f"not exact, {how}", verdict.cause(found)
-        self._say(f"{what}: step {found.version} is the first that differs. {verdict.told(found)}")
+        names = verdict.description(found)
+        self._say(f"{what}: step {found.version} is the first that differs, in {names}")
         self._say(why)
         return 1
 
     def _exact(self, how: str, versions: Sequence[int]) -> str:
         tensors, values = verdict.count_of(self._last, versions[-1])
         ranks = f"{len(self._whole)} rank{'s' if len(self._whole) > 1 else ''}"
+        first, last = versions[0], versions[-1]
+        steps = f"steps {first} to {last} are" if last > first else f"step {first} is"
         return (
-            f"exact: {how}, steps {versions[0]} to {versions[-1]} are bit for bit those of the run "
-            f"that was not killed ({ranks}, {tensors} tensors, {values} other values: random "
-            "streams, options, objects)"
+            f"exact: {how}, {steps} bit for bit as in the run that was not killed ({ranks}, "
+            f"{tensors} tensors, {values} other values: random streams, options, objects)"
         )
 
     def _differs_by_itself(self, found: Departure) -> bool:

@@ -35,8 +35,8 @@ class Bar:
     def step(self, version: int) -> None:
         """So far it is."""
         if self._bar is not None and self._task is not None and version:
-            done = version - self._begin
-            self._bar.update(self._task, completed=done, at=version)
+            at = min(version, self._until)  # the end takes a step or two
+            self._bar.update(self._task, completed=at - self._begin, at=at)
 
     def __exit__(self, *error: object) -> None:
         seconds = time.monotonic() - self._since

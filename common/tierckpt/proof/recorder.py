@@ -1,6 +1,6 @@
 """The recorder: a rank's part of a run, inside the job; see `order`.
 
-It is told of what happens as any callback is, on the training thread.
+It is called as any callback is, on the training thread.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:
         found[piece.spec.name + part] = f"{piece.spec.dtype}{list(piece.spec.shape)} #{data}"
     low = header.tree_offset
     small = tree.decode(bytes(view[low : low + manifest.rank_state_bytes]))
-    return found | {name: fingerprint(leaf) for name, leaf in leaves_of(small).items()}
+    found |= {name: fingerprint(leaf) for name, leaf in leaves_of(small).items()}
+    return found if manifest.metric is None else {**found, "metric": fingerprint(manifest.metric)}
 
 
 __all__ = ["Recorder", "record_if_ordered", "state_of"]

@@ -23,7 +23,7 @@ GRACE_SECONDS = 15.0
 MOST_LAUNCHES = 4
 LAST_LINES = 12
 _ERROR = re.compile(r"(\[[^\]]*\]:? ?)*\s*[\w.]+(Error|Exception): ")
-"""As Python writes it, perhaps behind a launcher's mark."""
+"""As Python writes it, perhaps after a launcher's mark."""
 ENVIRONMENT = {
     # Else torchrun lets all lives of a job share one key-value store, and a restarted gloo process
     # may read the address of one that is dead.
@@ -61,9 +61,8 @@ class Run:
                 status = self._launch()
                 found = read(self.order.folder)
                 self.records = taking_part(found) or found
-                if self.records and all(
-                    record.reached(self.order.until) for record in self.records.values()
-                ):
+                # Of several checkpointers the first one that gets there ends the script.
+                if any(record.reached(self.order.until) for record in self.records.values()):
                     break
                 if was_killed or not self.order.mark.exists():
                     raise ProveError(self._why(status))
@@ -74,7 +73,7 @@ class Run:
         if self.order.kill_at is not None and not self.order.mark.exists():
             raise ProveError(
                 f"{self.name}: nobody was killed, as no version was complete on all ranks before "
-                f"the last one; see {self.log}"
+                f"the last one. Ask for more steps (--kill-after, --steps); see {self.log}"
             )
 
     def _launch(self) -> int:
@@ -139,11 +138,11 @@ class Run:
 
     def _last_lines(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
-        told = "".join(f"\n  {line}" for line in lines[-LAST_LINES:])
+        last = "".join(f"\n  {line}" for line in lines[-LAST_LINES:])
         first = next((line.strip() for line in lines if _ERROR.match(line)), "")
-        if first and first not in told:  # launchers say much behind it
-            return f"the first error is {first!r}; its output is in {self.log}, and ends:{told}"
-        return f"its output is in {self.log}" + (f", and ends:{told}" if told else "")
+        if first and first not in last:  # launchers print much after it
+            return f"the first error is {first!r}; its output is in {self.log}, and ends:{last}"
+        return f"its output is in {self.log}" + (f", and ends:{last}" if last else "")
 
     def clean(self) -> None:
         """Remove what it left in this machine's memory."""

@@ -33,7 +33,7 @@ class Departure:
 
 
 class IncomparableError(Exception):
-    """What was recorded does not tell; in words, with what to do."""
+    """What was recorded cannot be compared; why, in words, and what to do."""
 
 
 def departure(
@@ -108,7 +108,7 @@ def count_of(life_by_rank: Mapping[int, Life], version: int) -> tuple[int, int]:
 # --- what usually causes it ----------------------------------------------------------------------
 
 
-def told(found: Departure) -> str:
+def description(found: Departure) -> str:
     """What differs, in a sentence."""
     names = [
         f"{name} ({' and '.join(_short(v) for v in found.values[name])})"
@@ -118,7 +118,7 @@ def told(found: Departure) -> str:
     ]
     where = f" on ranks {some(found.ranks, 8)}" if len(found.ranks) > 1 else ""
     where = where or (f" on rank {found.ranks[0]}" if found.ranks[0] else "")
-    return f"{len(found.names)} of {found.of} differ{where}: {some(names, MOST_NAMES)}"
+    return f"{len(found.names)} of {found.of} names{where}: {some(names, MOST_NAMES)}"
 
 
 def _short(fingerprint: str) -> str:
@@ -135,8 +135,8 @@ def cause(found: Departure) -> str:
         return _of_streams(streams)
     if "options" in parts and not parts & {"model", "buffer"}:
         return (
-            "Only what optimizers are told (a learning rate) differs: a scheduler begins anew. "
-            'Give it: extra={"scheduler": scheduler} (wrap: behind the scheduler\'s own line)'
+            "Only options of an optimizer (a learning rate) differ: a scheduler begins anew. "
+            'Give it: extra={"scheduler": scheduler} (wrap: after the scheduler\'s own line)'
         )
     if trained:
         return (
@@ -152,7 +152,12 @@ def cause(found: Departure) -> str:
         which = some(list(dict.fromkeys(_object_of(name) for name in objects)))
         return (
             f"Only {which} differ: its load_state_dict() does not bring back all that its "
-            "state_dict() told, or something changes it between restore() and the loop"
+            "state_dict() returned, or something changes it between restore() and the loop"
+        )
+    if parts == {"metric"}:
+        return (
+            "The state is the same, and what was measured of it and given to step() is not: it was "
+            "measured on other data, or with random numbers of its own"
         )
     return "It is none of the usual causes; `tierckpt diff` shows how large the differences are"
 
@@ -198,5 +203,5 @@ __all__ = [
     "common_versions",
     "count_of",
     "departure",
-    "told",
+    "description",
 ]
