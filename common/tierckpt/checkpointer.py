@@ -534,7 +534,7 @@ class Checkpointer:
         try:
             told = self.group.all_gather_object((safe, before, answers, digest))
             everyone = [each[:3] for each in told]
-            self._replicas.hear_last([digest for *_, digest in told])
+            self._replicas.compare_last([digest for *_, digest in told])
         except Exception as error:
             everyone, together = [(False, before, answers)], False
             self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
@@ -696,8 +696,8 @@ class Checkpointer:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
         self.agreed_vote = agreed.adapter
-        self._replicas.hear(agreed)
-        self._unchanged.hear(agreed.unchanged)
+        self._replicas.compare(agreed)
+        self._unchanged.compare(agreed.unchanged)
         if self._agreement.superseded_earlier(self._lives.generation):
             self._berth.clear(self._node)
         unattended = self._halting.hear(agreed)

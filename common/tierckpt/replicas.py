@@ -20,7 +20,7 @@ from .modulenames import parameter_of
 from .policy import Vote
 from .replicacheck import NONE, Finding, agree, as_vote
 from .replicahash import Look
-from .replicainquiry import Told
+from .replicainquiry import Answer
 from .replicated import Replicated
 from .reports import Reports
 from .state import TrainingState
@@ -49,10 +49,10 @@ OTHER_DEVICES = (
 
 
 class Replicas:
-    """One rank's part. Training thread; `hear` is collective where ranks differ.
+    """One rank's part. Training thread; `compare` is collective where ranks differ.
 
-    `finish` is to be called before anything changes the state; `hear`, `vote`, `voted` and `begin`,
-    in this order, at each boundary.
+    `finish` is to be called before anything changes the state; `compare`, `vote`, `voted` and
+    `begin`, in this order, at each boundary.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Replicas:
         on_finding: Callable[[Finding], str],
     ) -> None:
         """`submit` has a look run by another thread. `find_apart` sees whether something that
-        counts as alike is each rank's own by now, and calls `forget` then. `on_alike` hears of the
+        counts as alike is each rank's own by now, and calls `forget` then. `on_alike` receives the
         newest version that is known to be alike everywhere, and `on_finding` of what differs; it
         says in words which version to go back to, if there is one."""
         used = any(config.uses(level) for level in ("memory", "local", "persistent"))
@@ -95,8 +95,7 @@ class Replicas:
         """Whose digest is in the ballot."""
         self._last: Look | None = None
         self._turn = 0
-        """Of the next look. This and which slices it is at all ranks have alike, also those that
-        fail to look."""
+        """Of the next look; counted on all ranks, also on those that fail to look."""
         self._next_all, self._look_all, self._voted_all = True, False, False
         """Whether it is, that of the last boundary was, and that in the ballot was, at all."""
         self._alike_at: list[int | None] = [None] * self._slices
@@ -196,15 +195,15 @@ class Replicas:
 
     # --- what came of it -----------------------------------------------------------------------
 
-    def hear(self, agreed: Vote) -> None:
+    def compare(self, agreed: Vote) -> None:
         """What all ranks' digests of the boundary before the last one are. Collective where they
-        differ, which all ranks hear alike."""
+        differ, which all ranks learn at the same boundary."""
         look, self._voted = self._voted, None
         alike = agree(agreed.check, agreed.check_complement)
         if alike is None or look is None:
             self._next_all |= self._voted_all
         elif alike:
-            self._heard_alike(look)
+            self._found_alike(look)
         elif self.finding is None:
             self._differs(look)
         else:
@@ -226,13 +225,13 @@ class Replicas:
             self._complain(error)
         return NONE
 
-    def hear_last(self, digests: list[int]) -> None:
+    def compare_last(self, digests: list[int]) -> None:
         """What `last_digest` returned, of all ranks. Collective where they differ."""
         look = self._last
         if look is None or NONE in digests:
             return
         if len(set(digests)) == 1:
-            self._heard_alike(look)
+            self._found_alike(look)
         elif self.finding is None:
             self._differs(look)
 
@@ -240,7 +239,7 @@ class Replicas:
         for number in look.which:
             self._alike_at[number] = version
 
-    def _heard_alike(self, look: Look) -> None:
+    def _found_alike(self, look: Look) -> None:
         self._mark(look, look.version)
         known = [version for version in self._alike_at if version is not None]
         if len(known) < self._slices:
@@ -253,20 +252,20 @@ class Replicas:
         self._on_alike(self._clean)
 
     def _differs(self, look: Look) -> None:
-        told = self._ask(look)
-        if not inquiry.of_one_boundary(told):
-            self._turn = max(each.turn for each in told) + 2  # an interrupt came between
+        answers = self._ask(look)
+        if not inquiry.of_one_boundary(answers):
+            self._turn = max(each.turn for each in answers) + 2  # an interrupt came between
             self._next_all = True
-        elif any(each.now == NONE for each in told):
+        elif any(each.now == NONE for each in answers):
             self._next_all = True  # a rank does not know what it has
-        elif len({each.now for each in told}) > 1:
-            self._find_structure(look, told)
-        elif not inquiry.comparable(told):
+        elif len({each.now for each in answers}) > 1:
+            self._find_structure(look, answers)
+        elif not inquiry.comparable(answers):
             self._next_all = True  # looked at before all had noticed that it is another one
         else:
-            self._found(look, *inquiry.tensors(self._group, look, told))
+            self._found(look, *inquiry.tensors(self._group, look, answers))
 
-    def _ask(self, look: Look) -> list[Told]:
+    def _ask(self, look: Look) -> list[Answer]:
         """What all ranks have. Collective."""
         stands = False
         try:
@@ -284,17 +283,17 @@ class Replicas:
     def _tell_spread(self, look: Look) -> None:
         """After a finding in one slice: what differs in all of them. Collective."""
         self._spread_due = False
-        told = self._ask(look)
-        if not (inquiry.of_one_boundary(told) and inquiry.comparable(told)):
+        answers = self._ask(look)
+        if not (inquiry.of_one_boundary(answers) and inquiry.comparable(answers)):
             return
-        names, odd, more = inquiry.tensors(self._group, look, told)
+        names, odd, more = inquiry.tensors(self._group, look, answers)
         what = Finding(names, odd, self._group.size, look.version, more=more).what()
         self._say(SPREAD.format(version=look.version, what=what), logging.WARNING)
 
-    def _find_structure(self, look: Look, told: list[Told]) -> None:
+    def _find_structure(self, look: Look, answers: list[Answer]) -> None:
         """Ranks have different tensors."""
         assert self._replicated is not None  # as all have
-        what, only_devices = inquiry.structures(self._group, self._replicated, told)
+        what, only_devices = inquiry.structures(self._group, self._replicated, answers)
         each = tuple(f"rank {rank}: {line}" for rank, line in enumerate(what))
         if only_devices:
             self.active = False
