@@ -195,6 +195,29 @@ def test_a_copier_and_the_barrier_share_a_large_look() -> None:
     assert look.fetch() == other.fetch() != NONE
 
 
+def test_a_state_that_is_in_part_on_a_gpu_is_hashed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that plays one."""
+    torch.manual_seed(0)
+    model = nn.Linear(300, 200)
+    replicated = Replicated(state_of(model), 1)
+    (only,) = replicated.slices
+    weight = replicated.names.index("model/weight")
+    monkeypatch.setattr(only, "on_host", [u.tensor != weight for u in only.units])
+
+    def look() -> int:
+        each = Look(replicated, (0,), 0, 0)
+        each.finish()
+        return each.fetch()
+
+    before = look()
+    for param in model.parameters():
+        bits = param.detach().view(torch.int32).view(-1)
+        bits[7] ^= 1
+        assert look() not in (before, NONE)
+        bits[7] ^= 1
+    assert look() == before
+
+
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64, torch.bool],
