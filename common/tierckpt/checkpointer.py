@@ -690,7 +690,6 @@ class Checkpointer:
     def _boundary(self, force: bool = False) -> None:
         begin = time.perf_counter()
         self._underway.finish()
-        self._replicas.finish()
         self.version += self._iterations.pass_boundary()
         if not self._lives.lineage:
             self._levels.begin_afresh()

@@ -48,6 +48,10 @@ OTHER_DEVICES = (
 )
 
 
+UNKNOWN = -1
+"""In place of a version."""
+
+
 class Replicas:
     """One rank's part. Training thread; `compare` is collective where ranks differ.
 
@@ -98,7 +102,7 @@ class Replicas:
         """Of the next look; counted on all ranks, also on those that fail to look."""
         self._next_all, self._look_all, self._voted_all = True, False, False
         """Whether it is, that of the last boundary was, and that in the ballot was, at all."""
-        self._alike_at: list[int | None] = [None] * self._slices
+        self._alike_at = [UNKNOWN] * self._slices
         """By slice: the newest version at which it was seen to be alike."""
         self._clean: int | None = None
         """The newest version that is known to be alike in all slices."""
@@ -140,8 +144,13 @@ class Replicas:
             self._replicated = None
             self._complain(error)
         self._look_all, self._next_all = self._next_all, False
-        which = range(self._slices) if self._look_all else (turn % self._slices,)
         if self._replicated is None:
+            return
+        stride, first = self._replicated.stride, turn % self._slices
+        which = range(first, first + stride)
+        if self._look_all:
+            which = range(self._slices)
+        elif first % stride:
             return
         try:
             look = Look(self._replicated, which, turn, version)
@@ -183,6 +192,7 @@ class Replicas:
         digest = NONE
         if look is not None:
             try:
+                look.finish()  # if no step came between
                 digest = look.fetch()
             except Exception as error:
                 self._complain(error)
@@ -207,7 +217,7 @@ class Replicas:
         elif self.finding is None:
             self._differs(look)
         else:
-            self._mark(look, None)
+            self._mark(look, UNKNOWN)
             if self._spread_due and len(look.which) == self._slices:
                 self._tell_spread(look)
 
@@ -235,16 +245,16 @@ class Replicas:
         elif self.finding is None:
             self._differs(look)
 
-    def _mark(self, look: Look, version: int | None) -> None:
+    def _mark(self, look: Look, version: int) -> None:
         for number in look.which:
             self._alike_at[number] = version
 
     def _found_alike(self, look: Look) -> None:
         self._mark(look, look.version)
-        known = [version for version in self._alike_at if version is not None]
-        if len(known) < self._slices:
+        oldest = min(self._alike_at)
+        if oldest == UNKNOWN:
             return
-        self._clean = min(known)
+        self._clean = oldest
         if self.finding is not None:
             text = ALIKE_AGAIN.format(version=self._clean, what=self.finding.what())
             self._say(text, logging.WARNING)
@@ -312,7 +322,7 @@ class Replicas:
         clean = self._clean
         ranks = self._group.size
         self.finding = found = Finding(names, odd, ranks, look.version, clean, more, structure)
-        self._alike_at = [None] * self._slices
+        self._alike_at = [UNKNOWN] * self._slices
         self._next_all = self._spread_due = True
         way_out = self._on_finding(found)
         if clean is None:
