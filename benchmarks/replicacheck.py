@@ -64,7 +64,7 @@ class Spent:
         for _ in range(1000):
             time.thread_time()
         self._clock_seconds = (time.perf_counter() - begin) / 1000
-        for owner, names in ((Replicas, ("hear", "vote", "begin", "finish")), (Look, ("run",))):
+        for owner, names in ((Replicas, ("compare", "vote", "begin", "finish")), (Look, ("run",))):
             for name in names:
                 setattr(owner, name, self._counting(getattr(owner, name)))
 

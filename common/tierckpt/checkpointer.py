@@ -555,7 +555,7 @@ class Checkpointer:
         try:
             told = self.group.all_gather_object((safe, before, answers, digest))
             everyone = [each[:3] for each in told]
-            self._replicas.hear_last([digest for *_, digest in told])
+            self._replicas.compare_last([digest for *_, digest in told])
         except Exception as error:
             everyone, together = [(False, before, answers)], False
             self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
@@ -711,14 +711,13 @@ class Checkpointer:
     def _boundary(self, force: bool = False) -> None:
         begin = time.perf_counter()
         self._underway.finish()
-        self._replicas.finish()
         self.version += self._iterations.pass_boundary()
         if not self._lives.lineage:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
         self.agreed_vote = agreed.adapter
-        self._replicas.hear(agreed)
-        self._unchanged.hear(agreed.unchanged)
+        self._replicas.compare(agreed)
+        self._unchanged.compare(agreed.unchanged)
         if self._agreement.superseded_earlier(self._lives.generation):
             self._berth.clear(self._node)
         unattended = self._halting.hear(agreed)

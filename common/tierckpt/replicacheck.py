@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +26,8 @@ UNIT_BYTES = 512 * 1024
 UNIT_OVERHEAD_BYTES = 16 * 1024
 """What it takes to come to a unit, in bytes that could be hashed meanwhile: slices of many small
 tensors are no slower than others."""
+LOOK_BYTES = 1024 * 1024
+"""Of a look, overhead included, at least; as long as that is not all of the state."""
 NONE = 0
 """In place of a digest: this rank has none, so nothing is compared on any."""
 BUCKETS = 64
@@ -64,12 +66,18 @@ def cut(
     return dealt
 
 
-def fold(head: Iterable[object], digests: Sequence[int]) -> int:
+def stride_of(sizes_bytes: Sequence[int], slices: int) -> int:
+    """At every so many boundaries as many slices are looked at, as one: where a slice is little, to
+    come to it takes longer than to hash it. A divisor of `slices`."""
+    each = (sum(sizes_bytes) + len(sizes_bytes) * UNIT_OVERHEAD_BYTES) // slices
+    wanted = LOOK_BYTES // (each + 1)
+    return max(n for n in range(1, slices + 1) if slices % n == 0 and n <= max(wanted, 1))
+
+
+def fold(head: Sequence[int], digests: Sequence[int]) -> int:
     """One digest of a slice's; `head` tells what they are of. Never NONE."""
-    whole = xxhash.xxh3_64()
-    whole.update(repr(tuple(head)).encode())
-    whole.update(struct.pack(f"<{len(digests)}Q", *digests))
-    return (whole.intdigest() >> (64 - _BITS)) | 1
+    values = struct.pack(f"<{len(head) + len(digests)}Q", *head, *digests)
+    return (xxhash.xxh3_64_intdigest(values) >> (64 - _BITS)) | 1
 
 
 def as_vote(digest: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ order of the additions does not. Nothing is read back from the GPU before the ne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -33,9 +33,7 @@ _version_counter = attrgetter("_version")
 class Look:
     """The digests of some slices at one boundary. Methods say which thread calls them."""
 
-    def __init__(
-        self, replicated: Replicated, which: Sequence[int], turn: int, version: int
-    ) -> None:
+    def __init__(self, replicated: Replicated, which: range, turn: int, version: int) -> None:
         """Training thread, at the boundary. Raises KeyError where a tensor is no more."""
         self.replicated, self.which = replicated, which
         self.turn, self.version = turn, version

@@ -1,6 +1,6 @@
 """Replica check, the inquiry: what ranks tell each other where a look differs.
 
-All know of it at the same boundary, so all take part. What is told does not grow with the state: of
+All know of it at the same boundary, so all take part. What is sent does not grow with the state: of
 a look, or of the list of tensors, digests of a few runs first, and then all of the first runs that
 differ.
 """
@@ -16,7 +16,7 @@ from .replicahash import Look
 from .replicated import Replicated
 
 
-class Told(NamedTuple):
+class Answer(NamedTuple):
     """By one rank, first."""
 
     turn: int
@@ -35,9 +35,9 @@ class Told(NamedTuple):
     """The state has the same tensors as at the look."""
 
 
-def ask(group: Group, look: Look, now: Replicated | None, stands: bool) -> list[Told]:
+def ask(group: Group, look: Look, now: Replicated | None, stands: bool) -> list[Answer]:
     """What every rank has; `now`: of the state at this boundary. Collective."""
-    mine = Told(
+    mine = Answer(
         look.turn,
         look.version,
         len(look.which),
@@ -47,24 +47,24 @@ def ask(group: Group, look: Look, now: Replicated | None, stands: bool) -> list[
         0 if now is None else len(now.lines),
         stands,
     )
-    return [Told(*each) for each in group.all_gather_object(tuple(mine))]
+    return [Answer(*each) for each in group.all_gather_object(tuple(mine))]
 
 
-def of_one_boundary(told: Sequence[Told]) -> bool:
+def of_one_boundary(answers: Sequence[Answer]) -> bool:
     """All have looked at the same slices of the same version."""
-    return len({(each.turn, each.version, each.slices) for each in told}) == 1
+    return len({(each.turn, each.version, each.slices) for each in answers}) == 1
 
 
-def comparable(told: Sequence[Told]) -> bool:
+def comparable(answers: Sequence[Answer]) -> bool:
     """The looks were at the same tensors, on all ranks."""
-    return len({each.structure for each in told}) == 1 and all(each.stands for each in told)
+    return len({each.structure for each in answers}) == 1 and all(each.stands for each in answers)
 
 
 def tensors(
-    group: Group, look: Look, told: Sequence[Told]
+    group: Group, look: Look, answers: Sequence[Answer]
 ) -> tuple[tuple[str, ...], tuple[int, ...] | None, bool]:
     """(tensors that differ, ranks that are odd, whether there may be others). Collective."""
-    differ = unlike([each.buckets for each in told])
+    differ = unlike([each.buckets for each in answers])
     runs = [buckets_of(len(look.digests))[i] for i in differ[:BUCKETS_OPENED]]
     indices = [i for run in runs for i in run]
     rows: list[list[int]] = group.all_gather_object([look.digests[i] for i in indices])
@@ -74,10 +74,10 @@ def tensors(
     return found, odd, len(differ) > BUCKETS_OPENED
 
 
-def structures(group: Group, now: Replicated, told: Sequence[Told]) -> tuple[list[str], bool]:
+def structures(group: Group, now: Replicated, answers: Sequence[Answer]) -> tuple[list[str], bool]:
     """(what each rank has of the first tensor that is not alike, whether only the kind of device
     differs). Collective."""
-    count = max(each.tensors for each in told)
+    count = max(each.tensors for each in answers)
     rows: list[tuple[int, ...]] = group.all_gather_object(folded(now.line_hashes, count))
     first = (unlike(rows) or [0])[0]
     mine = now.lines[buckets_of(count)[first].start : buckets_of(count)[first].stop]
@@ -88,4 +88,4 @@ def structures(group: Group, now: Replicated, told: Sequence[Told]) -> tuple[lis
     return what, len(kinds) == 1
 
 
-__all__ = ["Told", "ask", "comparable", "of_one_boundary", "structures", "tensors"]
+__all__ = ["Answer", "ask", "comparable", "of_one_boundary", "structures", "tensors"]

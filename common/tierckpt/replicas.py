@@ -20,7 +20,7 @@ from .modulenames import parameter_of
 from .policy import Vote
 from .replicacheck import NONE, Finding, agree, as_vote
 from .replicahash import Look
-from .replicainquiry import Told
+from .replicainquiry import Answer
 from .replicated import Replicated
 from .reports import Reports
 from .state import TrainingState
@@ -48,11 +48,15 @@ OTHER_DEVICES = (
 )
 
 
-class Replicas:
-    """One rank's part. Training thread; `hear` is collective where ranks differ.
+UNKNOWN = -1
+"""In place of a version."""
 
-    `finish` is to be called before anything changes the state; `hear`, `vote`, `voted` and `begin`,
-    in this order, at each boundary.
+
+class Replicas:
+    """One rank's part. Training thread; `compare` is collective where ranks differ.
+
+    `finish` is to be called before anything changes the state; `compare`, `vote`, `voted` and
+    `begin`, in this order, at each boundary.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Replicas:
         on_finding: Callable[[Finding], str],
     ) -> None:
         """`submit` has a look run by another thread. `find_apart` sees whether something that
-        counts as alike is each rank's own by now, and calls `forget` then. `on_alike` hears of the
+        counts as alike is each rank's own by now, and calls `forget` then. `on_alike` receives the
         newest version that is known to be alike everywhere, and `on_finding` of what differs; it
         says in words which version to go back to, if there is one."""
         used = any(config.uses(level) for level in ("memory", "local", "persistent"))
@@ -95,11 +99,10 @@ class Replicas:
         """Whose digest is in the ballot."""
         self._last: Look | None = None
         self._turn = 0
-        """Of the next look. This and which slices it is at all ranks have alike, also those that
-        fail to look."""
+        """Of the next look; counted on all ranks, also on those that fail to look."""
         self._next_all, self._look_all, self._voted_all = True, False, False
         """Whether it is, that of the last boundary was, and that in the ballot was, at all."""
-        self._alike_at: list[int | None] = [None] * self._slices
+        self._alike_at = [UNKNOWN] * self._slices
         """By slice: the newest version at which it was seen to be alike."""
         self._clean: int | None = None
         """The newest version that is known to be alike in all slices."""
@@ -141,8 +144,13 @@ class Replicas:
             self._replicated = None
             self._complain(error)
         self._look_all, self._next_all = self._next_all, False
-        which = range(self._slices) if self._look_all else (turn % self._slices,)
         if self._replicated is None:
+            return
+        stride, first = self._replicated.stride, turn % self._slices
+        which = range(first, first + stride)
+        if self._look_all:
+            which = range(self._slices)
+        elif first % stride:
             return
         try:
             look = Look(self._replicated, which, turn, version)
@@ -184,6 +192,7 @@ class Replicas:
         digest = NONE
         if look is not None:
             try:
+                look.finish()  # if no step came between
                 digest = look.fetch()
             except Exception as error:
                 self._complain(error)
@@ -196,19 +205,19 @@ class Replicas:
 
     # --- what came of it -----------------------------------------------------------------------
 
-    def hear(self, agreed: Vote) -> None:
+    def compare(self, agreed: Vote) -> None:
         """What all ranks' digests of the boundary before the last one are. Collective where they
-        differ, which all ranks hear alike."""
+        differ, which all ranks learn at the same boundary."""
         look, self._voted = self._voted, None
         alike = agree(agreed.check, agreed.check_complement)
         if alike is None or look is None:
             self._next_all |= self._voted_all
         elif alike:
-            self._heard_alike(look)
+            self._found_alike(look)
         elif self.finding is None:
             self._differs(look)
         else:
-            self._mark(look, None)
+            self._mark(look, UNKNOWN)
             if self._spread_due and len(look.which) == self._slices:
                 self._tell_spread(look)
 
@@ -226,26 +235,26 @@ class Replicas:
             self._complain(error)
         return NONE
 
-    def hear_last(self, digests: list[int]) -> None:
+    def compare_last(self, digests: list[int]) -> None:
         """What `last_digest` returned, of all ranks. Collective where they differ."""
         look = self._last
         if look is None or NONE in digests:
             return
         if len(set(digests)) == 1:
-            self._heard_alike(look)
+            self._found_alike(look)
         elif self.finding is None:
             self._differs(look)
 
-    def _mark(self, look: Look, version: int | None) -> None:
+    def _mark(self, look: Look, version: int) -> None:
         for number in look.which:
             self._alike_at[number] = version
 
-    def _heard_alike(self, look: Look) -> None:
+    def _found_alike(self, look: Look) -> None:
         self._mark(look, look.version)
-        known = [version for version in self._alike_at if version is not None]
-        if len(known) < self._slices:
+        oldest = min(self._alike_at)
+        if oldest == UNKNOWN:
             return
-        self._clean = min(known)
+        self._clean = oldest
         if self.finding is not None:
             text = ALIKE_AGAIN.format(version=self._clean, what=self.finding.what())
             self._say(text, logging.WARNING)
@@ -253,20 +262,20 @@ class Replicas:
         self._on_alike(self._clean)
 
     def _differs(self, look: Look) -> None:
-        told = self._ask(look)
-        if not inquiry.of_one_boundary(told):
-            self._turn = max(each.turn for each in told) + 2  # an interrupt came between
+        answers = self._ask(look)
+        if not inquiry.of_one_boundary(answers):
+            self._turn = max(each.turn for each in answers) + 2  # an interrupt came between
             self._next_all = True
-        elif any(each.now == NONE for each in told):
+        elif any(each.now == NONE for each in answers):
             self._next_all = True  # a rank does not know what it has
-        elif len({each.now for each in told}) > 1:
-            self._find_structure(look, told)
-        elif not inquiry.comparable(told):
+        elif len({each.now for each in answers}) > 1:
+            self._find_structure(look, answers)
+        elif not inquiry.comparable(answers):
             self._next_all = True  # looked at before all had noticed that it is another one
         else:
-            self._found(look, *inquiry.tensors(self._group, look, told))
+            self._found(look, *inquiry.tensors(self._group, look, answers))
 
-    def _ask(self, look: Look) -> list[Told]:
+    def _ask(self, look: Look) -> list[Answer]:
         """What all ranks have. Collective."""
         stands = False
         try:
@@ -284,17 +293,17 @@ class Replicas:
     def _tell_spread(self, look: Look) -> None:
         """After a finding in one slice: what differs in all of them. Collective."""
         self._spread_due = False
-        told = self._ask(look)
-        if not (inquiry.of_one_boundary(told) and inquiry.comparable(told)):
+        answers = self._ask(look)
+        if not (inquiry.of_one_boundary(answers) and inquiry.comparable(answers)):
             return
-        names, odd, more = inquiry.tensors(self._group, look, told)
+        names, odd, more = inquiry.tensors(self._group, look, answers)
         what = Finding(names, odd, self._group.size, look.version, more=more).what()
         self._say(SPREAD.format(version=look.version, what=what), logging.WARNING)
 
-    def _find_structure(self, look: Look, told: list[Told]) -> None:
+    def _find_structure(self, look: Look, answers: list[Answer]) -> None:
         """Ranks have different tensors."""
         assert self._replicated is not None  # as all have
-        what, only_devices = inquiry.structures(self._group, self._replicated, told)
+        what, only_devices = inquiry.structures(self._group, self._replicated, answers)
         each = tuple(f"rank {rank}: {line}" for rank, line in enumerate(what))
         if only_devices:
             self.active = False
@@ -313,7 +322,7 @@ class Replicas:
         clean = self._clean
         ranks = self._group.size
         self.finding = found = Finding(names, odd, ranks, look.version, clean, more, structure)
-        self._alike_at = [None] * self._slices
+        self._alike_at = [UNKNOWN] * self._slices
         self._next_all = self._spread_due = True
         way_out = self._on_finding(found)
         if clean is None:

@@ -18,7 +18,7 @@ import xxhash
 from . import tree
 from .copyplan import as_bytes
 from .layout import TensorSpec
-from .replicacheck import UNIT_BYTES, Unit, cut, fold
+from .replicacheck import UNIT_BYTES, Unit, cut, fold, stride_of
 from .state import TrainingState
 
 GPU_PART_ELEMENTS = 1 << 20
@@ -58,6 +58,9 @@ class Replicated:
         sizes = [spec.nbytes for spec in self.specs]
         dealt = cut(sizes, slices, list(map(_unit_bytes, self.specs)))
         self.slices = [Slice(self, units) for units in dealt]
+        self.stride = stride_of(sizes, slices)
+        """Looks are at so many slices, at every so many boundaries."""
+        self._joined: dict[int, Slice] = {}
         self.changed = threading.Condition()
         """For looks, of which one at a time is under way."""
         self._containers = state.containers()
@@ -78,11 +81,16 @@ class Replicated:
             and _same(state.group_members(), self._group_members)
         )
 
-    def slice_of(self, which: Sequence[int]) -> Slice:
+    def slice_of(self, which: range) -> Slice:
         """One slice, or several as one."""
         if len(which) == 1:
             return self.slices[which[0]]
-        return Slice(self, list(chain.from_iterable(self.slices[i].units for i in which)))
+        known = self._joined.get(which[0]) if len(which) == self.stride else None
+        if known is None:
+            known = Slice(self, list(chain.from_iterable(self.slices[i].units for i in which)))
+            if len(which) == self.stride:
+                self._joined[which[0]] = known
+        return known
 
 
 class Slice:

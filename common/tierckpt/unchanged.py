@@ -63,7 +63,7 @@ class Unchanged:
         if not striped:
             self.count = NO_STRIPE
 
-    def hear(self, least: int) -> None:
+    def compare(self, least: int) -> None:
         """The smallest count of all ranks."""
         if not IN_A_ROW <= least < NO_STRIPE:
             self._said &= least >= NO_STRIPE

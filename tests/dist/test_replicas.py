@@ -23,6 +23,7 @@ from tests.dist.test_matrix_ranks import ALIKE, NOT_BY_DDP, RANKS, RanksBench, s
 from tests.dist.training import Net, Place, import_adapter, make_horovod_job
 from tests.statematrix.matrix import CASES, PRODUCT
 from tests.thorough import VARIABLE
+from tierckpt import replicacheck
 
 ROUND = 5
 BEHIND = 2
@@ -98,9 +99,16 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
     bits[element] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)
 
 
-def damaged(place: Place, optimizer: str, trials: int, seed: int) -> dict[str, Any]:
-    """Flip one bit on one rank, see what is found, mend it, and so on."""
-    trial = Trial(place, optimizer)
+def damaged(place: Place, optimizer: str, trials: int, seed: int, together: bool) -> dict[str, Any]:
+    """Flip one bit on one rank, see what is found, mend it, and so on. Not `together`: slices are
+    looked at one by one, though they are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not together:
+            patch.setattr(replicacheck, "LOOK_BYTES", 1)
+        return _damaged(Trial(place, optimizer), trials, seed)
+
+
+def _damaged(trial: Trial, trials: int, seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     told: dict[str, Any] = {"found": 0, "healed": 0, "wrong": [], "longest": 0}
     for _ in range(3):
@@ -156,13 +164,15 @@ def damaged(place: Place, optimizer: str, trials: int, seed: int) -> dict[str, A
     return told
 
 
-@pytest.mark.parametrize(("size", "optimizer"), [(2, "adamw"), (3, "sgd")])
+@pytest.mark.parametrize(("size", "optimizer", "together"), [(2, "adamw", False), (3, "sgd", True)])
 def test_one_flipped_bit_is_found_within_a_round(
-    size: int, optimizer: str, ranks: Any, tmp_path: Path, shm_dir: Path
+    size: int, optimizer: str, together: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     trials = 500 if os.environ.get(VARIABLE) else 15
     place = Place.under(tmp_path, shm_dir)
-    told = ranks(size).run(damaged, place, optimizer, trials, seed=size, timeout_seconds=600)
+    told = ranks(size).run(
+        damaged, place, optimizer, trials, seed=size, together=together, timeout_seconds=1500
+    )
     for each in told:
         assert each["wrong"] == []
         assert each["complaints"] == []
@@ -271,10 +281,13 @@ def all_alike(name: str, place: Place, boundaries: int) -> dict[str, Any]:
 
 
 def many_alike(names: list[str], place: Place, boundaries: int) -> dict[str, dict[str, Any]]:
-    return {
-        name: all_alike(name, Place(f"{place.path}/{i}", place.shm), boundaries)
-        for i, name in enumerate(names)
-    }
+    found = {}
+    for i, name in enumerate(names):
+        with pytest.MonkeyPatch.context() as patch:
+            if i % 2:
+                patch.setattr(replicacheck, "LOOK_BYTES", 1)  # slice by slice, though all are small
+            found[name] = all_alike(name, Place(f"{place.path}/{i}", place.shm), boundaries)
+    return found
 
 
 def test_where_all_are_alike_nothing_is_found(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:

@@ -24,6 +24,7 @@ from tierckpt.replicacheck import (
     fold,
     folded,
     odd_ranks,
+    stride_of,
     unlike,
 )
 from tierckpt.replicahash import Look, weighted_sum
@@ -48,10 +49,19 @@ def test_each_byte_is_in_one_slice_and_none_is_long(sizes: list[int], slices: in
     assert max(costs) <= sum(costs) / slices + UNIT_BYTES + UNIT_OVERHEAD_BYTES
 
 
+def test_slices_of_little_are_looked_at_together() -> None:
+    assert stride_of([100], 50) == 50
+    assert stride_of([1 << 30], 50) == 1
+    assert stride_of([6 << 20], 50) == 5  # some 126 KB a slice
+    assert stride_of([20 << 20], 50) == 2
+    assert stride_of([], 7) == 7
+    assert stride_of([100] * 3600, 50) == 1, "to come to so many is work, too"
+
+
 def test_minima_tell_whether_all_agree_and_nothing_where_one_has_none() -> None:
     source = random.Random(1)
     for _ in range(300):
-        digests = [fold((source.random(),), [1])] * source.randrange(2, 5)
+        digests = [fold((source.getrandbits(60),), [1])] * source.randrange(2, 5)
         votes = [as_vote(digest) for digest in digests]
         assert agree(*map(min, zip(*votes, strict=True))) is True
         votes[source.randrange(len(votes))] = as_vote(fold((), [source.getrandbits(64)]))
@@ -123,7 +133,7 @@ def digests(state: TrainingState, slices: int = 4) -> list[int]:
     replicated = Replicated(state, slices)
     found = []
     for number in range(slices):
-        look = Look(replicated, (number,), 0, 0)
+        look = Look(replicated, range(number, number + 1), 0, 0)
         look.finish()
         found.append(look.fetch())
     return found
@@ -154,7 +164,7 @@ def test_a_look_follows_what_an_optimizer_puts_in_its_place() -> None:
     replicated = Replicated(state, 1)
 
     def look() -> int:
-        each = Look(replicated, (0,), 0, 0)
+        each = Look(replicated, range(1), 0, 0)
         each.finish()
         return each.fetch()
 
@@ -173,7 +183,7 @@ def test_a_look_follows_what_an_optimizer_puts_in_its_place() -> None:
 
 def test_what_changes_under_a_look_has_no_digest() -> None:
     model = nn.Linear(5, 5)
-    look = Look(Replicated(state_of(model), 1), (0,), 0, 0)
+    look = Look(Replicated(state_of(model), 1), range(1), 0, 0)
     with torch.no_grad():
         model.weight.mul_(1)
     look.finish()
@@ -183,16 +193,39 @@ def test_what_changes_under_a_look_has_no_digest() -> None:
 def test_a_copier_and_the_barrier_share_a_large_look() -> None:
     model = nn.Linear(1024, 1024)
     replicated, begun = Replicated(state_of(model), 1), []
-    look = Look(replicated, (0,), 0, 0)
+    look = Look(replicated, range(1), 0, 0)
     look.begin = begun.append
     look.wake()
     look.wake()
     assert begun == [look]
     begun[0].run()
     look.finish()
-    other = Look(replicated, (0,), 0, 0)
+    other = Look(replicated, range(1), 0, 0)
     other.finish()
     assert look.fetch() == other.fetch() != NONE
+
+
+def test_a_state_that_is_in_part_on_a_gpu_is_hashed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that plays one."""
+    torch.manual_seed(0)
+    model = nn.Linear(300, 200)
+    replicated = Replicated(state_of(model), 1)
+    (only,) = replicated.slices
+    weight = replicated.names.index("model/weight")
+    monkeypatch.setattr(only, "on_host", [u.tensor != weight for u in only.units])
+
+    def look() -> int:
+        each = Look(replicated, range(1), 0, 0)
+        each.finish()
+        return each.fetch()
+
+    before = look()
+    for param in model.parameters():
+        bits = param.detach().view(torch.int32).view(-1)
+        bits[7] ^= 1
+        assert look() not in (before, NONE)
+        bits[7] ^= 1
+    assert look() == before
 
 
 @pytest.mark.parametrize(
