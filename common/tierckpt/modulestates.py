@@ -195,7 +195,8 @@ class ModuleStates:
         for place in self._savers:
             kept = _Sizes()
             record = place.record()
-            once, again = (_packed(place, each, kept) for each in (record, place.record()))
+            once = _packed(place, record, kept)  # before it is called again, and changes it
+            again = _packed(place, place.record(), kept)
             if once != again:
                 keys = [str(k) for k in record["given"] if once["given"] != again["given"]]
                 raise UnsupportedStateError(

@@ -69,10 +69,19 @@ def raising() -> Any:
     raise RuntimeError("not before the first batch")
 
 
+SHOWN = {"times": 0}
+
+
+def counted() -> Any:
+    SHOWN["times"] += 1
+    return SHOWN
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an object": (lambda: object(), "cannot be stored without pickle"),
     "a sparse tensor": (lambda: torch.eye(2).to_sparse(), "Keep it dense"),
     "raises": (raising, "raises RuntimeError: not before the first batch. Mend it"),
+    "changes what it gave": (counted, "other values when it is called again"),
     "not the same twice": (lambda: time.perf_counter(), "other values when it is called again"),
 }
 
