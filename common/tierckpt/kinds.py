@@ -76,6 +76,7 @@ def is_made_of_tensors(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and kind not in plain
         and kind.__name__ != "DTensor"
+        and find(name_of(kind), torch.Tensor) is kind
         and callable(getattr(kind, "__tensor_flatten__", None))
         and callable(getattr(kind, "__tensor_unflatten__", None))
     )
