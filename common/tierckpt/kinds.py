@@ -76,6 +76,7 @@ def is_made_of_tensors(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and kind not in plain
         and kind.__name__ != "DTensor"
+        and find(name_of(kind), torch.Tensor) is kind
         and callable(getattr(kind, "__tensor_flatten__", None))
         and callable(getattr(kind, "__tensor_unflatten__", None))
     )
@@ -138,7 +139,9 @@ def made_default(factory: str | None, items: list[tuple[Any, Any]]) -> Any:
 
 def strangers(value: Any, path: str = "") -> Iterator[str]:
     """The way to each `Stranger` in a decoded tree, and of what class it is."""
-    if isinstance(value, Stranger):
+    if isinstance(value, Stranger) or (
+        isinstance(value, Parts) and find(value.kind, torch.Tensor) is None
+    ):
         yield f"{path} is a {value.kind.replace(':', '.')}"
     elif isinstance(value, Mapping):
         for key, each in value.items():

@@ -12,6 +12,7 @@ from .changingbuffers import ChangedBuffers
 from .errors import StateTornError
 from .extras import PLAIN_VALUES, PlainValues, load_extra
 from .filling import Filler
+from .kinds import strangers
 from .layout import Piece, TensorSpec
 from .manifest import Manifest
 from .modulenames import FIXED, parameter_of, path_of
@@ -132,6 +133,8 @@ class Loader:
         have, want = have | set(saved["extra_per_rank"]), want | set(self.state.extra_per_rank)
         found = [f"extra {n!r} is in the checkpoint, not given now" for n in sorted(have - want)]
         found += [f"extra {n!r} is given, not in the checkpoint" for n in sorted(want - have)]
+        every = {k: saved[k] for k in ("groups", "odd", "remainders", "extra") if k in saved}
+        found += [f"{text}, and that class is not imported here" for text in strangers(every)]
         return found + self.state.module_states.differences(saved["extra"].get(MODULE_STATES))
 
     def _told_of_values(self, saved: Mapping[str, Any]) -> bool:

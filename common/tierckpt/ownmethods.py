@@ -100,7 +100,7 @@ class Waiting:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle."""
-        return types.MethodType, (self._function, self._owner())
+        return getattr, (self._owner(), self.__name__)
 
 
 def _of_nobody(function: Callable[..., Any]) -> Callable[..., Any]:

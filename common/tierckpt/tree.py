@@ -28,6 +28,7 @@ from .errors import FormatError, UnsupportedStateError
 from .kinds import (
     FACTORIES,
     Parts,
+    find,
     is_made_of_tensors,
     is_named_tuple,
     made_default,
@@ -70,9 +71,9 @@ def pack(value: Any, path: str, keep: KeepTensor) -> Any:
     if isinstance(value, np.generic):
         node = _pack_array(np.asarray(value), path, keep)
         return {**node, TAG: "scalar"}
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum) and find(name_of(kind), enum.Enum) is kind:
         return {TAG: "enum", "kind": name_of(kind), "v": pack(value.value, path, keep)}
-    if is_named_tuple(value):
+    if is_named_tuple(value) and find(name_of(kind), tuple) is kind:
         fields, members = list(value._fields), _sequence(value, path, keep)
         return {TAG: "namedtuple", "kind": name_of(kind), "fields": fields, "v": members}
     raise UnsupportedStateError(

@@ -65,6 +65,51 @@ def test_an_optimizer_without_state(new: int, ranks: Any, tmp_path: Path, shm_di
     assert others == (live, found, later)
 
 
+class Remembering(torch.optim.SGD):
+    """What it counts is in its own state_dict(), and a sum under a key that is no parameter."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        kept: Any = self.state
+        kept["sum"] = kept.get("sum", torch.zeros(2)) + self.count / 7
+        for group in self.param_groups:
+            group["lr"] = RATE / self.count + float(kept["sum"][0]) / 1000
+        return super().step(closure)
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, told: Any) -> None:
+        super().load_state_dict({k: told[k] for k in ("state", "param_groups")})
+        self.count = told["count"]
+
+
+class Remembered(Script):
+    def distribute(self, model: nn.Module) -> Any:
+        return distributed(model, "", partial(Remembering, momentum=0.9))
+
+    def replicated(self) -> dict[str, Any]:
+        optimizer = self.state.optimizer
+        beside = exact.image([optimizer.count, optimizer.state.get("sum")])
+        return {**super().replicated(), "beside": beside}
+
+
+def with_a_counter(place: Place, new: int) -> tuple[str, str, str]:
+    script = Remembered(place, seed=1).start()
+    return joined(script, new, partial(Remembered, place, seed=9))
+
+
+def test_what_an_optimizer_saves_by_itself_is_sent(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    one, other = ranks(2, HOROVODRUN).run(with_a_counter, Place.under(tmp_path, shm_dir), 1)
+    live, found, later = one
+    assert other == one
+    assert live == found != later
+
+
 class Tempered(Script):
     """The optimizer has a parameter that is in no module."""
 

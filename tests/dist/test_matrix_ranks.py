@@ -38,6 +38,8 @@ CUT_UP_IN_WAYS_OF_THEIR_OWN = (
     "lbfgs",
     "muon",
     "options of its own",
+    "around another",
+    "counter of its own",
     "odd shapes",
     "larger than a block",
     "largest norm",

@@ -50,9 +50,19 @@ class Job:
         found = {**exact.parameters(self.model), **exact.buffers(self.model), **exact.streams()}
         for label, optimizer in self.optimizers.items():
             found.update(exact.optimizer(optimizer, label))
+            base = getattr(optimizer, "base_optimizer", None)
+            found.update(exact.optimizer(base, f"{label} base") if base else {})
+            found[f"{label} beside"] = exact.image(beside(optimizer))
         for name, thing in self.extra.items():
             found[f"extra {name}"] = extra_image(thing)
         return found
+
+
+def beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What it says of itself beside state of parameters and options."""
+    told = optimizer.state_dict()
+    others = {k: v for k, v in told["state"].items() if not isinstance(k, int)}
+    return {**{k: v for k, v in told.items() if k not in ("state", "param_groups")}, **others}
 
 
 def plain_update(job: Job, loss_now: Callable[[], torch.Tensor]) -> torch.Tensor:

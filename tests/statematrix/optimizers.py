@@ -86,6 +86,8 @@ def add_optimizers() -> None:
             lambda: muon_and_adamw(mlp()),
         )
     CASES.add("optimizer with options of its own", lambda: trained(mlp(), Homemade))
+    CASES.add("optimizer around another", lambda: trained(mlp(), Climbing, update=closure_update))
+    CASES.add("optimizer with a counter of its own", lambda: trained(mlp(), Counting))
 
 
 class Homemade(torch.optim.Optimizer):
@@ -106,6 +108,62 @@ class Homemade(torch.optim.Optimizer):
                 state["last"] = {"norm": float(p.grad.norm()), "at": (seen, None)}
                 state["seen"] = seen + 1
                 p.sub_(sum(history) * 0.01)
+
+
+class Climbing(torch.optim.Optimizer):
+    """SAM: steps another one, with gradients of a place near by. Counts, and saves that itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.05, "lr": 0.05})
+        self.base_optimizer = adamw(self.param_groups, lr=0.05)
+        self.param_groups = self.base_optimizer.param_groups
+        self.climbs = 0
+
+    def step(self, closure: Any) -> Any:
+        loss = torch.enable_grad()(closure)()
+        self.climbs += 1
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        with torch.no_grad():
+            for p in params:
+                self.state[p]["climb"] = p.grad * (0.05 / self.climbs)
+                p.add_(self.state[p]["climb"])
+        torch.enable_grad()(closure)()
+        with torch.no_grad():
+            for p in params:
+                p.sub_(self.state[p]["climb"])
+        self.base_optimizer.step()
+        return loss
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "climbs": self.climbs}
+
+    def load_state_dict(self, told: Any) -> None:
+        super().load_state_dict({k: told[k] for k in ("state", "param_groups")})
+        self.climbs = told["climbs"]
+        self.base_optimizer.param_groups = self.param_groups
+
+
+class Counting(torch.optim.Adam):
+    """Its rate follows a counter that is no option, and a sum under a key that is no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        kept: Any = self.state
+        kept["sum"] = kept.get("sum", torch.zeros(2)) + self.count / 7
+        for group in self.param_groups:
+            group["lr"] = 0.01 / self.count + 0.001 * float(kept["sum"][0])
+        return super().step(closure)
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, told: Any) -> None:
+        super().load_state_dict({k: told[k] for k in ("state", "param_groups")})
+        self.count = told["count"]
 
 
 def muon_and_adamw(model: nn.Module) -> Job:

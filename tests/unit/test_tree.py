@@ -320,8 +320,34 @@ class Color(enum.IntEnum):
     RED = 1
 
 
+class Way(enum.Flag):
+    UP, LEFT = 1, 2
+
+
+Place = collections.namedtuple("Place", "x y")
+
+
 class Own:
     pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Color.RED,
+        Way.UP | Way.LEFT,
+        Place(1, [Place(Color.RED, float("nan"))]),
+        collections.defaultdict(list, {1: [2]}),
+        collections.defaultdict(None, {"a": collections.defaultdict(int)}),
+    ],
+    ids=repr,
+)
+def test_classes_that_the_script_has_imported_are_the_same_again(value: Any) -> None:
+    found = through({"deep": [0, value]})["deep"][1]
+    assert type(found) is type(value)
+    assert repr(found) == repr(value)
+    if isinstance(value, collections.defaultdict):
+        assert found.default_factory is value.default_factory
 
 
 @pytest.mark.parametrize(
@@ -330,9 +356,9 @@ class Own:
         Own(),
         Own,
         lambda: 0,
-        Color.RED,
+        enum.Enum("Inline", "A").A,
         datetime.datetime(2024, 1, 1),
-        collections.defaultdict(list),
+        collections.defaultdict(lambda: 0),
         range(3),
         np.array([object()]),
         np.ma.masked_array([1], [True]),
