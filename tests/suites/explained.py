@@ -5,13 +5,15 @@ By suite: the test's name, what its failure says (both regular expressions), and
 
 from __future__ import annotations
 
+REFUSED = "refused with a way out"
+"""Reasons that begin so: the test is run again, done as the refusal says, and must pass then."""
 JOIN = "join(): all ranks must make the same number of steps (README.md, docs/models.md)"
 LOCAL_SGD = "local SGD is refused: between two averagings the models differ (docs/models.md)"
 NO_MODEL = (
-    "refused: without named_parameters straight from the model it is not known whose buffers "
+    f"{REFUSED}: without named_parameters straight from the model it is not known whose buffers "
     "belong to the checkpoint; model= says it (docs/horovod.md)"
 )
-ELASTIC = "refused: commits are versions of a model and of Horovod's optimizer (docs/horovod.md)"
+ELASTIC = f"{REFUSED}: commits are of a model and Horovod's optimizer (docs/horovod.md)"
 
 EXPLAINED = {
     "ddp": [

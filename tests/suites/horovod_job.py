@@ -1,7 +1,7 @@
 """Horovod's own tests on one rank, with `horovod.torch` or with `horovod_ckpt.torch`.
 
 Run by `python -m tests.suites` under horovodrun:
-    python -m tests.suites.horovod_job with FILE FOLDER [TEST ...]
+    python -m tests.suites.horovod_job plain|with|cured FILE FOLDER [TEST ...]
 Each rank writes FOLDER/rank-<n>.jsonl: a line when a test begins, and one when it has ended. A test
 whose ranks wait for each other for ever is the last of its job; the caller starts another one.
 Nothing of Horovod's tests is changed on disk: what is replaced is replaced in the module.
@@ -9,6 +9,7 @@ Nothing of Horovod's tests is changed on disk: what is replaced is replaced in t
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import json
@@ -16,7 +17,7 @@ import os
 import sys
 import unittest
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,26 +43,56 @@ def load(file: Path) -> ModuleType:
 
 
 class Ours(ModuleType):
-    """`horovod_ckpt.torch`, each of whose optimizers has a path of its own: each is a script's."""
+    """`horovod_ckpt.torch`, each of whose optimizers has a path of its own: each is a script's.
 
-    def __init__(self, folder: Path) -> None:
+    `cured`: what refusals ask for is given.
+    """
+
+    def __init__(self, folder: Path, cured: bool) -> None:
         super().__init__("ours")
-        self._folder = folder
+        self._folder, self._cured = folder, cured
         self._numbers = itertools.count()
+        self.elastic = SimpleNamespace(**vars(horovod_ckpt.torch.elastic))
+        self.elastic.TorchState = self._state
 
     def __getattr__(self, name: str) -> Any:
         return getattr(horovod_ckpt.torch, name)
 
-    def DistributedOptimizer(self, *args: Any, **settings: Any) -> Any:
+    def _name_path(self) -> None:
         os.environ["TIERCKPT_PATH"] = str(self._folder / f"ckpts-{next(self._numbers)}")
-        return horovod_ckpt.torch.DistributedOptimizer(*args, **settings)
+
+    def DistributedOptimizer(self, optimizer: Any, *args: Any, **settings: Any) -> Any:
+        self._name_path()
+        if self._cured:
+            settings["model"] = model_of(optimizer)
+        return horovod_ckpt.torch.DistributedOptimizer(optimizer, *args, **settings)
+
+    def _state(self, model: Any = None, optimizer: Any = None, **values: Any) -> Any:
+        self._name_path()
+        if self._cured:
+            model = model or torch.nn.Linear(1, 1)
+            optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = horovod.torch.DistributedOptimizer(optimizer, model.named_parameters())
+        state = horovod_ckpt.torch.elastic.TorchState(model, optimizer, **values)
+        if self._cured:
+            synced = state.sync
+            state.sync = lambda: (synced(), state.commit())
+        return state
+
+
+def model_of(optimizer: Any) -> torch.nn.Module:
+    """The smallest module that has all that the optimizer steps."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    modules = [m for m in gc.get_objects() if isinstance(m, torch.nn.Module)]
+    whole = [m for m in modules if held <= {id(p) for p in m.parameters()}]
+    return min(whole, key=lambda module: len([*module.modules()]))
 
 
 def main() -> None:
     file, folder = Path(sys.argv[2]), Path(sys.argv[3])
     theirs = load(file)
-    if sys.argv[1] == "with":
-        theirs.hvd = Ours(folder)
+    if sys.argv[1] != "plain":
+        theirs.hvd = Ours(folder, cured=sys.argv[1] == "cured")
     (case,) = (
         c for c in vars(theirs).values() if isinstance(c, type) and issubclass(c, unittest.TestCase)
     )
