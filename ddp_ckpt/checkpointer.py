@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from tierckpt.scripts import refuse_second, serve
 from .group import current_group
 from .hook import CommHook, Hook
 from .hookstate import HookState
+from .launched import SHARED_STORE, restarts_share_a_store
 from .modules import common_group, find_ddps, reduced_by
 
 Given = TypeVar(
@@ -78,7 +80,7 @@ class Checkpointer(tierckpt.Checkpointer):
         for hook in self._hooks.values():
             hook.release, hook.chained = self.release, self._look_at_hook
             if comm_hook is not None:
-                hook.set_inner(*comm_hook)
+                hook.give(*comm_hook)
         if ddps and not self.releases_by_layer:
             self._reports.notice(
                 "the model has a communication hook already: layers are copied from the forward "
@@ -86,6 +88,8 @@ class Checkpointer(tierckpt.Checkpointer):
                 "register it after the Checkpointer is made",
                 logging.INFO,
             )
+        if group.size > 1 and group.rank == 0 and restarts_share_a_store(os.environ):
+            self._reports.notice(SHARED_STORE, logging.WARNING)
 
     def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
         super()._shut_down(remove, abandoned)
@@ -158,11 +162,13 @@ def _refuse_hooks(
                 "what a hook remembers is of one. Make the Checkpointer without, and then call "
                 "register_comm_hook of each of them"
             )
-        if not all(map(Hook.has_room, ddps.values())) or not ddps:
+        if not all(map(Hook.may_be_given, ddps.values())) or not ddps:
             raise tierckpt.ConfigError(
                 "comm_hook was given, but the model is no DistributedDataParallel module or has a "
                 "communication hook already; give the hook here and do not register it yourself"
             )
+        for ddp in ddps.values():
+            ddp._check_comm_hook(comm_hook[1])  # raises what `register_comm_hook` raises
     if hook_states and any(getattr(ddp, "static_graph", False) for ddp in ddps.values()):
         raise tierckpt.ConfigError(
             "HookState with static_graph=True: DDP makes its final buckets after the first "

@@ -40,6 +40,8 @@ class Hook:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.inner: tuple[Any, CommHook] | None = None
+        self._inner_is_given = False
+        """By a checkpointer; else it was registered with the module."""
         self.release: Release = _release_nothing
         self.chained: Callable[[Any], None] = _look_at_nothing
         """Hears of the state of a hook that is chained."""
@@ -89,10 +91,11 @@ class Hook:
         # The reducer has it. DDP's list is copied and pickled with the module, and the copy's
         # reducer would not have it.
         ddp._comm_hooks.pop()
-        # A hook that the user registers from now on is chained, instead of refused by DDP.
+        _set_name(ddp, "")
+        # The first hook that the user registers from now on is chained, not refused by DDP.
         for name, chain in (
-            ("register_comm_hook", self.set_inner),
-            ("_register_builtin_comm_hook", self._set_built_in),
+            ("register_comm_hook", self._register),
+            ("_register_builtin_comm_hook", self._register_built_in),
         ):
             setattr(ddp, name, _Instead(self, name, chain))
 
@@ -115,6 +118,13 @@ class Hook:
         if cls._known(ddp) is not None:
             return True
         return not (ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
+
+    @classmethod
+    def may_be_given(cls, ddp: DistributedDataParallel) -> bool:
+        """Whether a checkpointer may be given a hook for this module: it has none of the user's
+        but what an earlier checkpointer was given."""
+        known = cls._known(ddp)
+        return cls.has_room(ddp) and (known is None or not known.inner or known._inner_is_given)
 
     @classmethod
     def states_of(cls, ddp: DistributedDataParallel) -> list[Any]:
@@ -171,14 +181,30 @@ class Hook:
         if self.release == release:
             self.release, self.chained = _release_nothing, _look_at_nothing
 
-    def set_inner(self, state: Any, hook: CommHook) -> None:
-        """In place of DDP's `register_comm_hook`."""
-        self.chained(state)
-        self.inner = (state, hook)
+    def give(self, state: Any, hook: CommHook) -> None:
+        """A checkpointer's argument; in place of what an earlier one was given, if anything."""
+        self._chain(state, hook, hook.__qualname__)
+        self._inner_is_given = True
 
-    def _set_built_in(self, kind: BuiltinCommHookType) -> None:
+    def _register(self, state: Any, hook: CommHook) -> None:
+        """In place of DDP's `register_comm_hook`: raises what that raises, and when it does."""
+        self._ddp._check_comm_hook(hook)
+        if self.inner is not None:
+            # Raises, as ours is there.
+            dist._register_comm_hook(self._ddp.reducer, state, hook)  # type: ignore[attr-defined]
+        self._chain(state, hook, hook.__qualname__)
+
+    def _register_built_in(self, comm_hook_type: BuiltinCommHookType) -> None:
         """In place of DDP's `_register_builtin_comm_hook`."""
-        self.set_inner(self._ddp.process_group, BUILT_IN[kind])
+        if self.inner is not None:
+            register: Any = dist._register_builtin_comm_hook  # type: ignore[attr-defined]
+            register(self._ddp.reducer, comm_hook_type)  # the same
+        self._chain(self._ddp.process_group, BUILT_IN[comm_hook_type], str(comm_hook_type))
+
+    def _chain(self, state: Any, hook: CommHook, name: str) -> None:
+        self.chained(state)
+        self.inner, self._inner_is_given = (state, hook), False
+        _set_name(self._ddp, name)
 
 
 class _Instead:
@@ -211,6 +237,12 @@ def _unheard(params: Iterable[torch.Tensor]) -> Iterator[None]:
         for hooks, entries in kept:
             hooks.update(entries)
         load_rng(streams)
+
+
+def _set_name(ddp: DistributedDataParallel, name: str) -> None:
+    """What DDP's logging data call the communication hook."""
+    assert ddp.logger is not None
+    ddp.logger._set_comm_hook_name(name)
 
 
 def _look_at_nothing(state: Any) -> None:

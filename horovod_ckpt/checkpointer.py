@@ -61,6 +61,12 @@ APART = (
     "hvd.DistributedOptimizer when all that it is to train is; restore(strict=False) where the "
     "parameter groups are then others"
 )
+OVERWRITTEN = (
+    "{names} changed after the restore of v{version}, on {ranks}: hvd.broadcast_parameters or "
+    "hvd.broadcast_optimizer_state gives all ranks what the root has now, in place of what was "
+    "restored. A script that has checkpoints of its own loads them before "
+    "hvd.DistributedOptimizer if what is newer here is to win"
+)
 FOLDERS = ("events_dir", "trace_dir")
 """Settings that name a folder where each rank has a file."""
 
@@ -219,6 +225,13 @@ class Checkpointer(tierckpt.Checkpointer):
         made_again = self._cut is ACCUMULATED and self._iterations.explicit
         return min(at, self._stepped_at) if made_again else at
 
+    def tell_overwritten(self, by_rank: Mapping[int, Sequence[str]]) -> None:
+        """Names of what was restored and the script has changed since, by the ranks on which."""
+        names = dict.fromkeys(name for each in by_rank.values() for name in each)
+        ranks = f"rank{'s' if len(by_rank) > 1 else ''} {some(list(by_rank))}"
+        text = OVERWRITTEN.format(names=some(names), version=self.restored.version, ranks=ranks)
+        self._reports.notice(text, logging.WARNING if self.group.rank == 0 else logging.DEBUG)
+
     def _between_passes(self) -> bool:
         """Whether any rank is: collective, where any of the optimizers makes several passes a
         step. A rank may have had no batch for one that others made."""
@@ -234,6 +247,11 @@ class Checkpointer(tierckpt.Checkpointer):
         reductions = self._reductions.get(label)
         if reductions is None or not reductions.step_begins():
             super()._before_step(label)
+
+    def _step_of(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Horovod's own ends in that of the class it is made of."""
+        kind = type(optimizer).__mro__[1 if is_horovod(optimizer) else 0]
+        return kind.step  # type: ignore[attr-defined]
 
     def _made_step(self, label: str) -> bool:
         reductions = self._reductions.get(label)
@@ -315,7 +333,8 @@ def _common_process_set(optimizers: Iterable[Any]) -> Any:
     if not sets[0].included():
         raise tierckpt.ConfigError(
             f"rank {hvd.rank()} is not in the optimizer's process set {sets[0].ranks}; make the "
-            "Checkpointer on the ranks that are, and one with another path for the others"
+            "Checkpointer on the ranks that are, and one with another path for the others; or call "
+            "horovod_ckpt.install, which takes nothing on those"
         )
     return sets[0]
 

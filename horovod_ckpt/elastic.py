@@ -66,6 +66,13 @@ UNSOUND = (
     "or the persistent level of the lost nodes can be reached, or it begins afresh; "
     "peer_redundancy or persistent_path would have kept a version elsewhere"
 )
+OVERWRITTEN = (
+    "a commit was lost, as weights were changed after commit() had returned, before an optimizer's "
+    "step (see the event that names them): they are copied while the next iteration runs, where "
+    "Horovod's own state copies them inside commit(). From now on this rank's commits copy them "
+    "there, too, and training waits for that. A write through .data is not noticed: where the loop "
+    "makes one after commit(), call state.checkpointer.complete() before it"
+)
 NO_COMMIT = (
     "TorchState.restore(): nothing was committed yet, so there is nothing to go back to, and "
     "nothing was changed. Call commit() before the first batch that restore() may have to undo"
@@ -83,12 +90,17 @@ class TorchState(State):  # type: ignore[misc]
             TorchState's own; objects with `state_dict`/`load_state_dict` (an ElasticSampler, a
             schedule); a `tierckpt.ResumableSampler`, which is then dealt to the ranks that there
             are; and plain values (`epoch=0`): all become attributes. Values must be what JSON or a
-            tensor can hold; nothing is pickled. Nothing but the optimizers' steps may change a
-            module's parameters between a commit and the first step after it.
+            tensor can hold; nothing is pickled.
 
-    A commit is complete before the next step changes anything. Each takes a version of its own,
-    also when only values changed since the last; but for one between the backward passes of a step
-    (`backward_passes_per_step`), which is passed over: the gradients so far are in no checkpoint.
+    A commit is complete before the next step changes anything. Where a loop changes a module's
+    parameters between a commit and that step, it calls `checkpointer.complete()` first. The first
+    commits are complete when they return; a later one whose weights were changed is lost, which is
+    noticed but for a write through `.data`: an error event says so, `restore()` goes back to the
+    one before, and commits are complete when they return from then on.
+
+    Each commit takes a version of its own, also when only values changed since the last; but for
+    one between the backward passes of a step (`backward_passes_per_step`), which is passed over:
+    the gradients so far are in no checkpoint.
 
     The attribute `checkpointer` is the Checkpointer over the ranks that are there now; `restored`
     is what the last `sync()` or `restore()` brought back.
@@ -343,6 +355,8 @@ class _Checkpointer(Checkpointer):
     _voted_seconds = float("-inf")
     passed_over = False
     """The last commit was no boundary."""
+    _copies_at_once = False
+    """The loop changes weights after a commit: each returns only when they are copied."""
 
     def own_vote(self) -> int:
         """NOTHING_HEARD, or something smaller."""
@@ -364,6 +378,14 @@ class _Checkpointer(Checkpointer):
         if not self._iterations.steps and not self.half_way:
             self._iterations.count_one()
         super().step(metric)
+        if self._underway.overwritten and not self._copies_at_once:
+            self._copies_at_once = True
+            self.log.emit(
+                "notice", version=self.version, severity=logging.ERROR, message=OVERWRITTEN
+            )
+        # Whoever goes back finds something, whatever the loop does with the weights meanwhile.
+        if self._copies_at_once or self._agreement.memory.safe is None:
+            self.complete()
 
 
 def _defaults() -> dict[str, Any]:

@@ -14,8 +14,10 @@ import torch
 import tierckpt
 from tierckpt.modulenames import named_buffers, named_parameters
 from tierckpt.scripts import serve
+from tierckpt.state import label_optimizers
 
 from .checkpointer import Checkpointer
+from .outside import Outside, stands_outside
 
 HOROVODS = tuple(inspect.signature(hvd.DistributedOptimizer).parameters)
 """Names of Horovod's own arguments, in order."""
@@ -51,21 +53,28 @@ def DistributedOptimizer(
     horovods = {n: settings.pop(n) for n in HOROVODS if n in settings}
     distributed = hvd.DistributedOptimizer(optimizer, *args, **horovods)
     checkpointer = install(distributed, model, **settings)
-    serve(checkpointer, restore, close_at_exit)
+    if not isinstance(checkpointer, Outside):
+        serve(checkpointer, restore, close_at_exit)
     return distributed
 
 
 def install(
     optimizer: Any | Mapping[str, Any], model: torch.nn.Module, **settings: Any
-) -> Checkpointer:
+) -> Checkpointer | Outside:
     """Checkpoints for what `hvd.DistributedOptimizer` returned earlier.
 
-    Returns the Checkpointer; each optimizer has it as its attribute `checkpointer`, too.
+    Returns the Checkpointer; each optimizer has it as its attribute `checkpointer`, too. On a rank
+    that is not in the optimizer's process set it is one that takes nothing (`Outside`).
     """
-    checkpointer = Checkpointer(model, optimizer, **settings)
-    for each in checkpointer.state.optimizers.values():
-        each.checkpointer = checkpointer  # type: ignore[attr-defined]
-    return checkpointer
+    made: Checkpointer | Outside
+    optimizers = label_optimizers(optimizer)
+    if hvd.is_initialized() and stands_outside(optimizers.values()):
+        made = Outside()
+    else:
+        made = Checkpointer(model, optimizer, **settings)
+    for each in optimizers.values():
+        each.checkpointer = made  # type: ignore[attr-defined]
+    return made
 
 
 def find_model(args: Sequence[Any], settings: Mapping[str, Any]) -> torch.nn.Module:

@@ -19,8 +19,8 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from tierckpt.closures import others_come_first
 from tierckpt.group import Group
 
 LAUNCHERS = ("_allreduce_grad_async", "_grouped_allreduce_grad_async")
@@ -60,15 +60,6 @@ def _launches_of(optimizer: Any) -> Counter[Launch]:
     if told is None or told[0] is not life:
         told = _launches[optimizer] = life, Counter()
     return told[1]
-
-
-def _others_come_first(optimizer: Any) -> bool:
-    """Whether pre-hooks that are not ours may change weights before a step does."""
-    hooks = [
-        *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
-        *_global_optimizer_pre_hooks.values(),
-    ]
-    return any(not (getattr(h, "__module__", None) or "").startswith("tierckpt.") for h in hooks)
 
 
 class Reductions:
@@ -154,8 +145,10 @@ class Reductions:
         optimizer = self._optimizer
         # With reductions under way, a step that synchronizes will first wait for them. Hooks of
         # others are called before that, and may change weights (`stepwatch`).
-        waits = bool(optimizer._should_synchronize and optimizer._handles)
-        return waits and not _others_come_first(optimizer)
+        # And where the backward pass is the step's closure, the inner step has reductions, too.
+        first = self._entered == 1
+        waits = bool(first and optimizer._should_synchronize and optimizer._handles)
+        return waits and not others_come_first(optimizer)
 
     def step_ended(self) -> bool:
         """A post-hook fired; True when that was a step of the training.

@@ -64,7 +64,7 @@ def send_optimizer_state(label: str, optimizer: torch.optim.Optimizer, root: int
 
 def send_tensors(named: Mapping[str, torch.Tensor], root: int) -> None:
     """All ranks have the same names, shapes and types; what they have is replaced in place."""
-    sent = {name: _as_bytes(tensor) for name, tensor in named.items() if tensor.numel()}
+    sent = {name: as_bytes(tensor) for name, tensor in named.items() if tensor.numel()}
     slices = {f"{n}#{i}": part for n, flat in sent.items() for i, part in enumerate(_cut(flat))}
     hvd.broadcast_parameters(slices, root)
     for name, received in sent.items():
@@ -83,7 +83,7 @@ def _cut(flat: torch.Tensor) -> Iterator[torch.Tensor]:
         yield flat[start : start + MOST_BYTES]
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Its very memory if that has no gaps and is in order, else a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 

@@ -3,17 +3,19 @@
 Everything of Horovod's module under the same names, but five: `DistributedOptimizer` restores the
 newest checkpoint at once, takes checkpoints and closes at the end of the script, or at `shutdown`;
 `broadcast_parameters` and `broadcast_optimizer_state` leave parameters and buffers that were just
-restored as they are; and `elastic.TorchState` commits to our levels. `named_parameters` must come
-straight from the whole model's `named_parameters()`, which tells whose buffers belong to the
-checkpoint; where it does not (a list, a part, none at all), give `model=`. Settings come from
-`TIERCKPT_*` variables or a file (`TIERCKPT_CONFIG`), or as further arguments of
-`DistributedOptimizer`, elastic or not. Outside of elastic jobs it is for one optimizer: what is
-restored when the first of several is made cannot be of the others yet, so the second is refused.
+restored, and that no rank has changed since, as they are; and `elastic.TorchState` commits to our
+levels. `named_parameters` must come straight from the whole model's `named_parameters()`, which
+tells whose buffers belong to the checkpoint; where it does not (a list, a part, none at all), give
+`model=`. Settings come from `TIERCKPT_*` variables or a file (`TIERCKPT_CONFIG`), or as further
+arguments of `DistributedOptimizer`, elastic or not. Outside of elastic jobs it is for one
+optimizer: what is restored when the first of several is made cannot be of the others yet, so the
+second is refused.
 Give all of them to `horovod_ckpt.install`.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,12 +27,14 @@ import torch
 from horovod.torch import *  # noqa: F403
 
 from tierckpt import ConfigError
-from tierckpt.modulenames import named_buffers, named_parameters, unwrap
+from tierckpt.modulenames import unwrap
 from tierckpt.scripts import close_now
 
 from . import elastic as _elastic
 from . import optimizer as _ours
 from .checkpointer import in_elastic_job
+from .outside import Outside
+from .untouched import Untouched, place
 
 __all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters", "elastic"]
 __all__ += [name for name in dir(horovod.torch) if not name.startswith("_")]
@@ -40,8 +44,9 @@ THE_STATES = ("model", "restore", "close_at_exit")
 """Arguments of `horovod_ckpt.DistributedOptimizer` that an elastic state has no use for: it is
 given the model, and always restores and closes."""
 
-_made: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The optimizers that have a checkpointer of ours."""
+_made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The optimizers that have a checkpointer of ours, numbered as they were made; so do all ranks."""
+_numbers = itertools.count()
 
 
 def __getattr__(name: str) -> Any:
@@ -59,7 +64,10 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **settings: Any) -> Any:
         model = settings.get("model")
         _refuse_second(_ours.find_model(args, settings) if model is None else model)
         made = _ours.DistributedOptimizer(optimizer, *args, **{**DEFAULTS, **settings})
-        _made.add(made)
+        if isinstance(made.checkpointer, Outside):
+            return made
+        made.untouched = Untouched(made.checkpointer, made)
+        _made[next(_numbers)] = made
         return made
     horovods = {name: settings.pop(name) for name in _ours.HOROVODS if name in settings}
     distributed = horovod.torch.DistributedOptimizer(optimizer, *args, **horovods)
@@ -75,7 +83,7 @@ def shutdown() -> None:
 
 def _refuse_second(model: torch.nn.Module) -> None:
     """Raise ConfigError for a model that has a checkpointer from an earlier call."""
-    open_ones = [each.checkpointer for each in _made if not each.checkpointer.closed]
+    open_ones = [each.checkpointer for each in _made.values() if not each.checkpointer.closed]
     if any(ckpt.state.model is unwrap(model) for ckpt in open_ones):
         raise ConfigError(
             "this model has a checkpointer already, from an earlier call of DistributedOptimizer, "
@@ -103,7 +111,8 @@ def broadcast_optimizer_state(
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Horovod's own; from a restore to the first step, what was restored stays as it is.
 
-    Each rank got its own BatchNorm statistics back, and Horovod would give it the root's.
+    Each rank got its own BatchNorm statistics back, and Horovod would give it the root's. What the
+    script has loaded itself since the restore, on whichever rank, is no longer that: it is sent.
     """
     given = params.values() if isinstance(params, dict) else params
     with _restored_ones_kept(p[1] if isinstance(p, tuple) else p for p in given):
@@ -112,36 +121,16 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 @contextmanager
 def _restored_ones_kept(given: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within it, tensors may change; those of `given` that were just restored change back."""
-    restored = _just_restored()
-    places = {_place(t) for t in given} if restored else set()
-    kept = [(t, t.detach().clone()) for t in restored if _place(t) in places]
+    """Within it, tensors may change; those of `given` that were just restored change back, but for
+    what the script has changed since, on any rank: that is sent, as by Horovod."""
+    made = [optimizer for _, optimizer in sorted(_made.items())]
+    restored = [each.untouched for each in made if each.untouched.counts()]
+    places = {place(tensor) for tensor in given} if restored else set()
+    kept = [(t, t.detach().clone()) for each in restored for t in each.among(places)]
     yield
     with torch.no_grad():
         for tensor, value in kept:
             tensor.copy_(value)
-
-
-def _just_restored() -> list[torch.Tensor]:
-    """Parameters and buffers that a restore brought, with no step behind it yet."""
-    found = []
-    for optimizer in _made:
-        ckpt = optimizer.checkpointer
-        if ckpt.restored.levels and not ckpt.closed and ckpt.steps_made == ckpt.restored.version:
-            model = ckpt.state.model
-            found += [t for _, t in named_parameters(model) + named_buffers(model)]
-            found += list(optimizer._parameter_names)  # some may be in no module
-            # What optimizers have of parameters that are each rank's own; the rest is alike.
-            own = ckpt.state.walk().own_params
-            for each in ckpt.state.optimizers.values():
-                states = [kept for param, kept in each.state.items() if id(param) in own]
-                found += [t for kept in states for t in kept.values() if torch.is_tensor(t)]
-    return found
-
-
-def _place(tensor: torch.Tensor) -> int:
-    """The same for all that share memory, such as a parameter and its entry in a state_dict."""
-    return tensor.untyped_storage().data_ptr()
 
 
 class _TorchState(_elastic.TorchState):

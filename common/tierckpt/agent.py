@@ -98,7 +98,7 @@ class AgentSettings:
     """Its own, not beside its starter's."""
     linger_seconds: float = 60.0
     module_path: tuple[str, ...] = ()
-    """Where it finds modules, once it runs; empty: where Python does."""
+    """Where it finds modules; empty: where its starter does, then. See `children`."""
 
     def place(self) -> Place:
         """Where it is found."""
@@ -587,8 +587,6 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     settings = AgentSettings(**json.loads(sys.argv[1]))
-    if settings.module_path:
-        surroundings.find_modules_in(settings.module_path)
     sys.exit(run(settings, int(sys.argv[2])))
 
 

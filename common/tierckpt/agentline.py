@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -24,7 +23,7 @@ from typing import Any, Protocol
 
 from . import packets, surroundings
 from .agent import PROTOCOL, TAKEN, Agent, AgentSettings, lower_priority
-from .children import child_environment
+from .children import child_command, child_environment
 from .desk import DeskSettings
 
 ANSWER_SECONDS = 5.0
@@ -370,13 +369,12 @@ class AgentLine:
         nice = min(os.getpriority(os.PRIO_PROCESS, 0) + self.settings.nice, 19)
         settings = replace(self.settings, nice=nice)
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
+            child_command(
                 "tierckpt.agent",
-                json.dumps(asdict(settings)),
+                json.dumps(asdict(replace(settings, module_path=()))),
                 str(os.getpid()),
-            ],
+                path=settings.module_path,
+            ),
             env={**child_environment(), surroundings.VARIABLE: self._surroundings},
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -14,7 +14,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -222,6 +222,7 @@ class Checkpointer:
             made_step=self._made_step,
             left_to_us=self._underway.capture.keep_streams,
             say=self._say,
+            step_of=self._step_of,
         )
         self._trace = open_trace(self.config, self.group.rank, self.state.name_of, self.log)
         if self._trace is not None:
@@ -807,6 +808,10 @@ class Checkpointer:
         self.metric = None
         if self._underway.snapshot is not None:
             self._underway.finish()
+
+    def _step_of(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        """The function that changes its parameters."""
+        return type(optimizer).step
 
     def _before_stranger(self) -> None:
         """The same before a step of an optimizer that no adapter knows."""

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from . import faults, folders
-from .children import child_environment
+from .children import child_command, child_environment
 from .errors import ConfigError
 from .memoryroom import memory_room
 
@@ -126,7 +126,7 @@ def _write_and_read(folder: str) -> str:
 
 def _start(need: Need) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, json.dumps(asdict(need))],
+        child_command(__name__, json.dumps(asdict(need))),
         env=child_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .closures import Arguments
 from .iterations import Iterations
 from .state import TrainingState
 from .stepwatch import Stepwatch
@@ -57,9 +58,11 @@ class Hooks:
 
     def _before_any_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if not self._iterations.begins(optimizer, args, kwargs):
-            self._strangers.begins(optimizer)
+    ) -> Arguments | None:
+        if self._iterations.watches(optimizer):
+            return self._iterations.begins(optimizer, args, kwargs)
+        self._strangers.begins(optimizer)
+        return None
 
 
 __all__ = ["Hooks"]

@@ -15,10 +15,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from .closures import Arguments, after_first_call, closure_of
 from .restored import Restored
 from .stepwatch import never_compiled
 
@@ -90,17 +92,22 @@ class Iterations:
         made_step: Callable[[str], bool],
         left_to_us: Callable[[], None],
         say: Say,
+        step_of: Callable[[torch.optim.Optimizer], Callable[..., Any]] = lambda each: (
+            type(each).step
+        ),
     ) -> None:
         """Who is told what, on the training thread.
 
         Args:
             mode: `Config.boundary`.
             boundary: an iteration of a loop that does not call `step()` is over.
-            before_step: the optimizer of this label is about to change something.
+            before_step: the optimizer of this label is about to change something. (Where the
+                backward pass is the closure of its step, that has been called once: `closures`.)
             made_step: its step ended; returns False when that was none of the training's.
             left_to_us: a step was made in such a loop, and the next batch is drawn before the
                 boundary.
             say: what is odd about the loop, each thing once.
+            step_of: the function that changes an optimizer's parameters.
         """
         self.explicit = mode == "explicit"
         """Boundaries are calls of `step()`: it is said so, or it was called, in this life or before
@@ -112,7 +119,7 @@ class Iterations:
         self._mode = mode
         self._boundary, self._before_step = boundary, before_step
         self._made_step, self._left_to_us = made_step, left_to_us
-        self._say = say
+        self._say, self._step_of = say, step_of
         self._since: dict[str, int] = {}
         """Steps of each optimizer since the last boundary."""
         self._seen: dict[str, int] = {}
@@ -206,23 +213,27 @@ class Iterations:
         seen = max(self._seen.values(), default=0)
         return self._mode == "forward" or seen >= AUTOMATIC_AFTER_STEPS
 
+    def watches(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is one of these."""
+        return id(optimizer) in self._labels
+
     def begins(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> bool:
-        """A step of some optimizer begins; False when it is none of these.
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """A step of one of these begins; returns what it is to be called with instead, if anything.
 
         To be called before every other hook: one of the user's may change what is being copied.
         """
-        label = self._labels.get(id(optimizer))
-        if label is None:
-            return False
-        # torch counts the optimizer itself among the arguments.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        label = self._labels[id(optimizer)]
+        closure = closure_of(args, kwargs)
         if callable(closure) and label in self._since and self.automatic():
             self._guess()  # the forward passes come inside the step, too late for a boundary
         self.stepping.add(label)
-        self._before_step(label)
-        return True
+        step, then = self._step_of(optimizer), partial(self._before_step, label)
+        others = after_first_call(optimizer, step, args, kwargs, then)
+        if others is None:
+            self._before_step(label)
+        return others
 
     def _counter(self, label: str) -> Callable[..., None]:
         """Hook that runs after each step; a step inside another (Horovod's) fires it twice."""

@@ -136,6 +136,8 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         blocks = self.plan.layout.blocks
+        self.overwritten = False
+        """It failed, as somebody changed what was being copied."""
         self._changed = threading.Condition()
         self._todo: deque[int] = deque(self.plan.own_blocks)
         self._held = set(self.plan.striped_blocks)
@@ -405,6 +407,7 @@ class Snapshot:
         """Raise SnapshotError when somebody changed what was being copied."""
         if self.plan.counters() != self._counters:
             names = self.plan.changed_since(self._counters)
+            self.overwritten = True
             raise SnapshotError(
                 f"{some(names)}: changed between the boundary and the optimizer's step (the "
                 "version counters moved); change weights before the boundary, i.e. before step() "

@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-BeforeStep = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
-"""Takes the optimizer, and what its step was called with."""
+from .closures import Arguments
+
+BeforeStep = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Arguments | None]
+"""Takes the optimizer, and what its step was called with; returns what it is to be called with."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -49,10 +51,11 @@ class Stepwatch:
         @never_compiled("Tierckpt waits here for copies; leave optimizer.step() out of the graph")
         def before_any_step(
             optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> None:
+        ) -> Arguments | None:
             call = weak()
-            if call is not None and os.getpid() == process:
-                call(optimizer, args, kwargs)
+            if call is None or os.getpid() != process:
+                return None
+            return call(optimizer, args, kwargs)
 
         self._hook: Any = register_optimizer_step_pre_hook(before_any_step)
         _put_first(self._hook)

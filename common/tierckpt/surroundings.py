@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 VARIABLE = "TIERCKPT_AGENT_SURROUNDINGS"
 """Tells an agent the fingerprint that it was started with; nobody else sees its environment."""
@@ -65,20 +65,8 @@ def without_packages_own(path: list[str]) -> list[str]:
     return [p for p in path if not any(p.startswith(site + os.sep) for site in sites)]
 
 
-def find_modules_in(path: Iterable[str]) -> None:
-    """Have this process find modules as one whose `module_path` that is.
-
-    The standard library stays first: what a script's folder has under the same name does not harm
-    the script, which imported the library's before, and must not harm us, who do so later.
-    """
-    library = os.path.dirname(os.__file__)
-    first = [library, os.path.join(library, "lib-dynload")]
-    sys.path[:] = [*first, *(entry for entry in path if entry not in first)]
-
-
 __all__ = [
     "VARIABLE",
-    "find_modules_in",
     "fingerprint",
     "module_path",
     "relevant",

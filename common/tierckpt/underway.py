@@ -58,6 +58,8 @@ class Underway:
         self._pool, self._handover, self._reports = pool, handover, reports
         self._meter = meter
         self._may_turn_early = config.release == "auto"
+        self.overwritten = False
+        """A version was lost as the loop changed what was being copied."""
         self._slow_barriers = 0
         self._copier = Copier()
 
@@ -137,6 +139,7 @@ class Underway:
 
     def _report(self, snapshot: Snapshot) -> None:
         if snapshot.phase is Phase.FAILED:
+            self.overwritten = self.overwritten or snapshot.overwritten
             self._reports.lost(snapshot.head.version, snapshot.error)
             return
         self._reports.sealed(snapshot)

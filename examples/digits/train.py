@@ -1,5 +1,6 @@
 """Handwritten digits on two ranks, with checkpoints: what a user's own script looks like.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or torchrun's restarted ranks may not meet
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/digits/train.py
 
 The lines that Tierckpt needs are marked with `<-`. The rest is an ordinary DDP script: a small

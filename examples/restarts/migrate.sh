@@ -11,5 +11,7 @@ mkdir -p "$to"
 cp -a "$from/." "$to"
 rm -f "$to"/lease.* "$to"/halt.json  # the old job's, and what made it end
 
+# Or restarted processes may read the addresses of dead ones from torchrun's store.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TIERCKPT_PATH="${TIERCKPT_PATH:-ckpts}" TIERCKPT_PERSISTENT_PATH="$to"
 exec torchrun --standalone --nproc-per-node="${PROCESSES:-2}" --max-restarts=10 train.py "$@"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import ddp_ckpt
@@ -190,3 +191,111 @@ def test_an_error_in_the_users_hook_comes_out_of_backward_as_it_is(
     for version, complaints in ranks(2).run(hook_that_fails_once, Place.under(tmp_path, shm_dir)):
         assert version == 1
         assert complaints == []
+
+
+def wrong_annotation(state: Any, bucket: int) -> None:
+    """Not what DDP takes."""
+
+
+def wrong_return(state: Any, bucket: Any) -> int:
+    """Nor this."""
+    return 0
+
+
+def no_bucket(state: Any, gradients: Any) -> Any:
+    """Nor this: DDP looks for the argument by its name."""
+
+
+def two(model: Any) -> None:
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    model.register_comm_hook(None, hooks.sum_of_clamped)
+
+
+def two_built_in(model: Any) -> None:
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def one_of_each(model: Any) -> None:
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def registers(hook: Any) -> Callable[[Any], None]:
+    return lambda model: model.register_comm_hook(None, hook)
+
+
+REGISTERED: dict[str, Callable[[Any], None]] = {
+    "nothing": lambda model: None,
+    "a function": registers(hooks.sum_of_clamped),
+    "built in": lambda m: m._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+    "not callable": registers(1),
+    "wrong annotation": registers(wrong_annotation),
+    "wrong return": registers(wrong_return),
+    "no bucket": registers(no_bucket),
+    "bf16": registers(default_hooks.bf16_compress_hook),
+    "two": two,
+    "two built in": two_built_in,
+    "one of each": one_of_each,
+}
+
+
+def registered_in_both(place: Place) -> dict[str, list[Any]]:
+    """What plain DDP says of each, and DDP with a checkpointer: an error, and the name it logs."""
+
+    def outcome(job: Job, register: Callable[[Any], None]) -> Any:
+        try:
+            register(job.model)
+        except Exception as error:
+            return type(error), str(error).splitlines()[0]
+        return job.model._get_ddp_logging_data().get("comm_hook") or ""
+
+    told = {}
+    for number, (name, register) in enumerate(REGISTERED.items()):
+        plain = outcome(make_job(), register)
+        job = make_job()
+        attached = attach(job, Place(f"{place.path} {number}", place.shm))
+        told[name] = [plain, outcome(job, register)]
+        attached.ckpt.abandon()
+    return told
+
+
+def test_it_registers_what_ddp_registers_and_refuses_what_it_refuses(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """With the same error at the same moment, a second hook too; and its log has the user's."""
+    for told in ranks(2).run(registered_in_both, Place.under(tmp_path, shm_dir)):
+        assert {name for name, (plain, ours) in told.items() if plain != ours} == set()
+        assert told["nothing"] == ["", ""]
+        assert told["a function"] == ["sum_of_clamped"] * 2
+        assert told["two"][0][0] is RuntimeError
+
+
+def given_beside_a_registered_one(place: Place) -> list[Any]:
+    """To a second checkpointer, when the user, or only the first one, had set one before; and one
+    that DDP does not take."""
+    outcomes: list[Any] = []
+    for given_before in (False, True):
+        job = make_job()
+        hook = {"comm_hook": (None, default_hooks.allreduce_hook)}
+        first = attach(
+            job, Place(f"{place.path} {given_before}", place.shm), **(hook if given_before else {})
+        )
+        if not given_before:
+            job.model.register_comm_hook(None, hooks.sum_of_clamped)
+        first.ckpt.abandon()
+        try:
+            attach(job, place, **hook).ckpt.abandon()
+            outcomes.append(job.model._get_ddp_logging_data()["comm_hook"])
+        except tierckpt.ConfigError as error:
+            outcomes.append("a communication hook already" in str(error))
+    with pytest.raises(KeyError, match="bucket"):
+        attach(make_job(), place, comm_hook=(None, no_bucket))
+    return outcomes
+
+
+def test_a_hook_that_is_given_replaces_none_that_was_registered(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2).run(given_beside_a_registered_one, Place.under(tmp_path, shm_dir))
+    assert told == [[True, "allreduce_hook"]] * 2

@@ -146,7 +146,45 @@ def restored_from_late_copies(
     return restored.version, exact.differences(expected, job.replicated())
 
 
-LOOPS = {"outer and inner step": HorovodJob.iterate, "synchronized before": clip}
+def in_a_closure(job: HorovodJob, iteration: int, seen: Callable[[], None] = lambda: None) -> str:
+    """Forward and backward pass are the step's closure, which waits for the reductions itself."""
+
+    def closure() -> float:
+        job.zero_grad()
+        job.backward(iteration)
+        job.optimizer.synchronize()
+        seen()
+        return 0.0
+
+    with job.optimizer.skip_synchronize():
+        job.optimizer.step(closure)
+    return job.gradients()
+
+
+LOOPS = {
+    "outer and inner step": HorovodJob.iterate,
+    "synchronized before": clip,
+    "in a closure": in_a_closure,
+}
+
+
+def overlaps_in_a_closure(place: Place) -> list[bool]:
+    """Whether copies were under way behind each closure's backward pass."""
+    job = make_horovod_job(optimizer=silent)
+    ckpt = attach(job, place).ckpt
+    overlaps: list[bool] = []
+    for iteration in range(3):
+        in_a_closure(job, iteration, lambda: overlaps.append(ckpt._underway.snapshot is not None))
+        ckpt.step()
+    ckpt.abandon()
+    return overlaps
+
+
+def test_a_closures_passes_come_before_the_barrier(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2, HOROVODRUN).run(overlaps_in_a_closure, Place.under(tmp_path, shm_dir))
+    assert told == [[False, True, True]] * 2
 
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)

@@ -25,6 +25,7 @@ from tests.dist.elasticscript import (
 from tests.dist.rankpool import HOROVODRUN
 from tests.dist.test_horovod_callbacks import Diary
 from tests.dist.training import Place, batch, rank
+from tierckpt import snapshot
 
 # --- going back ----------------------------------------------------------------------------------
 
@@ -88,6 +89,51 @@ def test_restore_goes_back_to_the_last_commit(ranks: Any, tmp_path: Path, shm_di
     versions = [(batch + 1, {"memory": 2}) for batch in range(len(WRONG))]
     assert [levels for _, levels in told] == [versions] * 2
     assert list(shm_dir.rglob("*")) == []
+
+
+def in_place(model: nn.Module) -> None:
+    model.load_state_dict({n: torch.full_like(t, 7) for n, t in model.state_dict().items()})
+
+
+def through_data(model: nn.Module) -> None:
+    """Which moves no version counter."""
+    for param in model.parameters():
+        param.data.fill_(7)
+
+
+def overwritten(place: Place, overwrite: Callable[[nn.Module], None]) -> list[Any]:
+    """The loop changes weights right after a commit, the first one and two later ones, and goes
+    back: to which version, and whether its state is that of then."""
+    told: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "QUIET_SECONDS", 1e6)  # nothing is copied before the restore
+        script = Script(place, seed=1).start()
+        for batches in (1, 3, 2):
+            goal = script.state.batch + batches
+            digests = script.train_to(goal)
+            if batches == 2 and overwrite is through_data:
+                script.state.checkpointer.complete()  # as its documentation asks for
+            overwrite(script.state.model)
+            script.state.restore()
+            at = script.state.batch
+            told.append((goal - at, script.digests() == digests[at]))
+            if batches == 3 and overwrite is through_data:
+                told.pop()  # it cannot be noticed
+                script.train_to(at + 1)
+        errors = [e.message for e in script.told if "after commit() had returned" in e.text()]
+        script.end()
+    return [told, len(errors)]
+
+
+@pytest.mark.parametrize("overwrite", [in_place, through_data])
+def test_weights_that_are_changed_after_a_commit_are_those_of_the_commit(
+    overwrite: Any, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Or it is lost, with an error, and the one before comes back; then commits wait."""
+    place = Place.under(tmp_path, shm_dir)
+    noticed = [[(0, True), (1, True), (0, True)], 1]
+    expected = noticed if overwrite is in_place else [[(0, True), (0, True)], 0]
+    assert ranks(2, HOROVODRUN).run(overwritten, place, overwrite) == [expected] * 2
 
 
 def gradients_behind(place: Place) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -160,6 +161,60 @@ def test_optimizers_of_different_process_sets_are_refused(ranks: Any, tmp_path: 
     place = Place(str(tmp_path / "ckpts"), "")
     for text in ranks(3, HOROVODRUN).run(two_sets, place):
         assert "different process sets" in text
+
+
+def one_script_on_all_ranks(place: Place) -> list[Any]:
+    """Rank 1 calls what the others call, in each of the ways in. By way: what `restore()` returned
+    and whether the course was that of Horovod without us."""
+    hvd = horovod()
+    part = hvd.add_process_set([0, 2])
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+
+    def job_by(function: Any, **settings: Any) -> HorovodJob:
+        torch.manual_seed(1)
+        model = Net()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        made = function(plain, model.named_parameters(), process_set=part, **settings)
+        return HorovodJob(model, [made])
+
+    told = []
+    try:
+        plain = job_by(hvd.DistributedOptimizer)
+        expected = [(plain.iterate(i), plain.digest()) for i in range(3)]
+        for way in ("function", "module", "installed"):
+            settings = {"path": f"{place.path} {way}", "shm_dir": place.shm, "local_every_steps": 0}
+            if way == "function":
+                job = job_by(import_adapter().DistributedOptimizer, **settings)
+            elif way == "module":
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setitem(drop_in.DEFAULTS, "close_at_exit", False)
+                    job = job_by(drop_in.DistributedOptimizer, boundary="explicit", **settings)
+            else:
+                job = job_by(hvd.DistributedOptimizer)
+                import_adapter().install(job.optimizer, job.model, **settings)
+            with job.optimizer.checkpointer as ckpt:
+                start = ckpt.restore()
+                course = []
+                for iteration in range(start, 3):
+                    course.append((job.iterate(iteration), ckpt.step() or job.digest()))
+                    assert not ckpt.should_exit()
+                ckpt.wait()
+                version = ckpt.version
+            told.append((way, int(start), course == expected, version))
+        return told
+    finally:
+        hvd.barrier()
+        hvd.remove_process_set(part)
+
+
+def test_a_rank_outside_the_process_set_runs_the_same_script(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Nobody hangs: it steps by itself, and is in no checkpoint."""
+    told = ranks(3, HOROVODRUN).run(one_script_on_all_ranks, Place.under(tmp_path, shm_dir))
+    for number, each in enumerate(told):
+        version = 0 if number == 1 else 3
+        assert each == [(way, 0, True, version) for way in ("function", "module", "installed")]
 
 
 # --- several checkpointers on the same ranks -----------------------------------------------------

@@ -460,3 +460,76 @@ def test_an_elastic_script_gives_its_settings_to_the_optimizer_too(
             "settings": (place.path, place.shm, 4, 0),
             "version": 1,
         }
+
+
+def loads_its_own(place: Place, how: str) -> dict[str, Any]:
+    """A script with checkpoints of its own behind the restore: one rank loads, and broadcasts."""
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+    rank = horovod().rank()
+    root = 1 if how == "rank 1" else 0
+    events: list[Any] = []
+
+    def life(seed: int) -> tuple[Net, Any]:
+        torch.manual_seed(seed + rank)
+        model = Net(norm=torch.nn.BatchNorm1d)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        settings = {**SETTINGS, "path": place.path, "shm_dir": place.shm, "boundary": "explicit"}
+        settings["on_event"] = events.append
+        made = drop_in.DistributedOptimizer(plain, model.named_parameters(), **settings)
+        if seed == 1:
+            drop_in.broadcast_parameters(model.state_dict(), 0)
+        for _ in range(1 if seed == 1 else 0):
+            model(torch.randn(3, WIDTH)).square().sum().backward()
+            made.step()
+            made.checkpointer.step()
+        return model, made
+
+    def digest(model: Net, optimizer: Any) -> str:
+        momentum = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+        kept = {f"momentum {n}": tensor for n, tensor in enumerate(momentum)}
+        return exact.digest({**exact.parameters(model), **exact.buffers(model), **kept})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drop_in.DEFAULTS, "close_at_exit", False)
+        model, optimizer = life(seed=1)
+        optimizer.checkpointer.complete()
+        optimizer.checkpointer.abandon()
+        model, optimizer = life(seed=2)
+    restored = int(optimizer.checkpointer.restored)
+    if rank == root:
+        own = {n: torch.full_like(t, 7) for n, t in model.state_dict().items()}
+        if how == "through .data":
+            for name, param in model.named_parameters():
+                param.data.copy_(own[name])
+        elif how == "a part":
+            model.load_state_dict({n: t for n, t in own.items() if "weight" in n}, strict=False)
+        else:
+            model.load_state_dict(own)
+    drop_in.broadcast_parameters(model.state_dict(), root)
+    drop_in.broadcast_optimizer_state(optimizer, root)
+    drop_in.broadcast_parameters(model.state_dict(), root)
+    sevens = [name for name, param in model.named_parameters() if (param == 7).all()]
+    told = {
+        "restored": restored,
+        "parameters": exact.digest(exact.parameters(model)),
+        "all": digest(model, optimizer),
+        "sevens": len(sevens) / len(list(model.parameters())),
+        "warned": any("after the restore of v1" in e.text() for e in events if e.severity >= 30),
+    }
+    optimizer.checkpointer.close()
+    return told
+
+
+@pytest.mark.parametrize("how", ["rank 0", "rank 1", "through .data", "a part"])
+def test_what_the_script_loads_behind_the_restore_is_every_ranks(
+    how: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Ranks do not go on with different weights: the last one to load wins on all of them."""
+    told = ranks(2, HOROVODRUN).run(loads_its_own, Place.under(tmp_path, shm_dir), how)
+    assert [each["restored"] for each in told] == [1, 1]
+    assert told[0]["parameters"] == told[1]["parameters"]
+    assert (told[0]["sevens"] == 1) == (how != "a part")
+    assert told[0]["sevens"] > 0
+    assert [each["warned"] for each in told] == [True, False]
+    if how in ("rank 0", "rank 1"):
+        assert told[0]["all"] == told[1]["all"]

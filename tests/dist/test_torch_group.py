@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_ckpt.group import GATHER_BYTES, TorchGroup
+from ddp_ckpt.launched import SHARED_STORE
+from tests.dist.training import Place, attach, make_job
 from tierckpt.testing.groupsuite import GroupConformance, Program
 
 
@@ -76,3 +80,22 @@ def test_what_one_rank_says_is_not_multiplied_by_the_ranks(ranks: Any) -> None:
     for understood, nbytes in ranks(3).run(one_has_much_to_say):
         assert understood
         assert nbytes < 3 * (2 * 300_000 // 3 + GATHER_BYTES)
+
+
+def told_at_attach(place: Place, restarts: str) -> list[str]:
+    """Of how torchrun started the job; on which rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        patch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        attached = attach(make_job(), place)
+    attached.ckpt.abandon()
+    return [e.message for e in attached.events if e.severity >= logging.WARNING]
+
+
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_restarts_that_may_not_meet_are_warned_of_once(
+    restarts: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    first, second = ranks(2).run(told_at_attach, Place.under(tmp_path, shm_dir), restarts)
+    assert first == ([SHARED_STORE] if restarts == "3" else [])
+    assert second == []

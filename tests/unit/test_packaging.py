@@ -1,15 +1,20 @@
 """What a user gets from the wheel: the packages, all of them, and nothing else from here."""
 
+import os
 import shutil
 import subprocess
 import sys
+import venv
 from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import xxhash
 from packaging.requirements import Requirement
+
+from tierckpt.localstore import LocalStore
 
 ROOT = Path(__file__).resolve().parents[2]
 # Import package -> where it lies in the repository.
@@ -87,3 +92,39 @@ def test_importing_tierckpt_does_not_import_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "False"
+
+
+# --- installed -----------------------------------------------------------------------------------
+
+TO_DISK = """
+import sys
+from tierckpt.testing import TinyJob
+import tierckpt
+print(tierckpt.__file__)
+with TinyJob("ckpts", shm_dir=sys.argv[1]) as job:
+    job.run(1)
+print([event.text() for event in job.events if event.severity >= 30])
+"""
+
+
+def test_an_installed_one_writes_to_disk_beside_a_backport_of_the_standard_library(
+    wheel: Path, tmp_path: Path, shm_dir: Path
+) -> None:
+    """PyPI's pathlib, for one, is older than the library's, and lies in the agent's own folder."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    with ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "torch_is_there.pth").write_text(f"{Path(xxhash.__file__).parents[1]}\n")
+    for name in ("pathlib", "dataclasses", "typing", "socket"):
+        (site / f"{name}.py").write_text("raise ImportError('not the library')")
+    environment = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"}
+    command = [str(python), "-c", TO_DISK, str(shm_dir)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [str(site / "tierckpt" / "__init__.py"), "[]"]
+    store = LocalStore(tmp_path / "ckpts")
+    versions = [key.id.version for key in store.keys()]  # noqa: SIM118
+    assert versions == [1]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..children import child_environment
+from ..children import child_command, child_environment
 from ..naming import ShardKey
 from . import storeprogram
 from .faults import injected
@@ -234,9 +233,9 @@ class StoreConformance:
         pytest.fail("the sweep does not end")
 
     def _run_sweep(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "tierckpt.testing.storeprogram", self.factory, str(folder)]
+        arguments = (self.factory, str(folder), str(MOST_OPERATIONS))
         subprocess.run(
-            [*command, str(MOST_OPERATIONS)],
+            child_command("tierckpt.testing.storeprogram", *arguments),
             env=child_environment(),
             check=True,
             timeout=240,

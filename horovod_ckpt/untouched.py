@@ -1,0 +1,79 @@
+"""Untouched: what a restore brought and nobody has changed since, told by its bytes.
+
+A script with checkpoints of its own may load one after the restore, on one rank, and broadcast it.
+What it loaded wins on all ranks then; otherwise each rank keeps what was restored, as it has
+BatchNorm statistics of its own. Version counters would not do: they do not move where a script
+writes through `.data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from tierckpt.modulenames import named_buffers, named_parameters
+
+from .checkpointer import Checkpointer
+from .sending import as_bytes
+
+Named = dict[str, torch.Tensor]
+
+
+class Untouched:
+    """What one checkpointer has restored. Training thread."""
+
+    def __init__(self, checkpointer: Checkpointer, optimizer: Any) -> None:
+        """Right after the restore, if there was one."""
+        self._checkpointer, self._optimizer = checkpointer, optimizer
+        self._digests = _digests(self._tensors()) if self.counts() else {}
+
+    def counts(self) -> bool:
+        """Whether there was a restore, with no step after it yet. Alike on all ranks."""
+        ckpt = self._checkpointer
+        made_none = ckpt.steps_made == ckpt.restored.version
+        return bool(ckpt.restored.levels) and made_none and not ckpt.closed
+
+    def among(self, places: set[int]) -> list[torch.Tensor]:
+        """Of the tensors with memory in `places`, those that are as they were restored on all
+        ranks. Collective. Says it when there are others."""
+        given = {n: t for n, t in self._tensors().items() if place(t) in places}
+        changed = [n for n, digest in _digests(given).items() if digest != self._digests.get(n)]
+        by_rank = dict(enumerate(self._checkpointer.group.all_gather_object(changed)))
+        anywhere = {name for names in by_rank.values() for name in names}
+        if anywhere:
+            self._checkpointer.tell_overwritten({r: names for r, names in by_rank.items() if names})
+        return [tensor for name, tensor in given.items() if name not in anywhere]
+
+    def _tensors(self) -> Named:
+        """Parameters, buffers, and optimizer state that is each rank's own; the rest is alike."""
+        state = self._checkpointer.state
+        found: Named = dict(named_parameters(state.model) + named_buffers(state.model))
+        known = {id(tensor) for tensor in found.values()}
+        loose = (p for p in self._optimizer._parameter_names if id(p) not in known)
+        found.update((f"optimizer's parameter {n}", p) for n, p in enumerate(loose))
+        own = state.walk().own_params
+        for label, each in state.optimizers.items():
+            for number, (param, kept) in enumerate(each.state.items()):
+                if id(param) in own:
+                    found.update(_tensors_in(kept, f"{label}/{number}"))
+        return found
+
+
+def place(tensor: torch.Tensor) -> int:
+    """The same for all that share memory, such as a parameter and its entry in a state_dict."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors_in(kept: Mapping[str, Any], prefix: str) -> Named:
+    return {f"{prefix}/{k}": value for k, value in kept.items() if torch.is_tensor(value)}
+
+
+def _digests(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    flat = {name: as_bytes(tensor).cpu().numpy() for name, tensor in named.items()}
+    return {name: xxhash.xxh3_128_digest(part.data) for name, part in flat.items()}
+
+
+__all__ = ["Untouched", "place"]

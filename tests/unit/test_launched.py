@@ -1,0 +1,20 @@
+"""A restart under torchrun for which ranks meet anew, and one for which they may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_ckpt.launched import restarts_share_a_store
+
+
+@pytest.mark.parametrize(
+    ("shares", "restarts", "warned"),
+    [("True", "3", True), ("True", "0", False), ("False", "3", False)],
+)
+def test_who_may_not_meet_again_is_told(shares: str, restarts: str, warned: bool) -> None:
+    told = {"TORCHELASTIC_USE_AGENT_STORE": shares, "TORCHELASTIC_MAX_RESTARTS": restarts}
+    assert restarts_share_a_store(told) == warned
+
+
+def test_another_launcher_has_no_such_store() -> None:
+    assert not restarts_share_a_store({})
