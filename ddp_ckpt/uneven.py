@@ -35,7 +35,7 @@ class Uneven:
     def begin(self, **settings: Any) -> JoinHook:
         """In place of DDP's `join_hook`."""
         ddp = self._ddp
-        theirs = type(ddp).join_hook(ddp, **settings)
+        theirs: JoinHook = type(ddp).join_hook(ddp, **settings)
         self._joins, ended = True, theirs.post_hook
 
         def post_hook(is_last_joiner: bool) -> None:
@@ -47,11 +47,12 @@ class Uneven:
 
     def refuse(self, has_checkpointer: bool, takes_mean: bool) -> None:
         """Before a bucket is reduced, on all ranks alike: raise UnsupportedStateError under a
-        `join()` that would hang, or that has other gradients."""
+        `join()` that would hang, or that has other gradients. One that throws when the first rank
+        ends does neither."""
         config = self._ddp._join_config
-        if not (self._joins and config.enable):
+        if not self._joins or not config.enable or config.throw_on_early_termination:
             return
-        if has_checkpointer and not config.throw_on_early_termination:
+        if has_checkpointer:
             raise tierckpt.UnsupportedStateError(ENDS_APART)
         if takes_mean and not self._ddp._divide_by_initial_world_size:
             raise tierckpt.UnsupportedStateError(OTHER_DIVISOR)
