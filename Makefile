@@ -16,7 +16,7 @@ BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
 	benchmarks/restart.py benchmarks/modules.py benchmarks/agreement.py \
 	benchmarks/budget.py benchmarks/replicacheck.py
 
-.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format bench chaos clean
+.PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format bench chaos suites clean
 
 help:
 	@echo 'make demo        train a small classifier, kill it, see it resume to the bit'
@@ -29,6 +29,7 @@ help:
 	@echo 'make coverage    all tiers, with the lines that no test runs'
 	@echo 'make bench       every benchmark at toy size'
 	@echo 'make chaos       random faults for CHAOS_SECONDS (600), from CHAOS_SEED (0) on, under CHAOS_LAUNCHER (ddp; horovod)'
+	@echo "make suites      torch's and Horovod's own tests, with checkpoints; see CONTRIBUTING.md"
 	@echo 'make venv        only the environment (.venv) that the others make and reuse'
 	@echo 'make horovod     Horovod for the torch in .venv, built once (minutes) and cached; with MPI if it is there'
 	@echo 'make clean       remove build products and caches; .venv stays'
@@ -114,6 +115,10 @@ CHAOS_SEED ?= 0
 CHAOS_LAUNCHER ?= ddp
 chaos: $(READY)
 	PYTHONPATH=.:common $(PY) -m tests.chaos --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --launcher $(CHAOS_LAUNCHER)
+
+suites: horovod
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps expecttest
+	PYTHONPATH=.:common $(PY) -m tests.suites $(SUITES)
 
 clean:
 	rm -rf build dist *.egg-info common/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -18,6 +18,7 @@ from tierckpt.generators import load_rng, pack_rng
 from .arrivals import Arrivals
 from .modules import reduced_by
 from .reduction import Mean, Reduced
+from .uneven import Uneven
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
@@ -53,6 +54,7 @@ class Hook:
         self._reduced = reduced_by(ddp)
         self._arrivals = Arrivals(self._reduced, self._number)
         self.mean = Mean(ddp, self._number)
+        self._uneven = Uneven(ddp)
         self._buckets: list[list[torch.Tensor]] = []
         """Parameters of the buckets of the newest backward pass, in order."""
         self._passes = 0
@@ -77,6 +79,7 @@ class Hook:
                 future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
                 future.set_result(bucket.buffer())
                 return future
+            us._uneven.refuse(us.release != _release_nothing, us.inner is None)
             launched_seconds = time.perf_counter()
             future = inner[1](inner[0], bucket) if inner else us.mean(bucket)
             us.release(params, future, launched_seconds)
@@ -96,6 +99,7 @@ class Hook:
         for name, chain in (
             ("register_comm_hook", self._register),
             ("_register_builtin_comm_hook", self._register_built_in),
+            ("join_hook", self._uneven.begin),
         ):
             setattr(ddp, name, _Instead(self, name, chain))
 
@@ -210,12 +214,12 @@ class Hook:
 class _Instead:
     """Stands in a module for a method of DDP's; a copy of the module has DDP's own again."""
 
-    def __init__(self, hook: Hook, name: str, chain: Callable[..., None]) -> None:
+    def __init__(self, hook: Hook, name: str, chain: Callable[..., Any]) -> None:
         self.hook = hook
         self._name, self._chain = name, chain
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._chain(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._chain(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Of the copy, which has no attributes yet when this is looked up.

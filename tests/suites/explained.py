@@ -1,0 +1,33 @@
+"""Differences that are known, each with its reason: what the documents say is refused.
+
+By suite: the test's name, what its failure says (both regular expressions), and why it may.
+"""
+
+from __future__ import annotations
+
+REFUSED = "refused with a way out"
+"""Reasons that begin so: the test is run again, done as the refusal says, and must pass then."""
+JOIN = "join() is refused: all ranks must make the same number of steps (docs/models.md)"
+NO_NAME = "DDP's log has an empty name for no hook, where it had none: what was set cannot be unset"
+LOCAL_SGD = "local SGD is refused: between two averagings the models differ (docs/models.md)"
+NO_MODEL = (
+    f"{REFUSED}: without named_parameters straight from the model it is not known whose buffers "
+    "belong to the checkpoint; model= says it (docs/horovod.md)"
+)
+ELASTIC = f"{REFUSED}: commits are of a model and Horovod's optimizer (docs/horovod.md)"
+
+EXPLAINED = {
+    "ddp": [
+        ("test_ddp_(uneven_inputs|.*_uneven_inputs|join_.*)", "under join\\(\\)", JOIN),
+        ("test_ddp_comm_hook_logging", "None mismatch:  is not None", NO_NAME),
+        (".*_post_localSGD", "PostLocalSGDState", LOCAL_SGD),
+    ],
+    "horovod": [
+        ("test_(optimizer_)?no_named_parameters", "the model is needed", NO_MODEL),
+        ("test_sparse_embeddings", "the model is needed", NO_MODEL),
+    ],
+    "elastic": [
+        ("test_elastic_state", "not what hvd.DistributedOptimizer returned", ELASTIC),
+        ("test_elastic_sampler", "found no torch.nn.Module", ELASTIC),
+    ],
+}
