@@ -69,9 +69,7 @@ class Comparison:
 
     differences: list[Difference] = field(default_factory=list)
     tensors: int = 0
-    """So many were compared; each rank's own count once."""
-    values: int = 0
-    """The same of what is no tensor of model or optimizer."""
+    """So many were compared, by name."""
 
     @property
     def equal(self) -> bool:
@@ -83,20 +81,18 @@ def compare(a: StoredVersion, b: StoredVersion) -> Comparison:
     """All of it. Raises CorruptShardError, OSError where what differs cannot be read."""
     found = Comparison()
     common = range(min(len(a.shards), len(b.shards)))
-    tensors = a.names() | b.names()
+    # As they lie in shards: neighbours are in the same blocks.
+    tensors = dict.fromkeys((*a.striped, *a.own, *b.striped, *b.own))
     found.tensors = len(tensors)
     rows: list[Difference] = []
     for name in tensors:
         rows += _one_name(name, a, b, common)
-    values = set[str]()
     for rank in common:
         if a.tree_covering(rank) == b.tree_covering(rank):
             continue
         ours, theirs = leaves_of(a.tree(rank)), leaves_of(b.tree(rank))
-        values |= ours.keys() | theirs.keys()
         rows += _leaves(ours, theirs, (rank,))
     rows += _structures(a.structure, b.structure)
-    found.values = len(values)
     found.differences = sorted(_merged(rows, len(common)), key=lambda each: order(each.name))
     for side, more, fewer in (("A", a, b), ("B", b, a)):
         if extra := range(len(fewer.shards), len(more.shards)):
