@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +70,8 @@ def main() -> None:
         del extra[KIND]
     if KIND == "fails":
         sys.exit("it does not get far")
+    if KIND == "hangs":
+        threading.Event().wait()
     net, opt, ckpt = attach(net, opt, extra)
     start = 0 if KIND in ("afresh", "wrap") else int(ckpt.restore())
     if KIND == "python":

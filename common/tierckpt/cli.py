@@ -194,12 +194,12 @@ def prove(commands: Subparsers) -> None:
         "prove",
         usage="tierckpt prove [options] -- COMMAND...",
         help="ask whether a script goes on exactly when it is killed and started again",
-        description="Runs the command, as it is, twice: once to its end, and once killed with "
-        "SIGKILL on the way and started again; and compares every bit of every step: weights, "
-        "optimizers, random streams, objects. Says that it is exact, or what differs first and "
-        "what usually causes that. Checkpoints go to a scratch folder: those of the job itself are "
-        "never touched. What else the script writes, it writes again each time. The exit status "
-        "is 0 for exact, 1 for not, 2 when nothing can be said.",
+        description="Runs the command, as it is, twice for some steps: once undisturbed, and once "
+        "killed with SIGKILL on the way and started again; and compares every bit of every step: "
+        "weights, optimizers, random streams, objects. Says that it is exact, or what differs "
+        "first and what usually causes that. Checkpoints go to a scratch folder: those of the job "
+        "itself are never touched. What else the script writes, it writes again each time. The "
+        "exit status is 0 for exact, 1 for not, 2 when nothing can be said.",
     )
     what = "steps to compare after the kill (10)"
     parser.add_argument("--steps", type=int, default=10, metavar="N", help=what)

@@ -39,6 +39,7 @@ class Forked:
         what = ([*command[1:]], dict(env), stdout.name, os.getcwd())
         self._process = context.Process(target=run_script, args=what)
         self._process.start()
+        self.pid = self._process.pid
 
     def wait(self, seconds: float | None = None) -> int:
         self._process.join(seconds)
@@ -50,6 +51,7 @@ class Forked:
 
 
 def run_script(arguments: list[str], environment: dict[str, str], log: str, folder: str) -> None:
+    os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -133,10 +135,12 @@ def images(folder: Path) -> dict[str, str]:
     [
         ("fails", 100, "nothing in it made a Checkpointer"),
         ("exact", 7, "the script ended by itself at version 7, before 9"),
+        ("hangs", 100, "made no step for 1 s and was given up"),
     ],
 )
 def test_what_cannot_be_judged_says_what_to_do(
     kind: str, steps: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert prove(kind=kind, steps=steps) == 2
+    patience = ("--patience", 1) if kind == "hangs" else ()
+    assert prove(*patience, kind=kind, steps=steps) == 2
     assert said in capsys.readouterr().err

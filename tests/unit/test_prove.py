@@ -80,10 +80,11 @@ def test_a_job_whose_order_cannot_be_read_does_not_begin(
         redirected(load_config({"path": "/data/ckpts"}))
 
 
-def test_a_seed_is_the_first_checkpointers(order: Order) -> None:
+@pytest.mark.parametrize("path", ["/data/a", "/data/{node}/a"])
+def test_a_seed_is_the_first_checkpointers(path: str, order: Order) -> None:
     (order.folder / "seed").mkdir()
     (order.folder / "seed" / "file").touch()
-    first, second = (redirected(load_config({"path": p})).path for p in ("/data/a", "/data/b"))
+    first, second = (redirected(load_config({"path": p})).directory for p in (path, "/data/b"))
     assert os.listdir(first) == ["file"]
     assert not Path(second).exists()
 

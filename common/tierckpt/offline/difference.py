@@ -69,9 +69,7 @@ class Comparison:
 
     differences: list[Difference] = field(default_factory=list)
     tensors: int = 0
-    """So many were compared; each rank's own count once."""
-    values: int = 0
-    """The same of what is no tensor of model or optimizer."""
+    """So many were compared, by name."""
 
     @property
     def equal(self) -> bool:
@@ -83,20 +81,18 @@ def compare(a: StoredVersion, b: StoredVersion) -> Comparison:
     """All of it. Raises CorruptShardError, OSError where what differs cannot be read."""
     found = Comparison()
     common = range(min(len(a.shards), len(b.shards)))
-    tensors = a.names() | b.names()
+    # As they lie in shards: neighbours are in the same blocks.
+    tensors = dict.fromkeys((*a.striped, *a.own, *b.striped, *b.own))
     found.tensors = len(tensors)
     rows: list[Difference] = []
     for name in tensors:
         rows += _one_name(name, a, b, common)
-    values = set[str]()
     for rank in common:
         if a.tree_covering(rank) == b.tree_covering(rank):
             continue
         ours, theirs = leaves_of(a.tree(rank)), leaves_of(b.tree(rank))
-        values |= ours.keys() | theirs.keys()
         rows += _leaves(ours, theirs, (rank,))
     rows += _structures(a.structure, b.structure)
-    found.values = len(values)
     found.differences = sorted(_merged(rows, len(common)), key=lambda each: order(each.name))
     for side, more, fewer in (("A", a, b), ("B", b, a)):
         if extra := range(len(fewer.shards), len(more.shards)):
@@ -167,30 +163,28 @@ class _Sums:
 
     def add(self, a: np.ndarray, b: np.ndarray) -> None:
         """Bytes of as many elements each."""
-        size = self._dtype.itemsize
-        rows = a.reshape(-1, size) != b.reshape(-1, size)
-        self._found.elements += len(rows)
-        self._found.differing += int(rows.any(axis=1).sum())
+        self._found.elements += len(a) // self._dtype.itemsize
+        self._found.differing += _differing(a, b, self._dtype.itemsize)
         if self._is_number:
             wide = torch.complex128 if self._dtype.is_complex else torch.float64
             self._add_numbers(*(_wide(each, self._dtype, wide) for each in (a, b)))
 
     def _add_numbers(self, x: torch.Tensor, y: torch.Tensor) -> None:
         found = self._found
-        nans = (int(torch.isnan(x).sum()), int(torch.isnan(y).sum()))
-        infs = (int(torch.isinf(x).sum()), int(torch.isinf(y).sum()))
-        found.nans = (found.nans[0] + nans[0], found.nans[1] + nans[1])
-        found.infs = (found.infs[0] + infs[0], found.infs[1] + infs[1])
         finite = torch.isfinite(x) & torch.isfinite(y)
-        if not bool(finite.any()):
+        if not bool(finite.all()):
+            for name, odd in (("nans", torch.isnan), ("infs", torch.isinf)):
+                before, now = getattr(found, name), (int(odd(x).sum()), int(odd(y).sum()))
+                setattr(found, name, (before[0] + now[0], before[1] + now[1]))
+            x, y = x[finite], y[finite]
+        if not x.numel():
             return
-        x, y = x[finite], y[finite]
-        change, size = (y - x).abs(), torch.maximum(x.abs(), y.abs())
-        relative = torch.where(change > 0, change / size, 0.0)
+        change, size = (y - x).abs(), x.abs()
+        self._squares += float(change.dot(change))
+        self._base += float(size.dot(size))
+        relative = change / torch.maximum(size, y.abs())  # NaN for 0 and 0
         found.max_absolute = max(found.max_absolute or 0.0, float(change.max()))
-        found.max_relative = max(found.max_relative or 0.0, float(relative.max()))
-        self._squares += float((change * change).sum())
-        self._base += float((x.abs() ** 2).sum())
+        found.max_relative = max(found.max_relative or 0.0, float(relative.nan_to_num_().max()))
 
     def numbers(self) -> Numbers:
         """Of all that was added."""
@@ -199,6 +193,13 @@ class _Sums:
             if self._base > 0:
                 self._found.norm_relative = math.sqrt(self._squares / self._base)
         return self._found
+
+
+def _differing(a: np.ndarray, b: np.ndarray, size: int) -> int:
+    """Elements of so many bytes that are not equal."""
+    word = min(size, 8)
+    words = a.view(f"u{word}") != b.view(f"u{word}")
+    return int(np.count_nonzero(words if word == size else words.reshape(-1, size // word).any(1)))
 
 
 def _wide(data: np.ndarray, dtype: torch.dtype, wide: torch.dtype) -> torch.Tensor:

@@ -92,8 +92,7 @@ def redirected(config: Config) -> Config:
         return config
     scratch = order.place_of(config.path)
     _PATHS[scratch] = config.path
-    _take_seed(order, scratch)
-    return replace(
+    found = replace(
         config,
         path=scratch,
         job_id="",
@@ -115,6 +114,8 @@ def redirected(config: Config) -> Config:
         peer=PeerConfig(),
         persistent=PersistentConfig(),
     )
+    _take_seed(order, Path(found.directory))
+    return found
 
 
 def path_of(place: str) -> str:
@@ -122,11 +123,11 @@ def path_of(place: str) -> str:
     return _PATHS.get(place, place)
 
 
-def _take_seed(order: Order, scratch: str) -> None:
-    """Any rank that comes first; it is there for all before any looks for it."""
+def _take_seed(order: Order, directory: Path) -> None:
+    """Any rank that comes first, for its node; before any rank looks for it."""
     with contextlib.suppress(OSError):
-        Path(scratch).parent.mkdir(exist_ok=True)
-        (order.folder / SEED).rename(scratch)
+        directory.parent.mkdir(exist_ok=True)
+        (order.folder / SEED).rename(directory)
 
 
 __all__ = ["Order", "order_here", "path_of", "redirected"]
