@@ -86,8 +86,12 @@ class Trial:
         return [name for name in mine if any(each[name] != told[0][name] for each in told)]
 
     def mend(self) -> None:
-        for tensor in self.tensors().values():
-            dist.broadcast(tensor.data, 0)
+        """All that is live is as it was when it was `kept`: a flipped bit may have made a NaN."""
+        for name, tensor in self.tensors().items():
+            tensor.data.copy_(self.kept[name])
+
+    def keep(self) -> None:
+        self.kept = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
 
     def drifts(self) -> list[tierckpt.Event]:
         return [e for e in self.events if e.name == "drifted"]
@@ -113,6 +117,7 @@ def _damaged(trial: Trial, trials: int, seed: int) -> dict[str, Any]:
     told: dict[str, Any] = {"found": 0, "healed": 0, "wrong": [], "longest": 0}
     for _ in range(3):
         trial.iterate()
+    trial.keep()
     for _ in range(trials):
         assert trial.ckpt._replicas.finding is None
         kind, victim = draw.choice(KINDS), draw.randrange(dist.get_world_size())
