@@ -77,9 +77,9 @@ def unstorable(
     optimizer: torch.optim.Optimizer, what: str, error: UnsupportedStateError
 ) -> UnsupportedStateError:
     """For what an optimizer keeps and a checkpoint cannot, with the way out."""
-    why = str(error).split(". ")[0].split(" is a ", 1)[-1]
+    why = str(error).split(". ")[0].split(" is ", 1)[-1]
     return UnsupportedStateError(
-        f"{class_name(optimizer)}.{what} is a {why}. Two hooks of the optimizer let it be stored: "
+        f"{class_name(optimizer)}.{what} is {why}. Two hooks of the optimizer let it be stored: "
         "register_state_dict_post_hook, where a copy of the state_dict gets numbers, strings, "
         "tensors or containers of them in its place, and register_load_state_dict_pre_hook, where "
         "it is made of these again (docs/models.md shows both)"
@@ -92,7 +92,7 @@ def refuse_same_names(names: Iterable[str]) -> None:
     if times > 1:
         raise UnsupportedStateError(
             f"{times} tensors of the state are called {name}; give those that keep them other "
-            "names, or keys, or a state_dict() and load_state_dict() and pass that as extra={...}."
+            "names, or keys"
         )
 
 

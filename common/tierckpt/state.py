@@ -30,7 +30,6 @@ from . import changingbuffers, tree
 from .errors import ConfigError, UnsupportedStateError
 from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
 from .inside import class_name, expand
-from .kinds import is_made_of_tensors
 from .modulenames import named_buffers, named_parameters, other_names, unwrap
 from .modulestates import MODULE_STATES, ModuleStates
 from .refusals import (
@@ -188,13 +187,15 @@ class TrainingState:
                 for param in group["params"]:
                     params.setdefault(id(param), param)
                     for key, value in _told(optimizer.state.get(param, _NOTHING)):
-                        if isinstance(value, torch.Tensor) and not is_made_of_tensors(value):
+                        if isinstance(value, torch.Tensor) and tree.is_plain(value):
                             state.append((value, param, index, key))
                             continue
                         # LBFGS keeps lists of tensors: striped like any, the list is odd.
                         entries = tree.Entries()
                         try:
                             node = tree.pack(value, key, entries)
+                            for path, tensor in entries.found:
+                                tree.refuse_tensor(tensor, path)
                         except UnsupportedStateError as error:
                             self._left_to_state_dict(index, param, key, error)
                             continue

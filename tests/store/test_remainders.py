@@ -441,6 +441,43 @@ def test_what_cannot_be_stored_is_named_and_the_hooks_that_it_asks_for_cure_it(
     assert found == told
 
 
+class Sparse(torch.optim.SGD):
+    """Keeps a tensor whose bytes cannot be taken as they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.05)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["mask"] = (param.detach() > 0).float().to_sparse()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            mask = self.state[param]["mask"] = self.state[param]["mask"] * 0.9
+            param -= 0.05 * mask.to_dense()
+
+
+def test_so_is_a_tensor_that_cannot_be_taken_as_it_is(path: Path, settings: Any) -> None:
+    with pytest.raises(
+        UnsupportedStateError, match=r"Sparse\.state\['0\.weight'\]\['mask'\] is of"
+    ):
+        Job(Sparse, path, settings)
+
+    def turned(told: dict[str, Any], turn: Any) -> dict[str, Any]:
+        states = {k: {**v, "mask": turn(v["mask"])} for k, v in told["state"].items()}
+        return {**told, "state": states}
+
+    def cured(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = Sparse(model)
+        optimizer.register_state_dict_post_hook(lambda _, told: turned(told, torch.Tensor.to_dense))
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, told: turned(told, torch.Tensor.to_sparse)
+        )
+        return optimizer
+
+    found, told = proved(cured, path, settings)
+    assert found == told
+
+
 def test_the_same_of_an_option_is_refused_at_once(path: Path, settings: Any) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
