@@ -337,7 +337,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Ten
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for most of those that `refuse_tensor` takes, and for none that it takes not but for how
     its memory is laid out."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def refuse_tensor(tensor: torch.Tensor, path: str) -> None:

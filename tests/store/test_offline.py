@@ -33,6 +33,7 @@ from tierckpt.localstore import LocalStore
 from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE
 from tierckpt.offline.catalog import Row, rows_of
 from tierckpt.offline.survey import survey
+from tierckpt.proof.order import VARIABLE, Order
 from tierckpt.redundancy.codes import Code
 from tierckpt.testing import TinyJob
 from tierckpt.testing.jobs import tiny_model
@@ -734,7 +735,7 @@ def test_a_manifest_that_cannot_be_read_is_not_sound(
 
 
 def test_the_version_that_a_restart_takes_is_known_before_there_is_a_model(
-    job: Any, tmp_path: Path
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "ckpts"
     assert tierckpt.latest(path) is None
@@ -743,6 +744,7 @@ def test_the_version_that_a_restart_takes_is_known_before_there_is_a_model(
     assert found is not None
     assert (found.version, found.iteration, found.ranks) == (STEPS, STEPS, 1)
     assert found.levels == ("memory",)
+    assert tierckpt.latest([path, tmp_path / "not made yet"]) == found
     assert [*range(found)] == [*range(STEPS)]
     with job() as back:
         assert back.restore() == found.iteration
@@ -753,6 +755,10 @@ def test_the_version_that_a_restart_takes_is_known_before_there_is_a_model(
     ended = tierckpt.latest(path)
     assert ended is not None
     assert (ended.iteration, ended.metric, ended.levels) == (STEPS + 4, 0.5, ("local",))
+    (tmp_path / "prove").mkdir()
+    Order(tmp_path / "prove" / "run", until=9).write()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "prove" / "run"))
+    assert tierckpt.latest(path) is None  # what a script does there is not to know the user's
 
 
 def test_what_cannot_be_looked_at_is_no_fresh_start(job: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import RestoreError
+from ..proof.order import order_here
 from ..wording import some
 from .catalog import rows_of
 from .survey import MissingPathError, Survey, Where, survey
@@ -49,11 +50,13 @@ def latest(path: Where | Sequence[Where]) -> Latest | None:
     Raises RestoreError where something is there that no restart from here can take, or that cannot
     be looked at: this is no fresh start.
     """
-    try:
-        there = survey(path)
-    except MissingPathError:
+    given = [path] if isinstance(path, str | os.PathLike) else path
+    order = order_here()
+    places = [order.place_of(str(each)) if order else each for each in given]
+    found = [each for each in places if _is_there(each)]
+    if not found:
         return None
-    shown = str(path) if isinstance(path, str | os.PathLike) else some([*map(str, path)])
+    there, shown = survey(found), some([*map(str, given)])
     _refuse_unseen(there, shown)
     taken = [row for row in rows_of(there) if row.next]
     if not taken:
@@ -74,6 +77,15 @@ def latest(path: Where | Sequence[Where]) -> Latest | None:
         ranks=taken[0].shards,
         levels=tuple(row.level for row in taken),
     )
+
+
+def _is_there(place: Where) -> bool:
+    """False for a directory that nobody made yet, with nothing of its job in memory."""
+    try:
+        survey(place)
+    except MissingPathError:
+        return False
+    return True
 
 
 def _refuse_unseen(there: Survey, shown: str) -> None:
