@@ -305,7 +305,7 @@ def test_where_all_are_alike_nothing_is_found(ranks: Any, tmp_path: Path, shm_di
     if os.environ.get(VARIABLE):
         every = [*CASES, *PRODUCT]
         names = [name for name in every if not any(part in name for part in NOT_MANY_STEPS)]
-        boundaries = 40 * ROUND
+        boundaries = 20 * ROUND
     place = Place.under(tmp_path, shm_dir)
     told = ranks(RANKS).run(many_alike, names, place, boundaries, timeout_seconds=3000)
     for each in told:
