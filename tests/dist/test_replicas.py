@@ -237,8 +237,8 @@ def test_under_horovod_too(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
 
 # --- no false alarm ------------------------------------------------------------------------------
 
-NOT_MANY_STEPS = ("compiled",)
-"""They take seconds."""
+NOT_MANY_STEPS = ("compiled", "OneCycleLR")
+"""They take seconds; or cannot make so many."""
 OF_EVERY_KIND = (
     "optimizer adam fused amsgrad",
     "optimizer lbfgs",
