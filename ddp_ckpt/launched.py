@@ -17,7 +17,7 @@ SHARED_STORE = (
 def restarts_share_a_store(environment: Mapping[str, str]) -> bool:
     """Whether ranks that torchrun starts again meet in the store that dead ones have written to.
 
-    Attempts are not told apart in there: torch issues 135712, 167288.
+    Attempts share keys in there: torch issues 135712, 167288.
     """
     shares = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return shares and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

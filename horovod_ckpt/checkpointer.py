@@ -225,7 +225,7 @@ class Checkpointer(tierckpt.Checkpointer):
         made_again = self._cut is ACCUMULATED and self._iterations.explicit
         return min(at, self._stepped_at) if made_again else at
 
-    def tell_overwritten(self, by_rank: Mapping[int, Sequence[str]]) -> None:
+    def report_overwritten(self, by_rank: Mapping[int, Sequence[str]]) -> None:
         """Names of what was restored and the script has changed since, by the ranks on which."""
         names = dict.fromkeys(name for each in by_rank.values() for name in each)
         ranks = f"rank{'s' if len(by_rank) > 1 else ''} {some(list(by_rank))}"

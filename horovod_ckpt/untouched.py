@@ -1,4 +1,4 @@
-"""Untouched: what a restore brought and nobody has changed since, told by its bytes.
+"""Untouched: what a restore brought and nobody has changed since, by its bytes.
 
 A script with checkpoints of its own may load one after the restore, on one rank, and broadcast it.
 What it loaded wins on all ranks then; otherwise each rank keeps what was restored, as it has
@@ -44,7 +44,9 @@ class Untouched:
         by_rank = dict(enumerate(self._checkpointer.group.all_gather_object(changed)))
         anywhere = {name for names in by_rank.values() for name in names}
         if anywhere:
-            self._checkpointer.tell_overwritten({r: names for r, names in by_rank.items() if names})
+            self._checkpointer.report_overwritten(
+                {r: names for r, names in by_rank.items() if names}
+            )
         return [tensor for name, tensor in given.items() if name not in anywhere]
 
     def _tensors(self) -> Named:

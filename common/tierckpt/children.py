@@ -35,15 +35,15 @@ _BEGINNING = (
 def child_command(module: str, *arguments: str, path: Iterable[str] = ()) -> list[str]:
     """For `subprocess`: this interpreter, to run a module of ours as `python -m` would.
 
-    `path` is where the child finds modules behind those of the standard library; without it, where
+    `path` is where the child finds modules after those of the standard library; without it, where
     this process does. The child's environment is to be `child_environment()`.
     """
     flags = ["-S", "-P", "-X", f"utf8={sys.flags.utf8_mode}"]
     flags += ["-E"] if sys.flags.ignore_environment else []
     flags += ["-s"] if sys.flags.no_user_site else []
     found = list(path) or surroundings.module_path()
-    told = json.dumps([_PACKAGE_ROOT, found, not sys.flags.no_site])
-    return [sys.executable, *flags, "-c", _BEGINNING, module, told, *arguments]
+    paths = json.dumps([_PACKAGE_ROOT, found, not sys.flags.no_site])
+    return [sys.executable, *flags, "-c", _BEGINNING, module, paths, *arguments]
 
 
 def child_environment() -> dict[str, str]:

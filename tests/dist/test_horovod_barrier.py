@@ -169,7 +169,7 @@ LOOPS = {
 
 
 def overlaps_in_a_closure(place: Place) -> list[bool]:
-    """Whether copies were under way behind each closure's backward pass."""
+    """Whether copies were under way after each closure's backward pass."""
     job = make_horovod_job(optimizer=silent)
     ckpt = attach(job, place).ckpt
     overlaps: list[bool] = []

@@ -463,7 +463,7 @@ def test_an_elastic_script_gives_its_settings_to_the_optimizer_too(
 
 
 def loads_its_own(place: Place, how: str) -> dict[str, Any]:
-    """A script with checkpoints of its own behind the restore: one rank loads, and broadcasts."""
+    """A script with checkpoints of its own after the restore: one rank loads, and broadcasts."""
     drop_in = importlib.import_module("horovod_ckpt.torch")
     rank = horovod().rank()
     root = 1 if how == "rank 1" else 0
@@ -521,7 +521,7 @@ def loads_its_own(place: Place, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["rank 0", "rank 1", "through .data", "a part"])
-def test_what_the_script_loads_behind_the_restore_is_every_ranks(
+def test_what_the_script_loads_after_the_restore_is_every_ranks(
     how: str, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Ranks do not go on with different weights: the last one to load wins on all of them."""
