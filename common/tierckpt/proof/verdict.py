@@ -141,11 +141,11 @@ def cause(found: Departure) -> str:
     if trained:
         return (
             "All random streams are the same, and yet the step was another one: it was on other "
-            "data. The loop begins its epoch anew, or at another place. Deal out the data with "
-            'tierckpt.ResumableSampler, and give its position: extra={"position": '
-            "sampler.position}; or give what knows the place (a StatefulDataLoader, an iterator "
-            "with a state_dict) as extra_per_rank. Start also at the iteration that restore() "
-            "returns"
+            "data. The loop begins its epoch anew, or at another place. Wrap the loader, data = "
+            'tierckpt.ResumableLoader(loader), give it: extra_per_rank={"data": data}, and begin '
+            "the loop at data.epoch; or give what knows the place (the position of a "
+            "ResumableSampler, a StatefulDataLoader). A loop that counts iterations begins at the "
+            "one that restore() returns"
         )
     objects = [name for name in found.names if part_of(name) in ("extra", "extra_per_rank")]
     if objects:
@@ -174,9 +174,9 @@ def _of_streams(streams: Collection[str]) -> str:
     return (
         f"The random stream of {' and '.join(streams)} is at another place: after restore(), which "
         f"puts it where it was, the script draws from it as it starts{because}. Draw before "
-        "restore(), or from a generator of its own that is given as extra (a DataLoader: "
-        "generator=torch.Generator()); and where the loop begins its epoch anew, go on at the "
-        "place in the data (tierckpt.ResumableSampler)"
+        "restore(), or from a generator of its own that is given as extra. Around a DataLoader "
+        "tierckpt.ResumableLoader, given as extra_per_rank, puts the streams back and goes on at "
+        "the place in the data"
     )
 
 
