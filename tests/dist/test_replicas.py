@@ -286,7 +286,9 @@ def all_alike(name: str, place: Place, boundaries: int) -> dict[str, Any]:
         ckpt.step()
     clean, version = ckpt._replicas._clean, ckpt.version
     ckpt.abandon()
-    told = [e.text() for e in events if e.severity >= logging.WARNING and e.name != "skipped"]
+    loud = [e for e in events if e.severity >= logging.WARNING and e.name != "skipped"]
+    # After a hundred steps towards zero some case has come to where nothing changes any more.
+    told = [e.text() for e in loud if "bit for bit alike" not in e.message]
     return {"told": told, "clean": clean, "version": version}
 
 
