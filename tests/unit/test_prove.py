@@ -169,6 +169,8 @@ def test_what_was_not_recorded_is_not_called_equal(tmp_path: Path) -> None:
         (("buffer/b",), "it was on other data"),
         (("options/opt[0]/lr",), "a scheduler begins anew"),
         (("options/opt[0]/lr", "extra/schedule/last_epoch"), "a scheduler begins anew"),
+        (("model/w", "options/opt[0]/lr"), "a scheduler that steps at the end of an epoch"),
+        (("model/w", "rng/torch", "options/opt[0]/lr"), "The random stream of torch is"),
         (("model/w", "rng/torch"), "The random stream of torch is"),
         (("rng/numpy", "rng/python"), "The random stream of numpy and python is"),
         (("rng/cuda[0]",), "The random stream of cuda[0] is"),

@@ -138,6 +138,14 @@ def cause(found: Departure) -> str:
             "Only options of an optimizer (a learning rate) differ: a scheduler begins anew. "
             'Give it: extra={"scheduler": scheduler} (wrap: after the scheduler\'s own line)'
         )
+    if "options" in parts:
+        return (
+            "Options of an optimizer (a learning rate) differ, and the random streams are the same: "
+            "a scheduler that steps at the end of an epoch begins anew. Give it: "
+            'extra={"scheduler": scheduler} (wrap: after the scheduler\'s own line). Where it is '
+            "given, the step was on other data: tierckpt.ResumableLoader around the loader, given "
+            "as extra_per_rank"
+        )
     if trained:
         return (
             "All random streams are the same, and yet the step was another one: it was on other "
