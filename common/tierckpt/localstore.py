@@ -211,6 +211,10 @@ class LocalStore:
         """True when it exists here."""
         return self._manifest(key).exists()
 
+    def is_bare(self, key: ShardKey) -> bool:
+        """True when the manifest is here without the bytes: no operation of ours leaves that."""
+        return not self._data(key).exists() and self.has(key)
+
     def read(self, key: ShardKey, offset: int, nbytes: int) -> bytes:
         """A range of the bytes, unchecked; less where the file ends."""
         with open_plain(self._data(key), buffering=0) as file:

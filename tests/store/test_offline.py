@@ -406,6 +406,25 @@ def test_a_version_of_which_a_shard_is_elsewhere(
     assert [(len(row.there), row.parities) for row in template] == [(2, 3)]
 
 
+def test_a_manifest_without_its_data_file_is_no_shard(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with job() as ended:
+        ended.run(STEPS)
+    path = tmp_path / "ckpts"
+    (path / f"{key_of(path, STEPS).stem}.safetensors").unlink()
+    rows = {row.version: row for row in rows_of(survey(path))}
+    assert (rows[STEPS - 1].next, STEPS in rows) == (True, False)
+    found = tierckpt.latest(path)
+    assert found is not None
+    assert found.version == STEPS - 1
+    assert main(["list", str(path)]) == 0
+    assert f"{key_of(path, STEPS).stem}: there is a manifest without" in capsys.readouterr().out
+    assert main(["verify", str(path)]) == 1
+    with job() as again:
+        assert again.restore().version == STEPS - 1
+
+
 def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that set a job_id, or its shm_dir, may have some in memory all the same."""
     assert main(["list", str(tmp_path)]) == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..inventory import LEVELS, Found, FoundParity, Place
+from ..inventory import LEVELS, Found, FoundParity, Place, Problem
 from ..localstore import LocalStore
 from ..manifest import Manifest
 from ..naming import ShardKey, VersionId, on_lineage
@@ -68,7 +68,11 @@ class Row:
 
 
 def rows_of(there: Survey) -> list[Row]:
-    """Oldest first, each version's levels cheapest first."""
+    """Oldest first, each version's levels cheapest first.
+
+    A shard of which only the manifest is left counts as missing, and is added to the problems.
+    """
+    there = _without_bare(there)
     own = [copy for copy in there.copies if not there.is_elsewhere(copy.place)]
     lineages = {copy.key.id: copy.lineage for copy in own}
     past = lineages[max(lineages)] if lineages else ()
@@ -83,6 +87,19 @@ def rows_of(there: Survey) -> list[Row]:
     _tell_what_can_be_restored(there, rows.values())
     _add_details(there, rows)
     return list(rows.values())
+
+
+def _without_bare(there: Survey) -> Survey:
+    bare = [
+        each
+        for each in there.found
+        if each.place.level == "local" and LocalStore(each.place.where).is_bare(each.key)
+    ]
+    for each in bare:
+        where = replace(each.place, where=f"{each.place.where}/{each.key.stem}")
+        why = "there is a manifest without its data file; a restart does not take this shard"
+        there.problems.append(Problem(where, why, keys=(each.key,)))
+    return replace(there, found=[each for each in there.found if each not in bare])
 
 
 def _counted(there: Survey) -> Iterator[tuple[Group, Row]]:

@@ -140,7 +140,7 @@ def cause(found: Departure) -> str:
         )
     if "options" in parts:
         return (
-            "Options of an optimizer (a learning rate) differ, and the random streams are the same: "
+            "Options of an optimizer (a learning rate) differ, and the random streams do not: "
             "a scheduler that steps at the end of an epoch begins anew. Give it: "
             'extra={"scheduler": scheduler} (wrap: after the scheduler\'s own line). Where it is '
             "given, the step was on other data: tierckpt.ResumableLoader around the loader, given "
