@@ -12,7 +12,14 @@ from tierckpt.config import load_config
 from tierckpt.errors import ConfigError
 from tierckpt.proof.order import VARIABLE, Order, order_here, path_of, redirected
 from tierckpt.proof.records import Life, Writer, read
-from tierckpt.proof.verdict import Departure, IncomparableError, cause, departure, description
+from tierckpt.proof.verdict import (
+    MOST_NAMES,
+    Departure,
+    IncomparableError,
+    cause,
+    departure,
+    description,
+)
 
 # --- orders --------------------------------------------------------------------------------------
 
@@ -143,6 +150,13 @@ def test_the_first_version_that_differs_is_found(tmp_path: Path) -> None:
         (2, ("model/0.weight", "options/opt[0]/lr"), 3)
     )
     assert description(found) == "2 of 3 names: model/0.weight, options/opt[0]/lr (0.1 and 0.2)"
+
+
+def test_an_option_is_named_before_many_weights() -> None:
+    weights = tuple(f"model/{i}" for i in range(MOST_NAMES))
+    name = "options/opt[0]/lr"
+    found = Departure(2, (*weights, name), (0,), {name: ("float 0.1", "float 0.2")}, 9)
+    assert description(found).startswith("7 of 9 names: options/opt[0]/lr (0.1 and 0.2), model/0,")
 
 
 def test_what_is_in_one_alone_differs_and_parts_of_a_tensor_are_one_name(tmp_path: Path) -> None:

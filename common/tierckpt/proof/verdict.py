@@ -110,11 +110,14 @@ def count_of(life_by_rank: Mapping[int, Life], version: int) -> tuple[int, int]:
 
 def description(found: Departure) -> str:
     """What differs, in a sentence."""
+    shown = list(found.names)
+    if len(shown) > MOST_NAMES:  # an option beside many weights is what tells the cause
+        shown.sort(key=lambda name: part_of(name) != "options")
     names = [
         f"{name} ({' and '.join(_short(v) for v in found.values[name])})"
         if name in found.values
         else name
-        for name in found.names
+        for name in shown
     ]
     where = f" on ranks {some(found.ranks, 8)}" if len(found.ranks) > 1 else ""
     where = where or (f" on rank {found.ranks[0]}" if found.ranks[0] else "")
