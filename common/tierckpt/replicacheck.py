@@ -134,6 +134,8 @@ class Finding:
     """There are other tensors, which were not looked at."""
     structure: tuple[str, ...] = field(default=())
     """Of tensors that ranks do not have alike by name, type or shape: what each rank has."""
+    apart: bool = False
+    """Ranks made as many steps at different iterations, and cannot be asked what differs."""
 
     def who(self) -> str:
         """Which ranks, in words."""
@@ -146,6 +148,11 @@ class Finding:
 
     def what(self) -> str:
         """Which tensors on which ranks, in words; short enough for a mark."""
+        if self.apart:
+            return (
+                "ranks made the same number of optimizer steps in different iterations (some rank "
+                "skipped a step that others made), and what they have differs"
+            )
         if self.structure:
             return f"ranks have different tensors ({some(self.structure, 4, '; ')})"
         others = " and others" if self.more else ""
