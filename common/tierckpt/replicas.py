@@ -147,7 +147,7 @@ class Replicas:
             return
         turn, self._turn = self._turn, self._turn + 1
         try:
-            if turn % self._slices == 0 or self._replicated is None or self._replicated.nested:
+            if turn % self._slices == 0 or self._must_look_up(turn):
                 self._look_up()
         except Exception as error:
             self._replicated = None
@@ -169,6 +169,13 @@ class Replicas:
             return
         look.begin = self._submit
         self._look = look
+
+    def _must_look_up(self, turn: int) -> bool:
+        """Before a look: what is known is nothing, or was good for another boundary."""
+        known = self._replicated
+        if known is None or not known.nested:
+            return known is None
+        return self._next_all or turn % self._slices % known.stride == 0
 
     def _look_up(self) -> None:
         if self._replicated is None or not self._replicated.stands(self._state):

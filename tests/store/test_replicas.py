@@ -8,6 +8,7 @@ import logging
 import shutil
 import threading
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -20,8 +21,10 @@ from torch import nn
 
 import tierckpt
 from tests import exact
+from tierckpt import replicas
 from tierckpt.offline.command import list_versions
 from tierckpt.persistent import PersistentStore
+from tierckpt.replicated import NESTED_LOOKS
 from tierckpt.suspects import SuspectMarks, persistent_suspects
 from tierckpt.testing import ThreadGroup, run_ranks
 
@@ -482,3 +485,38 @@ def test_a_rank_that_skips_a_step_is_found_and_nobody_waits_for_it(ranks: Ranks)
     for drifted in ranks.run(program):
         assert len(drifted) == 1
         assert "skipped a step" in drifted[0]
+
+
+class Listing(torch.optim.SGD):
+    """Keeps tensors in lists, which no key leads to."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                past = [*self.state[param].get("past", []), param.detach().clone()]
+                self.state[param]["past"] = past[-2:]
+        return loss
+
+
+def test_state_in_lists_is_walked_over_a_few_times_a_round(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices, made = 20, Counter[int]()
+
+    class Counted(replicas.Replicated):
+        def __init__(self, state: Any, slices: int) -> None:
+            made[threading.get_ident()] += 1
+            super().__init__(state, slices)
+
+    monkeypatch.setattr(replicas, "Replicated", Counted)
+
+    def program(rank: Rank) -> list[str]:
+        rank.train(2 * slices)
+        walks = made[threading.get_ident()]
+        assert walks <= 2 * (NESTED_LOOKS + 1)
+        rank.ckpt.abandon()
+        return rank.loud()
+
+    ranks.optimizer = Listing
+    assert not any(ranks.run(program, replica_check_steps=slices))
