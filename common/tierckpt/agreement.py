@@ -144,7 +144,7 @@ class Agreement:
         halt: tuple[Reason, bool] = (Reason.NONE, False),
         figures: Figures = UNKNOWN,
         adapter: int = 0,
-        check: tuple[int, int] = (0, 0),
+        check: tuple[int, int, int, int] = (0, 0, 0, -1),
         unchanged: int = 0,
     ) -> None:
         """Cast this rank's vote; `newest` is the version of this boundary, too young to judge,
@@ -183,6 +183,8 @@ class Agreement:
             no_close=int(not self.close_asked),
             check=check[0],
             check_complement=check[1],
+            place=check[2],
+            place_complement=check[3],
             unchanged=unchanged,
         )
         self._asked = False

@@ -32,21 +32,27 @@ class Capture:
         self.lane: CudaLane | None = None
         self._state, self._group, self._pool = state, group, pool
         self._streams: tuple[dict[str, Any], tree.Arena] | None = None
+        self._failed: Exception | None = None
+        """Raised by the state's own objects within a step, where it would end the training."""
 
     def keep_streams(self) -> None:
         """Take the generators and the loader's position as of now for the next snapshot.
 
         For a loop without `step()`: it draws the next batch before the boundary.
         """
-        self._streams = self._pack_own()
+        self.drop_streams()
+        try:
+            self._streams = self._pack_own()
+        except Exception as error:
+            self._failed = error
 
     def drop_streams(self) -> None:
         """The next snapshot takes them as they are then."""
-        self._streams = None
+        self._streams = self._failed = None
 
     def forget(self) -> None:
         """The state is another one now."""
-        self.plan = self._streams = None
+        self.plan = self._streams = self._failed = None
 
     def take(
         self,
@@ -66,6 +72,8 @@ class Capture:
 
         Raises what the state's own objects raise, and SnapshotError.
         """
+        if self._failed is not None:
+            raise self._failed
         plan, state = self._fitting_plan(), self._state
         own, arena = self._streams or self._pack_own()
         if self._streams is not None:

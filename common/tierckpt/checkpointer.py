@@ -122,6 +122,8 @@ class Checkpointer:
     """See `own_vote`; 0 until there was one."""
     restored: Restored
     """What the last `restore()` did."""
+    _released = 0
+    """Calls of `release`: where boundaries are guessed, they say at which iteration ranks are."""
     _went_back = False
     """It was asked for an older version than there is."""
 
@@ -304,6 +306,7 @@ class Checkpointer:
         if self._trace is not None:
             params = list(params)
             self._trace.released(params, self.version, reduction, launched_seconds)
+        self._released += 1
         self._replicas.wake()
         self._underway.release(params)
         if self._callbacks:
@@ -727,7 +730,8 @@ class Checkpointer:
             if force:
                 self._reports.lost(self.version, f"replicas differ: {self._replicas.suspicion}")
         snapshot = self._open_snapshot(take, vote == VOID) if take else None
-        halt, check = self._halting.vote(self.version), self._replicas.vote()
+        place = self.iteration if self._iterations.explicit else self._released
+        halt, check = self._halting.vote(self.version), self._replicas.vote(place)
         self._rounds.vote(self._id(), begin, take, halt, vote, check, self._unchanged.count)
         self._replicas.voted()
         self._replicas.begin(self.version)
@@ -874,6 +878,7 @@ class Checkpointer:
         """The same before weights are changed by what is no step."""
         if self._underway.snapshot is not None:
             self._underway.finish()
+        self._replicas.finish()
 
     def _say(self, text: str, severity: int) -> None:
         """What all ranks would say, once."""

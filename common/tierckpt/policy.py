@@ -78,6 +78,9 @@ class Vote:
     """This and the next one: the digest of what was looked at at the boundary before, see
     `replicacheck.as_vote`."""
     check_complement: int = 0
+    place: int = 0
+    """This and the next one: at which iteration this rank is, in the same way."""
+    place_complement: int = -1
     unchanged: int = 0
     """So many of this rank's newest versions are, in what is striped, those before them."""
 
@@ -109,6 +112,8 @@ class Vote:
             self.no_close,
             self.check,
             self.check_complement,
+            self.place,
+            self.place_complement,
             self.unchanged,
         ]
 

@@ -66,12 +66,13 @@ def cut(
     return dealt
 
 
-def stride_of(sizes_bytes: Sequence[int], slices: int) -> int:
+def stride_of(sizes_bytes: Sequence[int], slices: int, least: int = 1) -> int:
     """At every so many boundaries as many slices are looked at, as one: where a slice is little, to
-    come to it takes longer than to hash it. A divisor of `slices`."""
+    come to it takes longer than to hash it, and at every `least` boundaries at the most. A divisor
+    of `slices`."""
     each = (sum(sizes_bytes) + len(sizes_bytes) * UNIT_OVERHEAD_BYTES) // slices
     wanted = LOOK_BYTES // (each + 1)
-    return max(n for n in range(1, slices + 1) if slices % n == 0 and n <= max(wanted, 1))
+    return max(n for n in range(1, slices + 1) if slices % n == 0 and n <= max(wanted, least, 1))
 
 
 def fold(head: Sequence[int], digests: Sequence[int]) -> int:
@@ -134,6 +135,8 @@ class Finding:
     """There are other tensors, which were not looked at."""
     structure: tuple[str, ...] = field(default=())
     """Of tensors that ranks do not have alike by name, type or shape: what each rank has."""
+    apart: bool = False
+    """Ranks made as many steps at different iterations, and cannot be asked what differs."""
 
     def who(self) -> str:
         """Which ranks, in words."""
@@ -146,6 +149,11 @@ class Finding:
 
     def what(self) -> str:
         """Which tensors on which ranks, in words; short enough for a mark."""
+        if self.apart:
+            return (
+                "ranks made the same number of optimizer steps in different iterations (some rank "
+                "skipped a step that others made), and what they have differs"
+            )
         if self.structure:
             return f"ranks have different tensors ({some(self.structure, 4, '; ')})"
         others = " and others" if self.more else ""

@@ -46,7 +46,14 @@ ALIKE_AGAIN = (
 OTHER_DEVICES = (
     "ranks have their state on devices of different kinds ({what}): replicas are not compared"
 )
-
+SILENT = (
+    "replicas were not compared at the last {boundaries} boundaries: on some rank weights or "
+    "optimizer state change between each boundary and the next optimizer step (are weights clipped "
+    "there, broadcast, or swapped for averages?). Do that before the boundary, step() of the "
+    "checkpointer; or set replica_check_steps=0, and nothing is looked at"
+)
+SILENT_ROUNDS, SILENT_MORE = 2, 4
+"""So many rounds without a digest of all ranks are worth a word, and so many boundaries more."""
 
 UNKNOWN = -1
 """In place of a version."""
@@ -98,6 +105,8 @@ class Replicas:
         self._voted: Look | None = None
         """Whose digest is in the ballot."""
         self._last: Look | None = None
+        self._silent = 0
+        """Boundaries in a row at which some rank had no digest."""
         self._turn = 0
         """Of the next look; counted on all ranks, also on those that fail to look."""
         self._next_all, self._look_all, self._voted_all = True, False, False
@@ -138,7 +147,7 @@ class Replicas:
             return
         turn, self._turn = self._turn, self._turn + 1
         try:
-            if turn % self._slices == 0 or self._replicated is None or self._replicated.nested:
+            if turn % self._slices == 0 or self._must_look_up(turn):
                 self._look_up()
         except Exception as error:
             self._replicated = None
@@ -160,6 +169,13 @@ class Replicas:
             return
         look.begin = self._submit
         self._look = look
+
+    def _must_look_up(self, turn: int) -> bool:
+        """Before a look: what is known is nothing, or was good for another boundary."""
+        known = self._replicated
+        if known is None or not known.nested:
+            return known is None
+        return self._next_all or turn % self._slices % known.stride == 0
 
     def _look_up(self) -> None:
         if self._replicated is None or not self._replicated.stands(self._state):
@@ -186,8 +202,10 @@ class Replicas:
         if self._look is not None and os.getpid() == self._process:  # a fork has no copier
             self._look.finish()
 
-    def vote(self) -> tuple[int, int]:
-        """Of the look at the boundary before; before `begin` makes the next one."""
+    def vote(self, place: int) -> tuple[int, int, int, int]:
+        """Of the look at the boundary before; before `begin` makes the next one. `place` is the
+        iteration that this rank is at: ranks of which some skipped a step come to the same boundary
+        at different ones, and whoever asked the others there would wait for ever."""
         look, self._look = self._look, None
         digest = NONE
         if look is not None:
@@ -197,7 +215,7 @@ class Replicas:
             except Exception as error:
                 self._complain(error)
         self._to_vote = look if digest != NONE else None
-        return as_vote(digest)
+        return (*as_vote(digest), place, ~place)
 
     def voted(self) -> None:
         """What `vote` returned was cast, and nothing came between."""
@@ -210,16 +228,26 @@ class Replicas:
         differ, which all ranks learn at the same boundary."""
         look, self._voted = self._voted, None
         alike = agree(agreed.check, agreed.check_complement)
+        together = agreed.place == ~agreed.place_complement
+        self._count_silent(alike is None)
         if alike is None or look is None:
             self._next_all |= self._voted_all
         elif alike:
             self._found_alike(look)
+        elif self.finding is None and not together:
+            self._found(look, (), None, False, apart=True)
         elif self.finding is None:
             self._differs(look)
         else:
             self._mark(look, UNKNOWN)
-            if self._spread_due and len(look.which) == self._slices:
+            if together and self._spread_due and len(look.which) == self._slices:
                 self._tell_spread(look)
+
+    def _count_silent(self, silent: bool) -> None:
+        """Say it where nothing is ever compared, in so many rounds, and so nothing is found."""
+        self._silent = self._silent + 1 if silent and self.active else 0
+        if self._silent == SILENT_ROUNDS * self._slices + SILENT_MORE:
+            self._say(SILENT.format(boundaries=self._silent), logging.WARNING)
 
     def last_digest(self, version: int) -> int:
         """At the end, with the state standing still: of all of it. NONE where there is none."""
@@ -318,10 +346,13 @@ class Replicas:
         odd: tuple[int, ...] | None,
         more: bool,
         structure: tuple[str, ...] = (),
+        apart: bool = False,
     ) -> None:
         clean = self._clean
         ranks = self._group.size
-        self.finding = found = Finding(names, odd, ranks, look.version, clean, more, structure)
+        self.finding = found = Finding(
+            names, odd, ranks, look.version, clean, more, structure, apart
+        )
         self._alike_at = [UNKNOWN] * self._slices
         self._next_all = self._spread_due = True
         way_out = self._on_finding(found)

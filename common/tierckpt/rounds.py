@@ -82,7 +82,7 @@ class Rounds:
         take: tuple[str, ...],
         halt: tuple[Reason, bool],
         adapter: int,
-        check: tuple[int, int] = (0, 0),
+        check: tuple[int, int, int, int] = (0, 0, 0, -1),
         unchanged: int = 0,
     ) -> None:
         """Cast this rank's vote at the boundary of `newest`.

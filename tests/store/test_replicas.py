@@ -6,7 +6,9 @@ from __future__ import annotations
 import io
 import logging
 import shutil
+import threading
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -19,8 +21,10 @@ from torch import nn
 
 import tierckpt
 from tests import exact
+from tierckpt import replicas
 from tierckpt.offline.command import list_versions
 from tierckpt.persistent import PersistentStore
+from tierckpt.replicated import NESTED_LOOKS
 from tierckpt.suspects import SuspectMarks, persistent_suspects
 from tierckpt.testing import ThreadGroup, run_ranks
 
@@ -29,6 +33,8 @@ ROUND = 4
 
 class Ranks:
     """A job whose ranks train on data of their own."""
+
+    optimizer = torch.optim.AdamW
 
     def __init__(self, tmp_path: Path, shm_dir: Path, **settings: Any) -> None:
         self.path, self.shm, self.settings = tmp_path, shm_dir, settings
@@ -58,7 +64,7 @@ class Rank:
         with torch.no_grad():
             for param in self.net.parameters():
                 param.copy_(torch.randn(param.shape, generator=source))
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.optimizer = job.optimizer(self.net.parameters(), lr=0.01)
         self.events: list[tierckpt.Event] = []
         common = {
             "replica_check_steps": ROUND,
@@ -396,3 +402,121 @@ def test_one_layer_that_is_frozen_is_nothing(ranks: Ranks) -> None:
         return rank.loud()
 
     assert ranks.run(train) == [[], []]
+
+
+class Swapping(torch.optim.AdamW):
+    """Has weights of its own between `train()` and `eval()`, as ScheduleFree has."""
+
+    def train(self) -> None:
+        self._times(2.0)
+
+    def eval(self) -> None:
+        self._times(0.5)
+
+    @torch.no_grad()
+    def _times(self, factor: float) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(factor)
+
+
+def test_looks_end_before_an_optimizers_own_method_changes_weights(ranks: Ranks) -> None:
+    def program(rank: Rank) -> tuple[int | None, list[str]]:
+        with closing(rank.ckpt):
+            for _ in range(4 * ROUND):
+                rank.optimizer.train()  # type: ignore[attr-defined]
+                rank.train(1, then=rank.optimizer.eval)  # type: ignore[attr-defined]
+            clean = rank.ckpt._replicas._clean
+            rank.flip()
+            for _ in range(3 * ROUND):
+                rank.optimizer.train()  # type: ignore[attr-defined]
+                rank.train(1, then=rank.optimizer.eval)  # type: ignore[attr-defined]
+            return clean, rank.told("drifted")
+
+    ranks.optimizer = Swapping
+    for clean, drifted in ranks.run(program):
+        assert clean is not None
+        assert clean >= 2 * ROUND
+        assert len(drifted) == 1
+        assert "model/2.weight: rank 0 and rank 1 differ" in drifted[0]
+
+
+def test_a_check_that_never_sees_anything_is_told(ranks: Ranks) -> None:
+    """Weights that the loop clips behind the boundary: ranks would look at different moments."""
+
+    def program(rank: Rank) -> list[str]:
+        with closing(rank.ckpt):
+            for _ in range(6 * ROUND):
+                rank.train(1)
+                with torch.no_grad():
+                    for param in rank.net.parameters():
+                        param.clamp_(-1, 1)
+            return [text for text in rank.loud() if "replicas were not compared" in text]
+
+    told, quiet = ranks.run(program)
+    assert len(told) == 1
+    assert "Do that before the boundary" in told[0]
+    assert not quiet
+
+
+def test_a_rank_that_skips_a_step_is_found_and_nobody_waits_for_it(ranks: Ranks) -> None:
+    """It comes to the same boundaries one iteration late: what others ask there it never hears."""
+
+    met = threading.Barrier(2, timeout=30)
+    grads: list[list[torch.Tensor]] = [[], []]
+
+    def program(rank: Rank) -> list[str]:
+        for iteration in range(5 * ROUND):
+            rank.optimizer.zero_grad()
+            seed = iteration + 1000 * rank.rank
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+            rank.net(x).square().mean().backward()
+            grads[rank.rank] = [p.grad.clone() for p in rank.net.parameters() if p.grad is not None]
+            met.wait()  # as an allreduce does
+            for param, one, other in zip(rank.net.parameters(), *grads, strict=True):
+                param.grad = (one + other) / 2
+            met.wait()
+            if (rank.rank, iteration) != (1, 6):
+                rank.optimizer.step()
+            rank.ckpt.step()
+        rank.ckpt.abandon()
+        return rank.told("drifted")
+
+    for drifted in ranks.run(program):
+        assert len(drifted) == 1
+        assert "skipped a step" in drifted[0]
+
+
+class Listing(torch.optim.SGD):
+    """Keeps tensors in lists, which no key leads to."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                past = [*self.state[param].get("past", []), param.detach().clone()]
+                self.state[param]["past"] = past[-2:]
+        return loss
+
+
+def test_state_in_lists_is_walked_over_a_few_times_a_round(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices, made = 20, Counter[int]()
+
+    class Counted(replicas.Replicated):
+        def __init__(self, state: Any, slices: int) -> None:
+            made[threading.get_ident()] += 1
+            super().__init__(state, slices)
+
+    monkeypatch.setattr(replicas, "Replicated", Counted)
+
+    def program(rank: Rank) -> list[str]:
+        rank.train(2 * slices)
+        walks = made[threading.get_ident()]
+        assert walks <= 2 * (NESTED_LOOKS + 1)
+        rank.ckpt.abandon()
+        return rank.loud()
+
+    ranks.optimizer = Listing
+    assert not any(ranks.run(program, replica_check_steps=slices))

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tierckpt
 from tests.store.tinycourse import STEPS, versions_on_disk
 from tierckpt import ending, patience
 from tierckpt.agentclient import AgentClient
@@ -103,3 +105,49 @@ def test_a_dead_disk_does_not_keep_the_job_from_ending(
         assert job.restore() == STEPS
         assert job.checkpointer.restored.levels == {"memory": 1}
         assert job.fingerprint() == course[STEPS]
+
+
+class FailsOnce:
+    """A loader whose position cannot be told, once."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.calls += 1
+        if self.calls == 5:
+            raise ValueError("no position yet")
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """It has none."""
+
+
+def test_a_state_dict_that_raises_within_a_step_costs_a_version(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    """In a loop without `step()` it is asked before the step returns."""
+    net = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    events: list[tierckpt.Event] = []
+    with tierckpt.Checkpointer(
+        net,
+        optimizer,
+        path=tmp_path,
+        shm_dir=shm_dir,
+        agent="inline",
+        boundary="forward",
+        halt_signals="",
+        extra_per_rank={"loader": FailsOnce()},
+        local_every_steps=1,
+        local_every_seconds=0,
+        when_busy="wait",
+        on_event=events.append,
+    ) as ckpt:
+        for _ in range(10):
+            optimizer.zero_grad()
+            net(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    lost = [e.version for e in events if "no position yet" in e.message]
+    assert len(lost) == 1
+    assert ckpt.version == 10
