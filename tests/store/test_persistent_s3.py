@@ -215,7 +215,8 @@ def test_a_throttling_server_is_asked_again_and_a_forbidding_one_is_not(
 
 def test_a_bucket_that_is_not_there_is_named(endpoint: str) -> None:
     store = PersistentStore("s3://nobody-made-this/x", **s3_options(endpoint))
-    assert store.versions() == []
+    with pytest.raises(PersistentError, match=r"no bucket 'nobody-made-this'.*create the bucket"):
+        store.versions()  # else a mistyped one would be a fresh start
     key = key_of(1)
     source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
     with pytest.raises(PersistentError, match=r"s3://nobody-made-this/x.*create the bucket"):
