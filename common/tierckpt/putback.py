@@ -71,6 +71,7 @@ class Putback:
         if node is None and has_its_own(optimizer) and "remainders" not in self._saved:
             return  # of an older tierckpt: `_check` says what it lacks
         told = {"state": self.states(label), "param_groups": self.groups(label)}
+        held = _Held(optimizer)
         try:
             optimizer.load_state_dict(told if node is None else put_together(node, self))
         except Exception as error:
@@ -82,6 +83,7 @@ class Putback:
                 f"{it}: its load_state_dict() failed ({why}). Its state and options were put in "
                 "place all the same; what that method sets beside them is as it was"
             )
+        held.put_back()
 
     def _replace(self, label: str, optimizer: torch.optim.Optimizer, values: Values) -> None:
         node = self._nodes.get(label)
@@ -186,6 +188,38 @@ class Putback:
     def param(self, name: str) -> torch.Tensor:
         """See `Stored`."""
         return self._state.param_named(name)
+
+
+class _Held:
+    """The dicts of an optimizer's groups, the list of them, and its state, which torch's
+    `load_state_dict()` replaces. A scheduler that was made for the optimizer inside of Horovod's
+    has these very dicts, and would go on with others' options."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._held = optimizer, vars(optimizer)
+        self._list, self._state = optimizer.param_groups, optimizer.state
+        self._groups = list(self._list)
+
+    def put_back(self) -> None:
+        """With what they have now."""
+        now: list[dict[str, Any]] = self._optimizer.param_groups
+        if len(now) != len(self._groups):
+            return
+        for was, group in zip(self._groups, now, strict=True):
+            _become(was, group)
+        if "param_groups" in self._held:  # else it is another optimizer's
+            self._list[:] = self._groups
+            self._optimizer.param_groups = self._list
+        if "state" in self._held and type(self._optimizer.state) is type(self._state):
+            _become(self._state, self._optimizer.state)
+            self._optimizer.state = self._state
+
+
+def _become(was: dict[Any, Any], now: dict[Any, Any]) -> None:
+    if was is not now:
+        values = dict(now)
+        was.clear()
+        was.update(values)
 
 
 def _lost(told: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:

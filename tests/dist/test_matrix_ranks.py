@@ -67,6 +67,9 @@ def chosen() -> list[str]:
         if (index % 5 == 0 or any(part in name for part in CUT_UP_IN_WAYS_OF_THEIR_OWN))
         and not any(part in name for part in NOT_WITH_RANKS)
     ]
+    kinds = chain(ALIKE, NOT_BY_DDP, CUT_UP_IN_WAYS_OF_THEIR_OWN)
+    lacking = (kind for kind in kinds if not any(kind in name for name in of_cases))
+    of_cases += [next(name for name in CASES if kind in name) for kind in lacking]
     return of_cases + list(PRODUCT)[::3]
 
 
