@@ -6,7 +6,7 @@ copied here, on the training thread; parameters and optimizer state follow layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import tree
@@ -42,7 +42,9 @@ class Capture:
         """
         self.drop_streams()
         try:
-            self._streams = self._pack_own()
+            objects = self._state.extra_per_rank.items()
+            early = {n: o for n, o in objects if not isinstance(o, ResumableLoader)}
+            self._streams = self._pack_own(early)  # a loader's place: see `_pack_loaders`
         except Exception as error:
             self._failed = error
 
@@ -75,7 +77,7 @@ class Capture:
         if self._failed is not None:
             raise self._failed
         plan, state = self._fitting_plan(), self._state
-        own, arena = self._streams or self._pack_own()
+        own, arena = self._streams or self._pack_own(self._state.extra_per_rank)
         if self._streams is not None:
             self._pack_loaders(own, arena)
         self._streams = None
@@ -113,11 +115,11 @@ class Capture:
             self.plan = Plan(self._state, self._state.walk(), self._group.rank, self._group.size)
         return self.plan
 
-    def _pack_own(self) -> tuple[dict[str, Any], tree.Arena]:
+    def _pack_own(self, objects: Mapping[str, Any]) -> tuple[dict[str, Any], tree.Arena]:
         arena = tree.Arena()
         packed = {
             "rng": pack_rng(self._state.cuda_device()),
-            "extra_per_rank": self._state.pack_extra(self._state.extra_per_rank, arena),
+            "extra_per_rank": self._state.pack_extra(objects, arena),
         }
         return packed, arena
 

@@ -17,6 +17,7 @@ EXTRA_STATES = "modules' extra state"
 PLAIN_VALUES = "attributes"
 """What `PlainValues` is called among them. Only elastic jobs have it: a checkpoint with it restores
 without it, and the other way round; see `Loader`."""
+Generator = torch.Generator | np.random.Generator
 
 
 def named_objects(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def named_objects(argument: str, given: Mapping[str, Any] | None) -> dict[str, A
 
 def check_extra(argument: str, name: str, obj: Any) -> None:
     """Raise UnsupportedStateError when `obj` has no way to give and take its state."""
-    if isinstance(obj, (torch.Generator, np.random.Generator)):
+    if isinstance(obj, Generator):
         return
     if not (
         callable(getattr(obj, "state_dict", None))
@@ -47,13 +48,18 @@ def check_extra(argument: str, name: str, obj: Any) -> None:
         )
 
 
+def generator_state(obj: Generator) -> dict[str, Any]:
+    """Its state, which `load_extra` takes."""
+    if isinstance(obj, torch.Generator):
+        return {"generator": obj.get_state()}
+    return {"bit_generator": obj.bit_generator.state}
+
+
 def pack_extra(name: str, obj: Any, arena: tree.Arena) -> Any:
     """What `load_extra` takes, with its tensors in `arena`."""
     path = f"extra[{name!r}]"
-    if isinstance(obj, torch.Generator):
-        return {"generator": arena.keep(obj.get_state(), path)}
-    if isinstance(obj, np.random.Generator):
-        return {"bit_generator": tree.pack(obj.bit_generator.state, path, arena.keep)}
+    if isinstance(obj, Generator):
+        return tree.pack(generator_state(obj), path, arena.keep)
     if isinstance(obj, torch.amp.GradScaler):
         return _pack_scaler(obj, arena)
     return tree.pack(obj.state_dict(), path, arena.keep)
@@ -143,6 +149,7 @@ __all__ = [
     "ExtraStates",
     "PlainValues",
     "check_extra",
+    "generator_state",
     "load_extra",
     "named_objects",
     "pack_extra",

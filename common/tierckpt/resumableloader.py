@@ -27,15 +27,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from . import generators, tree
 from .errors import ConfigError, TierckptError
+from .extras import Generator, generator_state, load_extra
 
 Batch = TypeVar("Batch")
-Generator = torch.Generator | np.random.Generator
 
 SKIPS = ("auto", "load", "index", "none")
 
@@ -238,12 +237,12 @@ class ResumableLoader(Generic[Batch]):
     # --- state ---------------------------------------------------------------------------------
 
     def _streams(self) -> _Streams:
-        return _Streams(generators.pack_rng(), [_state_of(g) for g in self._generators])
+        return _Streams(generators.pack_rng(), [generator_state(g) for g in self._generators])
 
     def _set(self, streams: _Streams) -> None:
         generators.load_rng(streams.packed()["process"])
         for generator, state in zip(self._generators, streams.own, strict=True):
-            _set_state(generator, state)
+            load_extra(generator, state)
 
     def state_dict(self, in_forward: bool = False) -> dict[str, Any]:
         """The place: counts, and states of generators (20 kB, and 15 kB for each of its own).
@@ -331,19 +330,6 @@ def _refuse_other_epoch(place: _Place, loader: Iterable[Any]) -> None:
             f"Begin the loop at epoch {place.epoch} (for epoch in range(data.epoch, epochs)), and "
             "call data.set_epoch(epoch) before each pass"
         )
-
-
-def _state_of(generator: Generator) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.bit_generator.state
-
-
-def _set_state(generator: Generator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
 
 
 __all__ = ["ResumableLoader"]

@@ -53,10 +53,13 @@ def latest(path: Where | Sequence[Where]) -> Latest | None:
     given = [path] if isinstance(path, str | os.PathLike) else path
     order = order_here()
     places = [order.place_of(str(each)) if order else each for each in given]
-    found = [each for each in places if _is_there(each)]
-    if not found:
-        return None
-    there, shown = survey(found), some([*map(str, given)])
+    try:
+        there = survey(places)
+    except MissingPathError:
+        if not (found := [each for each in places if _is_there(each)]):
+            return None
+        there = survey(found)
+    shown = some([*map(str, given)])
     _refuse_unseen(there, shown)
     taken = [row for row in rows_of(there) if row.next]
     if not taken:
