@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from torch import nn
 from torch.optim import SGD
 
 import tierckpt
-from tierckpt import closures, snapshot
-from tierckpt.copyplan import Binding
+from tests.store.latecopies import copy_late
+from tierckpt import closures
 
 STEPS = 3
 OWN = [c for c in vars(torch.optim).values() if inspect.isclass(c) and c.__name__ != "Optimizer"]
@@ -58,15 +57,7 @@ def wrapped() -> type[SGD]:
 
 @pytest.fixture(autouse=True)
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is copied before the barrier, and then slowly."""
-    copy_block = Binding.copy_block
-
-    def slowly(self: Binding, *args: Any) -> memoryview:
-        time.sleep(0.002)
-        return copy_block(self, *args)
-
-    monkeypatch.setattr(Binding, "copy_block", slowly)
-    monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
+    copy_late(monkeypatch, 0.002)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import tierckpt
-from tierckpt import snapshot, stepwatch
-from tierckpt.copyplan import Binding
+from tests.store.latecopies import copy_late
+from tierckpt import stepwatch
 
 STEPS = 3
 LAYERS = 8
@@ -59,15 +58,7 @@ def settings(shm_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is copied before the barrier, and then slowly."""
-    copy_block = Binding.copy_block
-
-    def slowly(self: Binding, *args: Any) -> memoryview:
-        time.sleep(0.02)
-        return copy_block(self, *args)
-
-    monkeypatch.setattr(Binding, "copy_block", slowly)
-    monkeypatch.setattr(snapshot, "QUIET_SECONDS", 1e6)
+    copy_late(monkeypatch, 0.02)
 
 
 def restored_differs(register: Register, settings: dict[str, Any]) -> list[int]:

@@ -1,0 +1,23 @@
+"""Copies that come as late as they may, so that what does not wait for them is seen."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tierckpt import snapshot
+from tierckpt.copyplan import Binding
+
+
+def copy_late(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Nothing is copied before the barrier, and then each block takes `seconds`."""
+    copy_block = Binding.copy_block
+
+    def slowly(self: Binding, *args: Any) -> memoryview:
+        time.sleep(seconds)
+        return copy_block(self, *args)
+
+    patch.setattr(Binding, "copy_block", slowly)
+    patch.setattr(snapshot, "QUIET_SECONDS", 1e6)
