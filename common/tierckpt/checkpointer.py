@@ -862,9 +862,7 @@ class Checkpointer:
     def _before_step(self, label: str) -> None:
         """The barrier: nothing may change before its copy is complete."""
         self.metric = None
-        if self._underway.snapshot is not None:
-            self._underway.finish()
-        self._replicas.finish()
+        self._before_change()
 
     def _step_of(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         """The function that changes its parameters."""

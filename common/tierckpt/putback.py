@@ -8,6 +8,7 @@ are made what the version has, bit for bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +48,10 @@ class Putback:
         self._state, self._saved, self._values = state, saved, values
         self._nodes: Mapping[str, Any] = saved.get("remainders", {})
         self.notices: list[str] = []
+
+    @functools.cached_property
+    def _params(self) -> dict[str, torch.Tensor]:
+        return self._state.params_by_name()
 
     def put(self) -> None:
         """Put all of it. Raises StateTornError for an optimizer that does not take it."""
@@ -187,7 +192,7 @@ class Putback:
 
     def param(self, name: str) -> torch.Tensor:
         """See `Stored`."""
-        return self._state.param_named(name)
+        return self._params[name]
 
 
 class _Held:

@@ -309,14 +309,14 @@ class TrainingState:
             name = self._names[id(param)]
         return name
 
-    def param_named(self, name: str) -> torch.Tensor:
-        """The inverse of `name_of`, for a name that there is."""
+    def params_by_name(self) -> dict[str, torch.Tensor]:
+        """The inverse of `name_of`: all parameters that there are."""
         groups = (g for o in self.optimizers.values() for g in o.param_groups)
         params: tuple[torch.Tensor, ...] = (
             *self.model.parameters(),
             *(p for g in groups for p in g["params"]),
         )
-        return next(p for p in params if self.name_of(p) == name)
+        return {self.name_of(param): param for param in params}
 
     def held_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Names of those of the state's parameters that an optimizer, any one, has."""
