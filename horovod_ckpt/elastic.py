@@ -350,6 +350,7 @@ class _Checkpointer(Checkpointer):
     """Takes a version at every commit: values may have changed without a step."""
 
     _is_elastic = True
+    given_as = "TorchState(..., {name}={it})"
     quiet: Callable[[], bool]
     """True while this rank has heard of no host that comes or goes."""
     _voted_seconds = float("-inf")

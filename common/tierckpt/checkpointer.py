@@ -110,6 +110,10 @@ class Checkpointer:
     and their gradients are reduced (or they have none). All others are every rank's own. None: all
     are alike."""
 
+    given_as = "extra={{{name!r}: {it}}}"
+    """How a script gives what has a state beside model and optimizer; adapters may have another
+    way."""
+
     version = 0
     """Completed optimizer steps."""
     iteration = 0
@@ -260,6 +264,7 @@ class Checkpointer:
             self._before_change,
             self._say,
             self._trace,
+            self.given_as,
         )
         undo.callback(self._own_hooks.close)
 
@@ -712,6 +717,8 @@ class Checkpointer:
     # --- boundary ------------------------------------------------------------------------------
 
     def _boundary(self, force: bool = False) -> None:
+        if not self.group.rank:  # the others' objects are the same, and only one rank says it
+            self._own_hooks.unsaved.boundary()
         begin = time.perf_counter()
         self._underway.finish()
         self.version += self._iterations.pass_boundary()

@@ -20,6 +20,7 @@ from .ownmethods import OwnMethods
 from .state import TrainingState
 from .stepwatch import Stepwatch
 from .strangers import Strangers
+from .unsaved import Unsaved
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -37,13 +38,15 @@ class Hooks:
         before_change: Callable[[], None],
         say: Callable[[str, int], None],
         trace: Trace | None,
+        line: str,
     ) -> None:
         """`before_stranger` returns when an optimizer that was not given may change the state, and
         `before_change`, a method, when something else than a step may; `say` takes text and
-        severity, each thing once."""
+        severity, each thing once. `line`: see `unsaved`."""
         self._iterations = iterations
         self._strangers = Strangers(state, before_stranger, say)
         self._counters = Counters(state, say)
+        self.unsaved = Unsaved(state, self._strangers.found, line, say)
         given, steppers = state.given.values(), state.steppers
         with contextlib.ExitStack() as undo:
             undo.callback(iterations.unwatch)
@@ -75,6 +78,7 @@ class Hooks:
     def _before_any_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
+        self.unsaved.step_begins()
         if self._iterations.watches(optimizer):
             return self._iterations.begins(optimizer, args, kwargs)
         self._strangers.begins(optimizer)

@@ -1,0 +1,285 @@
+"""Unsaved: objects that belong to the training, have a state, and were not given.
+
+A scheduler's place in its schedule, a scaler's scale, averaged weights: a run that goes on without
+what they had is another one, and nothing fails. Torch keeps no list of them, and an optimizer does
+not know its schedulers; they know it. So the process's objects are looked through once, at the
+first boundary, when a script has made and registered what it has; and again when an option of an
+optimizer's groups shows that a scheduler was made since. The scaler is the one that calls the step.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from .extras import PlainValues
+from .inside import inside
+from .reach import reached
+from .state import TrainingState, optimizer_class
+
+NAMED_SO = re.compile(r"(?i:sched|anneal|plateau|warmup)|LR$|LR[A-Z]")
+"""Classes of schedulers that are none of torch's (timm's, Megatron's, one's own)."""
+MOST_FRAMES = 24
+"""Between a scaler and the optimizer whose step it calls there are wrappers and hooks."""
+MARK = "_wrapped_by_lr_sched"
+"""Torch's schedulers put it on the `step` of their optimizer."""
+OWN = ("tierckpt", "ddp_ckpt", "horovod_ckpt")
+
+Say = Callable[[str, int], None]
+_Ref = Callable[[], Any]
+
+
+class Unsaved:
+    """Looks for them, and says what to write. Training thread; nothing here is collective."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        strangers: Callable[[], Iterable[torch.optim.Optimizer]],
+        line: str,
+        say: Say,
+    ) -> None:
+        """`strangers` are optimizers beside the given ones that step the model's parameters; `line`
+        is how an object is given, with `{name}` and `{it}`; `say` takes text and severity."""
+        self._state, self._strangers, self._line, self._say = state, strangers, line, say
+        self._scalers: list[_Ref] = []
+        self._looked = False
+        self._marks: list[Any] = []
+        self._told: list[_Ref] = []
+        self.texts: list[str] = []
+        """What was said."""
+        self.schedulers = 0
+        """So many were found, given or not."""
+
+    def step_begins(self) -> None:
+        """Any optimizer's: called in the midst of it."""
+        if self._looked:
+            return
+        frame = sys._getframe(1)
+        for _ in range(MOST_FRAMES):
+            if frame.f_code.co_name == "step":
+                scaler = frame.f_locals.get("self")
+                if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+                    if not _has(self._scalers, scaler):
+                        self._scalers.append(_ref(scaler))
+                    return
+            if frame.f_back is None:
+                return
+            frame = frame.f_back
+
+    def boundary(self) -> None:
+        """Look if it is the first one, or something shows that there is more to see."""
+        marks = [_marks_of(each) for each in self._state.given.values()]
+        if self._looked and marks == self._marks:
+            return
+        self._looked, self._marks = True, marks
+        try:
+            missing = self._missing()
+            if missing:
+                gc.collect()  # what is kept by a cycle alone is nobody's any more
+            for ref, name, text in missing:
+                if (each := ref()) is not None:
+                    self._tell(each, name, text)
+            if gc.get_freeze_count() and not self.schedulers:
+                self._say_of_hidden()
+        except Exception as error:  # other libraries' objects are looked at
+            text = f"what else has a state was not looked for: {error!r}"
+            self._say(text, logging.INFO)
+
+    def _given(self) -> list[Any]:
+        every = (*self._state.extra.values(), *self._state.extra_per_rank.values())
+        return [each for each in every if not isinstance(each, PlainValues)]
+
+    def _missing(self) -> list[tuple[_Ref, str, str]]:
+        """What was not given: the object, a name for it, and what it does."""
+        schedulers, averaged = _found()
+        ours = [*self._ours()]
+        schedulers = [each for each in schedulers if _steps_any(each, ours)]
+        self.schedulers = len(schedulers)
+        averaged = [each for each in averaged if self._averages_ours(each)]
+        scalers = [each for ref in self._scalers if (each := ref()) is not None]
+        stored = reached(self._given(), [*schedulers, *scalers, *averaged])
+        lost = _outermost([each for each in schedulers if not _is_stored(each, stored)])
+        missing = [(_ref(each), "scheduler", self._of_scheduler(each)) for each in lost]
+        for name, text, found in (("scaler", OF_SCALER, scalers), ("averaged", OF_MEAN, averaged)):
+            missing += [(_ref(each), name, text) for each in found if id(each) not in stored]
+        return [each for each in missing if not _has(self._told, each[0]())]
+
+    def _ours(self) -> Iterator[Any]:
+        """Optimizers whose steps change the model."""
+        for each in (*self._state.given.values(), *self._strangers()):
+            yield each
+            yield from (inner for _, inner in inside(each))
+
+    def _averages_ours(self, averaged: AveragedModel) -> bool:
+        """Whether it has the shapes of the model, or of one of several, and is in none."""
+        model = self._state.model
+        if any(each is averaged for each in model.modules()):
+            return False
+        shapes = _shapes(averaged.module)
+        return bool(shapes) and any(shapes == _shapes(each) for each in (model, *model.children()))
+
+    def _of_scheduler(self, scheduler: Any) -> str:
+        label, optimizer = next(
+            (
+                (label, each)
+                for label, each in self._state.given.items()
+                if _steps_any(scheduler, [each])
+            ),
+            ("", None),
+        )
+        whose = f"optimizer {label!r}, {optimizer_class(optimizer)}" if optimizer else SOME
+        return OF_SCHEDULER.format(whose=whose)
+
+    def _tell(self, obj: Any, name: str, text: str) -> None:
+        self._told.append(_ref(obj))
+        it = name_in_script(obj) or name
+        line = self._line.format(name=it.rpartition(".")[2], it=it)
+        self._warn(f"{type(obj).__name__} {text} Give it along: {line}")
+
+    def _say_of_hidden(self) -> None:
+        """After gc.freeze() objects cannot be found; torch's mark is still there."""
+        marked = any(_marks_of(each)[0] for each in self._state.given.values())
+        if marked and not any(isinstance(each, LRScheduler) for each in self._given()):
+            line = self._line.format(name="scheduler", it="scheduler")
+            self._warn(f"A scheduler {OF_SCHEDULER.format(whose=SOME)} Give it along: {line}")
+
+    def _warn(self, text: str) -> None:
+        self.texts.append(text)
+        self._say(text, logging.WARNING)
+
+
+SOME = "an optimizer that steps parameters of the model"
+OF_SCHEDULER = (
+    "sets the learning rate of {whose}, and the checkpointer was not given it: its place in the "
+    "schedule is in no checkpoint, so a resumed run begins the schedule anew."
+)
+OF_SCALER = (
+    "scales the loss, and the checkpointer was not given it: its scale is in no checkpoint, so a "
+    "resumed run begins with the first one, and skips other steps."
+)
+OF_MEAN = (
+    "has averages of the model's weights, and the checkpointer was not given it: they are in no "
+    "checkpoint, so a resumed run begins to average anew."
+)
+
+
+def _ref(obj: Any) -> _Ref:
+    """Weak, where the class has that."""
+    try:
+        return weakref.ref(obj)
+    except TypeError:
+        return lambda: obj
+
+
+def _has(refs: Iterable[_Ref], obj: Any) -> bool:
+    return any(ref() is obj for ref in refs)
+
+
+def _found() -> tuple[list[Any], list[AveragedModel]]:
+    """Schedulers and averaged models of this process."""
+    kinds: dict[type, int] = {}
+    found: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    for each in gc.get_objects():
+        kind = type(each)
+        number = kinds.get(kind)
+        if number is None:
+            number = kinds[kind] = _kind_of(kind)
+        if number:
+            found[number].append(each)
+    return found[1], found[2]
+
+
+def _kind_of(kind: type) -> int:
+    """1: a scheduler's class; 2: an averaged model's; 0: another one."""
+    if issubclass(kind, LRScheduler):
+        return 1
+    if issubclass(kind, torch.nn.Module):
+        return 2 if issubclass(kind, AveragedModel) else 0
+    if str(kind.__module__).partition(".")[0] in OWN or issubclass(kind, torch.optim.Optimizer):
+        return 0
+    if not any(NAMED_SO.search(each.__name__) for each in kind.__mro__):
+        return 0
+    has = (callable(getattr(kind, name, None)) for name in ("step", "state_dict"))
+    return int(all(has) and not hasattr(kind, "zero_grad"))
+
+
+def _steps_any(scheduler: Any, optimizers: Iterable[Any]) -> bool:
+    """Whether it holds one of these, or one that has parameter groups in common with one of them,
+    as Horovod's has with the one that it was made from."""
+    every = [*optimizers]
+    groups = {id(group) for each in every for group in getattr(each, "param_groups", ())}
+    held: list[Any] = []
+    for value in getattr(scheduler, "__dict__", {}).values():
+        held += value if isinstance(value, (list, tuple)) else [value]
+    return any(
+        any(value is each for each in every)
+        or (
+            isinstance(value, torch.optim.Optimizer)
+            and any(id(group) in groups for group in getattr(value, "param_groups", ()))
+        )
+        for value in held
+    )
+
+
+def _is_stored(scheduler: Any, stored: set[int]) -> bool:
+    """Whether it was given; or it is nothing but a list of others (ChainedScheduler), and all of
+    these were."""
+    if id(scheduler) in stored:
+        return True
+    own = vars(scheduler).keys() - {"optimizer", "_schedulers", "_last_lr"}
+    members = getattr(scheduler, "_schedulers", ())
+    return bool(members) and not own and all(id(each) in stored for each in members)
+
+
+def _outermost(schedulers: list[Any]) -> list[Any]:
+    """Without those that are in another one of them."""
+    return [
+        each
+        for each in schedulers
+        if not any(reached(_values(other), [each]) for other in schedulers if other is not each)
+    ]
+
+
+def _values(obj: Any) -> list[Any]:
+    return [*getattr(obj, "__dict__", {}).values()]
+
+
+def _shapes(module: torch.nn.Module) -> list[torch.Size]:
+    return [param.shape for param in module.parameters()]
+
+
+def _marks_of(optimizer: Any) -> tuple[bool, int]:
+    """What schedulers leave there: a mark, and options of their own in the groups."""
+    groups = getattr(optimizer, "param_groups", None) or [{}]
+    step = getattr(optimizer, "step", None)
+    return hasattr(getattr(step, "before", step), MARK), len(groups[0])
+
+
+def name_in_script(obj: Any) -> str:
+    """The variable, or attribute of `self`, of the functions that are running that holds it; empty
+    where none does."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in OWN:
+            names: dict[str, Any] = {**frame.f_globals, **frame.f_locals}
+            for name, value in names.items():
+                if value is obj and not name.startswith("_"):
+                    return name
+            for name, value in getattr(names.get("self"), "__dict__", {}).items():
+                if value is obj:
+                    return f"self.{name}"
+        frame = frame.f_back
+    return ""
+
+
+__all__ = ["Unsaved", "name_in_script"]

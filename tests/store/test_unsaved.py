@@ -1,0 +1,268 @@
+"""Objects with a state that the script has and the checkpointer was not given: somebody is told."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as lr
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+import tierckpt
+from tierckpt import unsaved
+
+Optimizer = torch.optim.Optimizer
+
+
+@pytest.fixture
+def settings(shm_dir: Path, tmp_path: Path) -> dict[str, Any]:
+    return {"shm_dir": str(shm_dir), "path": tmp_path / "c", "agent": "inline"}
+
+
+@contextmanager
+def attached(
+    model: nn.Module, optimizers: Any, **settings: Any
+) -> Iterator[tuple[tierckpt.Checkpointer, list[str]]]:
+    """A checkpointer, and what it warns of."""
+    said: list[str] = []
+
+    def hear(event: tierckpt.Event) -> None:
+        if event.severity >= logging.WARNING:
+            said.append(event.message)
+        assert "was not looked for" not in event.message
+
+    with tierckpt.Checkpointer(model, optimizers, on_event=hear, **settings) as ckpt:
+        yield ckpt, said
+
+
+def build() -> tuple[nn.Linear, torch.optim.SGD]:
+    model = nn.Linear(4, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, step: Callable[[], Any], ckpt: tierckpt.Checkpointer) -> None:
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    step()
+    ckpt.step()
+
+
+class Ramp:
+    """A rate for each step, an object that can be called."""
+
+    def __call__(self, step: int) -> float:
+        return 1 / (1 + step)
+
+
+class WarmupSchedule:
+    """None of torch's, as timm's and Megatron's."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.at = optimizer, 0
+
+    def step(self) -> None:
+        self.at += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
+    "StepLR": lambda opt: lr.StepLR(opt, 3),
+    "LambdaLR": lambda opt: lr.LambdaLR(opt, Ramp()),
+    "ReduceLROnPlateau": lr.ReduceLROnPlateau,
+    "OneCycleLR": lambda opt: lr.OneCycleLR(opt, 1.0, total_steps=9),
+    "CyclicLR": lambda opt: lr.CyclicLR(opt, 0.1, 1.0),
+    "SWALR": lambda opt: SWALR(opt, 0.05),
+    "SequentialLR": lambda opt: lr.SequentialLR(opt, [lr.LinearLR(opt), lr.StepLR(opt, 3)], [2]),
+    "ChainedScheduler": lambda opt: lr.ChainedScheduler([lr.LinearLR(opt), lr.StepLR(opt, 3)]),
+    "WarmupSchedule": WarmupSchedule,
+}
+
+
+def test_schedulers_are_named_once_and_not_where_they_were_given(settings: dict[str, Any]) -> None:
+    model, opt = build()
+    every = {kind: make(opt) for kind, make in SCHEDULES.items()}
+    pace = every["StepLR"]
+    with attached(model, opt, **settings) as (ckpt, said):
+        for _ in range(3):
+            train(model, opt.step, ckpt)
+    assert sorted(text.split()[0] for text in said) == sorted(every)
+    (text,) = (text for text in said if text.startswith("StepLR"))
+    assert text.startswith("StepLR sets the learning rate of optimizer 'optimizer', SGD, and the")
+    assert text.endswith("Give it along: extra={'pace': pace}")
+    settings["path"] = settings["path"].with_name("d")
+    with attached(model, opt, extra=every, **settings) as (ckpt, said):  # as it says
+        train(model, opt.step, ckpt)
+        assert ckpt.version == 1
+    assert said == []
+    assert pace
+
+
+def test_one_that_is_made_or_registered_after_the_checkpointer(settings: dict[str, Any]) -> None:
+    model, opt = build()
+    with attached(model, opt, **settings) as (ckpt, said):
+        given = lr.StepLR(opt, 3)
+        ckpt.register("given", given)
+        train(model, opt.step, ckpt)
+        assert said == []
+        late = SWALR(opt, 0.05)
+        train(model, opt.step, ckpt)
+        train(model, opt.step, ckpt)
+    assert [text.split()[0] for text in said] == ["SWALR"]
+    assert late
+
+
+def test_one_for_another_model_is_none_of_ours(settings: dict[str, Any]) -> None:
+    model, opt = build()
+    _, others = build()
+    theirs = lr.StepLR(others, 3), AveragedModel(nn.Linear(4, 5)), torch.amp.GradScaler("cpu")
+    with attached(model, opt, **settings) as (ckpt, said):
+        train(model, opt.step, ckpt)
+    assert said == []
+    assert theirs
+
+
+class Trainer:
+    """A class of the user's own that is given."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler, self.epoch = scheduler, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+def function_of(pace: Any) -> Any:
+    return SimpleNamespace(
+        state_dict=lambda: {"at": pace.last_epoch}, load_state_dict=lambda state: None
+    )
+
+
+def partial_of(pace: Any) -> Any:
+    return SimpleNamespace(
+        state_dict=functools.partial(lambda each: each.state_dict(), pace), load_state_dict=print
+    )
+
+
+def bound_to(pace: Any) -> Any:
+    return SimpleNamespace(state_dict=pace.state_dict, load_state_dict=pace.load_state_dict)
+
+
+def test_what_the_users_own_objects_store_was_given(settings: dict[str, Any]) -> None:
+    model, opt = build()
+    ways = (Trainer, function_of, partial_of, bound_to)
+    extra = {way.__name__: way(lr.StepLR(opt, 3)) for way in ways}
+    with attached(model, opt, extra=extra, **settings) as (ckpt, said):
+        train(model, opt.step, ckpt)
+        assert ckpt.version == 1
+    assert said == []
+
+
+def test_a_composed_one_whose_members_alone_were_given(settings: dict[str, Any]) -> None:
+    """What counts when to go on to the next is its own; a chain has nothing of its own."""
+    for path, kind, said_of in ((1, lr.SequentialLR, ["SequentialLR"]), (2, None, [])):
+        model, opt = build()
+        one, two = lr.LinearLR(opt), lr.StepLR(opt, 3)
+        whole = kind(opt, [one, two], [2]) if kind else lr.ChainedScheduler([one, two])
+        settings["path"] = settings["path"].with_name(f"c{path}")
+        with attached(model, opt, extra={"one": one, "two": two}, **settings) as (ckpt, said):
+            train(model, opt.step, ckpt)
+        assert [text.split()[0] for text in said] == said_of
+        assert whole
+
+
+def test_one_whose_optimizer_is_wrapped(settings: dict[str, Any]) -> None:
+    """The wrapper is given, and has the groups of the one that the scheduler was made for."""
+
+    class Wrapper(torch.optim.SGD):
+        pass
+
+    model, inner = build()
+    pace = lr.StepLR(inner, 3)
+    opt = Wrapper(inner.param_groups, lr=0.1)
+    with attached(model, opt, **settings) as (ckpt, said):
+        train(model, opt.step, ckpt)
+    (text,) = said
+    assert text.startswith("StepLR sets the learning rate of")
+    assert text.endswith("{'pace': pace}")
+    assert pace
+
+
+def test_frozen_objects_are_not_found_but_torchs_mark_is(settings: dict[str, Any]) -> None:
+    model, opt = build()
+    pace = lr.StepLR(opt, 3)
+    gc.freeze()
+    try:
+        with attached(model, opt, **settings) as (ckpt, said):
+            train(model, opt.step, ckpt)
+    finally:
+        gc.unfreeze()
+    (text,) = said
+    assert text.endswith("Give it along: extra={'scheduler': scheduler}")
+    assert pace
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_scaler_that_makes_the_steps(given: bool, settings: dict[str, Any]) -> None:
+    model, opt = build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    def step() -> None:
+        scaler.scale(torch.zeros(()))
+        scaler.step(opt)
+        scaler.update()
+
+    extra = {"scaler": scaler} if given else {}
+    with attached(model, opt, extra=extra, **settings) as (ckpt, said):
+        train(model, step, ckpt)
+        train(model, step, ckpt)
+        assert ckpt.version == 2
+    if given:
+        assert said == []
+        return
+    (text,) = said
+    assert text.startswith("GradScaler scales the loss, and the checkpointer was not given it")
+    assert text.endswith("Give it along: extra={'scaler': scaler}")
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_averaged_weights(given: bool, settings: dict[str, Any]) -> None:
+    model, opt = build()
+    mean = AveragedModel(model)
+    extra = {"mean": mean} if given else {}
+    with attached(nn.ModuleDict({"a": model}), opt, extra=extra, **settings) as (ckpt, said):
+        train(model, opt.step, ckpt)
+    if given:
+        assert said == []
+        return
+    (text,) = said
+    assert text.startswith("AveragedModel has averages of the model's weights, and the")
+    assert text.endswith("Give it along: extra={'mean': mean}")
+
+
+def test_what_cannot_be_looked_at_costs_no_checkpoint(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, opt = build()
+    monkeypatch.setattr(unsaved, "_found", lambda: 1 / 0)
+    events: list[tierckpt.Event] = []
+    with tierckpt.Checkpointer(model, opt, on_event=events.append, **settings) as ckpt:
+        train(model, opt.step, ckpt)
+        assert ckpt.version == 1
+    assert any("was not looked for: ZeroDivisionError" in event.message for event in events)
