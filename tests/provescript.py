@@ -25,13 +25,15 @@ RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
 RANKS = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
-def batches(sampler: tierckpt.ResumableSampler) -> Iterator[torch.Tensor]:
+def batches(sampler: tierckpt.ResumableSampler, schedule: Any) -> Iterator[torch.Tensor]:
     data = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(5)))
     loader = DataLoader(data, batch_sampler=sampler, generator=torch.Generator())
     for epoch in range(sampler.epoch, 1000):
         sampler.set_epoch(epoch)
         for (batch,) in loader:
             yield batch
+        if KIND == "epochs":
+            schedule.step()
 
 
 def attach(net: torch.nn.Module, opt: Any, extra: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -68,6 +70,8 @@ def main() -> None:
     extra = {"schedule": schedule, "position": sampler.position}
     if KIND in ("schedule", "position"):
         del extra[KIND]
+    if KIND == "epochs":
+        del extra["schedule"]
     if KIND == "fails":
         sys.exit("it does not get far")
     if KIND == "hangs":
@@ -76,7 +80,7 @@ def main() -> None:
     start = 0 if KIND in ("afresh", "wrap") else int(ckpt.restore())
     if KIND == "python":
         noise = [random.random() for _ in range(8)]
-    for _, batch in zip(range(start, STEPS), batches(sampler), strict=False):
+    for _, batch in zip(range(start, STEPS), batches(sampler, schedule), strict=False):
         opt.zero_grad()
         if KIND == "urandom":
             batch = batch + int.from_bytes(os.urandom(4), "big") / 2**32
@@ -84,7 +88,8 @@ def main() -> None:
             batch = batch + random.choice(noise)
         net(batch).square().mean().backward()
         opt.step()
-        schedule.step()
+        if KIND != "epochs":
+            schedule.step()
         sampler.step()
         if KIND != "wrap":
             ckpt.step()

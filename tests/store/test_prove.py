@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -108,6 +109,22 @@ def test_each_way_to_be_inexact_is_named(
     out = capsys.readouterr().out
     assert said in out
     assert "exact: killed" not in out
+
+
+def test_what_was_not_put_to_the_test_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """A scheduler that was not given steps at ends of epochs, and these steps pass none."""
+    assert prove(kind="epochs") == 0
+    out = capsys.readouterr().out
+    assert "exact: killed with SIGKILL at step 5" in out
+    assert "not compared: no epoch ended in these steps." in out
+    assert "not compared: no learning rate changed in these steps" in out
+    assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer" in out
+    assert "Give it along: extra={'schedule': schedule}" in out
+    (how,) = re.findall(r"give (--kill-after \d+ --steps \d+)\n", out)
+    assert prove(*how.split(), "--dir", "other", kind="epochs") == 1
+    out = capsys.readouterr().out
+    assert "options/optimizer[0]/lr (0.03" in out
+    assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer" in out
 
 
 def test_from_a_version_of_the_job_which_is_not_touched(

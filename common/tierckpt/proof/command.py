@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..wording import some
-from . import verdict
+from . import coverage, verdict
+from .coverage import Asked
 from .order import KEPT as KEPT_FOLDER
 from .order import SEED, Order
 from .progress import Bar
@@ -213,6 +214,10 @@ class _Judge:
             raise ProveError(f"no step after {resumed_from} was recorded")
         if found is None:
             self._say(self._exact(how, after))
+            first = self._whole[min(self._whole)]
+            asked = Asked(self._plan.begin, self._plan.kill_after, self._plan.steps)
+            for text in (*coverage.gaps(first, after, asked), *self._unsaved()):
+                self._say(text)
             return 0
         if self._differs_by_itself(found):
             what, why = "not deterministic", verdict.NOT_DETERMINISTIC
@@ -221,7 +226,15 @@ class _Judge:
         names = verdict.description(found)
         self._say(f"{what}: step {found.version} is the first that differs, in {names}")
         self._say(why)
+        for text in self._unsaved():
+            self._say(text)
         return 1
+
+    def _unsaved(self) -> list[str]:
+        """What the script has and no checkpoint; each once."""
+        lives = (*self._whole.values(), *self._last.values())
+        texts = dict.fromkeys(text for life in lives for text in life.unsaved)
+        return [f"not in the checkpoints: {text}" for text in texts]
 
     def _exact(self, how: str, versions: Sequence[int]) -> str:
         tensors, values = verdict.count_of(self._last, versions[-1])

@@ -18,6 +18,7 @@ from ..localstore import LocalStore
 from ..manifest import Manifest, digest
 from ..offline.leaves import fingerprint, leaves_of
 from ..shardfile import decode_header
+from . import passes
 from .order import PROGRESS, Order, order_here, path_of
 from .records import Writer
 
@@ -52,6 +53,8 @@ class Recorder(Callbacks):
         memory = str(checkpointer._berth.job.path)
         who = {"rank": self._rank, "ranks": self._ranks, "pid": os.getpid()}
         self._writer.line("attached", **who, path=path_of(place), place=place, memory=memory)
+        self._unsaved: tuple[int, int] = (0, 0)
+        passes.watch()
         checkpointer._halting.ask(HaltRequest(after_version=order.until))
 
     def on_restored(self, restored: Restored) -> None:
@@ -84,6 +87,11 @@ class Recorder(Callbacks):
 
     def on_step_boundary(self, version: int) -> None:
         """All ranks know alike what is safe: all of them are killed here, or none."""
+        self._writer.line("passes", version=version, passes=passes.under_way())
+        unsaved = self._checkpointer._own_hooks.unsaved
+        if (seen := (len(unsaved.texts), unsaved.schedulers)) != self._unsaved:
+            self._unsaved = seen
+            self._writer.line("unsaved", texts=unsaved.texts, schedulers=unsaved.schedulers)
         if not self._armed or version < (self._order.kill_at or 0):
             return
         safe = self._checkpointer._agreement.memory.safe

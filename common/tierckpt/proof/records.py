@@ -76,6 +76,13 @@ class Life:
     """By version."""
     killed: int | None = None
     """At the boundary of which version."""
+    passes: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    """By version those over data loaders that are under way at its boundary: by number, how many
+    batches they have (0: not known) and have yielded."""
+    unsaved: list[str] = field(default_factory=list)
+    """What was said of objects that are in no checkpoint; see `unsaved`."""
+    schedulers: int = 0
+    """So many were found."""
 
     @property
     def last(self) -> int:
@@ -160,10 +167,20 @@ def _lives(path: Path) -> Iterator[Life]:
                         yield life
                     life = Life(**{name: values[name] for name in WHO})
                 elif life is not None:
-                    setattr(life, values["what"], values["version"])
+                    _add(life, values)
             offset += len(line)
     if life is not None:
         yield life
+
+
+def _add(life: Life, values: Mapping[str, Any]) -> None:
+    """What a line says."""
+    if values["what"] == "passes":
+        life.passes[values["version"]] = {n: (size, done) for n, size, done in values["passes"]}
+    elif values["what"] == "unsaved":
+        life.unsaved, life.schedulers = values["texts"], values["schedulers"]
+    else:
+        setattr(life, values["what"], values["version"])
 
 
 __all__ = ["Life", "Record", "State", "Writer", "read", "taking_part"]

@@ -160,7 +160,7 @@ def cause(found: Departure) -> str:
         )
     objects = [name for name in found.names if part_of(name) in ("extra", "extra_per_rank")]
     if objects:
-        which = some(list(dict.fromkeys(_object_of(name) for name in objects)))
+        which = some(list(dict.fromkeys(object_of(name) for name in objects)))
         return (
             f"Only {which} differ: its load_state_dict() does not bring back all that its "
             "state_dict() returned, or something changes it between restore() and the loop"
@@ -191,7 +191,8 @@ def _of_streams(streams: Collection[str]) -> str:
     )
 
 
-def _object_of(name: str) -> str:
+def object_of(name: str) -> str:
+    """Of a value in `extra` or `extra_per_rank`: which object it is of."""
     return "/".join(name.split("/")[:2])
 
 
@@ -215,4 +216,5 @@ __all__ = [
     "count_of",
     "departure",
     "description",
+    "object_of",
 ]
