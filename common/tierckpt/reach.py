@@ -7,10 +7,12 @@ to everything in a process, so nothing is followed through these.
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,8 +32,9 @@ _ENDS = (
 def reached(given: Iterable[Any], wanted: Iterable[Any]) -> set[int]:
     """`id()`s of those of `wanted` that any of `given` is, or leads to. Calls nothing of theirs."""
     looked_for = {id(each) for each in wanted}
-    queue = deque(given)
-    known = {id(each): each for each in queue}
+    first = [*given]
+    queue = deque(value for each in first for value in _stored_by(each))
+    known = {id(each): each for each in (*first, *queue)}
     """Kept: another object may have the `id()` of one that is gone."""
     while queue and len(known) < MOST_OBJECTS and not looked_for <= known.keys():
         for each in _next(queue.popleft()):
@@ -39,6 +42,65 @@ def reached(given: Iterable[Any], wanted: Iterable[Any]) -> set[int]:
                 known[id(each)] = each
                 queue.append(each)
     return looked_for & known.keys()
+
+
+def _stored_by(given: Any) -> Iterator[Any]:
+    """What its `state_dict()` may read, as far as that shows; else all that it leads to."""
+    function = getattr(type(given), "state_dict", None)
+    names = attributes_read(type(given), function) if "state_dict" not in vars_of(given) else None
+    if names is None:
+        yield from _next(given)
+        return
+    yield function
+    yield from (value for name, value in vars_of(given).items() if name in names)
+
+
+def attributes_read(kind: type, function: Any) -> set[str] | None:
+    """Names of the attributes of `self` that a method and those that it calls read; None: maybe all
+    of them, as it hands itself on."""
+    found: set[str] = set()
+    left, known = [function], list[Any]()
+    while left:
+        function = left.pop()
+        if any(function is each for each in known):
+            continue
+        known.append(function)
+        names = _attributes_in(function)
+        if names is None or "__dict__" in names:
+            return None
+        found |= names
+        members = (getattr(kind, name, None) for name in names)
+        left += (m.fget if isinstance(m, property) else m for m in members if _is_code(m))
+    return found
+
+
+def _is_code(member: Any) -> bool:
+    return isinstance(member, (types.FunctionType, property))
+
+
+def _attributes_in(function: Any) -> set[str] | None:
+    if not isinstance(function, types.FunctionType) or not function.__code__.co_argcount:
+        return None
+    code = function.__code__
+    me, names = code.co_varnames[0], set[str]()
+    if me in code.co_cellvars or "super" in code.co_names:
+        return None
+    for one, after in pairwise(dis.get_instructions(function)):
+        if isinstance(one.argval, tuple) and me in one.argval:
+            return None
+        if one.argval != me or not one.opname.startswith("LOAD_FAST"):
+            continue
+        if after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            names.add(after.argval)
+        elif after.opname != "STORE_ATTR":
+            return None
+    return names
+
+
+def vars_of(each: Any) -> dict[str, Any]:
+    """Its attributes; none where it has no dict."""
+    found = getattr(each, "__dict__", None)
+    return found if isinstance(found, dict) else {}
 
 
 def _next(each: Any) -> Iterator[Any]:
@@ -62,7 +124,7 @@ def _next(each: Any) -> Iterator[Any]:
 
 
 def _of_instance(each: Any) -> Iterator[Any]:
-    yield from getattr(each, "__dict__", {}).values()
+    yield from vars_of(each).values()
     for kind in type(each).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

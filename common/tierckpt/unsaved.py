@@ -159,17 +159,18 @@ class Unsaved:
 
 
 SOME = "an optimizer that steps parameters of the model"
+NOTHING = "and nothing that the checkpointer was given stores it:"
 OF_SCHEDULER = (
-    "sets the learning rate of {whose}, and the checkpointer was not given it: its place in the "
-    "schedule is in no checkpoint, so a resumed run begins the schedule anew."
+    f"sets the learning rate of {{whose}}, {NOTHING} its place in the schedule is in no "
+    "checkpoint, so a resumed run begins the schedule anew."
 )
 OF_SCALER = (
-    "scales the loss, and the checkpointer was not given it: its scale is in no checkpoint, so a "
-    "resumed run begins with the first one, and skips other steps."
+    f"scales the loss, {NOTHING} its scale is in no checkpoint, so a resumed run begins with the "
+    "first one, and skips other steps."
 )
 OF_MEAN = (
-    "has averages of the model's weights, and the checkpointer was not given it: they are in no "
-    "checkpoint, so a resumed run begins to average anew."
+    f"has averages of the model's weights, {NOTHING} they are in no checkpoint, so a resumed run "
+    "begins to average anew."
 )
 
 

@@ -101,7 +101,9 @@ def test_schedulers_are_named_once_and_not_where_they_were_given(settings: dict[
             train(model, opt.step, ckpt)
     assert sorted(text.split()[0] for text in said) == sorted(every)
     (text,) = (text for text in said if text.startswith("StepLR"))
-    assert text.startswith("StepLR sets the learning rate of optimizer 'optimizer', SGD, and the")
+    assert text.startswith(
+        "StepLR sets the learning rate of optimizer 'optimizer', SGD, and nothing"
+    )
     assert text.endswith("Give it along: extra={'pace': pace}")
     settings["path"] = settings["path"].with_name("d")
     with attached(model, opt, extra=every, **settings) as (ckpt, said):  # as it says
@@ -174,6 +176,50 @@ def test_what_the_users_own_objects_store_was_given(settings: dict[str, Any]) ->
     assert said == []
 
 
+class Forgetful(Trainer):
+    """Has it, and does not store it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+
+class Careful(Forgetful):
+    """Stores it, in ways that cannot be followed, or through others."""
+
+    @property
+    def parts(self) -> list[Any]:
+        return [self.scheduler]
+
+    def collected(self) -> dict[str, Any]:
+        return {str(number): each.state_dict() for number, each in enumerate(self.parts)}
+
+
+class ByCall(Careful):
+    def state_dict(self) -> dict[str, Any]:
+        return self.collected()
+
+
+class ByFunction(Careful):
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": repr(vars(self))}
+
+
+class BySuper(Careful):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict()}
+
+
+def test_an_object_that_has_it_and_does_not_store_it(settings: dict[str, Any]) -> None:
+    model, opt = build()
+    schedules = [lr.StepLR(opt, 3), *(lr.LinearLR(opt) for _ in range(3))]
+    kinds = (Forgetful, ByCall, ByFunction, BySuper)
+    extra = {kind.__name__: kind(it) for kind, it in zip(kinds, schedules, strict=True)}
+    with attached(model, opt, extra=extra, **settings) as (ckpt, said):
+        train(model, opt.step, ckpt)
+    (text,) = said
+    assert text.startswith("StepLR sets the learning rate")
+
+
 def test_a_composed_one_whose_members_alone_were_given(settings: dict[str, Any]) -> None:
     """What counts when to go on to the next is its own; a chain has nothing of its own."""
     for path, kind, said_of in ((1, lr.SequentialLR, ["SequentialLR"]), (2, None, [])):
@@ -237,7 +283,7 @@ def test_a_scaler_that_makes_the_steps(given: bool, settings: dict[str, Any]) ->
         assert said == []
         return
     (text,) = said
-    assert text.startswith("GradScaler scales the loss, and the checkpointer was not given it")
+    assert text.startswith("GradScaler scales the loss, and nothing that")
     assert text.endswith("Give it along: extra={'scaler': scaler}")
 
 
@@ -252,7 +298,7 @@ def test_averaged_weights(given: bool, settings: dict[str, Any]) -> None:
         assert said == []
         return
     (text,) = said
-    assert text.startswith("AveragedModel has averages of the model's weights, and the")
+    assert text.startswith("AveragedModel has averages of the model's weights, and nothing")
     assert text.endswith("Give it along: extra={'mean': mean}")
 
 

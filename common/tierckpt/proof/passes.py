@@ -20,12 +20,18 @@ _begun = 0
 
 def watch() -> None:
     """From now on see all that begin; may be called again."""
-    kinds: list[Any] = [DataLoader]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-        original = vars(kind).get("__iter__")
-        if original is not None and not hasattr(original, "_tierckpt_sees"):
-            setattr(kind, "__iter__", _seeing(original))  # noqa: B010
+    for kind in kinds():
+        original = vars(kind)["__iter__"]
+        if not hasattr(original, "_tierckpt_sees"):
+            kind.__iter__ = _seeing(original)
+
+
+def kinds() -> list[Any]:
+    """Classes of loaders that have a way of their own to begin a pass."""
+    found: list[Any] = [DataLoader]
+    for kind in found:
+        found += kind.__subclasses__()
+    return [kind for kind in found if "__iter__" in vars(kind)]
 
 
 def _seeing(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
@@ -61,4 +67,4 @@ def under_way() -> list[list[int]]:
     ]
 
 
-__all__ = ["under_way", "watch"]
+__all__ = ["kinds", "under_way", "watch"]
