@@ -11,7 +11,7 @@ import dis
 import functools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -104,19 +104,19 @@ def vars_of(each: Any) -> dict[str, Any]:
 
 
 def _next(each: Any) -> Iterator[Any]:
-    if isinstance(each, _ENDS) or _is_checkpointer(type(each)):
+    kind = type(each)  # of a lazy proxy not what it stands for: it would be made
+    if issubclass(kind, _ENDS) or _is_checkpointer(kind):
         return
-    if isinstance(each, (list, tuple, set, frozenset, deque)):
-        yield from each if len(each) <= MOST_MEMBERS else ()
-    elif isinstance(each, Mapping):
-        yield from each.values() if isinstance(each, dict) and len(each) <= MOST_MEMBERS else ()
-    elif isinstance(each, types.FunctionType):
+    if issubclass(kind, (list, tuple, set, frozenset, deque, dict)):
+        if len(each) <= MOST_MEMBERS:
+            yield from each.values() if issubclass(kind, dict) else each
+    elif issubclass(kind, types.FunctionType):
         yield from _of_function(each)
-    elif isinstance(each, types.MethodType):
+    elif issubclass(kind, types.MethodType):
         yield from (each.__self__, each.__func__)
-    elif isinstance(each, functools.partial):
+    elif issubclass(kind, functools.partial):
         yield from (each.func, *each.args, *each.keywords.values())
-    elif isinstance(each, torch.nn.Module):  # hooks lead elsewhere
+    elif issubclass(kind, torch.nn.Module):  # hooks lead elsewhere
         yield from each._modules.values()
         yield from (value for name, value in vars(each).items() if not name.startswith("_"))
     else:

@@ -156,7 +156,9 @@ def cause(found: Departure) -> str:
             'tierckpt.ResumableLoader(loader), give it: extra_per_rank={"data": data}, and begin '
             "the loop at data.epoch; or give what knows the place (the position of a "
             "ResumableSampler, a StatefulDataLoader). A loop that counts iterations begins at the "
-            "one that restore() returns"
+            "one that restore() returns. Or it drew from a generator of the script's own, or "
+            "averages, scales or counts with an object that was not given: docs/loops.md, what "
+            "else has a state"
         )
     objects = [name for name in found.names if part_of(name) in ("extra", "extra_per_rank")]
     if objects:
