@@ -205,6 +205,8 @@ def prove(commands: Subparsers) -> None:
     parser.add_argument("--steps", type=int, default=10, metavar="N", help=what)
     what = "kill after so many steps (5)"
     parser.add_argument("--kill-after", type=int, default=5, metavar="K", help=what)
+    what = "choose both, at least so many, for an epoch to end before the kill and one after it"
+    parser.add_argument("--epochs", action="store_true", help=what)
     what = "begin with a copy of this version, and not afresh; without a PATH that of the settings"
     parser.add_argument("--from", dest="begin", metavar="[PATH@]VERSION", help=what)
     what = "keep all in this folder; of a job on several nodes one that all of them see"

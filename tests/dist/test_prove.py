@@ -46,7 +46,7 @@ def test_torchrun_where_the_scheduler_was_not_given(tmp_path: Path, shm_dir: Pat
     assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer 'opti" in out
     assert "Give it along: extra={'schedule': schedule}" in out
     assert "not compared: no epoch ended in these steps." in out
-    assert re.search(r"give --kill-after \d+ --steps \d+\n", out)
+    assert re.search(r"give --epochs, or --kill-after \d+ --steps \d+\n", out)
 
 
 @on_demand("half a minute; a job that is started again after a kill is in tests/store, too")

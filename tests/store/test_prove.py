@@ -120,9 +120,10 @@ def test_what_was_not_put_to_the_test_is_said(capsys: pytest.CaptureFixture[str]
     assert "not compared: no learning rate changed in these steps" in out
     assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer" in out
     assert "Give it along: extra={'schedule': schedule}" in out
-    (how,) = re.findall(r"give (--kill-after \d+ --steps \d+)\n", out)
-    assert prove(*how.split(), "--dir", "other", kind="epochs") == 1
+    (how,) = re.findall(r"give --epochs, or (--kill-after \d+ --steps \d+)\n", out)
+    assert prove("--epochs", "--dir", "other", kind="epochs") == 1
     out = capsys.readouterr().out
+    assert f"for an epoch to end before the kill and one after it: {how}\n" in out
     assert "options/optimizer[0]/lr (0.03" in out
     assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer" in out
 

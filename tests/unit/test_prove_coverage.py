@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tierckpt.proof import passes
-from tierckpt.proof.coverage import Asked, gaps
+from tierckpt.proof.coverage import Asked, gaps, over_epochs
 from tierckpt.proof.records import Life, Writer, read
 
 ASKED = Asked(begin=0, kill_after=5, steps=10)
@@ -74,7 +74,7 @@ def test_what_changed_is_not(tmp_path: Path) -> None:
     ("seen", "said", "how"),
     [
         (one_pass(9), "no epoch ended in these steps", "--kill-after 103 --steps 102"),
-        (passes_of(7, 9), "no epoch ended before the kill", "--kill-after 11 --steps 10"),
+        (passes_of(7, 9), "no epoch ended before the kill", "--kill-after 10 --steps 10"),
         (passes_of(4, 5) + [[[2, 9, 2 + v]] for v in range(4)], "in these steps", "--steps 16, or"),
         (one_pass(9, 0), "no epoch ended in these steps", "more --kill-after and --steps"),
         ([[]] * 9, "as no DataLoader was in use", "--steps or --from"),
@@ -87,6 +87,24 @@ def test_epochs_that_did_not_end(
     text = gaps(life, range(6, 10), ASKED)[0]
     assert said in text
     assert how in text
+
+
+@pytest.mark.parametrize(
+    ("seen", "chosen"),
+    [
+        (one_pass(15), Asked(0, 103, 102)),
+        (passes_of(3, 15), Asked(0, 6, 10)),
+        (passes_of(4, 15), Asked(0, 7, 10)),
+        (passes_of(2, 15), ASKED),
+        (one_pass(15, 0), None),
+        ([[]] * 15, None),
+    ],
+)
+def test_numbers_are_chosen_for_epochs_to_end(
+    seen: list[list[list[int]]], chosen: Asked | None, tmp_path: Path
+) -> None:
+    """The first end may be too near the kill: what is restored is a step or two older."""
+    assert over_epochs(life_of(tmp_path, [{}] * 15, seen), ASKED) == chosen
 
 
 def test_a_slow_loop_needs_more_steps(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,11 @@ class Plan:
     steps: int
     patience_seconds: float
     console: Console
+
+    @property
+    def asked(self) -> Asked:
+        """Its numbers."""
+        return Asked(self.begin, self.kill_after, self.steps)
 
     @property
     def kill_at(self) -> int:
@@ -112,7 +117,7 @@ def prove(args: argparse.Namespace, console: Console) -> int:
             )
         how = (args.kill_after, args.steps, args.patience)
         with _ending_at_sigterm():
-            status = _judge(Plan(command, folder, begin, *how, console))
+            status = _judge(Plan(command, folder, begin, *how, console), args.epochs)
         keep = status != 0 or args.dir is not None
         return status
     finally:
@@ -162,8 +167,11 @@ def _seed(begin: str | None, folder: Path) -> int:
 # --- judging -------------------------------------------------------------------------------------
 
 
-def _judge(plan: Plan) -> int:
+def _judge(plan: Plan, epochs: bool) -> int:
     calm = plan.first()
+    if epochs and (longer := _over_epochs(plan, calm)) is not plan:
+        calm.order.folder.rename(plan.folder / "pace")
+        plan, calm = longer, longer.first()
     if not plan.begin and version_in(plan.seed) is None:
         raise ProveError(f"{calm.name} kept no version to begin with; see {calm.log}")
     killed = plan.again("killed", calm.order.until, kill=True)
@@ -173,6 +181,21 @@ def _judge(plan: Plan) -> int:
         return max(_Judge(plan, job, calm, killed).judge() for job in calm.records)
     except IncomparableError as error:
         raise ProveError(f"{error} ({calm.log}, {killed.log})") from error
+
+
+def _over_epochs(plan: Plan, calm: Run) -> Plan:
+    """Whose kill has an epoch's end before it, and one after it; by the pace of that run."""
+    lives = [record.firsts()[0] for record in calm.records.values()]
+    found = [coverage.over_epochs(life, plan.asked) for life in lives if life.passes]
+    known = [each for each in found if each is not None]
+    if not known:
+        raise ProveError(f"--epochs: no DataLoader whose length is known was seen in {calm.name}")
+    longest = max(known, key=lambda each: each.kill_after + each.steps)
+    if longest == plan.asked:
+        return plan
+    how = f"--kill-after {longest.kill_after} --steps {longest.steps}"
+    plan.console.print(f"for an epoch to end before the kill and one after it: {how}")
+    return replace(plan, kill_after=longest.kill_after, steps=longest.steps)
 
 
 class _Judge:
@@ -215,8 +238,8 @@ class _Judge:
         if found is None:
             self._say(self._exact(how, after))
             first = self._whole[min(self._whole)]
-            asked = Asked(self._plan.begin, self._plan.kill_after, self._plan.steps)
-            for text in (*coverage.gaps(first, after, asked), *self._unsaved()):
+            gaps = coverage.gaps(first, after, self._plan.asked)
+            for text in (*gaps, *self._unsaved()):
                 self._say(text)
             return 0
         if self._differs_by_itself(found):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..extras import EXTRA_STATES
@@ -30,6 +30,9 @@ NO_END_BEFORE = (
     "not compared: no epoch ended before the kill, so what one changes (a scheduler's count) could "
     "not be lost by it: give {how}"
 )
+MORE = "more --kill-after and --steps, so that one ends before the kill and one after it"
+SURE = 2
+"""Steps between the version that is restored and the kill, and to spare."""
 NO_RATE = "not compared: no learning rate changed in these steps, and there is a scheduler"
 NO_CHANGE = "not compared: {names} did not change in these steps"
 NO_SKIP = "not compared: the scale of {names} did not change, so no step was skipped in these steps"
@@ -72,42 +75,71 @@ def gaps(life: Life, versions: Sequence[int], asked: Asked) -> list[str]:
     return [text for text in found if text]
 
 
+def over_epochs(life: Life, asked: Asked) -> Asked | None:
+    """What to ask for, at the pace of this life, to have an epoch end before the kill and one after
+    it; `asked` itself where it has; None where that cannot be reckoned."""
+    kill_at = asked.begin + asked.kill_after
+    epochs = _Epochs.of(life, kill_at + asked.steps)
+    return epochs.needed(kill_at - SURE, kill_at, asked)
+
+
 def _of_epochs(life: Life, versions: Sequence[int], asked: Asked) -> str:
     """Empty where one ended before the kill, and one after it."""
-    seen = [(v, life.passes[v]) for v in sorted(life.passes) if v <= versions[-1]]
-    if not any(passes for _, passes in seen):
+    epochs = _Epochs.of(life, versions[-1])
+    if not epochs.any_seen:
         return NO_LOADER
-    pairs = pairwise(seen)
-    ends = [version for (_, one), (version, other) in pairs if one.keys() - other.keys()]
-    before = [version for version in ends if version < versions[0]]
-    after = [version for version in ends if version >= versions[0]]
-    if before and after:
+    needed = epochs.needed(versions[0] - 1, versions[0], asked)
+    if needed == asked:
         return ""
-    text = NO_END_BEFORE if after else NO_END
-    return text.format(how=_how(seen, before, after, asked))
+    text = NO_END_BEFORE if any(v >= versions[0] for v in epochs.ends) else NO_END
+    if needed is None:
+        return text.format(how=MORE)
+    if needed.kill_after == asked.kill_after:
+        return text.format(how=f"--steps {needed.steps}, or --from a version shortly before one")
+    how = f"--epochs, or --kill-after {needed.kill_after} --steps {needed.steps}"
+    return text.format(how=how)
 
 
-def _how(
-    seen: Sequence[tuple[int, Mapping[int, tuple[int, int]]]],
-    before: Sequence[int],
-    after: Sequence[int],
-    asked: Asked,
-) -> str:
-    """What to give for an epoch to end before the kill, and one after it, from the pace of the
-    longest pass."""
-    last, passes = seen[-1]
-    number, (length, yielded) = max(passes.items(), key=lambda p: p[1], default=(0, (0, 0)))
-    if not length:
-        return "more --kill-after and --steps, so that one ends before the kill and one after it"
-    first, begun = next((v, p[number][1]) for v, p in seen if number in p)
-    pace = (yielded - begun) / (last - first) if last > first and yielded > begun else 1.0
-    period, more = math.ceil(length / pace), math.ceil((length - yielded) / pace)
-    if before:
-        return (
-            f"--steps {asked.steps + more + 2}, or --from a version shortly before the end of one"
-        )
-    end = after[0] if after else last + more
-    return f"--kill-after {end - asked.begin + 3} --steps {max(asked.steps, period + 2)}"
+@dataclass(frozen=True)
+class _Epochs:
+    """Passes over loaders that are under way at boundaries: the training's."""
+
+    seen: Sequence[tuple[int, Mapping[int, tuple[int, int]]]]
+    """By version, see `Life.passes`."""
+    ends: Sequence[int]
+    """Versions by whose boundary one has ended."""
+
+    @classmethod
+    def of(cls, life: Life, last: int) -> _Epochs:
+        """Those up to a version."""
+        seen = [(v, life.passes[v]) for v in sorted(life.passes) if v <= last]
+        pairs = pairwise(seen)
+        return cls(seen, [v for (_, one), (v, other) in pairs if one.keys() - other.keys()])
+
+    @property
+    def any_seen(self) -> bool:
+        """False where no loader is known."""
+        return any(passes for _, passes in self.seen)
+
+    def needed(self, resumed: int, compared: int, asked: Asked) -> Asked | None:
+        """See `over_epochs`; one is to have ended by `resumed`, and one from `compared` on."""
+        before = [version for version in self.ends if version <= resumed]
+        after = [version for version in self.ends if version >= compared]
+        if before and after:
+            return asked
+        last, passes = self.seen[-1] if self.seen else (0, {})
+        number = max(passes, key=lambda each: passes[each][::-1], default=0)
+        length, yielded = passes.get(number, (0, 0))
+        if not length:
+            return None
+        first, begun = next((v, p[number][1]) for v, p in self.seen if number in p)
+        pace = (yielded - begun) / (last - first) if last > first and yielded > begun else 1.0
+        period, more = math.ceil(length / pace), math.ceil((length - yielded) / pace)
+        if before:
+            return replace(asked, steps=asked.steps + more + SURE)
+        end = self.ends[0] if self.ends else last + more + 1
+        steps = max(asked.steps, period + SURE)
+        return replace(asked, kill_after=end - asked.begin + SURE, steps=steps)
 
 
-__all__ = ["Asked", "gaps"]
+__all__ = ["Asked", "gaps", "over_epochs"]
