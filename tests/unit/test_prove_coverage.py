@@ -142,3 +142,22 @@ def test_passes_are_seen_while_they_are_under_way(
     assert later > number
     assert rest == [3, 0]
     assert again
+
+
+class Listed(DataLoader[int]):
+    """Whose iterator cannot be watched, and which has no length."""
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter([7])
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_loader_that_cannot_be_watched_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in passes.kinds():
+        monkeypatch.setattr(each, "__iter__", vars(each)["__iter__"])
+    monkeypatch.setattr(passes, "_passes", [])
+    passes.watch()
+    assert [*Listed([1])] == [7]
+    assert passes.under_way() == []

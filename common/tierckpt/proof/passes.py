@@ -6,6 +6,7 @@ way at a boundary is the training's; an evaluation's has begun and ended between
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -47,14 +48,17 @@ def _seeing(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterato
 
 def _note(iterator: Any, loader: Any) -> None:
     global _begun
-    _begun += 1
     try:
+        ref = weakref.ref(iterator)
+    except TypeError:  # a list's, of a loader with a way of its own: its end cannot be seen
+        return
+    length = 0
+    with contextlib.suppress(Exception):  # an iterable data set has none
         length = len(loader)
-    except TypeError:  # of an iterable data set
-        length = 0
+    _begun += 1
     # Workers that stay have one iterator, which begins again; a subclass calls its parent's.
     others = [each for each in _passes if each[1]() not in (None, iterator)]
-    _passes[:] = [*others, (_begun, weakref.ref(iterator), length)]
+    _passes[:] = [*others, (_begun, ref, length)]
 
 
 def under_way() -> list[list[int]]:
