@@ -46,6 +46,8 @@ def reached(given: Iterable[Any], wanted: Iterable[Any]) -> set[int]:
 
 def _stored_by(given: Any) -> Iterator[Any]:
     """What its `state_dict()` may read, as far as that shows; else all that it leads to."""
+    if issubclass(type(given), _ENDS):
+        return
     function = getattr(type(given), "state_dict", None)
     names = attributes_read(type(given), function) if "state_dict" not in vars_of(given) else None
     if names is None:
@@ -160,4 +162,4 @@ def _is_checkpointer(kind: type) -> bool:
     return any(f"{each.__module__}.{each.__name__}" == CHECKPOINTER for each in kind.__mro__)
 
 
-__all__ = ["reached"]
+__all__ = ["attributes_read", "reached", "vars_of"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -19,20 +18,18 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
+from . import stateful
 from .extras import PlainValues
 from .inside import inside
 from .reach import reached
 from .state import TrainingState, optimizer_class
 
-NAMED_SO = re.compile(r"(?i:sched|anneal|plateau|warmup)|LR$|LR[A-Z]")
-"""Classes of schedulers that are none of torch's (timm's, Megatron's, one's own)."""
 MOST_FRAMES = 24
 """Between a scaler and the optimizer whose step it calls there are wrappers and hooks."""
 MARK = "_wrapped_by_lr_sched"
 """Torch's schedulers put it on the `step` of their optimizer."""
-OWN = ("tierckpt", "ddp_ckpt", "horovod_ckpt")
+EXTRA, PER_RANK = "extra=", "extra_per_rank="
 
 Say = Callable[[str, int], None]
 _Ref = Callable[[], Any]
@@ -101,17 +98,26 @@ class Unsaved:
 
     def _missing(self) -> list[tuple[_Ref, str, str]]:
         """What was not given: the object, a name for it, and what it does."""
-        schedulers, averaged = _found()
+        found = stateful.look()
         ours = [*self._ours()]
-        schedulers = [each for each in schedulers if _steps_any(each, ours)]
+        schedulers = [each for each in found.schedulers if stateful.steps_any(each, ours)]
         self.schedulers = len(schedulers)
-        averaged = [each for each in averaged if self._averages_ours(each)]
+        averages = [e for e in found.averages if stateful.averages_any(e, self._state.model)]
         scalers = [each for ref in self._scalers if (each := ref()) is not None]
-        stored = reached(self._given(), [*schedulers, *scalers, *averaged])
-        lost = _outermost([each for each in schedulers if not _is_stored(each, stored)])
-        missing = [(_ref(each), "scheduler", self._of_scheduler(each)) for each in lost]
-        for name, text, found in (("scaler", OF_SCALER, scalers), ("averaged", OF_MEAN, averaged)):
-            missing += [(_ref(each), name, text) for each in found if id(each) not in stored]
+        loaders = found.loaders if EXTRA in self._line else []
+        stored = reached(self._given(), [*schedulers, *scalers, *averages, *loaders])
+        if any(id(each) in stored for each in loaders):  # others are an evaluation's
+            loaders = []
+        lost = [each for each in schedulers if not stateful.is_stored(each, stored)]
+        missing = [
+            (_ref(each), "scheduler", self._of_scheduler(each)) for each in stateful.outermost(lost)
+        ]
+        for name, text, every in (
+            ("scaler", OF_SCALER, scalers),
+            ("averages", OF_MEAN, averages),
+            ("data", OF_LOADER, stateful.trained_on(loaders)),
+        ):
+            missing += [(_ref(each), name, text) for each in every if id(each) not in stored]
         return [each for each in missing if not _has(self._told, each[0]())]
 
     def _ours(self) -> Iterator[Any]:
@@ -120,20 +126,12 @@ class Unsaved:
             yield each
             yield from (inner for _, inner in inside(each))
 
-    def _averages_ours(self, averaged: AveragedModel) -> bool:
-        """Whether it has the shapes of the model, or of one of several, and is in none."""
-        model = self._state.model
-        if any(each is averaged for each in model.modules()):
-            return False
-        shapes = _shapes(averaged.module)
-        return bool(shapes) and any(shapes == _shapes(each) for each in (model, *model.children()))
-
     def _of_scheduler(self, scheduler: Any) -> str:
         label, optimizer = next(
             (
                 (label, each)
                 for label, each in self._state.given.items()
-                if _steps_any(scheduler, [each])
+                if stateful.steps_any(scheduler, [each])
             ),
             ("", None),
         )
@@ -143,7 +141,8 @@ class Unsaved:
     def _tell(self, obj: Any, name: str, text: str) -> None:
         self._told.append(_ref(obj))
         it = name_in_script(obj) or name
-        line = self._line.format(name=it.rpartition(".")[2], it=it)
+        how = self._line.replace(EXTRA, PER_RANK) if text is OF_LOADER else self._line
+        line = how.format(name=it.rpartition(".")[2], it=it)
         self._warn(f"{type(obj).__name__} {text} Give it along: {line}")
 
     def _say_of_hidden(self) -> None:
@@ -172,6 +171,10 @@ OF_MEAN = (
     f"has averages of the model's weights, {NOTHING} they are in no checkpoint, so a resumed run "
     "begins to average anew."
 )
+OF_LOADER = (
+    f"is in the midst of a pass, {NOTHING} its place in the data is in no checkpoint, so a resumed "
+    "run begins the epoch anew."
+)
 
 
 def _ref(obj: Any) -> _Ref:
@@ -186,79 +189,6 @@ def _has(refs: Iterable[_Ref], obj: Any) -> bool:
     return any(ref() is obj for ref in refs)
 
 
-def _found() -> tuple[list[Any], list[AveragedModel]]:
-    """Schedulers and averaged models of this process."""
-    kinds: dict[type, int] = {}
-    found: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
-    for each in gc.get_objects():
-        kind = type(each)
-        number = kinds.get(kind)
-        if number is None:
-            number = kinds[kind] = _kind_of(kind)
-        if number:
-            found[number].append(each)
-    return found[1], found[2]
-
-
-def _kind_of(kind: type) -> int:
-    """1: a scheduler's class; 2: an averaged model's; 0: another one."""
-    if issubclass(kind, LRScheduler):
-        return 1
-    if issubclass(kind, torch.nn.Module):
-        return 2 if issubclass(kind, AveragedModel) else 0
-    if str(kind.__module__).partition(".")[0] in OWN or issubclass(kind, torch.optim.Optimizer):
-        return 0
-    if not any(NAMED_SO.search(each.__name__) for each in kind.__mro__):
-        return 0
-    has = (callable(getattr(kind, name, None)) for name in ("step", "state_dict"))
-    return int(all(has) and not hasattr(kind, "zero_grad"))
-
-
-def _steps_any(scheduler: Any, optimizers: Iterable[Any]) -> bool:
-    """Whether it holds one of these, or one that has parameter groups in common with one of them,
-    as Horovod's has with the one that it was made from."""
-    every = [*optimizers]
-    groups = {id(group) for each in every for group in getattr(each, "param_groups", ())}
-    held: list[Any] = []
-    for value in getattr(scheduler, "__dict__", {}).values():
-        held += value if isinstance(value, (list, tuple)) else [value]
-    return any(
-        any(value is each for each in every)
-        or (
-            isinstance(value, torch.optim.Optimizer)
-            and any(id(group) in groups for group in getattr(value, "param_groups", ()))
-        )
-        for value in held
-    )
-
-
-def _is_stored(scheduler: Any, stored: set[int]) -> bool:
-    """Whether it was given; or it is nothing but a list of others (ChainedScheduler), and all of
-    these were."""
-    if id(scheduler) in stored:
-        return True
-    own = vars(scheduler).keys() - {"optimizer", "_schedulers", "_last_lr"}
-    members = getattr(scheduler, "_schedulers", ())
-    return bool(members) and not own and all(id(each) in stored for each in members)
-
-
-def _outermost(schedulers: list[Any]) -> list[Any]:
-    """Without those that are in another one of them."""
-    return [
-        each
-        for each in schedulers
-        if not any(reached(_values(other), [each]) for other in schedulers if other is not each)
-    ]
-
-
-def _values(obj: Any) -> list[Any]:
-    return [*getattr(obj, "__dict__", {}).values()]
-
-
-def _shapes(module: torch.nn.Module) -> list[torch.Size]:
-    return [param.shape for param in module.parameters()]
-
-
 def _marks_of(optimizer: Any) -> tuple[bool, int]:
     """What schedulers leave there: a mark, and options of their own in the groups."""
     groups = getattr(optimizer, "param_groups", None) or [{}]
@@ -271,7 +201,7 @@ def name_in_script(obj: Any) -> str:
     where none does."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in OWN:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in stateful.OWN:
             names: dict[str, Any] = {**frame.f_globals, **frame.f_locals}
             for name, value in names.items():
                 if value is obj and not name.startswith("_"):

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as lr
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import tierckpt
-from tierckpt import unsaved
+from tierckpt import stateful
 
 Optimizer = torch.optim.Optimizer
 
@@ -250,6 +250,34 @@ def test_one_whose_optimizer_is_wrapped(settings: dict[str, Any]) -> None:
     assert pace
 
 
+class Delegating(Trainer):
+    """As Accelerate's: it has no state of its own."""
+
+    def step(self) -> None:
+        self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+
+class DelegatingSchedule(Delegating):
+    def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
+        super().__init__(scheduler)
+        self.optimizers = [optimizer]
+
+
+def test_one_that_has_nothing_but_another_one(settings: dict[str, Any]) -> None:
+    model, opt = build()
+    inner = lr.StepLR(opt, 3)
+    pace = DelegatingSchedule(inner, opt)
+    for path, given, names in ((1, {}, ["DelegatingSchedule"]), (2, {"inner": inner}, [])):
+        settings["path"] = settings["path"].with_name(f"c{path}")
+        with attached(model, opt, extra=given, **settings) as (ckpt, said):
+            train(model, opt.step, ckpt)
+        assert [text.split()[0] for text in said] == names
+    assert pace
+
+
 def test_frozen_objects_are_not_found_but_torchs_mark_is(settings: dict[str, Any]) -> None:
     model, opt = build()
     pace = lr.StepLR(opt, 3)
@@ -287,26 +315,64 @@ def test_a_scaler_that_makes_the_steps(given: bool, settings: dict[str, Any]) ->
     assert text.endswith("Give it along: extra={'scaler': scaler}")
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_averaged_weights(given: bool, settings: dict[str, Any]) -> None:
+class ShadowEMA:
+    """As torch_ema and diffusers have it; of the trained parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow_params = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow_params": self.shadow_params}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow_params = state["shadow_params"]
+
+
+@pytest.mark.parametrize("kind", [AveragedModel, ShadowEMA])
+def test_averaged_weights(kind: Callable[[nn.Module], Any], settings: dict[str, Any]) -> None:
     model, opt = build()
-    mean = AveragedModel(model)
-    extra = {"mean": mean} if given else {}
-    with attached(nn.ModuleDict({"a": model}), opt, extra=extra, **settings) as (ckpt, said):
+    model.bias.requires_grad_(False)
+    mean, other = kind(model), kind(nn.Linear(4, 5))
+    both = nn.ModuleDict({"a": model, "b": nn.Linear(3, 3)})
+    with attached(both, opt, **settings) as (ckpt, said):
+        train(model, opt.step, ckpt)
+    (text,) = said
+    assert "has averages of the model's weights, and nothing" in text
+    assert text.endswith("Give it along: extra={'mean': mean}")
+    settings["path"] = settings["path"].with_name("d")
+    with attached(both, opt, extra={"mean": mean}, **settings) as (ckpt, said):
+        train(model, opt.step, ckpt)
+    assert said == []
+    assert other
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata, with a torch so new
+@pytest.mark.parametrize("given", [(), ("data",), ("wrapped",)])
+def test_a_loader_that_knows_its_place(given: tuple[str, ...], settings: dict[str, Any]) -> None:
+    """Of several the one that the training is in; where one is given, the others are not."""
+    kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    model, opt = build()
+    data, held_out = kind(range(8)), kind(range(8))
+    every = {"data": data, "wrapped": tierckpt.ResumableLoader(data)}
+    list(held_out)
+    begun = iter(data if given != ("wrapped",) else every["wrapped"])
+    next(begun)
+    ours = {"extra_per_rank": {name: every[name] for name in given}}
+    with attached(model, opt, **ours, **settings) as (ckpt, said):
         train(model, opt.step, ckpt)
     if given:
         assert said == []
         return
     (text,) = said
-    assert text.startswith("AveragedModel has averages of the model's weights, and nothing")
-    assert text.endswith("Give it along: extra={'mean': mean}")
+    assert text.startswith("StatefulDataLoader is in the midst of a pass, and nothing that")
+    assert text.endswith("Give it along: extra_per_rank={'data': data}")
 
 
 def test_what_cannot_be_looked_at_costs_no_checkpoint(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, opt = build()
-    monkeypatch.setattr(unsaved, "_found", lambda: 1 / 0)
+    monkeypatch.setattr(stateful, "look", lambda: 1 / 0)
     events: list[tierckpt.Event] = []
     with tierckpt.Checkpointer(model, opt, on_event=events.append, **settings) as ckpt:
         train(model, opt.step, ckpt)
