@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import tierckpt
 
 KIND, STEPS = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 100
+BY_EPOCH = KIND in ("epochs", "wrap")
+"""The schedule steps at ends of epochs, and is not given."""
 HOROVOD = "HOROVOD_RANK" in os.environ
 RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("RANK", "0")))
 RANKS = int(os.environ.get("HOROVOD_SIZE", os.environ.get("WORLD_SIZE", "1")))
@@ -32,7 +34,7 @@ def batches(sampler: tierckpt.ResumableSampler, schedule: Any) -> Iterator[torch
         sampler.set_epoch(epoch)
         for (batch,) in loader:
             yield batch
-        if KIND == "epochs":
+        if BY_EPOCH:
             schedule.step()
 
 
@@ -70,7 +72,7 @@ def main() -> None:
     extra = {"schedule": schedule, "position": sampler.position}
     if KIND in ("schedule", "position"):
         del extra[KIND]
-    if KIND == "epochs":
+    if BY_EPOCH:
         del extra["schedule"]
     if KIND == "fails":
         sys.exit("it does not get far")
@@ -88,7 +90,7 @@ def main() -> None:
             batch = batch + random.choice(noise)
         net(batch).square().mean().backward()
         opt.step()
-        if KIND != "epochs":
+        if not BY_EPOCH:
             schedule.step()
         sampler.step()
         if KIND != "wrap":
