@@ -27,8 +27,8 @@ from .state import TrainingState, optimizer_class
 
 MOST_FRAMES = 24
 """Between a scaler and the optimizer whose step it calls there are wrappers and hooks."""
-MARK = "_wrapped_by_lr_sched"
-"""Torch's schedulers put it on the `step` of their optimizer."""
+MARKS = ("_wrapped_by_lr_sched", "_with_counter")
+"""Torch's schedulers put one on the `step` of their optimizer; the second one in older versions."""
 EXTRA, PER_RANK = "extra=", "extra_per_rank="
 
 Say = Callable[[str, int], None]
@@ -193,7 +193,8 @@ def _marks_of(optimizer: Any) -> tuple[bool, int]:
     """What schedulers leave there: a mark, and options of their own in the groups."""
     groups = getattr(optimizer, "param_groups", None) or [{}]
     step = getattr(optimizer, "step", None)
-    return hasattr(getattr(step, "before", step), MARK), len(groups[0])
+    step = getattr(step, "before", step)
+    return any(hasattr(step, mark) for mark in MARKS), len(groups[0])
 
 
 def name_in_script(obj: Any) -> str:
