@@ -717,8 +717,7 @@ class Checkpointer:
     # --- boundary ------------------------------------------------------------------------------
 
     def _boundary(self, force: bool = False) -> None:
-        if not self.group.rank:  # the others' objects are the same, and only one rank says it
-            self._own_hooks.unsaved.boundary()
+        self._own_hooks.unsaved.boundary(speaks=self.group.rank == 0)
         begin = time.perf_counter()
         self._underway.finish()
         self.version += self._iterations.pass_boundary()

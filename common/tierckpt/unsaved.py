@@ -29,6 +29,8 @@ MOST_FRAMES = 24
 """Between a scaler and the optimizer whose step it calls there are wrappers and hooks."""
 MARKS = ("_wrapped_by_lr_sched", "_with_counter")
 """Torch's schedulers put one on the `step` of their optimizer; the second one in older versions."""
+MOST_LOOKS = 8
+"""Some optimizers may change the keys of their groups for ever."""
 EXTRA, PER_RANK = "extra=", "extra_per_rank="
 
 Say = Callable[[str, int], None]
@@ -49,7 +51,7 @@ class Unsaved:
         is how an object is given, with `{name}` and `{it}`; `say` takes text and severity."""
         self._state, self._strangers, self._line, self._say = state, strangers, line, say
         self._scalers: list[_Ref] = []
-        self._looked = False
+        self._looks = 0
         self._marks: list[Any] = []
         self._told: list[_Ref] = []
         self.texts: list[str] = []
@@ -59,13 +61,13 @@ class Unsaved:
 
     def step_begins(self) -> None:
         """Any optimizer's: called in the midst of it."""
-        if self._looked:
+        if self._looks:
             return
         frame = sys._getframe(1)
         for _ in range(MOST_FRAMES):
             if frame.f_code.co_name == "step":
-                scaler = frame.f_locals.get("self")
-                if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+                scaler: Any = frame.f_locals.get("self")
+                if issubclass(type(scaler), torch.amp.GradScaler) and scaler.is_enabled():
                     if not _has(self._scalers, scaler):
                         self._scalers.append(_ref(scaler))
                     return
@@ -73,24 +75,35 @@ class Unsaved:
                 return
             frame = frame.f_back
 
-    def boundary(self) -> None:
-        """Look if it is the first one, or something shows that there is more to see."""
-        marks = [_marks_of(each) for each in self._state.given.values()]
-        if self._looked and marks == self._marks:
-            return
-        self._looked, self._marks = True, marks
+    def boundary(self, speaks: bool) -> None:
+        """Look if it is the first one, or something shows that there is more to see; on the one
+        rank that `speaks`, as the others' objects are the same."""
         try:
-            missing = self._missing()
-            if missing:
-                gc.collect()  # what is kept by a cycle alone is nobody's any more
-            for ref, name, text in missing:
-                if (each := ref()) is not None:
-                    self._tell(each, name, text)
-            if gc.get_freeze_count() and not self.schedulers:
-                self._say_of_hidden()
+            if self._is_due(speaks):
+                self._look()
         except Exception as error:  # other libraries' objects are looked at
+            self._looks = MOST_LOOKS
             text = f"what else has a state was not looked for: {error!r}"
             self._say(text, logging.INFO)
+
+    def _is_due(self, speaks: bool) -> bool:
+        if self._looks >= MOST_LOOKS or (self._looks and not speaks):
+            return False
+        marks = [_marks_of(each) for each in self._state.given.values()]
+        if self._looks and marks == self._marks:
+            return False
+        self._looks, self._marks = self._looks + 1, marks
+        return speaks
+
+    def _look(self) -> None:
+        missing = self._missing()
+        if missing:
+            gc.collect()  # what is kept by a cycle alone is nobody's any more
+        for ref, name, text in missing:
+            if (each := ref()) is not None:
+                self._tell(each, name, text)
+        if gc.get_freeze_count() and not self.schedulers:
+            self._say_of_hidden()
 
     def _given(self) -> list[Any]:
         every = (*self._state.extra.values(), *self._state.extra_per_rank.values())

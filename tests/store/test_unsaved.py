@@ -368,6 +368,21 @@ def test_a_loader_that_knows_its_place(given: tuple[str, ...], settings: dict[st
     assert text.endswith("Give it along: extra_per_rank={'data': data}")
 
 
+def test_an_optimizer_whose_groups_change_for_ever(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is not looked for again and again: that takes a while."""
+    model, opt = build()
+    looks: list[int] = []
+    look = stateful.look
+    monkeypatch.setattr(stateful, "look", lambda: looks.append(1) or look())
+    with attached(model, opt, **settings) as (ckpt, _):
+        for step in range(12):
+            opt.param_groups[0][f"key {step}"] = step
+            train(model, opt.step, ckpt)
+    assert len(looks) == 8
+
+
 def test_what_cannot_be_looked_at_costs_no_checkpoint(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
