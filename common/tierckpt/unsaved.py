@@ -53,9 +53,9 @@ class Unsaved:
         self._scalers: list[_Ref] = []
         self._looks = 0
         self._marks: list[Any] = []
-        self._told: list[_Ref] = []
+        self._reported: list[_Ref] = []
         self.texts: list[str] = []
-        """What was said."""
+        """The warnings so far."""
         self.schedulers = 0
         """So many were found, given or not."""
 
@@ -101,7 +101,7 @@ class Unsaved:
             gc.collect()  # what is kept by a cycle alone is nobody's any more
         for ref, name, text in missing:
             if (each := ref()) is not None:
-                self._tell(each, name, text)
+                self._report(each, name, text)
         if gc.get_freeze_count() and not self.schedulers:
             self._say_of_hidden()
 
@@ -131,7 +131,7 @@ class Unsaved:
             ("data", OF_LOADER, stateful.trained_on(loaders)),
         ):
             missing += [(_ref(each), name, text) for each in every if id(each) not in stored]
-        return [each for each in missing if not _has(self._told, each[0]())]
+        return [each for each in missing if not _has(self._reported, each[0]())]
 
     def _ours(self) -> Iterator[Any]:
         """Optimizers whose steps change the model."""
@@ -151,8 +151,8 @@ class Unsaved:
         whose = f"optimizer {label!r}, {optimizer_class(optimizer)}" if optimizer else SOME
         return OF_SCHEDULER.format(whose=whose)
 
-    def _tell(self, obj: Any, name: str, text: str) -> None:
-        self._told.append(_ref(obj))
+    def _report(self, obj: Any, name: str, text: str) -> None:
+        self._reported.append(_ref(obj))
         it = name_in_script(obj) or name
         how = self._line.replace(EXTRA, PER_RANK) if text is OF_LOADER else self._line
         line = how.format(name=it.rpartition(".")[2], it=it)

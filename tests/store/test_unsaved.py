@@ -35,12 +35,12 @@ def attached(
     """A checkpointer, and what it warns of."""
     said: list[str] = []
 
-    def hear(event: tierckpt.Event) -> None:
+    def receive(event: tierckpt.Event) -> None:
         if event.severity >= logging.WARNING:
             said.append(event.message)
         assert "was not looked for" not in event.message
 
-    with tierckpt.Checkpointer(model, optimizers, on_event=hear, **settings) as ckpt:
+    with tierckpt.Checkpointer(model, optimizers, on_event=receive, **settings) as ckpt:
         yield ckpt, said
 
 
