@@ -33,7 +33,7 @@ from .restore import Aside, Attempt, Restored, Restorer, load
 from .siblings import MOST_FOLDERS, siblings_of, words_for
 from .state import TrainingState
 from .together import Together
-from .wording import some
+from .wording import size_text, some
 
 Inventories = Sequence[Sequence[Found]]
 Parities = Sequence[Sequence[FoundParity]]
@@ -374,16 +374,25 @@ class Comeback:
         self._restorer.report(result)
         total_seconds = time.perf_counter() - self._begin_seconds
         result.seconds.update(inventory=self._inventory_seconds, total=total_seconds)
-        level = " and ".join(result.levels) or "nowhere"
+        level = " and ".join(result.levels)
         self._reports.emit(
             "restored",
-            level=level if result.levels else "",
+            level=level,
             nbytes=result.nbytes,
             seconds=result.seconds,
-            message=f"from {level}" if result.levels else "nothing to restore: a fresh start",
+            message=self._in_words(result, level),
             severity=logging.INFO if self._group.rank == 0 else logging.DEBUG,
         )
         return result
+
+    def _in_words(self, result: Restored, level: str) -> str:
+        if not level:
+            return f"nothing to restore in {self._config.directory}: a fresh start"
+        nbytes, seconds = size_text(result.nbytes), result.seconds["total"]
+        return (
+            f"restored v{result.version} (iteration {int(result)}) from {level}: {nbytes} in "
+            f"{seconds:.2f} s"
+        )
 
     def _reject(self, text: str) -> None:
         if len(self._restorer.rejected) <= MOST_SAID:

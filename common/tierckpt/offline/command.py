@@ -16,7 +16,7 @@ from ..errors import ConfigError, CorruptShardError, TierckptError
 from ..inventory import FoundParity
 from ..progress import Progress
 from ..siblings import NODE
-from ..wording import some
+from ..wording import size_text, some
 from .catalog import Row, rows_of
 from .columns import print_columns
 from .survey import Survey, survey, why_elsewhere
@@ -132,14 +132,6 @@ def _notes(row: Row) -> list[str]:
     if row.encoded:
         notes.append("encoded")
     return notes
-
-
-def size_text(nbytes: int) -> str:
-    """In decimal units, three digits."""
-    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB"]
-    while value >= 999.5 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:.3g} {units[0]}" if nbytes else ""
 
 
 def _time_text(seconds: float | None) -> str:
