@@ -21,7 +21,7 @@ import torch
 
 from . import attach, ending
 from .agreement import Agreement
-from .alike import Roll, agree_on_settings
+from .alike import Roll, agree_on_settings, refused
 from .ballots import ballots_for
 from .berth import Berth
 from .callbacks import CallbackList, Callbacks
@@ -146,11 +146,14 @@ class Checkpointer:
         self.group: Group = group or SingleGroup()
         check_receiver(on_event)  # with those that follow while no rank waits for another
         self._callbacks = CallbackList(callbacks)
-        refuse_model(model)
-        optimizers = label_optimizers(optimizer)
-        self.state = TrainingState(model, optimizers, extra, extra_per_rank, self.reduced)
-        attach.check_state(self.state)
         self.config: Config
+        try:
+            refuse_model(model)
+            optimizers = label_optimizers(optimizer)
+            self.state = TrainingState(model, optimizers, extra, extra_per_rank, self.reduced)
+            attach.check_state(self.state)
+        except TierckptError as error:
+            raise refused(error, self.group) from error.__cause__
         self.config, roll = agree_on_settings(settings, config_file, self.group)
         self.state.forward_changes(self.config.forward_changes)
         self._node = roll.node(self.group.rank)

@@ -37,6 +37,7 @@ from .reading import READERS, RUN_BYTES, Blame, Failure, Kept, Reads
 from .rebuilding import Parities
 from .restored import Restored, Volume
 from .restoreplan import RestorePlan, Source, plan_restore
+from .saidonce import said_by
 from .shardfile import ShardHeader, decode_header
 from .sharing import Courier, Visit, Wants, all_of_it
 from .state import TrainingState
@@ -556,7 +557,8 @@ def all_finished(attempt: Attempt, group: Group) -> None:
     version = attempt.plan.id
     for rank, why in enumerate(group.all_gather_object(attempt.trouble)):
         if why:
-            raise StateTornError(f"{version} could not be loaded to its end: rank {rank}: {why}")
+            error = StateTornError(f"{version} could not be loaded to its end: rank {rank}: {why}")
+            raise said_by(error, rank, group.rank)
 
 
 def _own_of(image: Image, header: ShardHeader) -> OwnState:
