@@ -12,6 +12,7 @@ prints what is wrong with one directory, or nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -98,7 +99,18 @@ def check_directory(need: Need) -> str:
             return f"{path}: {size_text(free)} are free and {size_text(needed)} needed; make room"
         return _write_and_read(path)
     except OSError as error:
-        return f"{path}: {error}"
+        return f"{path}: {_in_words(error)}"
+
+
+def _in_words(error: OSError) -> str:
+    """Without the name of a file that was made only to try."""
+    kinds = {
+        errno.ENOENT: "there is no such directory",
+        errno.ENOTDIR: "this is no directory",
+        errno.EACCES: "nothing may be written there",
+        errno.EROFS: "it is mounted read-only",
+    }
+    return kinds.get(error.errno or 0, str(error))
 
 
 def _write_and_read(folder: str) -> str:

@@ -388,12 +388,12 @@ class Restorer:
                 self._unreachable.add((key, place, rank))
             else:
                 self.bad.add((key, place))
-            by = f"as rank {rank} found, on node {each.node}"
-            text = f"{key} on level {place.level} ({place.where}): {each.why} ({by})"
+            by = f" (as rank {rank} found, on node {each.node})" if self.group.size > 1 else ""
+            text = f"{key} on level {place.level} ({place.where}): {each.why}{by}"
             if not each.silent:
                 self._tell(text)
             elif place.where not in self._silent:  # once, whatever it has, and whoever asks
-                self._tell(f"{each.why} ({by})")
+                self._tell(f"{each.why}{by}")
             if each.silent:
                 self._silent.setdefault(place.where, set()).add(rank)
             if each.undecodable:
