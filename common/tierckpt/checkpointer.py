@@ -566,12 +566,12 @@ class Checkpointer:
             everyone, together = [(False, before, answers)], False
             self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
         if not (safe := all(safe for safe, _, _ in everyone)):
-            left = "nothing is left in memory"
+            left = "nothing of it is left in memory on this node"
             if any(self._berth.job.sealed()):
-                left = f"what is in memory stays there ({self._berth.job.path})"
-            self._reports.notice(
-                f"v{self.version} is not durable everywhere; {left}", logging.ERROR
-            )
+                left = f"what is in memory here stays there for a restart ({self._berth.job.path})"
+            severity = logging.ERROR if self._node.first == self.group.rank else logging.DEBUG
+            text = f"v{self.version} is not durable everywhere (on some rank it is not on disk)"
+            self._reports.notice(f"{text}; {left}", severity)
         whole = safe and all(answers for _, _, answers in everyone)
         self._await_others(end, together, whole)
         return safe and not any(before for _, before, _ in everyone)

@@ -170,7 +170,7 @@ class Comeback:
         if lost is not None and lost > found:
             self._reports.notice(
                 f"going back to {found}, although {lost} was complete once: {self._what_is_left()}",
-                logging.WARNING,
+                logging.WARNING if self._group.rank == 0 else logging.DEBUG,
             )
 
     def _nothing_found(self, version: int | None, live_version: int) -> None:
@@ -188,9 +188,9 @@ class Comeback:
         if unseen:
             raise RestoreError(
                 f"nothing to restore was found, and what is there could not be seen in {unseen}",
-                "This job does not start afresh beside what may be all that is left. Put that "
-                "right and start again; where nothing is to be found there, leave that level out, "
-                "move away what is named, or do not call restore()",
+                "There may be checkpoints, so this job does not start afresh. Mend that and start "
+                "again. If none are there: take the place out of the settings, move away what is "
+                "named, or leave out restore()",
             )
         if (lost := self._lives.once_complete()) is not None:
             raise RestoreError(
@@ -202,7 +202,7 @@ class Comeback:
             )
         if self._restorer.rejected or self._lives.remains():
             self._reports.notice(
-                "starting from the beginning: nothing that was found is complete and sound, nor is "
+                "starting from the beginning: no complete, sound version was found, nor is one "
                 f"known to have ever been on all ranks' disks; {self._what_is_left()}",
                 logging.ERROR if self._restorer.rejected else logging.WARNING,
             )
