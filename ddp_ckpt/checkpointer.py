@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
+from tierckpt.alike import refused
 from tierckpt.extras import named_objects
 from tierckpt.refusals import refuse_model
 from tierckpt.scripts import refuse_second, serve
@@ -64,12 +65,16 @@ class Checkpointer(tierckpt.Checkpointer):
         comm_hook: tuple[Any, CommHook] | None = None,
         **settings: Any,
     ) -> None:
-        refuse_model(model)
-        ddps = find_ddps(model)
-        objects = named_objects("extra_per_rank", settings.get("extra_per_rank")).values()
-        self._hook_states = [obj for obj in objects if isinstance(obj, HookState)]
-        _refuse_hooks(ddps, comm_hook, self._hook_states)
-        group = current_group(common_group(ddps))
+        try:
+            refuse_model(model)
+            ddps = find_ddps(model)
+            objects = named_objects("extra_per_rank", settings.get("extra_per_rank")).values()
+            self._hook_states = [obj for obj in objects if isinstance(obj, HookState)]
+            _refuse_hooks(ddps, comm_hook, self._hook_states)
+            members = common_group(ddps)
+        except tierckpt.TierckptError as error:
+            raise refused(error, current_group()) from error.__cause__
+        group = current_group(members)
         self._hooks = {n: hook for n, ddp in ddps.items() if (hook := Hook.of(ddp)) is not None}
         self.releases_by_layer = bool(ddps) and self._hooks.keys() == ddps.keys()
         if ddps and group.size > 1:

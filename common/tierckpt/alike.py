@@ -15,13 +15,14 @@ from typing import Any
 
 from . import filelock
 from .config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
-from .errors import ConfigError
+from .errors import ConfigError, TierckptError, UnsupportedStateError
 from .group import Group, Node
 from .hostid import host_id
 from .jobdirectory import JobDirectory, job_id_of
 from .launch import Launch, launch_of, smallest
 from .modules.pipeline import Pipeline
 from .proof.order import redirected
+from .saidonce import said_by, same_on_all
 from .surroundings import fingerprint
 from .wording import some
 
@@ -59,7 +60,7 @@ class _Told:
     """What a rank tells the others."""
 
     trouble: str = ""
-    """Why its settings cannot be used."""
+    """Why its settings, or its state, cannot be used."""
     compared: tuple[tuple[str, str], ...] = ()
     where: tuple[str, str, str] = ("", "", "")
     """Node, host name, domain."""
@@ -67,6 +68,8 @@ class _Told:
     token: str = ""
     """See `Roll`."""
     starters: tuple[str, ...] = ()
+    kind: str = ConfigError.__name__
+    """Of the error that says so."""
 
 
 def agree_on_settings(
@@ -75,7 +78,8 @@ def agree_on_settings(
     """Load this rank's settings, and compare them with the other ranks'. Collective.
 
     Raises ConfigError on all ranks, naming those whose settings cannot be used (a key may be
-    missing on one node alone), or are not rank 0's.
+    missing on one node alone), or are not rank 0's. Where a rank comes to `refused` instead, an
+    error of that kind.
     """
     config = None
     launch = Launch()
@@ -91,13 +95,22 @@ def agree_on_settings(
             raise
         mine = _Told(str(error))
     everyone: list[_Told] = group.all_gather_object(mine)
-    _check(everyone)
+    if (wrong := _wrong(everyone)) is not None:
+        raise said_by(wrong, 0, group.rank)
     assert config is not None, "or this rank had trouble"
     hosts, names, domains = zip(*(told.where for told in everyone), strict=True)
     surroundings = tuple(told.surroundings for told in everyone)
     starters = smallest(starter for told in everyone for starter in told.starters)
     token = everyone[0].token
     return config, Roll(hosts, names, domains, surroundings, token, launch, starters)
+
+
+def refused(error: TierckptError, group: Group) -> TierckptError:
+    """`error`, which says why this rank cannot take part at all, for it to raise. Collective, in
+    the place of `agree_on_settings`, which raises one that names it on the ranks that could."""
+    mine = _Told(str(error), kind=type(error).__name__)
+    everyone: list[_Told] = group.all_gather_object(mine)
+    return same_on_all(error, [told.trouble for told in everyone], group.rank)
 
 
 def _is_in_use(config: Config) -> bool:
@@ -122,21 +135,24 @@ def _compared(config: Config) -> Iterable[tuple[str, str]]:
             yield name, str(value)
 
 
-def _check(everyone: Sequence[_Told]) -> None:
-    """Raise ConfigError for the first that is wrong, and all that are wrong in the same way."""
+def _wrong(everyone: Sequence[_Told]) -> TierckptError | None:
+    """An error of the first that is wrong, and all that are wrong in the same way."""
     for told in everyone:
         if told.trouble:
-            raise ConfigError(f"{_ranks(everyone, told)}: {told.trouble}")
+            kinds = {kind.__name__: kind for kind in (ConfigError, UnsupportedStateError)}
+            made: type[TierckptError] = kinds.get(told.kind, ConfigError)
+            return made(f"{_ranks(everyone, told)}: {told.trouble}")
     ours = everyone[0]
     for told in everyone:
         if told.compared != ours.compared:
             pairs = zip(told.compared, ours.compared, strict=True)
             lines = [_difference(n, a, b) for (n, a), (_, b) in pairs if a != b]
             who = _ranks(everyone, told)
-            raise ConfigError(
+            return ConfigError(
                 f"{who} and rank 0 have different settings:\n" + "\n".join(lines) + "\n"
                 "All ranks need the same arguments, environment variables, file and keys."
             )
+    return None
 
 
 def _difference(name: str, theirs: str, ours: str) -> str:

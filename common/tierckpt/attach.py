@@ -22,6 +22,7 @@ from .imagefile import images_of
 from .jobdirectory import JobDirectory, job_id_of, rank_of
 from .modulenames import named_modules
 from .pool import too_small
+from .saidonce import said_by
 from .state import TrainingState
 from .surroundings import module_path
 from .wording import some
@@ -155,7 +156,7 @@ def check_health(config: Config, state: TrainingState, group: Group, node: Node,
     told = group.all_gather_object((name, mine))
     unwell = NodeHealthError({name: problems for name, problems in told if problems})
     if unwell.problems and config.health == "refuse":
-        raise unwell
+        raise said_by(unwell, 0, group.rank)
     return str(unwell)
 
 

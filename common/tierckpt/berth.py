@@ -22,6 +22,7 @@ from .halting import watched_directories
 from .jobdirectory import JobBusyError
 from .pool import SlotPool
 from .reports import Reports
+from .saidonce import said_by
 from .state import TrainingState
 from .suspects import SuspectMarks
 
@@ -49,7 +50,7 @@ class Berth:
         with contextlib.ExitStack() as undo:
             refusals = group.all_gather_object(self._refusal(slots, roll, undo))
             for refusal in filter(None, refusals):
-                raise refusal
+                raise said_by(refusal, 0, group.rank)
             undo.pop_all()
 
     def _refusal(

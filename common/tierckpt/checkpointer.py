@@ -21,7 +21,7 @@ import torch
 
 from . import attach, ending
 from .agreement import Agreement
-from .alike import Roll, agree_on_settings
+from .alike import Roll, agree_on_settings, refused
 from .ballots import ballots_for
 from .berth import Berth
 from .callbacks import CallbackList, Callbacks
@@ -150,11 +150,14 @@ class Checkpointer:
         self.group: Group = group or SingleGroup()
         check_receiver(on_event)  # with those that follow while no rank waits for another
         self._callbacks = CallbackList(callbacks)
-        refuse_model(model)
-        optimizers = label_optimizers(optimizer)
-        self.state = TrainingState(model, optimizers, extra, extra_per_rank, self.reduced)
-        attach.check_state(self.state)
         self.config: Config
+        try:
+            refuse_model(model)
+            optimizers = label_optimizers(optimizer)
+            self.state = TrainingState(model, optimizers, extra, extra_per_rank, self.reduced)
+            attach.check_state(self.state)
+        except TierckptError as error:
+            raise refused(error, self.group) from error.__cause__
         self.config, roll = agree_on_settings(settings, config_file, self.group)
         self.state.forward_changes(self.config.forward_changes)
         self._node = roll.node(self.group.rank)
@@ -568,12 +571,12 @@ class Checkpointer:
             everyone, together = [(False, before, answers)], False
             self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
         if not (safe := all(safe for safe, _, _ in everyone)):
-            left = "nothing is left in memory"
+            left = "nothing of it is left in memory on this node"
             if any(self._berth.job.sealed()):
-                left = f"what is in memory stays there ({self._berth.job.path})"
-            self._reports.notice(
-                f"v{self.version} is not durable everywhere; {left}", logging.ERROR
-            )
+                left = f"what is in memory here stays there for a restart ({self._berth.job.path})"
+            severity = logging.ERROR if self._node.first == self.group.rank else logging.DEBUG
+            text = f"v{self.version} is not durable everywhere (on some rank it is not on disk)"
+            self._reports.notice(f"{text}; {left}", severity)
         whole = safe and all(answers for _, _, answers in everyone)
         self._await_others(end, together, whole)
         return safe and not any(before for _, before, _ in everyone)

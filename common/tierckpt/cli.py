@@ -32,32 +32,36 @@ def trace(commands: Subparsers) -> None:
     """`tierckpt trace merge|summary|plot`."""
     parser = commands.add_parser(
         "trace",
-        help="checkpoints and allreduces on one time axis",
+        help="show checkpoints and allreduces on one time axis",
         description="Reads what ranks wrote to trace_dir, and Horovod's timeline if there is one.",
     )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
 
-    merge = actions.add_parser("merge", help="one file for Perfetto or about:tracing")
+    merge = actions.add_parser("merge", help="write one file for Perfetto or about:tracing")
     merge.add_argument("out", type=Path, metavar="OUT.json")
     _add_inputs(merge, "merge")
 
-    summary = actions.add_parser("summary", help="latencies, gaps, and how much was hidden")
-    what = "leave out what came before (e.g. the first, slow steps)"
+    summary = actions.add_parser(
+        "summary", help="print latencies, gaps, and how much of the copying was hidden"
+    )
+    what = "leave out what was before version V, e.g. the first, slow steps"
     summary.add_argument("--from-version", type=int, metavar="V", help=what)
     _add_inputs(summary, "summary")
 
-    plot = actions.add_parser("plot", help="a picture of one step")
+    plot = actions.add_parser("plot", help="draw one step")
     plot.add_argument("out", type=Path, metavar="OUT.png")
-    plot.add_argument("--version", type=int, metavar="V", help="default: one of median duration")
-    what = "default: the first four"
+    plot.add_argument(
+        "--version", type=int, metavar="V", help="which step; default: one of median duration"
+    )
+    what = "which ranks; default: the first four"
     plot.add_argument("--ranks", type=int, nargs="+", default=(), metavar="R", help=what)
     _add_inputs(plot, "plot")
 
 
 def _add_inputs(parser: argparse.ArgumentParser, action: str) -> None:
-    what = "the traces of all ranks"
+    what = "trace-r*.json of all ranks, in the folder that trace_dir named"
     parser.add_argument("--ours", type=Path, nargs="+", required=True, metavar="FILE", help=what)
-    what = "what HOROVOD_TIMELINE named, of the same run"
+    what = "the file that HOROVOD_TIMELINE named, of the same run"
     parser.add_argument("--horovod", type=Path, metavar="FILE", help=what)
 
     def run(args: argparse.Namespace, console: Console) -> None:
@@ -72,17 +76,17 @@ def health(commands: Subparsers) -> None:
     """`tierckpt health PATH...`."""
     parser = commands.add_parser(
         "health",
-        help="tell whether this node can take checkpoints",
+        help="check whether this node can take checkpoints",
         description="Writes, flushes, reads back and compares a file in each directory. For "
-        "prologue scripts: the exit status is 0 when all is well, else 1.",
+        "scripts that run before a job: the exit status is 0 when all is well, else 1.",
     )
-    what = "directories of the levels"
+    what = "directories for checkpoints: the job's path, its persistent_path, /dev/shm"
     parser.add_argument("path", type=place, nargs="+", metavar="PATH", help=what)
     what = "room that each directory must have, e.g. 20G"
     parser.add_argument("--free", default="0", metavar="SIZE", help=what)
-    what = "memory that must be available"
+    what = "memory that must be available, e.g. 64G"
     parser.add_argument("--memory", default="0", metavar="SIZE", help=what)
-    what = "a directory that does not answer for so long is not well (20)"
+    what = "how long to wait for a directory to answer (default: 20)"
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help=what)
     parser.set_defaults(run=_health)
 
@@ -115,11 +119,12 @@ def list_(commands: Subparsers) -> None:
     """`tierckpt list PATH...`."""
     parser = commands.add_parser(
         "list",
-        help="tell which checkpoints there are, and which one a restart takes",
-        description=f"Tells which checkpoints there are, by their manifests. {PLACES}",
+        help="list the checkpoints, and say which one a restart takes",
+        description="Lists the checkpoints that are there, and which one a restart takes. Their "
+        f"data is not read: see verify. {PLACES}",
     )
     _add_places(parser, "list_versions")
-    parser.add_argument("--json", action="store_true", help="for other programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
 
 
 def verify(commands: Subparsers) -> None:
@@ -132,14 +137,16 @@ def verify(commands: Subparsers) -> None:
         f"is stored: damage is found, and 0 says that there is none. {PLACES}",
     )
     _add_places(parser, "verify_versions")
-    parser.add_argument("--version", type=int, metavar="V", help="only this one")
+    parser.add_argument(
+        "--version", type=int, metavar="V", help="verify only version V; default: all"
+    )
 
 
 def export(commands: Subparsers) -> None:
     """`tierckpt export PATH... OUT`."""
     parser = commands.add_parser(
         "export",
-        help="make one file of a checkpoint: the model, or all as torch.save has it",
+        help="write a checkpoint to one file: the model, or all as torch.save has it",
         description="OUT.safetensors gets the model's state_dict(), for evaluating it or giving it "
         "away; OUT.pt all of it, as torch.save writes it: model, optimizer (or optimizers, by "
         "their names), extra, version, iteration, metric. Takes the version that a restart would "
@@ -147,7 +154,12 @@ def export(commands: Subparsers) -> None:
     )
     _add_places(parser, "export_version")
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--version", type=int, metavar="V", help="this one")
+    parser.add_argument(
+        "--version",
+        type=int,
+        metavar="V",
+        help="export version V; default: the one that a restart takes",
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
 
 
@@ -175,8 +187,8 @@ def diff(commands: Subparsers) -> None:
         f"--plot FILE`, or `PATH 100..200` for some versions of all. {PLACES}",
     )
     parser.add_argument("what", nargs="+", metavar="PATH[@VERSION]|VERSION")
-    parser.add_argument("--json", action="store_true", help="for other programs")
-    parser.add_argument("--all", action="store_true", help="all lines, not the first 20")
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    parser.add_argument("--all", action="store_true", help="show all lines, not only the first 20")
     what = "a picture: how far each layer moves from version to version"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=what)
     parser.set_defaults(run=_diff, error_status=2)
@@ -193,7 +205,7 @@ def prove(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "prove",
         usage="tierckpt prove [options] -- COMMAND...",
-        help="ask whether a script goes on exactly when it is killed and started again",
+        help="test whether a script that is killed and started again goes on exactly",
         description="Runs the command, as it is, twice for some steps: once undisturbed, and once "
         "killed with SIGKILL on the way and started again; and compares every bit of every step: "
         "weights, optimizers, random streams, objects. Says that it is exact, or what differs "
@@ -201,17 +213,17 @@ def prove(commands: Subparsers) -> None:
         "itself are never touched. What else the script writes, it writes again each time. The "
         "exit status is 0 for exact, 1 for not, 2 when nothing can be said.",
     )
-    what = "steps to compare after the kill (10)"
+    what = "how many steps to compare after the kill (default: 10)"
     parser.add_argument("--steps", type=int, default=10, metavar="N", help=what)
-    what = "kill after so many steps (5)"
+    what = "kill after K steps (default: 5)"
     parser.add_argument("--kill-after", type=int, default=5, metavar="K", help=what)
     what = "choose both, at least so many, for an epoch to end before the kill and one after it"
     parser.add_argument("--epochs", action="store_true", help=what)
     what = "begin with a copy of this version, and not afresh; without a PATH that of the settings"
     parser.add_argument("--from", dest="begin", metavar="[PATH@]VERSION", help=what)
-    what = "keep all in this folder; of a job on several nodes one that all of them see"
+    what = "keep logs and records in this folder; with several nodes, one that all of them see"
     parser.add_argument("--dir", type=Path, metavar="FOLDER", help=what)
-    what = "give a run up that makes no step for so long (900)"
+    what = "give up a run that makes no step for this long (default: 900)"
     parser.add_argument("--patience", type=float, default=900.0, metavar="SECONDS", help=what)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_prove, error_status=2)
@@ -225,12 +237,12 @@ def _prove(args: argparse.Namespace, console: Console) -> int:
 
 def pin(commands: Subparsers) -> None:
     """`tierckpt pin PATH VERSION`."""
-    _add_pin(commands, "pin", "keep a version whatever retention says")
+    _add_pin(commands, "pin", "keep a version: it is not deleted when it is old")
 
 
 def unpin(commands: Subparsers) -> None:
     """`tierckpt unpin PATH VERSION`."""
-    _add_pin(commands, "unpin", "leave a pinned version to retention again")
+    _add_pin(commands, "unpin", "end a pin: the version may be deleted when it is old")
 
 
 def _add_pin(commands: Subparsers, action: str, what: str) -> None:
@@ -261,7 +273,7 @@ def takeover(commands: Subparsers) -> None:
     """`tierckpt takeover PATH`."""
     parser = commands.add_parser(
         "takeover",
-        help="free a persistent place from a job that hangs",
+        help="take a persistent_path away from a job that hangs",
         description="Takes the lease of a persistent_path, a directory or a URL (whose client is "
         "told what TIERCKPT_PERSISTENT_STORAGE_OPTIONS says), away from the job that holds it; the "
         "next job that asks has it. For a job that hangs somewhere, renews its lease, and cannot "
@@ -345,7 +357,9 @@ def _let_go_of_output() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("tierckpt", description="Looks after checkpoints.")
+    parser = argparse.ArgumentParser(
+        "tierckpt", description="Looks at a job's checkpoints, and steers the job."
+    )
     parser.add_argument("--version", action="version", version=f"tierckpt {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in COMMANDS:

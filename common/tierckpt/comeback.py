@@ -33,7 +33,7 @@ from .restore import Aside, Attempt, Restored, Restorer, load
 from .siblings import MOST_FOLDERS, siblings_of, words_for
 from .state import TrainingState
 from .together import Together
-from .wording import some
+from .wording import size_text, some
 
 Inventories = Sequence[Sequence[Found]]
 Parities = Sequence[Sequence[FoundParity]]
@@ -170,7 +170,7 @@ class Comeback:
         if lost is not None and lost > found:
             self._reports.notice(
                 f"going back to {found}, although {lost} was complete once: {self._what_is_left()}",
-                logging.WARNING,
+                logging.WARNING if self._group.rank == 0 else logging.DEBUG,
             )
 
     def _nothing_found(self, version: int | None, live_version: int) -> None:
@@ -188,9 +188,9 @@ class Comeback:
         if unseen:
             raise RestoreError(
                 f"nothing to restore was found, and what is there could not be seen in {unseen}",
-                "This job does not start afresh beside what may be all that is left. Put that "
-                "right and start again; where nothing is to be found there, leave that level out, "
-                "move away what is named, or do not call restore()",
+                "There may be checkpoints, so this job does not start afresh. Mend that and start "
+                "again. If none are there: take the place out of the settings, move away what is "
+                "named, or leave out restore()",
             )
         if (lost := self._lives.once_complete()) is not None:
             raise RestoreError(
@@ -202,7 +202,7 @@ class Comeback:
             )
         if self._restorer.rejected or self._lives.remains():
             self._reports.notice(
-                "starting from the beginning: nothing that was found is complete and sound, nor is "
+                "starting from the beginning: no complete, sound version was found, nor is one "
                 f"known to have ever been on all ranks' disks; {self._what_is_left()}",
                 logging.ERROR if self._restorer.rejected else logging.WARNING,
             )
@@ -374,16 +374,25 @@ class Comeback:
         self._restorer.report(result)
         total_seconds = time.perf_counter() - self._begin_seconds
         result.seconds.update(inventory=self._inventory_seconds, total=total_seconds)
-        level = " and ".join(result.levels) or "nowhere"
+        level = " and ".join(result.levels)
         self._reports.emit(
             "restored",
-            level=level if result.levels else "",
+            level=level,
             nbytes=result.nbytes,
             seconds=result.seconds,
-            message=f"from {level}" if result.levels else "nothing to restore: a fresh start",
+            message=self._in_words(result, level),
             severity=logging.INFO if self._group.rank == 0 else logging.DEBUG,
         )
         return result
+
+    def _in_words(self, result: Restored, level: str) -> str:
+        if not level:
+            return f"nothing to restore in {self._config.directory}: a fresh start"
+        nbytes, seconds = size_text(result.nbytes), result.seconds["total"]
+        return (
+            f"restored v{result.version} (iteration {int(result)}) from {level}: {nbytes} in "
+            f"{seconds:.2f} s"
+        )
 
     def _reject(self, text: str) -> None:
         if len(self._restorer.rejected) <= MOST_SAID:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,12 @@ from typing import Any, BinaryIO
 from .complaints import Complaints
 
 logger = logging.getLogger("tierckpt")
+
+IN_WORDS = ("notice", "restored")
+"""Events whose message says all; the version of a notice is only the one that it came at."""
+ABOUT_NO_VERSION = ("rejected", "interval")
+ALWAYS_SHOWN = ("restored",)
+"""Shown by those that have set up no logging, too, where warnings are."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +55,23 @@ class Event:
 
     def text(self) -> str:
         """One line."""
+        return f"[rank {self.rank}] {self._said()}"
+
+    def _said(self) -> str:
+        if self.name in IN_WORDS:
+            return self.message
+        if self.name in ABOUT_NO_VERSION:
+            return f"{' '.join(filter(None, (self.name, self.level)))}: {self.message}"
         spent = ", ".join(f"{k} {1e3 * v:.1f} ms" for k, v in self.seconds.items())
+        newest = self.behind_since
         parts = [
-            f"[rank {self.rank}]",
             self.name,
             f"v{self.version}" if self.version >= 0 else "",
             f"to {self.level}" if self.level and self.name == "committed" else self.level,
             f"{self.nbytes / 1e6:.1f} MB" if self.nbytes else "",
             f"({spent})" if spent else "",
             f"- {self.message}" if self.message else "",
-            f"(behind since v{self.behind_since})" if self.behind_since is not None else "",
+            f"(newest version there: v{newest})" if newest is not None else "",
         ]
         return " ".join(p for p in parts if p)
 
@@ -104,8 +118,11 @@ class EventLog:
         event = Event(name=name, rank=self.rank, **values)
         for key in (name, f"{name}/{event.level}"):
             self.counts[key] = self.counts.get(key, 0) + 1
-        if logger.isEnabledFor(event.severity):
-            logger.log(event.severity, "%s", event.text())
+        if logger.hasHandlers():
+            if logger.isEnabledFor(event.severity):
+                logger.log(event.severity, "%s", event.text())
+        elif logger.isEnabledFor(_severity_shown(event)):
+            _show(event.text())
         self.telling += 1
         try:
             for which, receive in enumerate((self._write, *self._callbacks)):
@@ -138,6 +155,21 @@ class EventLog:
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
+
+
+def _severity_shown(event: Event) -> int:
+    """As Python shows messages where no logging was set up: warnings, and what is worse."""
+    if event.name in ALWAYS_SHOWN and event.severity == logging.INFO:
+        return logging.WARNING
+    return event.severity
+
+
+def _show(text: str) -> None:
+    """On standard error, as Python shows messages where no logging was set up; there the name of
+    the logger would be missing."""
+    if logging.lastResort is not None and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            print(f"tierckpt: {text}", file=sys.stderr, flush=True)
 
 
 def _append(file: BinaryIO, line: bytes) -> None:

@@ -12,6 +12,7 @@ prints what is wrong with one directory, or nothing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -98,7 +99,19 @@ def check_directory(need: Need) -> str:
             return f"{path}: {size_text(free)} are free and {size_text(needed)} needed; make room"
         return _write_and_read(path)
     except OSError as error:
-        return f"{path}: {error}"
+        return f"{path}: {_in_words(error, need)}"
+
+
+def _in_words(error: OSError, need: Need) -> str:
+    """Without the name of a file that was made only to try."""
+    above = os.path.dirname(os.path.abspath(need.path))
+    kinds = {
+        errno.ENOENT: f"there is no directory {above if need.make else need.path}",
+        errno.ENOTDIR: "this is no directory",
+        errno.EACCES: "nothing may be written there",
+        errno.EROFS: "it is mounted read-only",
+    }
+    return kinds.get(error.errno or 0, str(error))
 
 
 def _write_and_read(folder: str) -> str:

@@ -153,7 +153,12 @@ def open_image(
     manifest = Manifest.decode(store.read_manifest(key))
     if manifest.encoding is not None:
         return _decoded(open_encoded(store, manifest), lambda: None, make_room)
-    file = MappedFile(store.open_image(key))
+    try:
+        file = MappedFile(store.open_image(key))
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"its data file {key.stem}{key.SUFFIX} is missing; its manifest is there"
+        ) from None
     return Image(manifest, file.view, file.close, file.bring, file.bring)
 
 

@@ -32,7 +32,7 @@ def interval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the parser of `tierckpt interval`."""
     parser = commands.add_parser(
         "interval",
-        help="the best interval of each level",
+        help="compute the best interval between checkpoints, for each level",
         description="From what a job's events say (events_dir), or from figures given by hand; "
         "those win. Times are like 20ms, 1.5s, 3m, 8h, 2d; seconds without a unit.",
     )

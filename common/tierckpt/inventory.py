@@ -100,7 +100,8 @@ class Problem(NamedTuple):
         place: Place, error: Exception, what: str = "", keys: tuple[ShardKey, ...] = ()
     ) -> Problem:
         """What `error` makes of it; `what` comes first, where the place says too little."""
-        return Problem(place, f"{what}{error}", isinstance(error, NewerFormatError), keys)
+        why = str(error).removeprefix(f"{place.where}: ")  # errors of a store begin so
+        return Problem(place, f"{what}{why}", isinstance(error, NewerFormatError), keys)
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,8 @@ class Lives:
         texts = []
         for (id_, count, life), here in newest:
             gone = [s for s in range(count) if s not in here]
-            missing = f", without {some(gone, MOST_NAMED)}" if gone else ""
+            noun = "shards" if gone[1:] else "shard"
+            missing = f", {noun} {some(gone, MOST_NAMED)} missing" if gone else ""
             whose = _whose(life, here.values()) if lives[id_.version] > 1 else ""
             texts.append(f"{len(here)} of {count} shards of {id_}{whose}{missing}")
         if max(lives.values(), default=0) > 1:

@@ -269,7 +269,10 @@ class Schedule:
         skipped: list[tuple[str, str]] = []
         take = set(due)
         if not wait and not agreed.slot_free:
-            skipped = [(level, "no slot is free on some rank") for level in sorted(due)]
+            skipped = [
+                (level, "on some rank all slots (buffers in memory) are still in use")
+                for level in sorted(due)
+            ]
             take = set()
         elif not wait and "local" in due and not agreed.local_free:
             why = "some rank is still writing the version before"

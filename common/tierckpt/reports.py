@@ -87,7 +87,8 @@ class Reports:
     def skipped(self, level: str, why: str, again: bool) -> None:
         """A version is due and cannot be taken; `again`: so it was at the boundary before."""
         ledger = {"memory": self._agreement.memory, "local": self._agreement.local}.get(level)
-        first = logging.WARNING if level == "local" else logging.INFO
+        loud = level == "local" and self._log.rank == 0  # all ranks skip alike
+        first = logging.WARNING if loud else logging.INFO
         self.emit(
             "skipped",
             level=level,
@@ -165,7 +166,7 @@ class Reports:
         self.emit("failed", **self._local_failure(id_, message["error"]))
 
     def _local_failure(self, id_: VersionId, error: str) -> dict[str, Any]:
-        why = f"{error}; training goes on, {self._config.directory} is behind"
+        why = f"{error}; training goes on, without this version in {self._config.directory}"
         return _failure("local", id_.version, why, self._agreement.local.safe)
 
     def _protected(self, message: dict[str, Any]) -> None:
@@ -197,7 +198,7 @@ class Reports:
         if message.get("superseded"):
             self.passed_over(message["version"], message["error"])
             return
-        behind = f"training goes on, {self._config.persistent.path} is behind"
+        behind = f"training goes on, without this version in {self._config.persistent.path}"
         why = f"{message['error']}; {behind}"
         self._fail("persistent", message["version"], why, self._persistent)
 

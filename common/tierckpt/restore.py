@@ -37,6 +37,7 @@ from .reading import READERS, RUN_BYTES, Blame, Failure, Kept, Reads
 from .rebuilding import Parities
 from .restored import Restored, Volume
 from .restoreplan import RestorePlan, Source, plan_restore
+from .saidonce import said_by
 from .shardfile import ShardHeader, decode_header
 from .sharing import Courier, Visit, Wants, all_of_it
 from .state import TrainingState
@@ -387,12 +388,12 @@ class Restorer:
                 self._unreachable.add((key, place, rank))
             else:
                 self.bad.add((key, place))
-            by = f"as rank {rank} found, on node {each.node}"
-            text = f"{key} on level {place.level} ({place.where}): {each.why} ({by})"
+            by = f" (as rank {rank} found, on node {each.node})" if self.group.size > 1 else ""
+            text = f"{key} on level {place.level} ({place.where}): {each.why}{by}"
             if not each.silent:
                 self._tell(text)
             elif place.where not in self._silent:  # once, whatever it has, and whoever asks
-                self._tell(f"{each.why} ({by})")
+                self._tell(f"{each.why}{by}")
             if each.silent:
                 self._silent.setdefault(place.where, set()).add(rank)
             if each.undecodable:
@@ -556,7 +557,8 @@ def all_finished(attempt: Attempt, group: Group) -> None:
     version = attempt.plan.id
     for rank, why in enumerate(group.all_gather_object(attempt.trouble)):
         if why:
-            raise StateTornError(f"{version} could not be loaded to its end: rank {rank}: {why}")
+            error = StateTornError(f"{version} could not be loaded to its end: rank {rank}: {why}")
+            raise said_by(error, rank, group.rank)
 
 
 def _own_of(image: Image, header: ShardHeader) -> OwnState:

@@ -15,6 +15,7 @@ import torch
 
 from .errors import RestoreError, TierckptError
 from .group import Group
+from .saidonce import said_by, same_on_all
 
 
 class Together:
@@ -58,17 +59,24 @@ class Together:
         """It ends; RestoreError where it did not end well on another rank."""
         if self._over or not (error is None or isinstance(error, Exception)):
             return
+        texts: list[str] = []
         try:
-            self._tell(_in_words(error) if error is not None else "")
+            self._tell(_in_words(error) if error is not None else "", heard=texts)
         except RestoreError as told:
             raise told from error
+        if error is not None:  # on all
+            same_on_all(error, texts, self.rank)
 
-    def _tell(self, why: str, value: Any = None) -> list[Any]:
+    def _tell(self, why: str, value: Any = None, heard: list[str] | None = None) -> list[Any]:
         over, self._over = self._over, True
         told = self._group.all_gather_object((why, value))
+        if heard is not None:
+            heard += [theirs for theirs, _ in told]
         troubles = [f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told) if theirs]
         if troubles and len(troubles) < self.size:
-            raise RestoreError(f"a rank could not go on with the restore. {troubles[0]}")
+            error = RestoreError(f"a rank could not go on with the restore. {troubles[0]}")
+            first = next(rank for rank, (theirs, _) in enumerate(told) if theirs)
+            raise said_by(error, first, self.rank)
         self._over = over
         return [value for _, value in told]
 

@@ -1,4 +1,4 @@
-"""How lists are told in a sentence."""
+"""How lists, counts and sizes are told in a sentence."""
 
 from __future__ import annotations
 
@@ -11,3 +11,16 @@ def some(things: Collection[Any], shown: int = 3, between: str = ", ") -> str:
     """The first few by name, the others by number: `a, b, c and 5 more`."""
     more = f" and {len(things) - shown} more" if len(things) > shown else ""
     return between.join(map(str, islice(things, shown))) + more
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """`1 copy`, `2 copies`."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
+
+def size_text(nbytes: int) -> str:
+    """In decimal units, three digits; nothing where there is none."""
+    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g} {units[0]}" if nbytes else ""

@@ -253,7 +253,7 @@ def test_nodes_whose_agents_died_are_as_lost_as_ever(
 ) -> None:
     ranks(3).run(leave_behind, place)
     agents.kill("a", "c")
-    with pytest.raises(AssertionError, match=r"1 of 3 shards of v7, without 0, 2"):
+    with pytest.raises(AssertionError, match=r"1 of 3 shards of v7, shards 0, 2 missing"):
         ranks(1).run(come_back, place, "b")
 
 
@@ -308,6 +308,6 @@ def test_one_that_dies_meanwhile_costs_what_it_alone_had(
         (why,) = told["rejected"]
         assert why.startswith("agent of node c"), "said once, of all that it had"
         (lost,) = told["lost"]
-        assert f"2 of 3 shards of v{STEPS}, without 2" in lost
+        assert f"2 of 3 shards of v{STEPS}, shard 2 missing" in lost
         asked += [name for name in told["asked"] if "node c" in name]
     assert len(asked) == 2, "one rank may be cut off from it alone, and is not waited for by all"

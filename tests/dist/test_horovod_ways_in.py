@@ -198,6 +198,9 @@ def run_script(folder: Path, shm: Path, name: str, steps: int) -> list[Any]:
     results = [folder / f"{name}{rank}" for rank in range(2)]
     assert all(r.exists() for r in results), done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
+    shown = done.stdout + done.stderr
+    assert shown.count("tierckpt: [rank ") == 1, "what was restored, by rank 0"
+    assert ("tierckpt: [rank 0] restored v" in shown) != ("a fresh start" in shown)
     return [torch.load(r) for r in results]
 
 

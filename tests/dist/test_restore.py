@@ -187,7 +187,9 @@ def test_without_one_of_the_machines_nothing_is_made_up(ranks: Any, tmp_path: Pa
     shutil.rmtree(tmp_path / "host1", ignore_errors=True)  # an agent that ends tidies up there
     told = ranks(2).run(on_hosts, tmp_path, [0, 1], False)
     assert [t["restored"] for t in told] == [(0, {}), (0, {})]
-    said = "what was found: 1 of 2 shards of v3, without 1; 1 of 2 shards of v2, without 1"
+    said = (
+        "what was found: 1 of 2 shards of v3, shard 1 missing; 1 of 2 shards of v2, shard 1 missing"
+    )
     assert [sum(said in text for text in t["complaints"]) for t in told] == [1, 1]
 
 
@@ -197,7 +199,9 @@ def test_shards_of_two_lives_are_counted_apart(ranks: Any, tmp_path: Path) -> No
         ranks(2).run(on_hosts, tmp_path, hosts, True)
     told = ranks(2).run(on_hosts, tmp_path, [0, 1], False)
     assert [t["restored"] for t in told] == [(0, {}), (0, {})]
-    first, second = (rf"1 of 2 shards of v3 of life \w+ \(on \S+\), without {n}" for n in "01")
+    first, second = (
+        rf"1 of 2 shards of v3 of life \w+ \(on \S+\), shard {n} missing" for n in "01"
+    )
     for text in (" ".join(t["complaints"]) for t in told):
         assert "2 of 2 shards" not in text
         assert re.search(f"({first}; {second}|{second}; {first}); ", text), text

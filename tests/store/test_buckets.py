@@ -83,7 +83,7 @@ def test_a_bucket_that_is_not_there_is_an_error_until_it_is_made(
         assert told in capsys.readouterr().out
         gone.make()
         assert main(["list", url]) == 0
-        assert "there are no checkpoints" in capsys.readouterr().out
+        assert "no checkpoints here" in capsys.readouterr().out
         job.run(job.iteration + 1)
     assert PersistentStore(url, **options).versions(), "the way out that was named"
     assert main(["list", url]) == 0

@@ -211,7 +211,7 @@ def test_a_full_persistent_device_is_behind_and_catches_up(
         job.run_until(job.flush_failures)
         (message,) = job.flush_failures()
         assert "No space left on device" in message
-        assert f"training goes on, {shared} is behind" in message
+        assert f"training goes on, without this version in {shared}" in message
         (failed,) = job.heard("failed", "persistent")
         assert failed.behind_since == FLUSHED
         assert behind in job.versions("local"), "the levels before it do not suffer"
@@ -481,7 +481,7 @@ def test_a_store_that_forbids_costs_the_version_and_one_that_is_busy_nothing(
         job.run_until(job.flush_failures)
         (message,) = job.flush_failures()
         assert "check the credentials" in message
-        assert f"{bucket} is behind" in message
+        assert f"without this version in {bucket}" in message
         used_up = (403, "QuotaExceeded")
         proxy.rule = lambda method, path, number: used_up if method == "PUT" else None
         job.flush()

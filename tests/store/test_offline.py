@@ -394,7 +394,7 @@ def test_a_version_of_which_a_shard_is_elsewhere(
     assert main(["list", str(tmp_path / "nodes" / "node0")]) == 0
     lines, _ = texts(capsys)
     assert "1 of" in lines[1]
-    assert "not complete, without" in lines[1]
+    assert "not complete, shard" in lines[1]
     assert "parity of 1" in lines[1]
     assert lines[-1].startswith("no version is complete here")
     with pytest.raises(RestoreError, match="shards of v1, and no version is complete here"):
@@ -419,8 +419,17 @@ def test_a_manifest_without_its_data_file_is_no_shard(
     assert found is not None
     assert found.version == STEPS - 1
     assert main(["list", str(path)]) == 0
-    assert f"{key_of(path, STEPS).stem}: there is a manifest without" in capsys.readouterr().out
+    gone = f"the data file of v{STEPS} shard 0 of 1 is missing"
+    lost = f"v{STEPS} cannot be restored from what is here: no usable copy of shard 0 is left"
+    lines, _ = texts(capsys)
+    assert any(gone in line for line in lines)
+    assert any(lost in line and f"a restart takes v{STEPS - 1}" in line for line in lines)
     assert main(["verify", str(path)]) == 1
+    lines, _ = texts(capsys)
+    assert any("its data file v" in line and ".safetensors is missing" in line for line in lines)
+    assert sum(lost in line for line in lines) == 1
+    with pytest.raises(RestoreError, match=f"v{STEPS} shard 0 of 1 on level local .* is missing"):
+        tierckpt.load(path, STEPS)
     with job() as again:
         assert again.restore().version == STEPS - 1
 
@@ -429,7 +438,7 @@ def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     """One that set a job_id, or its shm_dir, may have some in memory all the same."""
     assert main(["list", str(tmp_path)]) == 0
     (first, second, *advice), error = texts(capsys)
-    assert (first, error) == (f"{tmp_path}: there are no checkpoints", "")
+    assert (first, error) == (f"{tmp_path}: no checkpoints here", "")
     assert second == f"nothing in memory: looked for {memory_of(tmp_path)}"
     assert "TIERCKPT_JOB_ID and TIERCKPT_SHM_DIR" in advice[0]
     assert "where the job's path has {node} in it, give it with that" in advice[1]
@@ -534,8 +543,8 @@ def test_a_copy_that_may_not_be_read_is_not_called_damaged(
     if suffix == ".manifest":
         assert "not all can be read" in error
     else:
-        assert sum("1 that cannot be read" in line for line in lines) == 1
-        assert error == f"tierckpt: 1 of {STEPS} copies cannot be read\n"
+        assert sum(line.endswith(": 1 cannot be read") for line in lines) == 1
+        assert error == f"tierckpt: cannot be read: 1 of {STEPS} copies\n"
 
 
 @pytest.mark.parametrize("path", ["on-{node}/x-{node}", "[1]{node}-{node}*", "{node}"])
@@ -680,13 +689,13 @@ def test_every_byte_is_compared(
     lines, error = texts(capsys)
     assert next(line for line in lines if "DAMAGED" in line).startswith("v3 local: 1 copy")
     assert "differ from their checksum" in "".join(lines)
-    assert error == f"tierckpt: 1 of {STEPS + 1} copies are damaged\n"
+    assert error == f"tierckpt: damaged: 1 of {STEPS + 1} copies\n"
     assert main(["verify", "--version", "4", *places]) == 0
     assert main(["verify", "--version", "99", *places]) == 1
-    assert "there is no v99 to verify" in texts(capsys)[1]
+    assert "no v99 to verify" in texts(capsys)[1]
     (tmp_path / "empty").mkdir()
     assert main(["verify", str(tmp_path / "empty")]) == 1
-    assert "there are no checkpoints to verify" in texts(capsys)[1]
+    assert "no checkpoints to verify" in texts(capsys)[1]
 
 
 @pytest.mark.parametrize("missing", ["key", "the right key", "package"])
@@ -730,12 +739,29 @@ def test_parity_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with Members(tmp_path, Code(3, 2, 1), [40_960] * 3) as members:
         members.protect()
     assert main(["verify", str(tmp_path)]) == 0
-    assert texts(capsys)[0][-1].startswith("v1 parity: 3 copies")
+    parity, rest = texts(capsys)[0]
+    assert parity.startswith("v1 parity: 3 copies")
+    assert rest.startswith("not complete here, though nothing is damaged: v1.")
     flip_byte(next((tmp_path / "node1").glob("*.parity")), 100)
     assert main(["verify", str(tmp_path)]) == 1
     lines, error = texts(capsys)
-    assert f"in {tmp_path}/node1: " in lines[-1]
-    assert error.startswith("tierckpt: 1 of 3 copies")
+    assert any(f"in {tmp_path}/node1: " in line for line in lines)
+    assert error.startswith("tierckpt: damaged: 1 of 3 copies")
+
+
+@pytest.mark.parametrize(
+    "command", ["list", "verify", "export", "diff", "pin", "unpin", "takeover", "halt", "health"]
+)
+def test_what_no_process_can_look_into_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"export": [str(tmp_path / "x.pt")], "pin": ["3"], "unpin": ["3"], "diff": ["1", "2"]}
+    try:
+        status = main([command, "memory://x", *more.get(command, [])])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    assert status == 2
+    assert "memory://x is in the memory of one process" in texts(capsys)[1]
 
 
 def test_a_manifest_that_cannot_be_read_is_not_sound(

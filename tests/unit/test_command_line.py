@@ -67,7 +67,7 @@ def test_in_quotes_too_a_tilde_is_the_home_directory(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "n1" / "ckpts").mkdir(parents=True)
     assert main(["list", "~/{node}/ckpts"]) == 0
-    assert f"{tmp_path}/{{node}}/ckpts: there are no checkpoints" in capsys.readouterr().out
+    assert f"{tmp_path}/{{node}}/ckpts: no checkpoints here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", TAKE_A_PLACE)
@@ -96,7 +96,7 @@ def test_a_name_that_the_terminal_cannot_show_is_told_all_the_same(
     status, out, told = run("list", path, PYTHONIOENCODING="ascii")
     assert (status, told) == (0, "")
     assert f"{tmp_path}/" in out
-    assert "there are no checkpoints" in out
+    assert "no checkpoints here" in out
 
 
 def test_output_that_nobody_reads_ends_it_in_silence(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,12 +100,51 @@ def test_severity_decides_what_is_logged(caplog: pytest.LogCaptureFixture) -> No
         log.emit("sealed", version=1)
         log.emit("failed", version=2, level="local", behind_since=1, severity=logging.ERROR)
     assert [r.levelno for r in caplog.records] == [logging.ERROR]
-    assert caplog.records[0].getMessage() == "[rank 2] failed v2 local (behind since v1)"
+    assert caplog.records[0].getMessage() == ("[rank 2] failed v2 local (newest version there: v1)")
 
 
 def test_an_event_in_words() -> None:
     event = Event("committed", "local", 4, 1, 2_500_000, {"write": 0.25}, message="fine")
     assert event.text() == "[rank 1] committed v4 to local 2.5 MB (write 250.0 ms) - fine"
+
+
+def test_what_is_about_no_version_names_none() -> None:
+    notice = Event("notice", version=0, message="starting from the beginning")
+    assert notice.text() == "[rank 0] starting from the beginning"
+    rejected = Event("rejected", version=0, message="v3 shard 1 of 2: cut short")
+    assert rejected.text() == "[rank 0] rejected: v3 shard 1 of 2: cut short"
+    interval = Event("interval", "local", 7, message="every 12 steps")
+    assert interval.text() == "[rank 0] interval local: every 12 steps"
+
+
+UNCONFIGURED = """
+import logging
+from tierckpt.events import EventLog
+
+log = EventLog(0)
+log.emit("committed", level="local", version=7, severity=logging.INFO)
+log.emit("restored", version=7, message="restored v7", severity=logging.INFO)
+log.emit("failed", level="local", version=8, severity=logging.ERROR)
+EventLog(1).emit("restored", version=7, message="restored v7")  # as on all ranks but rank 0
+logging.getLogger("tierckpt").setLevel(logging.CRITICAL)
+log.emit("restored", version=9, message="restored v9", severity=logging.INFO)
+"""
+
+
+def test_a_script_without_logging_shows_what_was_restored_and_what_failed() -> None:
+    """Under Python's own rule a restart would say nothing; and nobody would know whose line it is.
+    What is asked to be silent is."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNCONFIGURED],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stderr.splitlines() == [
+        "tierckpt: [rank 0] restored v7",
+        "tierckpt: [rank 0] failed v8 local",
+    ]
 
 
 def test_a_receiver_that_always_fails_is_shown_once_and_counted(

@@ -72,7 +72,7 @@ def rows_of(there: Survey) -> list[Row]:
 
     A shard of which only the manifest is left counts as missing, and is added to the problems.
     """
-    there = _without_bare(there)
+    there = without_bare(there)
     own = [copy for copy in there.copies if not there.is_elsewhere(copy.place)]
     lineages = {copy.key.id: copy.lineage for copy in own}
     past = lineages[max(lineages)] if lineages else ()
@@ -89,7 +89,8 @@ def rows_of(there: Survey) -> list[Row]:
     return list(rows.values())
 
 
-def _without_bare(there: Survey) -> Survey:
+def without_bare(there: Survey) -> Survey:
+    """Without the shards of which only the manifest is left, which are added to the problems."""
     bare = [
         each
         for each in there.found
@@ -97,7 +98,7 @@ def _without_bare(there: Survey) -> Survey:
     ]
     for each in bare:
         where = replace(each.place, where=f"{each.place.where}/{each.key.stem}")
-        why = "there is a manifest without its data file; a restart does not take this shard"
+        why = f"the data file of {each.key} is missing; its manifest is there"
         there.problems.append(Problem(where, why, keys=(each.key,)))
     return replace(there, found=[each for each in there.found if each not in bare])
 

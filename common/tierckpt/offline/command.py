@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, CorruptShardError, TierckptError
-from ..inventory import FoundParity
+from ..inventory import FoundParity, Place
+from ..naming import ShardKey
 from ..progress import Progress
 from ..siblings import NODE
-from ..wording import some
-from .catalog import Row, rows_of
+from ..wording import counted, size_text, some
+from .catalog import Row, rows_of, without_bare
 from .columns import print_columns
+from .outlook import outlook
 from .survey import Survey, survey, why_elsewhere
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ PICKLES = (".pt", ".pth")
 def list_versions(args: argparse.Namespace, console: Console) -> None:
     """A line for each version on each level. Raises ConfigError, at the end, where something could
     not be looked at."""
-    there = survey(args.path)
+    there = without_bare(survey(args.path))
     rows = rows_of(there)
     if args.json:
         told = {
@@ -61,11 +63,13 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
     elif there.troubles:
         console.print(f"{where}: no checkpoints that can be read", soft_wrap=True)
     else:
-        console.print(f"{where}: there are no checkpoints", soft_wrap=True)
+        console.print(f"{where}: no checkpoints here", soft_wrap=True)
     for text in there.troubles[:MOST_TOLD]:
         console.print(f"cannot be read: {text}", soft_wrap=True)
     if (more := len(there.troubles) - MOST_TOLD) > 0:
         console.print(f"cannot be read: {more} more; --json has all of them", soft_wrap=True)
+    for text in outlook(there, [key for each in there.problems for key in each.keys]):
+        console.print(text, soft_wrap=True)
     for text in _on_memory(rows, there, paths):
         console.print(text, soft_wrap=True)
     for text in there.beside:
@@ -122,7 +126,8 @@ def _notes(row: Row) -> list[str]:
     elif not row.restartable:
         notes.append("not complete")
     if row.missing and row.there:
-        notes.append(f"without {some(row.missing, MOST_TOLD)}")
+        noun = "shards" if row.missing[1:] else "shard"
+        notes.append(f"{noun} {some(row.missing, MOST_TOLD)} missing")
     if row.parities:
         notes.append(f"parity of {row.parities}")
     if row.suspect:
@@ -132,14 +137,6 @@ def _notes(row: Row) -> list[str]:
     if row.encoded:
         notes.append("encoded")
     return notes
-
-
-def size_text(nbytes: int) -> str:
-    """In decimal units, three digits."""
-    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB"]
-    while value >= 999.5 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:.3g} {units[0]}" if nbytes else ""
 
 
 def _time_text(seconds: float | None) -> str:
@@ -163,8 +160,9 @@ class _Tally:
     def text(self) -> str:
         """How they are."""
         if self.bad or self.unread:
-            counts = {"DAMAGED": len(self.bad), "that cannot be read": len(self.unread)}
-            return ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+            told = [f"{len(self.bad)} DAMAGED"] if self.bad else []
+            told += [f"{len(self.unread)} cannot be read"] if self.unread else []
+            return ", ".join(told)
         if self.unchecked:
             return f"sound as stored; content not checked: {self.unchecked}"
         return "sound"
@@ -176,6 +174,7 @@ def verify_versions(args: argparse.Namespace, console: Console) -> None:
 
     there = survey(args.path)
     counts: dict[str, _Tally] = {}
+    bad: set[tuple[ShardKey, Place]] = set()
     with closing(Progress(Progress.wanted(0, None))) as bar:
         bar.begin("verifying")
         for verdict in verify(there, bar, args.version):
@@ -188,28 +187,44 @@ def verify_versions(args: argparse.Namespace, console: Console) -> None:
             tally.nbytes += verdict.nbytes
             tally.unchecked = tally.unchecked or verdict.unchecked
             if verdict.why:
+                bad.add((key, place))
                 told = tally.unread if verdict.unread else tally.bad
                 told.append(f"{key} in {place.where}: {verdict.why}")
     for name, tally in counts.items():
-        files = "copy" if tally.copies == 1 else "copies"
-        text = f"{name}: {tally.copies} {files}, {size_text(tally.nbytes) or '0 B'}: {tally.text()}"
+        files = counted(tally.copies, "copy", "copies")
+        text = f"{name}: {files}, {size_text(tally.nbytes) or '0 B'}: {tally.text()}"
         console.print(text, soft_wrap=True)
         for text in (*tally.bad, *tally.unread):
             console.print(f"  {text}", soft_wrap=True)
+    lost = [*(key for key, _ in bad), *(key for each in there.problems for key in each.keys)]
+    for text in (*outlook(there, lost, bad), *_not_complete(there, args.version, lost)):
+        console.print(text, soft_wrap=True)
     _judge(args, there, counts.values())
+
+
+def _not_complete(there: Survey, version: int | None, lost: Iterable[ShardKey]) -> Iterator[str]:
+    """What is no damage: a node has its own shards alone."""
+    ids = {copy.key.id for copy in there.copies} - {key.id for key in lost}
+    wanted = [id_ for id_ in sorted(ids) if version in (None, id_.version)]
+    parts = [id_ for id_ in wanted if there.plan(id_.version) is None]
+    if parts:
+        yield (
+            f"not complete here, though nothing is damaged: {some(parts, MOST_TOLD)}. To see all, "
+            "give the paths of all nodes, and the persistent_path"
+        )
 
 
 def _judge(args: argparse.Namespace, there: Survey, tallies: Iterable[_Tally]) -> None:
     if there.troubles:
         raise CorruptShardError(f"not all can be read: {'; '.join(there.troubles[:MOST_TOLD])}")
     if not (every := list(tallies)):
-        which = "are no checkpoints" if args.version is None else f"is no v{args.version}"
-        raise ConfigError(f"{', '.join(args.path)}: there {which} to verify")
+        which = "no checkpoints" if args.version is None else f"no v{args.version}"
+        raise ConfigError(f"{', '.join(args.path)}: {which} to verify")
     copies = sum(tally.copies for tally in every)
     if bad := sum(len(tally.bad) for tally in every):
-        raise CorruptShardError(f"{bad} of {copies} copies are damaged")
+        raise CorruptShardError(f"damaged: {bad} of {counted(copies, 'copy', 'copies')}")
     if unread := sum(len(tally.unread) for tally in every):
-        raise CorruptShardError(f"{unread} of {copies} copies cannot be read")
+        raise CorruptShardError(f"cannot be read: {unread} of {counted(copies, 'copy', 'copies')}")
 
 
 # --- export --------------------------------------------------------------------------------------
@@ -235,6 +250,8 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
         temp.replace(out)
     except TierckptError:
         raise
+    except FileNotFoundError as error:
+        raise ConfigError(f"{out} cannot be written: there is no directory {out.parent}") from error
     except Exception as error:  # torch, and safetensors, have their own for a full disk
         raise ConfigError(f"{out} cannot be written: {error}") from error
     finally:

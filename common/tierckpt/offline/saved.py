@@ -175,7 +175,9 @@ def nothing(
 
 
 def _text(path: Where | Sequence[Where]) -> str:
-    return str(path) if isinstance(path, str) or not isinstance(path, Sequence) else str([*path])
+    if isinstance(path, str) or not isinstance(path, Sequence):
+        return str(path)
+    return ", ".join(map(str, path))
 
 
 class _Reading:

@@ -234,8 +234,7 @@ class RetryingBackend:
                     raise PersistentError(f"{url}: {text}; {advice(error)}", url, False) from error
                 if failures >= self.policy.tries:
                     raise PersistentError(
-                        f"{url}: {text}; given up after {failures} tries; the next version will "
-                        "be tried",
+                        f"{url}: {text}; given up after {failures} tries",
                         url,
                         True,
                     ) from error
