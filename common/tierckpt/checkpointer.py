@@ -719,7 +719,8 @@ class Checkpointer:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
         self.agreed_vote = agreed.adapter
-        self._replicas.compare(agreed)
+        place = self.iteration if self._iterations.explicit else self._released
+        self._replicas.compare(agreed, self._agreement.rows, place)
         self._unchanged.compare(agreed.unchanged)
         if self._agreement.superseded_earlier(self._lives.generation):
             self._berth.clear(self._node)
@@ -730,9 +731,9 @@ class Checkpointer:
             if force:
                 self._reports.lost(self.version, f"replicas differ: {self._replicas.suspicion}")
         snapshot = self._open_snapshot(take, vote == VOID) if take else None
-        place = self.iteration if self._iterations.explicit else self._released
         halt, check = self._halting.vote(self.version), self._replicas.vote(place)
-        self._rounds.vote(self._id(), begin, take, halt, vote, check, self._unchanged.count)
+        row, unchanged = self._replicas.row(), self._unchanged.count
+        self._rounds.vote(self._id(), begin, take, halt, vote, check, unchanged, row)
         self._replicas.voted()
         self._replicas.begin(self.version)
         if self._underway.release_early:

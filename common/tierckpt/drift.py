@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,7 @@ from .localstore import LocalStore
 from .naming import VersionId
 from .persistent import PersistentStore
 from .replicacheck import Finding
+from .replicatexts import Consequences
 from .reports import Reports
 from .suspects import SuspectMarks
 
@@ -96,21 +98,31 @@ class Drift:
         """All ranks were alike at that version of this life."""
         self._spared.alike(self._lives.generation, version)
 
-    def found(self, finding: Finding) -> str:
-        """Mark what may be a mosaic; says which version is none."""
+    def found(self, finding: Finding) -> Consequences:
+        """Mark what may be a mixture; returns what is marked, and which version is none."""
         agreement, lives = self._agreement, self._lives
         self._spared.drifted()
         known = {*agreement.memory.open, *agreement.local.open, *agreement.persistent.open}
         known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
         clean = finding.clean if finding.clean is not None else lives.began_at
         self._begin(known, clean, finding.text())
-        if self._spared.version is not None:
-            number = self._spared.version.version
+        whose = "of this life" if finding.clean is None else f"after v{clean}"
+        return Consequences(
+            f"Versions {whose} are marked as suspect", self._way_back(), lives.nodes
+        )
+
+    def _way_back(self) -> str:
+        where = self._config.directory
+        if (clean := self._spared.version) is not None:
             return (
-                f"{self._spared.version} is the newest that is known to be alike on all ranks: to "
-                f"go back to it, start again with restore(version={number})"
+                f"v{clean.version} is the newest version on disk that is known to be alike on all "
+                f"ranks. Start the job again with restore(version={clean.version}); or with "
+                f'on_drift="stop" (TIERCKPT_ON_DRIFT=stop), and restore() takes it by itself'
             )
-        return "There is no version on disk that is known to be alike on all ranks"
+        return (
+            "no version on the nodes' disks is known to be alike on all ranks. What else there is, "
+            f"and what of it is suspect, is shown by: tierckpt list {shlex.quote(where)}"
+        )
 
     def _begin(self, known: Iterable[VersionId], clean: int, text: str) -> None:
         generation, life = self._lives.generation, self._lives.name
