@@ -106,18 +106,23 @@ class Drift:
         known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
         clean = finding.clean if finding.clean is not None else lives.began_at
         self._begin(known, clean, finding.text())
-        whose = "of this life" if finding.clean is None else f"after v{clean}"
-        return Consequences(
-            f"Versions {whose} are marked as suspect", self._way_back(), lives.nodes
-        )
+        marked = f"Versions after v{clean} are marked as suspect"
+        if finding.clean is None:
+            marked = "Versions that were taken before that was known are marked as suspect"
+        return Consequences(marked, self._way_back(), lives.nodes)
 
     def _way_back(self) -> str:
         where = self._config.directory
         if (clean := self._spared.version) is not None:
+            how = (
+                f"with restore(version={clean.version}); or with "
+                'on_drift="stop" (TIERCKPT_ON_DRIFT=stop), and restore() takes it by itself'
+            )
+            if self._config.on_drift == "stop":
+                how = 'and restore() takes it by itself, as on_drift is "stop"'
             return (
                 f"v{clean.version} is the newest version on disk that is known to be alike on all "
-                f"ranks. Start the job again with restore(version={clean.version}); or with "
-                f'on_drift="stop" (TIERCKPT_ON_DRIFT=stop), and restore() takes it by itself'
+                f"ranks. Start the job again {how}"
             )
         return (
             "no version on the nodes' disks is known to be alike on all ranks. What else there is, "

@@ -101,6 +101,8 @@ class Replicas:
         """See `vote`; of the last boundary."""
         self._gone = 0
         """Differences that were gone when they were asked about."""
+        self._at_once_from: int | None = None
+        """The first version that was looked at inside of the boundary."""
         self._silent = 0
         """Boundaries in a row at which some rank had no digest."""
         self._turn = 0
@@ -173,6 +175,7 @@ class Replicas:
             return
         if self._gone >= GONE_OFTEN:
             look.finish()
+            self._at_once_from = version if self._at_once_from is None else self._at_once_from
         look.begin = self._submit
         self._look = look
 
@@ -380,6 +383,8 @@ class Replicas:
         self._next_all, self._inquiry = True, None
         severity = logging.ERROR
         if outcome.gone:
+            if self._at_once_from is not None and version < self._at_once_from:
+                return  # it was looked at before, and said twice
             self._gone += 1
             text = GONE.format(what=found.what(), version=version, then=consequences.marked)
             text += OFTEN_GONE if self._gone == GONE_OFTEN else ""

@@ -104,7 +104,7 @@ def _cause(finding: Finding, nodes: Sequence[str]) -> str:
 
 def _where(ranks: Sequence[int], nodes: Sequence[str]) -> str:
     known = [rank for rank in ranks if rank < len(nodes)]
-        # A node's name is its host's, and then what tells containers apart.
+    # A node's name is its host's, and then what tells containers apart.
     hosts = [nodes[rank].partition("/")[0] for rank in known]
     told = [f"rank {rank} runs on {host}" for rank, host in zip(known, hosts, strict=True)]
     return some(told, MOST_RANKS)
