@@ -45,8 +45,10 @@ class Spared:
         self._active, self._drifted = active, False
 
     def restart(self, version: VersionId | None) -> None:
-        """A life begins; `version` is the newest that is no suspect, if it is to stay."""
-        self.version, self._next, self._drifted = version, None, False
+        """A life begins; `version` is the newest that is no suspect. It stays until another one is
+        known to be alike: ranks that differ from the first step on would leave nothing else."""
+        self.version = version if self._active else None
+        self._next, self._drifted = None, False
         self._newest = None
 
     def whole(self, id_: VersionId) -> None:
@@ -109,7 +111,7 @@ class Drift:
         marked = f"Versions after v{clean} are marked as suspect"
         if finding.clean is None:
             marked = "Versions that were taken before that was known are marked as suspect"
-        return Consequences(marked, self._way_back(), lives.nodes)
+        return Consequences(marked, self._way_back(), lives.began_at > 0, lives.nodes)
 
     def _way_back(self) -> str:
         where = self._config.directory

@@ -21,6 +21,8 @@ class Consequences(NamedTuple):
     """Which versions are suspect now, in words: a sentence."""
     way_back: str
     """How to go on from a version that is none: a sentence or two."""
+    from_version: bool = False
+    """This life was started from a version."""
     nodes: Sequence[str] = ()
     """On which each rank runs; empty where that is not known."""
 
@@ -57,12 +59,13 @@ SILENT = (
 
 def never_alike(finding: Finding, then: Consequences) -> str:
     """Of ranks that nobody ever made alike in this life."""
+    back = f"To go back: {then.way_back}. " if then.from_version else ""
     own = ", ".join(dict.fromkeys(parameter_of(name) for name in finding.names[:4])) or "..."
     return (
         f"ranks train apart: {finding.what()}, seen at v{finding.version}, and they were never "
         f"alike since this job was started. No further version is taken while that is so, as each "
         "rank stores a part of it: what is restored would be a mixture, the state of no rank. "
-        f"{then.marked}. What to do: wrap the model in DistributedDataParallel (under Horovod: "
+        f"{then.marked}. {back}What to do: wrap the model in DistributedDataParallel (under Horovod: "
         "hvd.DistributedOptimizer), or all_reduce each gradient before the optimizer's step; and "
         "have all ranks begin with the same weights. What is to differ from rank to rank is named "
         f"in the setting forward_changes (here: {own!r}): of that each rank stores its own"
