@@ -63,11 +63,11 @@ def never_alike(finding: Finding, then: Consequences) -> str:
     own = ", ".join(dict.fromkeys(parameter_of(name) for name in finding.names[:4])) or "..."
     return (
         f"ranks train apart: {finding.what()}, seen at v{finding.version}, and they were never "
-        f"alike since this job was started. No further version is taken while that is so, as each "
+        "alike since this job was started. No further version is taken while that is so, as each "
         "rank stores a part of it: what is restored would be a mixture, the state of no rank. "
-        f"{then.marked}. {back}What to do: wrap the model in DistributedDataParallel (under Horovod: "
-        "hvd.DistributedOptimizer), or all_reduce each gradient before the optimizer's step; and "
-        "have all ranks begin with the same weights. What is to differ from rank to rank is named "
+        f"{then.marked}. {back}What to do: wrap the model in DistributedDataParallel (under "
+        "Horovod: hvd.DistributedOptimizer), or all_reduce each gradient before the optimizer's "
+        "step; and have all ranks begin with the same weights. What is to differ from rank to rank is named "
         f"in the setting forward_changes (here: {own!r}): of that each rank stores its own"
     )
 
