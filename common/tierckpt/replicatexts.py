@@ -67,8 +67,8 @@ def never_alike(finding: Finding, then: Consequences) -> str:
         "rank stores a part of it: what is restored would be a mixture, the state of no rank. "
         f"{then.marked}. {back}What to do: wrap the model in DistributedDataParallel (under "
         "Horovod: hvd.DistributedOptimizer), or all_reduce each gradient before the optimizer's "
-        "step; and have all ranks begin with the same weights. What is to differ from rank to rank is named "
-        f"in the setting forward_changes (here: {own!r}): of that each rank stores its own"
+        "step; and have all ranks begin with the same weights. What is to differ from rank to rank "
+        f"is named in the setting forward_changes (here: {own!r}): of that each rank stores its own"
     )
 
 
