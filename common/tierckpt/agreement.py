@@ -10,13 +10,13 @@ For the training thread, but for `tell` and `last_word`, which the copier thread
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from .ballots import Ballots, RankGoneError
+from .ballots import Ballots, Cast, RankGoneError, Rows
 from .best import as_vote, of_vote
 from .config import Config
-from .group import Group, Pending
+from .group import Group
 from .haltrequest import Reason
 from .naming import VersionId
 from .policy import BROKEN, DONE, PENDING, REMEMBERED, Ledger, Vote, superseded_by
@@ -28,7 +28,7 @@ class _Ballot:
 
     def __init__(
         self,
-        pending: Pending,
+        pending: Cast,
         memory: VersionId | None,
         local: VersionId | None,
         peer: VersionId | None,
@@ -43,6 +43,10 @@ class _Ballot:
     def result(self) -> Vote:
         """What all ranks agreed on, waiting for it. Any thread."""
         return Vote.unpack(self._pending.wait())
+
+    def rows(self) -> Rows:
+        """What ranks gave along, likewise."""
+        return self._pending.rows()
 
 
 class Agreement:
@@ -63,6 +67,8 @@ class Agreement:
         self._config = config
         self._on_local_safe, self._on_local_broken = on_local_safe, on_local_broken
         self._ballot: _Ballot | None = None
+        self.rows: Rows = []
+        """What ranks gave along with the votes that were read last."""
         self.turns = 0
         """Votes cast since all ranks last were at the same place for sure."""
         self._asked = False
@@ -146,10 +152,11 @@ class Agreement:
         adapter: int = 0,
         check: tuple[int, int, int, int] = (0, 0, 0, -1),
         unchanged: int = 0,
+        own: Sequence[int] = (),
     ) -> None:
         """Cast this rank's vote; `newest` is the version of this boundary, too young to judge,
         `halt` what `Halting.vote` says, `figures` what checkpoints cost here, and `check` what
-        `Replicas.vote` says."""
+        `Replicas.vote` says, and `own` what all ranks are to read of it (see `Ballots`)."""
         memory = next((v for v in self.memory.open if v != newest), None)
         local = next((v for v in self.local.open if v != newest), None)
         peer = next(iter(self.peer.open), None)
@@ -189,7 +196,7 @@ class Agreement:
         )
         self._asked = False
         self.turns += 1
-        pending = self._ballots.all_reduce_min(vote.pack())
+        pending = self._ballots.all_reduce_min(vote.pack(), own)
         self._ballot = _Ballot(pending, memory, local, peer, flush)
 
     def _state(self, level: str, id_: VersionId | None) -> int:
@@ -206,10 +213,11 @@ class Agreement:
 
     def read(self) -> tuple[Vote, VersionId | None]:
         """What was agreed on since the last boundary, and the version that broke by it, if any."""
+        self.rows = []
         if self._ballot is None:
             return Vote(), None
         try:
-            agreed = self._ballot.result()
+            agreed, self.rows = self._ballot.result(), self._ballot.rows()
         except RankGoneError:
             self._group.barrier()  # fails as the script, or its launcher, knows it of this library
             raise

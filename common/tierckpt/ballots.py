@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from .group import Group, Node, Pending
@@ -29,16 +29,36 @@ it reads the last one first: two would do, and the copier thread may come late t
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 1e-3
 PATIENCE_SECONDS = 1800.0
 """As long as torch's collectives wait for a rank that lives and does not come."""
+OWN_WIDTH = 80
+"""Integers that a rank may give along with its vote."""
 _TOKEN_BYTES = 64
 _LINE_BYTES = 64
 _NAME = "tierckpt-ballots"
 
 
+Rows = list[tuple[int, ...]]
+"""What every rank gave along with its vote, in rank order."""
+LARGEST = (1 << 63) - 1
+
+
+class Cast(Pending, Protocol):
+    """A vote that was cast."""
+
+    def rows(self) -> Rows:
+        """What ranks gave along: waits as `wait` does. Empty where this rank gave nothing; empty
+        for a rank that gave nothing."""
+        ...
+
+
 class Ballots(Protocol):
     """What `Agreement` votes by."""
 
-    def all_reduce_min(self, values: list[int]) -> Pending:
-        """Cast this rank's vote; see `Group.all_reduce_min`. Training thread."""
+    def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
+        """Cast this rank's vote; see `Group.all_reduce_min`. Training thread.
+
+        `own`: OWN_WIDTH integers from 0 to 2^62 that all ranks are to read, of each rank its own.
+        In a turn either all ranks give some or none does.
+        """
         ...
 
     def even_out(self) -> None:
@@ -62,9 +82,12 @@ class GroupBallots:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def all_reduce_min(self, values: list[int]) -> Pending:
-        """See Ballots."""
-        return self._group.all_reduce_min(values)
+    def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
+        """See Ballots. Columns of the other ranks are the largest number, so the minimum has
+        everyone's own."""
+        columns = [LARGEST] * (len(own) * self._group.size)
+        columns[len(own) * self._group.rank : len(own) * (self._group.rank + 1)] = own
+        return _Reduced(self._group.all_reduce_min([*values, *columns]), len(values), len(own))
 
     def even_out(self) -> None:
         """See Ballots. Horovod's group does it when it gathers; others match by order."""
@@ -74,12 +97,30 @@ class GroupBallots:
         """See Ballots."""
 
 
+class _Reduced:
+    """See Cast."""
+
+    def __init__(self, pending: Pending, width: int, own_width: int) -> None:
+        self._pending, self._width, self._own_width = pending, width, own_width
+
+    def wait(self) -> list[int]:
+        return self._pending.wait()[: self._width]
+
+    def rows(self) -> Rows:
+        if not self._own_width:
+            return []
+        columns = self._pending.wait()[self._width :]
+        size = self._own_width
+        return [tuple(columns[at : at + size]) for at in range(0, len(columns), size)]
+
+
 class SharedBallots:
     """By a page of memory that all ranks have mapped.
 
     A row is a turn, a vote, and a checksum of both: what was written in part, or in an order that
     this processor shows otherwise, is not a vote yet. Beside the rows each rank has a byte, set
-    when it has let go.
+    when it has let go. What a rank gives along has a row of its own, and its vote says that it is
+    there.
     """
 
     def __init__(
@@ -93,21 +134,28 @@ class SharedBallots:
         self._pid = os.getpid()
         self._open = threading.Lock()
         """Held by who uses the page or the descriptors, or closes them."""
-        self._row = struct.Struct(f"<q{width}q")
+        self._row = struct.Struct(f"<qq{width}q")
+        """Turn, how many numbers are given along, vote."""
+        self._own_row = struct.Struct(f"<q{OWN_WIDTH}q")
         self._turn = 0
         """Of this rank's last vote."""
 
-    def all_reduce_min(self, values: list[int]) -> Pending:
+    def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
         """See Ballots."""
         turn = self._turn + 1
-        row = self._row.pack(turn, *values)
-        at = self._place(turn, self._group.rank)
         with self._opened() as page:
             # It is there if an interrupt came right behind the writing: others may have read it.
             if self._vote(page, turn, self._group.rank) is None:
-                page[at : at + len(row) + 4] = row + _checksum(row)
+                if own:
+                    row = self._own_row.pack(turn, *own)
+                    self._write(page, self._own_place(turn, self._group.rank), row)
+                row = self._row.pack(turn, len(own), *values)
+                self._write(page, self._place(turn, self._group.rank), row)
         self._turn = turn  # last: what an interrupt kept from being written was not cast
-        return _Pending(self, turn)
+        return _Pending(self, turn, bool(own))
+
+    def _write(self, page: mmap.mmap, at: int, row: bytes) -> None:
+        page[at : at + len(row) + 4] = row + _checksum(row)
 
     def even_out(self) -> None:
         """See Ballots."""
@@ -131,13 +179,14 @@ class SharedBallots:
                 raise RuntimeError("the job ended before all ranks had voted")
             yield self._page
 
-    def result(self, turn: int) -> list[int]:
-        """The minimum of all ranks' votes of that turn, waiting for them. Any thread.
+    def result(self, turn: int) -> tuple[list[int], Rows]:
+        """The minimum of all ranks' votes of that turn, waiting for them, and what they gave along.
+        Any thread.
 
         Raises RankGoneError, TimeoutError when a rank that lives does not vote, and RuntimeError
         when the ballots are closed.
         """
-        votes: dict[int, list[int]] = {}
+        votes: dict[int, tuple[list[int], tuple[int, ...]]] = {}
         gone: set[int] = set()
         deadline = time.monotonic() + PATIENCE_SECONDS
         pause = FIRST_PAUSE_SECONDS
@@ -149,7 +198,9 @@ class SharedBallots:
                         votes[rank] = vote
             missing = self._missing(votes)
             if not missing:
-                return [min(column) for column in zip(*votes.values(), strict=True)]
+                everyone = [votes[rank] for rank in range(self._group.size)]
+                columns = zip(*(vote for vote, _ in everyone), strict=True)
+                return [min(column) for column in columns], [own for _, own in everyone]
             gone.intersection_update(missing)  # it may have voted, and gone then
             if gone:
                 raise RankGoneError(f"rank {min(gone)} was gone before it came to this boundary")
@@ -162,7 +213,7 @@ class SharedBallots:
                 gone = {rank for rank in missing if self._is_gone(page, rank)}
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _missing(self, votes: dict[int, list[int]]) -> list[int]:
+    def _missing(self, votes: Container[int]) -> list[int]:
         return [rank for rank in range(self._group.size) if rank not in votes]
 
     def _is_gone(self, page: mmap.mmap, rank: int) -> bool:
@@ -175,32 +226,48 @@ class SharedBallots:
         ends.register(self._processes[rank], select.POLLIN)
         return bool(ends.poll(0))
 
-    def _vote(self, page: mmap.mmap, turn: int, rank: int) -> list[int] | None:
-        """None while it is not there."""
-        at = self._place(turn, rank)
-        end = at + self._row.size
-        row = page[at:end]
-        if page[end : end + 4] != _checksum(row):
+    def _vote(
+        self, page: mmap.mmap, turn: int, rank: int
+    ) -> tuple[list[int], tuple[int, ...]] | None:
+        """With what was given along; None while it is not there."""
+        found = _read(page, self._place(turn, rank), self._row)
+        if found is None:
             return None
-        cast, *values = self._row.unpack(row)
+        cast, width, *values = found
         if cast > turn:
             raise RuntimeError(f"rank {rank}'s vote {turn} was asked for after its vote {cast}")
-        return values if cast == turn else None
+        if cast < turn:
+            return None
+        if not width:
+            return values, ()
+        own = _read(page, self._own_place(turn, rank), self._own_row)
+        return (values, own[1:]) if own is not None and own[0] == turn else None
 
     def _place(self, turn: int, rank: int) -> int:
         size = self._group.size
         return _head_bytes(size) + (turn % TURNS * size + rank) * _row_bytes(self._width)
 
+    def _own_place(self, turn: int, rank: int) -> int:
+        size = self._group.size
+        first = _head_bytes(size) + TURNS * size * _row_bytes(self._width)
+        return first + (turn % TURNS * size + rank) * _row_bytes(OWN_WIDTH)
+
 
 class _Pending:
-    """See Pending: any thread may wait, and again."""
+    """See Cast: any thread may wait, and again."""
 
-    def __init__(self, ballots: SharedBallots, turn: int) -> None:
-        self._ballots, self._turn = ballots, turn
+    def __init__(self, ballots: SharedBallots, turn: int, with_own: bool) -> None:
+        self._ballots, self._turn, self._with_own = ballots, turn, with_own
         self._lock = threading.Lock()
-        self._result: list[int] | None = None
+        self._result: tuple[list[int], Rows] | None = None
 
     def wait(self) -> list[int]:
+        return self._wait()[0]
+
+    def rows(self) -> Rows:
+        return self._wait()[1] if self._with_own else []
+
+    def _wait(self) -> tuple[list[int], Rows]:
         with self._lock:
             if self._result is None:
                 self._result = self._ballots.result(self._turn)
@@ -219,7 +286,14 @@ def _head_bytes(size: int) -> int:
 
 
 def _row_bytes(width: int) -> int:
-    return _whole_lines(8 * (1 + width) + 4)
+    return _whole_lines(8 * (2 + width) + 4)
+
+
+def _read(page: mmap.mmap, at: int, shape: struct.Struct) -> tuple[int, ...] | None:
+    """What stands in a row; None where it is none yet."""
+    end = at + shape.size
+    row = page[at:end]
+    return shape.unpack(row) if page[end : end + 4] == _checksum(row) else None
 
 
 def _whole_lines(nbytes: int) -> int:
@@ -234,7 +308,8 @@ def _on_shared_page(group: Group, width: int) -> SharedBallots | None:
     other's processes (each in a container of its own) cannot map it; or find another process's
     file under that number, which its name and the token tell.
     """
-    nbytes = _head_bytes(group.size) + TURNS * group.size * _row_bytes(width)
+    rows_bytes = _row_bytes(width) + _row_bytes(OWN_WIDTH)
+    nbytes = _head_bytes(group.size) + TURNS * group.size * rows_bytes
     token = secrets.token_bytes(_TOKEN_BYTES)
     with contextlib.ExitStack() as only_now, contextlib.ExitStack() as unless_whole:
         page, where = None, ""

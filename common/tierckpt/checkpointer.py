@@ -520,6 +520,9 @@ class Checkpointer:
         are not at the same step. Nor where `restore(version=...)` went back and no step was made:
         what is newer stays.
 
+        With `on_drift="stop"`, ReplicaError is raised on all ranks where replicas are found to
+        differ only now, after all that.
+
         In the callback of an event it asks for that, from any one rank: all close at the end of a
         boundary, the next but one at the latest; or when the process ends, if all asked.
         """
@@ -531,8 +534,11 @@ class Checkpointer:
         with self._end():
             self._halting.be_calm()
             remove = self._finish()
+            drifted = self._replicas.error
             self._reports.emit("closed", message=self.exit_reason or "the training's end")
             self._shut_down(remove)
+        if drifted is not None:
+            raise drifted
 
     @contextlib.contextmanager
     def _end(self) -> Iterator[None]:
@@ -728,20 +734,24 @@ class Checkpointer:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
         self.agreed_vote = agreed.adapter
-        self._replicas.compare(agreed)
+        place = self.iteration if self._iterations.explicit else self._released
+        self._replicas.compare(agreed, self._agreement.rows, place)
         self._unchanged.compare(agreed.unchanged)
         if self._agreement.superseded_earlier(self._lives.generation):
             self._berth.clear(self._node)
         unattended = self._halting.hear(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.own_vote()
         if self._replicas.refusing:
+            if self._replicas.asking:  # it may turn out that nothing differs
+                self._schedule.requested |= frozenset(take)
             take = ()
             if force:
-                self._reports.lost(self.version, f"replicas differ: {self._replicas.suspicion}")
+                what = self._replicas.suspicion or "in what is known in a few steps"
+                self._reports.lost(self.version, f"replicas differ: {what}")
         snapshot = self._open_snapshot(take, vote == VOID) if take else None
-        place = self.iteration if self._iterations.explicit else self._released
         halt, check = self._halting.vote(self.version), self._replicas.vote(place)
-        self._rounds.vote(self._id(), begin, take, halt, vote, check, self._unchanged.count)
+        row, unchanged = self._replicas.row(), self._unchanged.count
+        self._rounds.vote(self._id(), begin, take, halt, vote, check, unchanged, row)
         self._replicas.voted()
         self._replicas.begin(self.version)
         if self._underway.release_early:
@@ -833,7 +843,8 @@ class Checkpointer:
             lineage, result = comeback.load(attempt, strict, self.load_adapter)
             self._go_on_from(lineage, result)
             all_finished(attempt, self.group)
-            self._went_back = version is not None and comeback.has_newer(attempt)
+            chosen = version is not None or bool(comeback.passed_over)
+            self._went_back = chosen and comeback.has_newer(attempt)
             self.state.drop_gradients()  # of an iteration that was cut short, or of none
             books = (self._agreement, self._pool, self._reports)
             if self._local_enabled() and not mend(attempt, self.group, self._levels, *books):

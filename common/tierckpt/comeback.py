@@ -68,6 +68,8 @@ class Comeback:
         self._begin_seconds, self._elsewhere = begin_seconds, elsewhere
         self._version: int | None = None
         """That was asked for."""
+        self.passed_over: list[VersionId] = []
+        """Newer ones than what was found, which are suspect, newest first."""
         self._calls_alone = config.boundary == "explicit"
         self._together = Together(group)
         with self._together:
@@ -113,6 +115,7 @@ class Comeback:
                 else:
                     on_failure.callback(attempt.close)
                     if version is None:
+                        self._tell_what_is_passed_over(attempt.plan.id)
                         self._tell_what_is_lost(attempt.plan.id)
                     self._lives.reject(self._restorer.bad)
             on_failure.pop_all()
@@ -127,9 +130,47 @@ class Comeback:
         self._version = version
         try:
             self._judge_what_was_seen()
+            if version is None and self._config.on_drift == "stop" and self._lives.suspects:
+                suspects = self._lives.suspects.keys()
+                attempt = self._restorer.find(None, suspects)
+                if attempt is not None:
+                    self.passed_over = self._lives.newer_suspects(attempt.plan.id)
+                    return attempt
             return self._restorer.find(version)
         finally:
             self._count_rejected()
+
+    def _tell_what_is_passed_over(self, found: VersionId) -> None:
+        """Who asks to stop where replicas differ does not want to go on from such a version. Where
+        the life before went back to the same version, and came no further before replicas differed
+        again, a launcher could try for ever: RestoreError, on all ranks."""
+        if not self.passed_over:
+            return
+        newest = self.passed_over[0]
+        names = some([f"v{id_.version}" for id_ in self.passed_over], MOST_SAID)
+        why = (
+            f"{names} {'is' if len(self.passed_over) == 1 else 'are'} suspect, as replicas "
+            f"differed: {self._lives.suspects[newest]}"
+        )
+        began = self._lives.lineage_of(newest)[-1]
+        if began == (newest.generation, found.version) and newest.generation > found.generation:
+            raise RestoreError(
+                f"the life of this job before this one was started from {found}, as the next one "
+                f"would be, and replicas differed again before a newer version was known to be "
+                f"alike on all ranks ({why}). Nothing was changed, so that a launcher does not "
+                "try that for ever",
+                f"Find the cause first. Then restore(version={found.version}) tries {found} once "
+                'more; on_drift="warn" (TIERCKPT_ON_DRIFT=warn) goes on from the newest version, '
+                "suspect or not",
+            )
+        self._tell_one(
+            f"{found} is restored, the newest version that is not suspect, as on_drift is "
+            f'"stop". {why}. To take one of these all the same: restore(version='
+            f'{newest.version}), or on_drift="warn"'
+        )
+
+    def _tell_one(self, text: str) -> None:
+        self._reports.notice(text, logging.DEBUG if self._group.rank else logging.WARNING)
 
     def _look_again(self, missing: str) -> tuple[Inventories, Parities]:
         """Take stock once more: something was retired since."""
@@ -167,7 +208,7 @@ class Comeback:
     def _tell_what_is_lost(self, found: VersionId) -> None:
         """Going far back must not look like the ordinary course."""
         lost = self._lives.once_complete()
-        if lost is not None and lost > found:
+        if lost is not None and lost > found and lost not in self.passed_over:
             self._reports.notice(
                 f"going back to {found}, although {lost} was complete once: {self._what_is_left()}",
                 logging.WARNING if self._group.rank == 0 else logging.DEBUG,
@@ -253,13 +294,19 @@ class Comeback:
     def _tell_suspicion(self, id_: VersionId, what: str) -> None:
         """It may be no rank's state. Said by rank 0, as all know."""
         clean = self._lives.newest_clean(id_)
-        other = (
-            f"{clean} is the newest that is not: restore(version={clean.version}) takes it"
-            if clean is not None
-            else "there is no older one that is not"
+        if clean is None:
+            other = "there is no older one that is not suspect"
+        elif self._version is None:
+            other = (
+                f"{clean} is the newest that is not. To take that: restore(version={clean.version})"
+                ', or on_drift="stop" (TIERCKPT_ON_DRIFT=stop)'
+            )
+        else:
+            other = f"it was asked for; {clean} is the newest that is not"
+        self._tell_one(
+            f"{id_} is restored, and is suspect: parts of it come from ranks that differed "
+            f"({what}); {other}"
         )
-        text = f"{id_}, which is restored, is suspect: replicas differed ({what}); {other}"
-        self._reports.notice(text, logging.DEBUG if self._group.rank else logging.WARNING)
 
     def _tell_where_it_was(self, id_: VersionId) -> None:
         """Who removed the directory may have meant to begin afresh."""

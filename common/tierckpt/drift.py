@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,7 @@ from .localstore import LocalStore
 from .naming import VersionId
 from .persistent import PersistentStore
 from .replicacheck import Finding
+from .replicatexts import Consequences
 from .reports import Reports
 from .suspects import SuspectMarks
 
@@ -43,8 +45,10 @@ class Spared:
         self._active, self._drifted = active, False
 
     def restart(self, version: VersionId | None) -> None:
-        """A life begins; `version` is the newest that is no suspect, if it is to stay."""
-        self.version, self._next, self._drifted = version, None, False
+        """A life begins; `version` is the newest that is no suspect. It stays until another one is
+        known to be alike: ranks that differ from the first step on would leave nothing else."""
+        self.version = version if self._active else None
+        self._next, self._drifted = None, False
         self._newest = None
 
     def whole(self, id_: VersionId) -> None:
@@ -96,21 +100,36 @@ class Drift:
         """All ranks were alike at that version of this life."""
         self._spared.alike(self._lives.generation, version)
 
-    def found(self, finding: Finding) -> str:
-        """Mark what may be a mosaic; says which version is none."""
+    def found(self, finding: Finding) -> Consequences:
+        """Mark what may be a mixture; returns what is marked, and which version is none."""
         agreement, lives = self._agreement, self._lives
         self._spared.drifted()
         known = {*agreement.memory.open, *agreement.local.open, *agreement.persistent.open}
         known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
         clean = finding.clean if finding.clean is not None else lives.began_at
         self._begin(known, clean, finding.text())
-        if self._spared.version is not None:
-            number = self._spared.version.version
-            return (
-                f"{self._spared.version} is the newest that is known to be alike on all ranks: to "
-                f"go back to it, start again with restore(version={number})"
+        marked = f"Versions after v{clean} are marked as suspect"
+        if finding.clean is None:
+            marked = "Versions that were taken before that was known are marked as suspect"
+        return Consequences(marked, self._way_back(), lives.began_at > 0, lives.nodes)
+
+    def _way_back(self) -> str:
+        where = self._config.directory
+        if (clean := self._spared.version) is not None:
+            how = (
+                f"with restore(version={clean.version}); or with "
+                'on_drift="stop" (TIERCKPT_ON_DRIFT=stop), and restore() takes it by itself'
             )
-        return "There is no version on disk that is known to be alike on all ranks"
+            if self._config.on_drift == "stop":
+                how = 'and restore() takes it by itself, as on_drift is "stop"'
+            return (
+                f"v{clean.version} is the newest version on disk that is known to be alike on all "
+                f"ranks. Start the job again {how}"
+            )
+        return (
+            "no version on the nodes' disks is known to be alike on all ranks. What else there is, "
+            f"and what of it is suspect, is shown by: tierckpt list {shlex.quote(where)}"
+        )
 
     def _begin(self, known: Iterable[VersionId], clean: int, text: str) -> None:
         generation, life = self._lives.generation, self._lives.name

@@ -133,8 +133,7 @@ class Levels:
             ages_seconds["local"] = self.lives.age_seconds(local, id_)
         self._agreement.restart(memory, local, peer, broken, ages_seconds)
         self.onward.restart()
-        suspect = id_ in self.lives.suspects
-        self.onward.spared.restart(self.lives.newest_clean(id_, "local") if suspect else None)
+        self.onward.spared.restart(self.lives.newest_clean(id_, "local"))
         self.meet()
 
     def _pin_as_elsewhere(self, id_: VersionId) -> None:

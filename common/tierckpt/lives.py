@@ -181,6 +181,21 @@ class Lives:
         plan: RestorePlan | None = plan_restore(seen)
         return plan.id if plan and (limit is None or plan.id <= limit) else None
 
+    def newer_suspects(self, than: VersionId) -> list[VersionId]:
+        """Suspects that a restart could take, the newest at least, and which are newer; that one
+        first."""
+        plan = plan_restore(self.found, parities=self.parities)
+        if plan is None or plan.id not in self.suspects:
+            return []
+        seen = {f.key.id for each in self.found for f in each} | {plan.id}
+        return sorted((i for i in seen & self.suspects.keys() if than < i <= plan.id), reverse=True)
+
+    def lineage_of(self, id_: VersionId) -> Lineage:
+        """Of a version that was found."""
+        found = (f.lineage for each in self.found for f in each if f.key.id == id_)
+        made = (p.lineage for each in self.parities for p in each if p.key.id == id_)
+        return next(found, None) or next(made, ((id_.generation, 0),))
+
     def newest_clean(self, limit: VersionId, level: str = "") -> VersionId | None:
         """The newest complete version up to `limit` that was found, and that is no suspect."""
         known = {f.key.id for each in self.found for f in each if f.key.id <= limit}

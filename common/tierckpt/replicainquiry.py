@@ -1,91 +1,240 @@
-"""Replica check, the inquiry: what ranks tell each other where a look differs.
+"""Replica check, the inquiry: what ranks report to each other where a look differs. Pure.
 
-All know of it at the same boundary, so all take part. What is sent does not grow with the state: of
-a look, or of the list of tensors, digests of a few runs first, and then all of the first runs that
-differ.
+All ranks learn of a difference from the same ballot, and each gives its answer along with its next
+vote: a row of numbers, which all have read one boundary later. So nobody waits for a rank that does
+not come to a boundary, or comes late, but as it waits for that rank's vote. What is asked next
+follows from the answers, which are the same on all ranks. First the facts, with digests of a few
+runs of units of the look; then those of parts of the first runs that differ, until these are single
+units. Where ranks have different tensors, the list of these is searched likewise, and the first
+line that differs is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
-from .group import Group
-from .replicacheck import BUCKETS_OPENED, NONE, buckets_of, find, folded, unlike
+from .ballots import OWN_WIDTH, Rows
+from .replicacheck import BUCKETS, BUCKETS_OPENED, NONE, buckets_of, find, fold, unlike
 from .replicahash import Look
 from .replicated import Replicated
 
+TEXT_BYTES = 7
+"""Of a line's text in each number of a row."""
 
-class Answer(NamedTuple):
+
+class Stage(IntEnum):
+    """What a row is about: its first number."""
+
+    NOTHING = 0
+    """A rank that has no answer, as an interrupt came between its boundaries."""
+    FACTS = 1
+    UNITS = 2
+    LINES = 3
+    TEXT = 4
+
+
+class Facts(NamedTuple):
     """By one rank, first."""
 
     turn: int
     version: int
+    place: int
+    """The iteration at which the rank is at this boundary."""
     slices: int
     """How many the look is of."""
     structure: int
     """As it was then."""
-    buckets: tuple[int, ...]
-    """Digests of runs of the look's."""
     now: int
     """The structure as it is at this boundary; NONE where that cannot be said."""
     tensors: int
     """How many there are now."""
-    stands: bool
-    """The state has the same tensors as at the look."""
+    stands: int
+    """1 if the state has the same tensors as at the look."""
+    fresh: int
+    """A digest of the same slices, hashed at this boundary; NONE where there is none."""
 
 
-def ask(group: Group, look: Look, now: Replicated | None, stands: bool) -> list[Answer]:
-    """What every rank has; `now`: of the state at this boundary. Collective."""
-    mine = Answer(
-        look.turn,
-        look.version,
-        len(look.which),
-        look.replicated.structure,
-        folded(look.digests),
-        NONE if now is None else now.structure,
-        0 if now is None else len(now.lines),
-        stands,
-    )
-    return [Answer(*each) for each in group.all_gather_object(tuple(mine))]
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it; the same on all ranks."""
+
+    nothing: bool = False
+    """The looks cannot be compared: all is to be looked at again."""
+    turn: int | None = None
+    """If it must be set anew: of the next look."""
+    apart: bool = False
+    """Ranks came to the boundary at different iterations."""
+    names: tuple[str, ...] = ()
+    """Tensors that differ, the first of them."""
+    odd: tuple[int, ...] | None = None
+    """Ranks that are odd; None without a majority."""
+    more: bool = False
+    """Others may differ, too."""
+    gone: bool = False
+    """At the boundary of the inquiry the slices of the look were alike."""
+    everything: bool = False
+    """The look was at all slices."""
+    structure: tuple[str, ...] = ()
+    """What each rank has of the first tensor that ranks do not have alike."""
 
 
-def of_one_boundary(answers: Sequence[Answer]) -> bool:
-    """All have looked at the same slices of the same version."""
-    return len({(each.turn, each.version, each.slices) for each in answers}) == 1
+class Inquiry:
+    """One rank's part. Training thread. `row`, then `receive`, until that returns an outcome."""
+
+    def __init__(
+        self,
+        look: Look | None,
+        now: Replicated | None,
+        stands: bool,
+        place: int,
+        fresh: int,
+        slices: int,
+    ) -> None:
+        """`look`: that differs, None where this rank has none. `now`: of the state at this
+        boundary. `slices`: how many there are. For the others see `Facts`."""
+        self._look, self._now, self._slices = look, now, slices
+        self._stage = Stage.FACTS
+        self._lists = False
+        """The list of tensors is searched, not these."""
+        self._rounds = 0
+        self._gone = self._everything = self._more = False
+        self._values: Sequence[int] = look.digests if look is not None else ()
+        """What is searched for a difference."""
+        self._runs = buckets_of(len(self._values))
+        """Whose digests are in the row."""
+        self._facts: Facts | None = None
+        if look is not None:
+            self._facts = Facts(
+                look.turn,
+                look.version,
+                place,
+                len(look.which),
+                look.replicated.structure,
+                NONE if now is None else now.structure,
+                0 if now is None else len(now.lines),
+                int(stands),
+                fresh,
+            )
+
+    def row(self) -> list[int]:
+        """This rank's answer: OWN_WIDTH numbers."""
+        if self._facts is None:
+            return [Stage.NOTHING] * OWN_WIDTH
+        if self._stage is Stage.TEXT:
+            answer = _packed(self._line())
+        else:
+            answer = [fold((), self._values[run.start : run.stop]) for run in self._runs]
+            if self._stage is Stage.FACTS:
+                answer = [*self._facts, *answer]
+        row = [int(self._stage), *answer]
+        return row + [0] * (OWN_WIDTH - len(row))
+
+    def receive(self, rows: Rows) -> Outcome | None:
+        """All ranks' answers; None where more is to be asked."""
+        self._rounds += 1
+        if self._facts is None or any(not row or row[0] != self._stage for row in rows) or not rows:
+            return Outcome(nothing=True)
+        if self._stage is Stage.TEXT:
+            return self._outcome(structure=tuple(_unpacked(row[1:]) for row in rows))
+        digests = [row[1:] for row in rows]
+        if self._stage is Stage.FACTS:
+            size = len(Facts._fields)
+            outcome = self._judge([Facts(*row[:size]) for row in digests])
+            if outcome is not None or self._lists:
+                return outcome
+            digests = [row[size:] for row in digests]
+        return self._narrow([row[: len(self._runs)] for row in digests])
+
+    def _judge(self, facts: Sequence[Facts]) -> Outcome | None:
+        """By the facts: an outcome, or whether tensors or the list of them are to be searched."""
+        if len({(each.turn, each.version, each.slices) for each in facts}) > 1:
+            turn = max(each.turn for each in facts) + 2 + self._rounds
+            return Outcome(nothing=True, turn=turn)  # an interrupt came between
+        if len({each.place for each in facts}) > 1:
+            return Outcome(apart=True)
+        if any(each.now == NONE for each in facts):
+            return Outcome(nothing=True)  # a rank does not know what it has
+        if len({each.now for each in facts}) > 1:
+            assert self._now is not None
+            self._lists, self._stage, self._values = True, Stage.LINES, self._now.line_hashes
+            self._runs = buckets_of(max(each.tensors for each in facts))
+            return None
+        if len({each.structure for each in facts}) > 1 or not all(each.stands for each in facts):
+            return Outcome(nothing=True)  # looked at before all had noticed that it is another one
+        fresh = {each.fresh for each in facts}
+        self._gone = len(fresh) == 1 and fresh != {NONE}
+        self._everything = facts[0].slices == self._slices
+        return None
+
+    def _narrow(self, rows: Sequence[Sequence[int]]) -> Outcome | None:
+        """By digests of runs, of each rank: those that differ are taken apart."""
+        differ = [self._runs[i] for i in unlike(rows)]
+        if not differ:  # these are alike, by 62 bits, and what they were made of is not
+            return Outcome(nothing=True)
+        single = all(len(run) == 1 for run in self._runs)
+        if single and not self._lists:
+            return self._tensors(rows)
+        opened = differ[: 1 if self._lists else BUCKETS_OPENED]
+        self._more |= len(differ) > len(opened)
+        if single:
+            self._stage, self._runs = Stage.TEXT, opened
+            return None
+        if self._stage is Stage.FACTS:
+            self._stage = Stage.UNITS
+        self._runs = [part for run in opened for part in _parts(run, BUCKETS // len(opened))]
+        return None
+
+    def _tensors(self, rows: Sequence[Sequence[int]]) -> Outcome:
+        assert self._look is not None
+        names, units = self._look.replicated.names, self._look.units
+        columns: list[tuple[str, Sequence[Hashable]]] = [
+            (names[units[run.start].tensor], column)
+            for run, column in zip(self._runs, zip(*rows, strict=True), strict=True)
+        ]
+        found, odd = find(names, columns)
+        return self._outcome(names=found, odd=odd)
+
+    def _outcome(
+        self,
+        names: tuple[str, ...] = (),
+        odd: tuple[int, ...] | None = None,
+        structure: tuple[str, ...] = (),
+    ) -> Outcome:
+        return Outcome(
+            names=names,
+            odd=odd,
+            structure=structure,
+            more=self._more or bool(structure),
+            gone=self._gone,
+            everything=self._everything,
+        )
+
+    def _line(self) -> str:
+        """The one that was found."""
+        assert self._now is not None
+        at = self._runs[0].start
+        return self._now.lines[at] if at < len(self._now.lines) else "none here"
 
 
-def comparable(answers: Sequence[Answer]) -> bool:
-    """The looks were at the same tensors, on all ranks."""
-    return len({each.structure for each in answers}) == 1 and all(each.stands for each in answers)
+def _parts(run: range, count: int) -> list[range]:
+    """So many at most."""
+    size = -(-len(run) // count)
+    return [run[at : at + size] for at in range(0, len(run), size)]
 
 
-def tensors(
-    group: Group, look: Look, answers: Sequence[Answer]
-) -> tuple[tuple[str, ...], tuple[int, ...] | None, bool]:
-    """(tensors that differ, ranks that are odd, whether there may be others). Collective."""
-    differ = unlike([each.buckets for each in answers])
-    runs = [buckets_of(len(look.digests))[i] for i in differ[:BUCKETS_OPENED]]
-    indices = [i for run in runs for i in run]
-    rows: list[list[int]] = group.all_gather_object([look.digests[i] for i in indices])
-    names = [look.replicated.names[look.units[i].tensor] for i in indices]
-    columns = list(zip(names, zip(*rows, strict=True), strict=True))
-    found, odd = find(look.replicated.names, columns)
-    return found, odd, len(differ) > BUCKETS_OPENED
+def _packed(text: str) -> list[int]:
+    """What of a line has room in a row."""
+    content = text.encode()[: (OWN_WIDTH - 1) * TEXT_BYTES]
+    parts = [content[at : at + TEXT_BYTES] for at in range(0, len(content), TEXT_BYTES)]
+    return [int.from_bytes(part.ljust(TEXT_BYTES, b"\0"), "little") for part in parts]
 
 
-def structures(group: Group, now: Replicated, answers: Sequence[Answer]) -> tuple[list[str], bool]:
-    """(what each rank has of the first tensor that is not alike, whether only the kind of device
-    differs). Collective."""
-    count = max(each.tensors for each in answers)
-    rows: list[tuple[int, ...]] = group.all_gather_object(folded(now.line_hashes, count))
-    first = (unlike(rows) or [0])[0]
-    mine = now.lines[buckets_of(count)[first].start : buckets_of(count)[first].stop]
-    lines: list[list[str]] = group.all_gather_object(mine)
-    at = (unlike(lines) or [0])[0]
-    what = [row[at] if at < len(row) else "none here" for row in lines]
-    kinds = {line.rpartition(" on ")[0] for line in what}
-    return what, len(kinds) == 1
+def _unpacked(row: Sequence[int]) -> str:
+    content = b"".join(number.to_bytes(TEXT_BYTES, "little") for number in row)
+    return content.rstrip(b"\0").decode(errors="replace")
 
 
-__all__ = ["Answer", "ask", "comparable", "of_one_boundary", "structures", "tensors"]
+__all__ = ["Facts", "Inquiry", "Outcome", "Stage"]

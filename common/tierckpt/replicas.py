@@ -2,68 +2,56 @@
 
 At each boundary all ranks hash the same slice of parameters and optimizer state, the first time in
 a life all of it (`replicahash`); the digest goes into the next boundary's vote, and what came of
-that is read at the one after. If ranks differ, all learn it at the same boundary, so they may tell
-each other more there: which tensors, on which ranks.
+that is read at the one after. If ranks differ, all learn it from the same vote, and give along with
+the next ones which tensors differ, on which ranks (`replicainquiry`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from . import replicainquiry as inquiry
+from .ballots import Rows
 from .config import Config
 from .errors import ReplicaError
 from .group import Group
-from .modulenames import parameter_of
 from .policy import Vote
 from .replicacheck import NONE, Finding, agree, as_vote
 from .replicahash import Look
-from .replicainquiry import Answer
+from .replicainquiry import Inquiry, Outcome
 from .replicated import Replicated
+from .replicatexts import (
+    ALIKE_AGAIN,
+    GONE,
+    OFTEN_GONE,
+    OTHER_DEVICES,
+    SILENT,
+    SPREAD,
+    Consequences,
+    drifted,
+    never_alike,
+)
 from .reports import Reports
 from .state import TrainingState
 
-NEVER_ALIKE = (
-    "ranks train apart: {what}, seen at v{version}. No version is taken while that is so, as each "
-    "rank stores a part of it: what is restored would be a mosaic, the state of no rank. Wrap the "
-    "model in DistributedDataParallel (under Horovod: hvd.DistributedOptimizer), or all_reduce "
-    "each gradient before the optimizer's step; and have all ranks begin with the same weights. "
-    "What is to differ from rank to rank is named in the setting forward_changes (here: "
-    "{names!r}): of that each rank stores its own"
-)
-DRIFTED = (
-    "replicas differ: {text}. Versions since then are suspect: a part of each is of one rank, a "
-    "part of another. A bit may have flipped in memory, a device compute wrongly, or code change "
-    "the state on some ranks only. {way_out}"
-)
-SPREAD = "in all of the state, what differed at v{version} is {what}"
-ALIKE_AGAIN = (
-    "replicas are alike again, since v{version} at the latest: versions from here on are no "
-    "suspects. What differed: {what}"
-)
-OTHER_DEVICES = (
-    "ranks have their state on devices of different kinds ({what}): replicas are not compared"
-)
-SILENT = (
-    "replicas were not compared at the last {boundaries} boundaries: on some rank weights or "
-    "optimizer state change between each boundary and the next optimizer step (are weights clipped "
-    "there, broadcast, or swapped for averages?). Do that before the boundary, step() of the "
-    "checkpointer; or set replica_check_steps=0, and nothing is looked at"
-)
 SILENT_ROUNDS, SILENT_MORE = 2, 4
 """So many rounds without a digest of all ranks are worth a word, and so many boundaries more."""
 
 UNKNOWN = -1
 """In place of a version."""
+GONE_OFTEN = 2
+"""After so many differences that were gone at the next look in a life, looks are made at the
+boundary at once: weights are evidently written between it and the step, where no counter tells."""
+SPREAD_AFTER = 2
+"""So many boundaries after a finding the votes are about the look at all of the state."""
 
 
 class Replicas:
-    """One rank's part. Training thread; `compare` is collective where ranks differ.
+    """One rank's part. Training thread; nothing here waits for another rank, but `compare_last`.
 
-    `finish` is to be called before anything changes the state; `compare`, `vote`, `voted` and
-    `begin`, in this order, at each boundary.
+    `finish` is to be called before anything changes the state; `compare`, `vote`, `row`, `voted`
+    and `begin`, in this order, at each boundary.
     """
 
     def __init__(
@@ -75,12 +63,12 @@ class Replicas:
         submit: Callable[[Look], None],
         find_apart: Callable[[], None],
         on_alike: Callable[[int], None],
-        on_finding: Callable[[Finding], str],
+        on_finding: Callable[[Finding], Consequences],
     ) -> None:
         """`submit` has a look run by another thread. `find_apart` sees whether something that
         counts as alike is each rank's own by now, and calls `forget` then. `on_alike` receives the
-        newest version that is known to be alike everywhere, and `on_finding` of what differs; it
-        says in words which version to go back to, if there is one."""
+        newest version that is known to be alike everywhere, and `on_finding` what differs; it
+        returns what became of versions."""
         used = any(config.uses(level) for level in ("memory", "local", "persistent"))
         self.active = config.replica_check_steps > 0 and group.size > 1 and used
         self.finding: Finding | None = None
@@ -105,6 +93,16 @@ class Replicas:
         self._voted: Look | None = None
         """Whose digest is in the ballot."""
         self._last: Look | None = None
+        self._inquiry: Inquiry | None = None
+        """Under way, on all ranks."""
+        self._inquired = UNKNOWN
+        """The version that it is about."""
+        self._place = 0
+        """See `vote`; of the last boundary."""
+        self._gone = 0
+        """Differences that were gone when they were asked about."""
+        self._at_once_from: int | None = None
+        """The first version that was looked at inside of the boundary."""
         self._silent = 0
         """Boundaries in a row at which some rank had no digest."""
         self._turn = 0
@@ -115,8 +113,9 @@ class Replicas:
         """By slice: the newest version at which it was seen to be alike."""
         self._clean: int | None = None
         """The newest version that is known to be alike in all slices."""
-        self._spread_due = False
-        """After a finding all of the state is to be looked at once."""
+        self._spread_in = 0
+        """Boundaries until all of the state, which is looked at after a finding, can be compared;
+        0 if it is not to be."""
         self.finding = self.error = None
 
     def forget(self) -> None:
@@ -125,13 +124,20 @@ class Replicas:
 
     @property
     def refusing(self) -> bool:
-        """No version is to be taken: nothing was ever alike in this life."""
-        return self.finding is not None and self.finding.clean is None
+        """No version is to be taken: nothing was ever alike in this life, as far as is known."""
+        if self.finding is not None:
+            return self.finding.clean is None
+        return self._inquiry is not None and self._clean is None
 
     @property
     def suspicion(self) -> str:
         """What is to be said of versions that are taken now; empty if nothing is."""
         return "" if self.finding is None else self.finding.text()
+
+    @property
+    def asking(self) -> bool:
+        """A difference was seen, and what it is will be known in a few boundaries."""
+        return self._inquiry is not None
 
     def raise_error(self) -> None:
         """At the end of the boundary: with `on_drift="stop"`, ReplicaError on all ranks at once."""
@@ -167,6 +173,9 @@ class Replicas:
             self._replicated = None
             self._complain(error)
             return
+        if self._gone >= GONE_OFTEN:
+            look.finish()
+            self._at_once_from = version if self._at_once_from is None else self._at_once_from
         look.begin = self._submit
         self._look = look
 
@@ -205,9 +214,9 @@ class Replicas:
     def vote(self, place: int) -> tuple[int, int, int, int]:
         """Of the look at the boundary before; before `begin` makes the next one. `place` is the
         iteration that this rank is at: ranks of which some skipped a step come to the same boundary
-        at different ones, and whoever asked the others there would wait for ever."""
+        at different ones."""
         look, self._look = self._look, None
-        digest = NONE
+        digest, self._place = NONE, place
         if look is not None:
             try:
                 look.finish()  # if no step came between
@@ -217,31 +226,49 @@ class Replicas:
         self._to_vote = look if digest != NONE else None
         return (*as_vote(digest), place, ~place)
 
+    def row(self) -> list[int]:
+        """What is given along with that vote: empty where nothing is asked, on all ranks alike."""
+        return [] if self._inquiry is None else self._inquiry.row()
+
     def voted(self) -> None:
         """What `vote` returned was cast, and nothing came between."""
         self._voted, self._voted_all = self._to_vote, self._look_all
 
     # --- what came of it -----------------------------------------------------------------------
 
-    def compare(self, agreed: Vote) -> None:
-        """What all ranks' digests of the boundary before the last one are. Collective where they
-        differ, which all ranks learn at the same boundary."""
+    def compare(self, agreed: Vote, rows: Rows, place: int) -> None:
+        """What all ranks' digests of the boundary before the last one are, and what was given along
+        with them. `place`: see `vote`; of this boundary.
+
+        Whether something is asked, or found, follows from the ballots alone, so that it is the same
+        on all ranks, also on one that has no look, as an interrupt came between its boundaries.
+        """
         look, self._voted = self._voted, None
+        self._place = place
+        if self._inquiry is not None:
+            self._receive(rows)
+        spread = self._spread_in == 1
+        self._spread_in = max(self._spread_in - 1, 0)
         alike = agree(agreed.check, agreed.check_complement)
         together = agreed.place == ~agreed.place_complement
         self._count_silent(alike is None)
-        if alike is None or look is None:
+        if look is None or alike is None:
             self._next_all |= self._voted_all
-        elif alike:
-            self._found_alike(look)
+        if alike is None:
+            return
+        if alike:
+            if look is not None:
+                self._found_alike(look)
         elif self.finding is None and not together:
-            self._found(look, (), None, False, apart=True)
+            self._found(Outcome(apart=True), look.version if look is not None else UNKNOWN)
         elif self.finding is None:
-            self._differs(look)
+            if self._inquiry is None:
+                self._ask(look)
         else:
-            self._mark(look, UNKNOWN)
-            if together and self._spread_due and len(look.which) == self._slices:
-                self._tell_spread(look)
+            if look is not None:
+                self._mark(look, UNKNOWN)
+            if together and spread:
+                self._ask(look)
 
     def _count_silent(self, silent: bool) -> None:
         """Say it where nothing is ever compared, in so many rounds, and so nothing is found."""
@@ -270,8 +297,13 @@ class Replicas:
             return
         if len(set(digests)) == 1:
             self._found_alike(look)
-        elif self.finding is None:
-            self._differs(look)
+            return
+        self._inquiry = None
+        if self.finding is None:
+            self._place = 0  # all are at the end
+            self._ask(look)
+        while self.asking:
+            self._receive(self._group.all_gather_object(self.row()))
 
     def _mark(self, look: Look, version: int) -> None:
         for number in look.which:
@@ -284,90 +316,101 @@ class Replicas:
             return
         self._clean = oldest
         if self.finding is not None:
-            text = ALIKE_AGAIN.format(version=self._clean, what=self.finding.what())
-            self._say(text, logging.WARNING)
+            self._say(ALIKE_AGAIN.format(version=self._clean), logging.WARNING)
             self.finding = None
         self._on_alike(self._clean)
 
-    def _differs(self, look: Look) -> None:
-        answers = self._ask(look)
-        if not inquiry.of_one_boundary(answers):
-            self._turn = max(each.turn for each in answers) + 2  # an interrupt came between
-            self._next_all = True
-        elif any(each.now == NONE for each in answers):
-            self._next_all = True  # a rank does not know what it has
-        elif len({each.now for each in answers}) > 1:
-            self._find_structure(look, answers)
-        elif not inquiry.comparable(answers):
-            self._next_all = True  # looked at before all had noticed that it is another one
-        else:
-            self._found(look, *inquiry.tensors(self._group, look, answers))
-
-    def _ask(self, look: Look) -> list[Answer]:
-        """What all ranks have. Collective."""
-        stands = False
+    def _ask(self, look: Look | None) -> None:
+        """Begin to ask in what ranks differ; all do."""
+        stands, fresh = False, NONE
+        self.finish()  # if no step came between
         try:
             self._find_apart()
-            stands = self._replicated is not None and (
-                look.replicated.nested or look.replicated.stands(self._state)
+            stands = (
+                look is not None
+                and self._replicated is not None
+                and (look.replicated.nested or look.replicated.stands(self._state))
             )
             if not stands:
                 self._replicated = Replicated(self._state, self._slices)
+            elif look is not None and not look.replicated.nested:
+                fresh = self._look_anew(look)
         except Exception as error:
             self._replicated = None
             self._complain(error)
-        return inquiry.ask(self._group, look, self._replicated, stands)
+        self._inquired = look.version if look is not None else UNKNOWN
+        self._inquiry = Inquiry(look, self._replicated, stands, self._place, fresh, self._slices)
 
-    def _tell_spread(self, look: Look) -> None:
-        """After a finding in one slice: what differs in all of them. Collective."""
-        self._spread_due = False
-        answers = self._ask(look)
-        if not (inquiry.of_one_boundary(answers) and inquiry.comparable(answers)):
+    def _look_anew(self, look: Look) -> int:
+        """The same slices as they are at this boundary, while nothing else runs."""
+        anew = Look(look.replicated, look.which, look.turn, look.version)
+        anew.finish()
+        return anew.fetch()
+
+    def _receive(self, rows: Rows) -> None:
+        """The answers to what was asked."""
+        assert self._inquiry is not None
+        outcome = self._inquiry.receive(rows)
+        if outcome is None:
             return
-        names, odd, more = inquiry.tensors(self._group, look, answers)
-        what = Finding(names, odd, self._group.size, look.version, more=more).what()
-        self._say(SPREAD.format(version=look.version, what=what), logging.WARNING)
-
-    def _find_structure(self, look: Look, answers: list[Answer]) -> None:
-        """Ranks have different tensors."""
-        assert self._replicated is not None  # as all have
-        what, only_devices = inquiry.structures(self._group, self._replicated, answers)
-        each = tuple(f"rank {rank}: {line}" for rank, line in enumerate(what))
-        if only_devices:
+        self._inquiry = None
+        if outcome.nothing:
+            self._turn = self._turn if outcome.turn is None else outcome.turn
+            self._next_all = True
+        elif self.finding is not None:
+            self._tell_spread(outcome)
+        elif outcome.structure and _only_devices(outcome.structure):
             self.active = False
-            self._say(OTHER_DEVICES.format(what="; ".join(each[:2])), logging.INFO)
+            self._say(OTHER_DEVICES.format(what=_by_rank(outcome.structure[:2])), logging.INFO)
         else:
-            self._found(look, (), None, True, each)
+            self._found(outcome, self._inquired)
 
-    def _found(
-        self,
-        look: Look,
-        names: tuple[str, ...],
-        odd: tuple[int, ...] | None,
-        more: bool,
-        structure: tuple[str, ...] = (),
-        apart: bool = False,
-    ) -> None:
-        clean = self._clean
-        ranks = self._group.size
-        self.finding = found = Finding(
-            names, odd, ranks, look.version, clean, more, structure, apart
-        )
-        self._alike_at = [UNKNOWN] * self._slices
-        self._next_all = self._spread_due = True
-        way_out = self._on_finding(found)
-        if clean is None:
-            own = ", ".join(dict.fromkeys(parameter_of(name) for name in names[:4])) or "..."
-            text = NEVER_ALIKE.format(what=found.what(), version=look.version, names=own)
+    def _tell_spread(self, outcome: Outcome) -> None:
+        """After a finding in one slice: what differs in all of them."""
+        if outcome.names and outcome.everything:
+            what = self._finding(outcome, self._inquired).what()
+            self._say(SPREAD.format(version=self._inquired, what=what), logging.WARNING)
+
+    def _finding(self, outcome: Outcome, version: int) -> Finding:
+        structure = tuple(f"rank {rank}: {line}" for rank, line in enumerate(outcome.structure))
+        size, clean = self._group.size, self._clean
+        told = (outcome.more, structure, outcome.apart)
+        return Finding(outcome.names, outcome.odd, size, version, clean, *told)
+
+    def _found(self, outcome: Outcome, version: int) -> None:
+        found = self._finding(outcome, version)
+        consequences = self._on_finding(found)
+        self._next_all, self._inquiry = True, None
+        severity = logging.ERROR
+        if outcome.gone:
+            if self._at_once_from is not None and version < self._at_once_from:
+                return  # it was looked at before, and said twice
+            self._gone += 1
+            text = GONE.format(what=found.what(), version=version, then=consequences.marked)
+            text += OFTEN_GONE if self._gone == GONE_OFTEN else ""
+            severity = logging.WARNING
         else:
-            text = DRIFTED.format(text=found.text(), way_out=way_out)
-        severity = logging.ERROR if self._group.rank == 0 else logging.DEBUG
-        self._reports.emit("drifted", version=look.version, message=text, severity=severity)
-        if self._stop:
-            self.error = ReplicaError(text, found.names, found.odd or ())
+            self.finding = found
+            self._alike_at = [UNKNOWN] * self._slices
+            self._spread_in = SPREAD_AFTER
+            text = (drifted if found.clean is not None else never_alike)(found, consequences)
+            if self._stop:
+                self.error = ReplicaError(text, found.names, found.odd or ())
+        if self._group.rank:
+            severity = logging.DEBUG
+        self._reports.emit("drifted", version=version, message=text, severity=severity)
 
     def _say(self, text: str, severity: int) -> None:
         self._reports.notice(text, logging.DEBUG if self._group.rank else severity)
+
+
+def _by_rank(lines: Sequence[str]) -> str:
+    return "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
+
+
+def _only_devices(lines: Sequence[str]) -> bool:
+    """What ranks have differs in nothing but the kind of device that it is on."""
+    return len({line.rpartition(" on ")[0] for line in lines}) == 1
 
 
 __all__ = ["Replicas"]

@@ -196,9 +196,9 @@ class Restorer:
         """Versions that lack only a key or a module here, and which."""
         self._on_reject = on_reject
 
-    def find(self, version: int | None = None) -> Attempt | None:
-        """The newest version that proves sound on all ranks; None when there is none. In a stretch
-        that all ranks end alike (`Together`).
+    def find(self, version: int | None = None, avoid: Container[VersionId] = ()) -> Attempt | None:
+        """The newest version that proves sound on all ranks, and is none of `avoid`; None when
+        there is none. In a stretch that all ranks end alike (`Together`).
 
         Raises RestoreError, on all ranks, when a newer one is there and cannot be decoded for want
         of a key or a module: to go back behind it would be the beginning of its end; and when one
@@ -215,6 +215,7 @@ class Restorer:
                     self._readers,
                     frozenset(self._unreachable),
                     self._nodes,
+                    avoid,
                 )
                 if self._undecodable and (plan is None or plan.id not in self._undecodable):
                     raise _cannot_decode(self._undecodable)

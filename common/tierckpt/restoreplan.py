@@ -95,6 +95,7 @@ def plan_restore(
     readers: Readers = MappingProxyType({}),
     unreachable: Unreachable = frozenset(),
     nodes: Sequence[str] = (),
+    avoid: Container[VersionId] = (),
 ) -> RestorePlan | None:
     """The newest version whose every shard is somewhere, or can be rebuilt, each shard from its
     cheapest place.
@@ -102,7 +103,8 @@ def plan_restore(
     All shards of a version are of one life. `bad` are copies found damaged; `version` asks for that
     one only; `readers` read the same copies again; nobody is to read what is `unreachable` to it
     (see `_Sight`), and a copy is lost when nobody is left. `nodes` names every rank's; without it
-    each rank is on one of its own. None when there is no such version. Same inputs, same plan:
+    each rank is on one of its own. `avoid` are versions that are not to be taken. None when there
+    is no such version. Same inputs, same plan:
     every rank calls this.
     """
     nodes = nodes or [str(rank) for rank in range(len(inventories))]
@@ -119,7 +121,7 @@ def plan_restore(
     lives = {(life, k.id, k.shards) for life, k in seen}
     lives |= {(p.life, p.key.id, p.key.shards) for each in parities for p in each}
     for id_ in newest_first(lineages.items()):
-        if version is not None and id_.version != version:
+        if (version is not None and id_.version != version) or id_ in avoid:
             continue
         for life, shards in sorted({(life, n) for life, i, n in lives if i == id_}):
             keys = [ShardKey(id_, s, shards) for s in range(shards)]

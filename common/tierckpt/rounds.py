@@ -6,6 +6,8 @@ from what was heard, which all ranks heard alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .agreement import Agreement
 from .config import Config
 from .haltrequest import Reason
@@ -84,6 +86,7 @@ class Rounds:
         adapter: int,
         check: tuple[int, int, int, int] = (0, 0, 0, -1),
         unchanged: int = 0,
+        own: Sequence[int] = (),
     ) -> None:
         """Cast this rank's vote at the boundary of `newest`.
 
@@ -95,6 +98,7 @@ class Rounds:
             adapter: what `Checkpointer.own_vote` says.
             check: what `Replicas.vote` says.
             unchanged: see `Vote`.
+            own: what `Replicas.row` says.
         """
         self._last = newest, take
         if self._meter is not None:
@@ -109,6 +113,7 @@ class Rounds:
             adapter=adapter,
             check=check,
             unchanged=unchanged,
+            own=own,
         )
 
 

@@ -24,10 +24,11 @@ from tests.dist.training import Net, Place, import_adapter, make_horovod_job
 from tests.statematrix.matrix import CASES, PRODUCT
 from tests.thorough import VARIABLE
 from tierckpt import replicacheck
+from tierckpt.replicacheck import Finding
 
 ROUND = 5
-BEHIND = 2
-"""Boundaries between a look and the word of what came of it."""
+BEHIND = 3
+"""Boundaries between a look and the word of what differs."""
 KINDS = ("weight", "optimizer state", "gradient")
 
 
@@ -58,6 +59,11 @@ class Trial:
             on_event=self.events.append,
         )
         self.rank, self.iteration = dist.get_rank(), 0
+        self.found: list[Finding] = []
+        on_finding = self.ckpt._replicas._on_finding
+        self.ckpt._replicas._on_finding = lambda each: (self.found.append(each), on_finding(each))[
+            1
+        ]
 
     def iterate(self, damage: Any = None, before_step: Any = None) -> None:
         self.optimizer.zero_grad()
@@ -150,7 +156,7 @@ def _damaged(trial: Trial, trials: int, seed: int) -> dict[str, Any]:
             told["found"] += 1
             told["longest"] = max(told["longest"], steps)
             told["later"] += steps > ROUND + BEHIND
-            finding = trial.ckpt._replicas.finding
+            finding = trial.found[-1]
             right = all(f"/{name}" in each for each in finding.names[:1])
             odd = (victim,) if dist.get_world_size() > 2 else None
             if not right or finding.odd != odd:
@@ -161,7 +167,7 @@ def _damaged(trial: Trial, trials: int, seed: int) -> dict[str, Any]:
             told["healed"] += 1
         trial.mend()
         for _ in range(2 * ROUND + BEHIND):
-            if trial.ckpt._replicas.finding is None:
+            if trial.ckpt._replicas.finding is None and not trial.ckpt._replicas.asking:
                 break
             trial.iterate()
         trial.mend()
@@ -233,6 +239,76 @@ def test_under_horovod_too(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
         (text,) = told["found"]
         assert "/head.weight" in text
         assert "rank 0 and rank 1 differ" in text
+
+
+# --- nobody waits --------------------------------------------------------------------------------
+
+FLIP = 4
+"""The iteration after which a bit flips. Looks are at all of the state, at each boundary: two
+iterations later ranks ask what differs, and one more later they know it."""
+
+
+def apart(place: Place, cases: list[tuple[str, int]], by_horovod: bool) -> list[tuple[int, int]]:
+    """In each case rank 1 skips its step, or leaves the loop, so many iterations after the flip;
+    all make the same backward passes. Returns versions, and drifts that were told."""
+    found = []
+    for way, late in cases:
+        case = Place(f"{place.path}/{way}{late}", place.shm)
+        found.append(_apart(case, way, FLIP + late, by_horovod))
+    return found
+
+
+def _apart(place: Place, way: str, at: int, by_horovod: bool) -> tuple[int, int]:
+    events: list[tierckpt.Event] = []
+    settings = {"replica_check_steps": 1, "agent": "inline", "local_every_seconds": 0}
+    where = {"path": place.path, "shm_dir": place.shm, "on_event": events.append}
+    optimizer: Any
+    if by_horovod:
+        job = make_horovod_job(Small)
+        model, optimizer = job.model, job.optimizers[0]
+        adapter = import_adapter()
+    else:
+        model, adapter = DistributedDataParallel(net()), ddp_ckpt
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ckpt = adapter.Checkpointer(model, optimizer, **where, **settings)
+    one = ckpt.group.rank == 1
+    for iteration in range(at + 6 if way == "skip" else at + 1):
+        optimizer.zero_grad()
+        if by_horovod:
+            job.loss(iteration).backward()
+            optimizer.synchronize()
+        else:
+            source = torch.Generator().manual_seed(1000 * one + iteration)
+            model(torch.randn(4, 12, generator=source)).square().mean().backward()
+        if one and iteration == at:
+            if way == "leave":
+                break
+        elif by_horovod:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        if one and iteration == FLIP:
+            flip(next(iter(model.parameters())), 7, 22)
+        ckpt.step()
+    ckpt.close()
+    return ckpt.version, sum(e.name == "drifted" for e in events)
+
+
+CASES_APART = [("skip", 1), ("skip", 2), ("skip", 3), ("leave", 2), ("leave", 3)]
+
+
+@pytest.mark.parametrize("kind", ["gloo", HOROVODRUN])
+def test_nobody_waits_for_a_rank_that_does_not_come(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    by_horovod = kind == HOROVODRUN
+    pool = ranks(2, HOROVODRUN) if by_horovod else ranks(2)
+    place = Place.under(tmp_path, shm_dir)
+    told = pool.run(apart, place, CASES_APART, by_horovod, timeout_seconds=90)
+    for (way, late), (ahead, drifts), (behind, _) in zip(CASES_APART, *told, strict=True):
+        assert behind == ahead - 1, (way, late)
+        assert drifts == (1 if way == "skip" or late > 2 else 0), (way, late)
 
 
 # --- no false alarm ------------------------------------------------------------------------------

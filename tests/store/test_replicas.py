@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,8 @@ def test_ranks_that_nobody_makes_alike_get_no_version(ranks: Ranks) -> None:
     for drifted, sealed in ranks.run(never_wrapped):
         (text,) = drifted
         assert "ranks train apart: model/0.weight, model/0.bias" in text
+        assert "No further version is taken" in text
+        assert "that were taken before that was known are marked as suspect" in text
         assert "rank 0 and rank 1 differ, seen at v1" in text
         assert "DistributedDataParallel" in text
         assert "forward_changes" in text
@@ -150,7 +153,7 @@ def test_ranks_that_nobody_makes_alike_get_no_version(ranks: Ranks) -> None:
     (version, told), (other, _) = ranks.run(again)
     assert version == other <= 2
     assert "rank 0 and rank 1 differ" in told[-1]
-    (text,) = [each for each in told[:-1] if "which is restored, is suspect" in each]
+    (text,) = [each for each in told[:-1] if "is restored, and is suspect" in each]
     assert "there is no older one that is not" in text
 
 
@@ -265,8 +268,8 @@ def test_a_drift_marks_what_may_be_a_mosaic_and_keeps_what_is_none(ranks: Ranks)
     (version, suspect, loud), _ = ranks.run(restore)
     assert version == clean + 3 * ROUND
     assert "model/2.weight" in suspect
-    (text,) = [each for each in loud if "which is restored, is suspect" in each]
-    assert f"v{kept} is the newest that is not: restore(version={kept}) takes it" in text
+    (text,) = [each for each in loud if "is restored, and is suspect" in each]
+    assert f"is the newest that is not. To take that: restore(version={kept})" in text
     (version, suspect, loud), _ = ranks.run(lambda rank: restore(rank, kept))
     assert (version, suspect) == (kept, "")
     assert loud == []
@@ -459,32 +462,205 @@ def test_a_check_that_never_sees_anything_is_told(ranks: Ranks) -> None:
     assert not quiet
 
 
-def test_a_rank_that_skips_a_step_is_found_and_nobody_waits_for_it(ranks: Ranks) -> None:
-    """It comes to the same boundaries one iteration late: what others ask there it never hears."""
+class Apart:
+    """A loop in which all ranks make every backward pass, and one of them not every step."""
 
-    met = threading.Barrier(2, timeout=30)
-    grads: list[list[torch.Tensor]] = [[], []]
+    def __init__(self, skip: int, flip: int = -1) -> None:
+        """At which iteration rank 1 skips its step, and has a bit flipped."""
+        self.skip, self.flip = skip, flip
+        self._met = threading.Barrier(2, timeout=30)
+        self._grads: list[list[torch.Tensor]] = [[], []]
 
-    def program(rank: Rank) -> list[str]:
+    def __call__(self, rank: Rank) -> list[str]:
+        one = rank.rank == 1
         for iteration in range(5 * ROUND):
             rank.optimizer.zero_grad()
             seed = iteration + 1000 * rank.rank
             x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
             rank.net(x).square().mean().backward()
-            grads[rank.rank] = [p.grad.clone() for p in rank.net.parameters() if p.grad is not None]
-            met.wait()  # as an allreduce does
-            for param, one, other in zip(rank.net.parameters(), *grads, strict=True):
-                param.grad = (one + other) / 2
-            met.wait()
-            if (rank.rank, iteration) != (1, 6):
+            self._reduce(rank)
+            if not (one and iteration == self.skip):
                 rank.optimizer.step()
+            if iteration == self.flip:
+                rank.flip()
             rank.ckpt.step()
+        self._met.wait()  # or hooks would go while the other one steps
         rank.ckpt.abandon()
         return rank.told("drifted")
 
-    for drifted in ranks.run(program):
+    def _reduce(self, rank: Rank) -> None:
+        mine = [p.grad.clone() for p in rank.net.parameters() if p.grad is not None]
+        self._grads[rank.rank] = mine
+        self._met.wait()  # as an allreduce does
+        for param, one, other in zip(rank.net.parameters(), *self._grads, strict=True):
+            param.grad = (one + other) / 2
+        self._met.wait()
+
+
+def test_a_rank_that_skips_a_step_is_found(ranks: Ranks) -> None:
+    """It comes to the same boundaries one iteration late."""
+    for drifted in ranks.run(Apart(skip=6)):
         assert len(drifted) == 1
         assert "skipped a step" in drifted[0]
+        assert "all_reduce what they decide by" in drifted[0]
+
+
+@pytest.mark.parametrize("late", range(6))
+def test_nobody_waits_for_a_rank_that_skips_a_step_while_it_is_asked(
+    late: int, ranks: Ranks
+) -> None:
+    """In each iteration from the flip of a bit until all know what differs."""
+    for drifted in ranks.run(Apart(flip=2 * ROUND, skip=2 * ROUND + late), replica_check_steps=1):
+        assert len(drifted) == 1
+
+
+# --- what follows with on_drift="stop" -----------------------------------------------------------
+
+
+def stopped(rank: Rank, at: int = 1) -> int:
+    """Train until a bit that flips after so many steps stops the job; returns the clean version,
+    -1 where there was none in that life."""
+    rank.train(at)
+    turns = iter(range(4 * ROUND))
+    with pytest.raises(tierckpt.ReplicaError, match="rank 0 and rank 1 differ") as raised:
+        rank.train(4 * ROUND, then=lambda: rank.flip() if next(turns) == 0 else None)
+    rank.ckpt.abandon()
+    clean = str(raised.value).partition("; at v")[2]
+    return int(clean.split()[0]) if clean else -1
+
+
+def test_a_job_that_stopped_goes_on_from_what_is_no_suspect(ranks: Ranks) -> None:
+    clean, _ = ranks.run(lambda rank: stopped(rank, 2 * ROUND), on_drift="stop")
+
+    def again(rank: Rank, version: int | None = None) -> tuple[Any, ...]:
+        restored = rank.ckpt.restore(version)
+        rank.ckpt.abandon()
+        return restored.version, restored.suspect, rank.loud()
+
+    newest, suspect, (text,) = ranks.run(again)[0]
+    assert newest > clean
+    assert suspect
+    assert f"v{newest} is restored, and is suspect" in text
+    assert 'on_drift="stop"' in text
+    (version, suspect, (text,)), (other, *_) = ranks.run(again, on_drift="stop")
+    assert version == other
+    assert version == clean
+    assert suspect == ""
+    assert f"v{clean} is restored, the newest version that is not suspect" in text
+    assert f"v{newest}, " in text
+    assert "model/2.weight: rank 0 and rank 1 differ" in text
+    ask = partial(again, version=newest)
+    version, suspect, (text,) = ranks.run(ask, on_drift="stop")[0]
+    assert version == newest
+    assert "it was asked for" in text
+
+    def on(rank: Rank) -> tuple[int, list[str]]:
+        rank.ckpt.restore()
+        rank.train(3 * ROUND)
+        rank.ckpt.close()
+        return rank.ckpt.version, rank.loud()[1:]
+
+    assert ranks.run(on, on_drift="stop") == [(clean + 3 * ROUND, [])] * 2
+    assert ranks.run(again, on_drift="stop")[0] == (clean + 3 * ROUND, "", [])
+
+
+def test_a_job_that_stops_again_and_again_is_not_tried_for_ever(ranks: Ranks) -> None:
+    def again(rank: Rank) -> int:
+        version = rank.ckpt.restore().version
+        stopped(rank, 0)
+        return version
+
+    clean, _ = ranks.run(lambda rank: stopped(rank, 2 * ROUND), on_drift="stop")
+    assert ranks.run(again, on_drift="stop") == [clean] * 2, "it may have been a cosmic ray"
+
+    def refused(rank: Rank) -> str:
+        with pytest.raises(tierckpt.RestoreError, match="Nothing was changed") as raised:
+            rank.ckpt.restore()
+        rank.ckpt.abandon()
+        return str(raised.value)
+
+    text, other = ranks.run(refused, on_drift="stop")
+    assert text == other
+    assert f"restore(version={clean}) tries" in text
+    assert "TIERCKPT_ON_DRIFT=warn" in text
+    assert ranks.run(lambda r: tried(r, clean), on_drift="stop") == [clean] * 2
+    assert min(ranks.run(lambda r: tried(r, None), on_drift="warn")) > clean
+
+
+def tried(rank: Rank, version: int | None) -> int:
+    restored = rank.ckpt.restore(version)
+    rank.ckpt.abandon()
+    return restored.version
+
+
+def test_where_all_are_suspects_the_newest_is_taken(ranks: Ranks) -> None:
+    def drift(rank: Rank) -> None:
+        with pytest.raises(tierckpt.ReplicaError, match="train apart"):
+            rank.train(8, apart=True)
+        rank.ckpt.abandon()
+
+    ranks.run(drift, on_drift="stop")
+
+    def again(rank: Rank) -> tuple[int, list[str]]:
+        version = rank.ckpt.restore().version
+        rank.ckpt.abandon()
+        return version, rank.loud()
+
+    (version, (text,)), _ = ranks.run(again, on_drift="stop")
+    assert version == 2
+    assert "there is no older one that is not suspect" in text
+
+
+def test_what_is_seen_at_the_end_only_is_raised_then(ranks: Ranks) -> None:
+    def late(rank: Rank) -> tuple[int, list[str]]:
+        rank.train(3 * ROUND)
+        rank.train(1, then=rank.flip)
+        with pytest.raises(tierckpt.ReplicaError, match="rank 0 and rank 1 differ"):
+            rank.ckpt.close()
+        assert rank.ckpt.closed
+        return rank.ckpt.version, rank.told("committed")
+
+    for version, committed in ranks.run(late, on_drift="stop"):
+        assert version == 3 * ROUND + 1
+        assert committed
+    assert {id_.version for id_ in SuspectMarks(ranks.folder(0)).all()} >= {3 * ROUND + 1}
+
+
+def test_in_with_it_is_raised_at_the_end_too(ranks: Ranks) -> None:
+    def train(rank: Rank) -> None:
+        with rank.ckpt:
+            rank.train(3 * ROUND)
+            rank.train(1, then=rank.flip)
+
+    def late(rank: Rank) -> None:
+        with pytest.raises(tierckpt.ReplicaError, match="rank 0 and rank 1 differ"):
+            train(rank)
+
+    ranks.run(late, on_drift="stop")
+
+
+# --- what is no drift ----------------------------------------------------------------------------
+
+
+def test_weights_written_where_no_counter_tells_are_no_drift(ranks: Ranks) -> None:
+    """`.data` moves no counter: one rank's copier reads before the writing, the other's behind."""
+
+    def program(rank: Rank) -> tuple[list[str], int]:
+        for _ in range(8 * ROUND):
+            rank.train(1)
+            if rank.rank == 0:
+                rank.ckpt._replicas.finish()  # a copier that is quick
+            for param in rank.net.parameters():
+                param.data.mul_(0.99)
+        rank.ckpt.close()
+        return [e.text() for e in rank.events if e.name == "drifted"], len(rank.loud())
+
+    (told, loud), (quiet, _) = ranks.run(program, on_drift="stop")
+    assert len(told) == len(quiet) == 2
+    assert loud == 2
+    assert all("were alike again two steps later" in text for text in told)
+    assert "inside of the checkpointer's step()" not in told[0]
+    assert "inside of the checkpointer's step()" in told[1]
 
 
 class Listing(torch.optim.SGD):

@@ -17,7 +17,14 @@ import pytest
 
 from tierckpt import ballots as module
 from tierckpt.agreement import Agreement
-from tierckpt.ballots import Ballots, GroupBallots, RankGoneError, SharedBallots, ballots_for
+from tierckpt.ballots import (
+    OWN_WIDTH,
+    Ballots,
+    GroupBallots,
+    RankGoneError,
+    SharedBallots,
+    ballots_for,
+)
 from tierckpt.config import load_config
 from tierckpt.group import Node
 from tierckpt.naming import VersionId
@@ -145,7 +152,64 @@ def test_half_a_vote_is_none(damaged: int) -> None:
         group.barrier()
         return (torn if group.rank == 0 else None, box._vote(page, 1, 1))
 
-    assert on_pages(2, program)[0] == (None, [8] * WIDTH)
+    assert on_pages(2, program)[0] == (None, ([8] * WIDTH, ()))
+
+
+def rows_of(group: ThreadGroup, box: Ballots) -> tuple[Any, ...]:
+    """Of three turns, in the second of which all ranks give something along."""
+    own = [group.rank * 1000 + i for i in range(OWN_WIDTH)]
+    cast = [
+        box.all_reduce_min([group.rank] * WIDTH),
+        box.all_reduce_min([5 - group.rank] * WIDTH, own),
+        box.all_reduce_min([7] * WIDTH),
+    ]
+    return [each.wait()[0] for each in cast], [each.rows() for each in cast]
+
+
+@pytest.mark.parametrize("kind", [on_page, GroupBallots])
+def test_what_ranks_give_along_is_read_by_all(kind: Callable[[ThreadGroup], Ballots]) -> None:
+    size = 3
+    expected = [tuple(rank * 1000 + i for i in range(OWN_WIDTH)) for rank in range(size)]
+
+    def program(group: ThreadGroup) -> tuple[Any, ...]:
+        box = kind(group)
+        found = rows_of(group, box)
+        group.barrier()
+        box.close()
+        return found
+
+    for least, rows in run_ranks(size, program):
+        assert least == [0, 3, 7]
+        assert rows == [[], expected, []]
+
+
+def test_a_rank_that_gives_nothing_along_keeps_nobody() -> None:
+    """An interrupt came between its boundaries."""
+
+    def program(group: ThreadGroup, box: SharedBallots) -> tuple[Any, ...]:
+        cast = box.all_reduce_min([1] * WIDTH, [1] * OWN_WIDTH if group.rank else ())
+        return cast.wait(), cast.rows()
+
+    first, second = on_pages(2, program)
+    assert first == ([1] * WIDTH, [])
+    assert second == ([1] * WIDTH, [(), (1,) * OWN_WIDTH])
+
+
+@pytest.mark.parametrize("damaged", range(0, 8 * (OWN_WIDTH + 1) + 4, 61))
+def test_half_of_what_is_given_along_is_no_vote(damaged: int) -> None:
+    def program(group: ThreadGroup, box: SharedBallots) -> Any:
+        box.all_reduce_min([1] * WIDTH, [2] * OWN_WIDTH)
+        group.barrier()
+        page, torn = box._page, None
+        assert page is not None
+        if group.rank == 0:
+            page[box._own_place(1, 1) + damaged] ^= 0x40
+            torn = box._vote(page, 1, 1)
+            page[box._own_place(1, 1) + damaged] ^= 0x40
+        group.barrier()
+        return torn, box._vote(page, 1, 1)
+
+    assert on_pages(2, program)[0] == (None, ([1] * WIDTH, (2,) * OWN_WIDTH))
 
 
 def test_a_rank_that_dies_unheard_is_named() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +238,7 @@ class Pair:
         self._votes: list[list[int]] = []
         self._first = 0
 
-    def all_reduce_min(self, values: list[int]) -> Pair:
+    def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Pair:
         self._votes.append(values)
         self._first = (len(self._votes) - 1) // 2 * 2
         return self
@@ -246,6 +246,9 @@ class Pair:
     def wait(self) -> list[int]:
         zero, one = self._votes[self._first : self._first + 2]
         return [min(pair) for pair in zip(zero, one, strict=True)]
+
+    def rows(self) -> list[tuple[int, ...]]:
+        return []
 
     def boundary(self) -> None:
         for rank in self.ranks:

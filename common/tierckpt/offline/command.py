@@ -80,6 +80,11 @@ def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Co
         numbers = dict.fromkeys(f"v{row.version}" for row in rows if row.suspect == what)
         text = f"suspect, as replicas differed when they were taken: {some(numbers, MOST_TOLD)}"
         console.print(f"{text}: {what}", soft_wrap=True, markup=False)
+    if any(row.suspect for row in rows):
+        text = (
+            'with on_drift="stop", a restart takes the newest that is not suspect, if there is one'
+        )
+        console.print(text, soft_wrap=True, markup=False)
     own = [row for row in rows if not row.elsewhere]
     if own and not any(row.next for row in own):
         text = "no version is complete here: a restart needs what is on other nodes, or levels"
