@@ -61,6 +61,8 @@ class Best:
     def add(self, version: VersionId, metric: float | None) -> None:
         """A version is complete on all ranks."""
         if metric is not None:
+            # One that was taken again stands for the one before.
+            self._metrics = {v: m for v, m in self._metrics.items() if v.version != version.version}
             self._metrics[version] = metric
             self._forget()
 

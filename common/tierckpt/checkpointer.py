@@ -27,7 +27,7 @@ from .berth import Berth
 from .callbacks import CallbackList, Callbacks
 from .comeback import Comeback
 from .config import Config
-from .demand import Demand
+from .demand import Demand, Sealed
 from .errors import PinError, RestoreError, TierckptError
 from .events import Callback, EventLog, check_receiver
 from .extras import check_extra
@@ -37,6 +37,7 @@ from .haltrequest import Reason
 from .hooks import Hooks
 from .iterations import MIXED, Iterations, Unattached
 from .levels import Levels
+from .manifest import Manifest
 from .mending import mend
 from .naming import Lineage, VersionId, on_lineage
 from .peers import Groups, redundancy_groups
@@ -846,14 +847,39 @@ class Checkpointer:
         """Blocking: the present state to memory and local. Collective. Waits for the disk until
         `end` (monotonic); what it has not taken then is broken."""
         self.wait(end - time.monotonic())
-        id_ = VersionId(self._id().generation, self.steps_made)
+        before = VersionId(self._id().generation, self.steps_made)
         # The loop's own step() for it is still to come.
         self._ahead, self._saving = int(self._iterations.steps > 0), True
         try:
-            if not self._demand.commit(id_, self._at()):
+            found = self._demand.commit(before, self._at(), self._is_live)
+            if found is Sealed.MOVED_ON:
+                self._lives.take_again(self.version)
+            if found is not Sealed.LIVE:
                 self._boundary(force=True)
         finally:
             self._ahead, self._saving = 0, False
+        self.wait(end - time.monotonic())
+        self._demand.settle(self._id())
+        if found is Sealed.MOVED_ON and self._agreement.memory.safe != self._id():
+            self._save_as_it_was(before, end)
+
+    def _is_live(self, manifest: Manifest, image: memoryview) -> bool:
+        """Whether the live state is, bit for bit, what was sealed so."""
+        head = self._head()
+        if (head.iteration, head.calls, head.metric) != (
+            manifest.iteration,
+            manifest.calls,
+            manifest.metric,
+        ):
+            return False
+        with torch.inference_mode(False):
+            return self._underway.capture.is_unmoved(manifest, image, self.pack_adapter())
+
+    def _save_as_it_was(self, id_: VersionId, end: float) -> None:
+        """What is live could not be taken, and an event said so: better the state at the boundary
+        than none of that step. Collective."""
+        self._warn(f"{id_} is stored as it was at its boundary, as what came after could not be")
+        self._demand.commit(id_, self._at(), lambda *_: True)
         self.wait(end - time.monotonic())
         self._demand.settle(id_)
 
