@@ -28,6 +28,7 @@ from .callbacks import CallbackList, Callbacks
 from .comeback import Comeback
 from .config import Config
 from .demand import Demand, Sealed
+from .epochends import EpochEnds
 from .errors import PinError, RestoreError, TierckptError
 from .events import Callback, EventLog, check_receiver
 from .extras import check_extra
@@ -214,6 +215,7 @@ class Checkpointer:
         )
         self._demand = Demand(config, group, self._pool, agreement, self._levels)
         self._unchanged = Unchanged(self.state, self._say)
+        self._epoch_ends = EpochEnds(self.state)
         self._underway = Underway(
             config,
             self.state,
@@ -281,6 +283,7 @@ class Checkpointer:
         self._iterations.called()
         self._own_hooks.called()
         self._underway.capture.drop_streams()
+        self._epoch_ends.passed()
         self.iteration += 1
         if mixed:
             self._warn_of_two_counts()
@@ -851,11 +854,12 @@ class Checkpointer:
         # The loop's own step() for it is still to come.
         self._ahead, self._saving = int(self._iterations.steps > 0), True
         try:
-            found = self._demand.commit(before, self._at(), self._is_live)
-            if found is Sealed.MOVED_ON:
-                self._lives.take_again(self.version)
-            if found is not Sealed.LIVE:
-                self._boundary(force=True)
+            with self._epoch_ends.between(self._iterations.steps > 0):
+                found = self._demand.commit(before, self._at(), self._is_live)
+                if found is Sealed.MOVED_ON:
+                    self._lives.take_again(self.version)
+                if found is not Sealed.LIVE:
+                    self._boundary(force=True)
         finally:
             self._ahead, self._saving = 0, False
         self.wait(end - time.monotonic())
@@ -865,6 +869,8 @@ class Checkpointer:
 
     def _is_live(self, manifest: Manifest, image: memoryview) -> bool:
         """Whether the live state is, bit for bit, what was sealed so."""
+        if self._keeps_boundary():
+            return True
         head = self._head()
         if (head.iteration, head.calls, head.metric) != (
             manifest.iteration,
@@ -874,6 +880,10 @@ class Checkpointer:
             return False
         with torch.inference_mode(False):
             return self._underway.capture.is_unmoved(manifest, image, self.pack_adapter())
+
+    def _keeps_boundary(self) -> bool:
+        """For adapters: whether the state at the last boundary is worth more than the live one."""
+        return False
 
     def _save_as_it_was(self, id_: VersionId, end: float) -> None:
         """What is live could not be taken, and an event said so: better the state at the boundary
