@@ -1,4 +1,4 @@
-"""What `close()` and `save(now=True)` store: the state as it is then, however far copies had got."""
+"""What `close()` and `save(now=True)` store: what is live then, however far copies had got."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def differences(a: Path, b: Path) -> list[str]:
         return [each.name for each in compare(*opened).differences]
 
 
-# --- what a script may do after its last boundary --------------------------------------------------
+# --- what a script may do after its last boundary ------------------------------------------------
 
 
 def nothing(job: TinyJob) -> None:
@@ -158,7 +158,7 @@ def test_a_metric_that_came_after_the_boundary_is_stored(path: Path) -> None:
     assert tierckpt.load(path).metric == 0.25
 
 
-# --- how it is stored ------------------------------------------------------------------------------
+# --- how it is stored ----------------------------------------------------------------------------
 
 
 def test_what_has_not_changed_is_not_written_twice(path: Path) -> None:
@@ -291,7 +291,7 @@ def test_what_one_rank_cannot_store_costs_no_version(path: Path, shm_dir: Path) 
     assert any("cannot be stored without pickle" in each for each in messages)
 
 
-# --- epochs ----------------------------------------------------------------------------------------
+# --- epochs --------------------------------------------------------------------------------------
 
 
 class Script:
