@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar, TypeVar
 
 from .errors import NewerFormatError
@@ -125,6 +124,11 @@ def newest_first(found: Iterable[tuple[VersionId, Lineage]]) -> list[VersionId]:
     return sorted((i for i in known if on_lineage(i, lineage)), reverse=True)
 
 
+def newest_of_each(ids: Iterable[VersionId]) -> set[VersionId]:
+    """Of those of one number the newest, as it was taken again."""
+    return set({id_.version: id_ for id_ in sorted(ids)}.values())
+
+
 def retired(
     held: Iterable[VersionId],
     safe: VersionId | None,
@@ -156,9 +160,9 @@ def retired(
     whole = there - worthless
     past = sorted((i for i in whole if i <= safe and i.generation in ours), reverse=True)
     line = [i for i in past if on_lineage(i, lineage)]
-    again = {i for newer, i in pairwise(line) if i.version == newer.version}
-    gone += again
-    line = [i for i in line if i not in again]
+    newest = newest_of_each(line)
+    gone += [i for i in line if i not in newest]
+    line = [i for i in line if i in newest]
     gone += [
         i for i in line[max(keep_last, 1) :] if not (keep_every and i.version % keep_every == 0)
     ]
