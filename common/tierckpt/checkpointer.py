@@ -580,7 +580,11 @@ class Checkpointer:
     def _make_durable(self, end: ending.Ending) -> bool:
         """The final checkpoint, where there is something new. False when it did not get there."""
         if self._local_enabled() and not self._nothing_new():
-            self._save_now(end.last_call)
+            if self._made_none and self._demand.commit_as_it_is(self._begun_from_memory()):
+                self.wait(end.last_call - time.monotonic())
+                self._agreement.settle()
+            else:
+                self._save_now(end.last_call)
         if end.disk_has_all(self.wait):
             self._levels.onward.backlog.flush_last()
         durable = self._nothing_new() or self._agreement.local.safe == self._id()
@@ -889,7 +893,7 @@ class Checkpointer:
         """What is live could not be taken, and an event said so: better the state at the boundary
         than none of that step. Collective."""
         self._warn(f"{id_} is stored as it was at its boundary, as what came after could not be")
-        self._demand.commit(id_, self._at(), lambda *_: True)
+        self._demand.commit_as_it_is(id_)
         self.wait(end - time.monotonic())
         self._demand.settle(id_)
 
@@ -956,13 +960,27 @@ class Checkpointer:
 
     def _nothing_new(self) -> bool:
         """True when no step was made since the start, or since the version restored from disk."""
-        begun = self._lives.began_at
-        if self._iterations.steps or self.version != begun:
+        if not self._made_none:
             return False
+        begun = self._lives.began_at
         durable, past = self._agreement.local.safe, self._lives.lineage
         if durable is None or durable.version != begun:
             return begun == 0
         return on_lineage(durable, past)
+
+    @property
+    def _made_none(self) -> bool:
+        """No step was made, nor a version taken, since the start or the version restored."""
+        memory = self._agreement.memory
+        known = [*memory.open, *filter(None, [memory.safe])]
+        taken = any(self._lives.is_own(id_.generation) for id_ in known)
+        return self.steps_made == self._lives.began_at and not taken
+
+    def _begun_from_memory(self) -> VersionId | None:
+        """The version that this life began with, if it is in memory, of an earlier one."""
+        safe, begun = self._agreement.memory.safe, self._lives.began_at
+        known = safe is not None and safe.version == begun and on_lineage(safe, self.lineage)
+        return safe if known else None
 
     # --- attaching and ending ------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from .config import Config
 from .group import Group
 from .levels import Levels
 from .manifest import Manifest
-from .naming import VersionId
+from .naming import ShardKey, VersionId
 from .pool import SlotPool
 
 
@@ -49,22 +49,39 @@ class Demand:
         NOT: nobody has it any more, and it is to be taken. MOVED_ON: it stays as it is, and what is
         live is to be taken as another one.
         """
-        local, onward = self._agreement.local, self._levels.onward
         found: Sealed = min(self._group.all_gather_object(self._look(id_, is_live)))
         if found is Sealed.NOT:
             # Where it was sealed all the same, it is void: all ranks' shards are of one moment.
             self._pool.void(id_)
             self._agreement.forget(id_)
-        if found is not Sealed.LIVE:
-            return found
-        slot = self._pool.find(id_)
+        if found is Sealed.LIVE:
+            onward = self._levels.onward
+            if self._config.uses("persistent") and id_ != onward.ordered:
+                onward.flush_when_safe(id_, iteration)
+            self._commit(id_)
+        return found
+
+    def commit_as_it_is(self, id_: VersionId | None) -> bool:
+        """Have a version committed as it was sealed, also in the life before. Collective.
+
+        False, with nothing changed, when some rank has not its shard of it in memory.
+        """
+        slot = None if id_ is None else self._pool.find(id_)
+        manifest = None if slot is None else slot.manifest()
+        key = None if id_ is None else ShardKey(id_, self._group.rank, self._group.size)
+        if not all(self._group.all_gather_object(manifest is not None and manifest.key == key)):
+            return False
+        assert id_ is not None
+        self._commit(id_)
+        return True
+
+    def _commit(self, id_: VersionId) -> None:
+        """All ranks have it."""
+        local, slot = self._agreement.local, self._pool.find(id_)
         assert slot is not None
-        if self._config.uses("persistent") and id_ != onward.ordered:
-            onward.flush_when_safe(id_, iteration)
         if self._config.uses("local") and id_ != local.safe and id_ not in local.open:
             local.open.append(id_)
             self._levels.handover.commit_sealed(id_, slot)
-        return found
 
     def _look(self, id_: VersionId, is_live: IsLive) -> Sealed:
         """At this rank's."""

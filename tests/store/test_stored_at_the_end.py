@@ -291,6 +291,32 @@ def test_what_one_rank_cannot_store_costs_no_version(path: Path, shm_dir: Path) 
     assert any("cannot be stored without pickle" in each for each in messages)
 
 
+def test_who_makes_no_step_leaves_what_was_restored_as_it_was(path: Path, shm_dir: Path) -> None:
+    """Also where that was in memory alone: whether an agent of the life before had brought it to
+    disk before that one was killed changes nothing."""
+    settings = {"local_every_steps": 100}
+    job = TinyJob(path, **settings).run(STEPS)
+    live = job.fingerprint()
+    job.checkpointer.wait()
+    job.checkpointer.abandon()
+    with TinyJob(path, seed=99, **settings) as looking:
+        assert looking.restore().levels == {"memory": 1}
+        draw(looking)
+    assert ids_on_disk(path) == [VersionId(1, STEPS)]
+    assert in_shm(shm_dir) == []
+    with TinyJob(path, seed=99, **settings) as again:
+        again.restore()
+        assert again.fingerprint() == live
+        draw(again)
+        again.checkpointer.save(now=True)  # but who asks for it has what is live
+        schedule(again)
+        live = again.fingerprint()
+    assert ids_on_disk(path)[-1].generation == 3
+    with TinyJob(path, seed=99, **settings) as again:
+        again.restore()
+        assert again.fingerprint() == live
+
+
 # --- epochs --------------------------------------------------------------------------------------
 
 
