@@ -158,6 +158,29 @@ def test_a_metric_that_came_after_the_boundary_is_stored(path: Path) -> None:
     assert tierckpt.load(path).metric == 0.25
 
 
+def test_where_a_forward_pass_is_the_boundary_the_streams_are_those_before_it(
+    tmp_path: Path,
+) -> None:
+    """The iteration that it began is made again, with a batch that is drawn again."""
+    paths = []
+    for every in (1, 100):
+        settings = {"memory_every_steps": every, "local_every_steps": 100}
+        paths.append(path := tmp_path / str(every))
+        with TinyJob(path, boundary="forward", **settings) as job:
+            for _ in range(STEPS):
+                job.train_one()
+            streams = torch.get_rng_state()
+            torch.randn(BATCH)
+            evaluate_in_training_mode(job)
+            assert job.checkpointer.version == STEPS
+            means = job.model.get_buffer("1.running_mean").clone()
+        with TinyJob(path, seed=99, boundary="forward", **settings) as again:
+            again.restore()
+            assert torch.equal(torch.get_rng_state(), streams)
+            assert torch.equal(again.model.get_buffer("1.running_mean"), means)
+    assert differences(*paths) == []
+
+
 # --- how it is stored ----------------------------------------------------------------------------
 
 
