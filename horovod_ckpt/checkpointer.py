@@ -195,6 +195,10 @@ class Checkpointer(tierckpt.Checkpointer):
         finally:
             self._cut = ""
 
+    def _keeps_boundary(self) -> bool:
+        """The passes since are made again, and from there that is exact."""
+        return self._cut is ACCUMULATED
+
     def _what_is_cut(self) -> str:
         """Passes since the last boundary are made again, unless it was between passes itself, or
         a step came in between. Alike on all ranks."""

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from .naming import VersionId
+from .naming import VersionId, newest_of_each
 
 if TYPE_CHECKING:
     from .persistent.names import VersionName
@@ -71,5 +71,7 @@ class Best:
 
     def _forget(self) -> None:
         """What is not among the best now never will be."""
-        best = best_of(self._metrics, self._count, self._lowest)
+        each = newest_of_each(self._metrics)
+        metrics = {v: m for v, m in self._metrics.items() if v in each}
+        best = best_of(metrics, self._count, self._lowest)
         self._metrics = {version: self._metrics[version] for version in best}

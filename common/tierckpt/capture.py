@@ -13,11 +13,13 @@ from . import tree
 from .copyplan import Plan
 from .generators import pack_rng
 from .group import Group
+from .manifest import Manifest
 from .pool import SlotPool
 from .resumableloader import ResumableLoader
 from .slots import Slot
 from .snapshot import Head, Snapshot
 from .state import TrainingState
+from .unmoved import is_unmoved
 
 if TYPE_CHECKING:
     from .cuda import CudaLane
@@ -36,7 +38,7 @@ class Capture:
         """Raised by the state's own objects within a step, where it would end the training."""
 
     def keep_streams(self) -> None:
-        """Take the generators and the loader's position as of now for the next snapshot.
+        """Take the generators and the loader's position as of now for the next snapshots.
 
         For a loop without `step()`: it draws the next batch before the boundary.
         """
@@ -74,13 +76,30 @@ class Capture:
 
         Raises what the state's own objects raise, and SnapshotError.
         """
+        plan, node, arena = self._stage(adapter)
+        parts = (head, plan, levels, node, arena, choose_slot, on_done)
+        if plan.device.type == "cuda":
+            from . import cuda
+
+            if self.lane is None:
+                self.lane = cuda.CudaLane(plan.device)
+                locks = cuda.PageLocks(plan.device, self._pool.on_notice)
+                self._pool.on_map, self._pool.on_unmap = locks.lock, locks.unlock
+            return cuda.CudaSnapshot(*parts, lane=self.lane)
+        return Snapshot(*parts)
+
+    def is_unmoved(self, manifest: Manifest, image: memoryview, adapter: Any) -> bool:
+        """Whether a snapshot taken now would be the one that was sealed so, with nothing being
+        copied. Raises what the state's own objects raise."""
+        plan, node, arena = self._stage(adapter)
+        return is_unmoved(plan, tree.EncodedTree(node, arena), manifest, image)
+
+    def _stage(self, adapter: Any) -> tuple[Plan, dict[str, Any], tree.Arena]:
+        """Copy aside what the next forward pass changes: the rank's tree and the buffers."""
         if self._failed is not None:
             raise self._failed
         plan, state = self._fitting_plan(), self._state
-        own, arena = self._streams or self._pack_own(self._state.extra_per_rank)
-        if self._streams is not None:
-            self._pack_loaders(own, arena)
-        self._streams = None
+        own, arena = self._own_now()
         state.look_again()
         modules = state.pack_module_states(arena)
         if modules:  # where a hook of theirs has changed buffers
@@ -98,22 +117,25 @@ class Capture:
         }
         if plan.began:
             node["began"] = plan.began
-        parts = (head, plan, levels, node, arena, choose_slot, on_done)
-        if plan.device.type == "cuda":
-            from . import cuda
-
-            if self.lane is None:
-                self.lane = cuda.CudaLane(plan.device)
-                locks = cuda.PageLocks(plan.device, self._pool.on_notice)
-                self._pool.on_map, self._pool.on_unmap = locks.lock, locks.unlock
-            return cuda.CudaSnapshot(*parts, lane=self.lane)
-        return Snapshot(*parts)
+        return plan, node, arena
 
     def _fitting_plan(self) -> Plan:
         if self.plan is None or not self.plan.fits(self._state):
             self._state.refresh_names()
             self.plan = Plan(self._state, self._state.walk(), self._group.rank, self._group.size)
         return self.plan
+
+    def _own_now(self) -> tuple[dict[str, Any], tree.Arena]:
+        """Generators and what is each rank's own; where they were kept, as they were then, until
+        the next step: the same state may be asked for twice."""
+        if self._streams is None:
+            return self._pack_own(self._state.extra_per_rank)
+        kept, tensors = self._streams[0], self._streams[1].tensors
+        own = {**kept, "extra_per_rank": {**kept["extra_per_rank"]}}
+        arena = tree.Arena()
+        arena.tensors = [*tensors]
+        self._pack_loaders(own, arena)
+        return own, arena
 
     def _pack_own(self, objects: Mapping[str, Any]) -> tuple[dict[str, Any], tree.Arena]:
         arena = tree.Arena()

@@ -27,7 +27,8 @@ from .berth import Berth
 from .callbacks import CallbackList, Callbacks
 from .comeback import Comeback
 from .config import Config
-from .demand import Demand
+from .demand import Demand, Sealed
+from .epochends import EpochEnds
 from .errors import PinError, RestoreError, TierckptError
 from .events import Callback, EventLog, check_receiver
 from .extras import check_extra
@@ -37,6 +38,7 @@ from .haltrequest import Reason
 from .hooks import Hooks
 from .iterations import MIXED, Iterations, Unattached
 from .levels import Levels
+from .manifest import Manifest
 from .mending import mend
 from .naming import Lineage, VersionId, on_lineage
 from .peers import Groups, redundancy_groups
@@ -220,6 +222,7 @@ class Checkpointer:
         )
         self._demand = Demand(config, group, self._pool, agreement, self._levels)
         self._unchanged = Unchanged(self.state, self._say)
+        self._epoch_ends = EpochEnds(self.state)
         self._underway = Underway(
             config,
             self.state,
@@ -288,6 +291,7 @@ class Checkpointer:
         self._iterations.called()
         self._own_hooks.called()
         self._underway.capture.drop_streams()
+        self._epoch_ends.passed()
         self.iteration += 1
         if mixed:
             self._warn_of_two_counts()
@@ -590,7 +594,11 @@ class Checkpointer:
     def _make_durable(self, end: ending.Ending) -> bool:
         """The final checkpoint, where there is something new. False when it did not get there."""
         if self._local_enabled() and not self._nothing_new():
-            self._save_now(end.last_call)
+            if self._made_none and self._demand.commit_as_it_is(self._begun_from_memory()):
+                self.wait(end.last_call - time.monotonic())
+                self._agreement.settle()
+            else:
+                self._save_now(end.last_call)
         if end.disk_has_all(self.wait):
             self._levels.onward.backlog.flush_last()
         durable = self._nothing_new() or self._agreement.local.safe == self._id()
@@ -866,14 +874,46 @@ class Checkpointer:
         """Blocking: the present state to memory and local. Collective. Waits for the disk until
         `end` (monotonic); what it has not taken then is broken."""
         self.wait(end - time.monotonic())
-        id_ = VersionId(self._id().generation, self.steps_made)
+        before = VersionId(self._id().generation, self.steps_made)
         # The loop's own step() for it is still to come.
         self._ahead, self._saving = int(self._iterations.steps > 0), True
         try:
-            if not self._demand.commit(id_, self._at()):
-                self._boundary(force=True)
+            with self._epoch_ends.between(self._iterations.steps > 0):
+                found = self._demand.commit(before, self._at(), self._is_live)
+                if found is Sealed.MOVED_ON:
+                    self._lives.take_again(self.version)
+                if found is not Sealed.LIVE:
+                    self._boundary(force=True)
         finally:
             self._ahead, self._saving = 0, False
+        self.wait(end - time.monotonic())
+        self._demand.settle(self._id())
+        if found is Sealed.MOVED_ON and self._agreement.memory.safe != self._id():
+            self._save_as_it_was(before, end)
+
+    def _is_live(self, manifest: Manifest, image: memoryview) -> bool:
+        """Whether the live state is, bit for bit, what was sealed so."""
+        if self._keeps_boundary():
+            return True
+        head = self._head()
+        if (head.iteration, head.calls, head.metric) != (
+            manifest.iteration,
+            manifest.calls,
+            manifest.metric,
+        ):
+            return False
+        with torch.inference_mode(False):
+            return self._underway.capture.is_unmoved(manifest, image, self.pack_adapter())
+
+    def _keeps_boundary(self) -> bool:
+        """For adapters: whether the state at the last boundary is worth more than the live one."""
+        return False
+
+    def _save_as_it_was(self, id_: VersionId, end: float) -> None:
+        """What is live could not be taken, and an event said so: better the state at the boundary
+        than none of that step. Collective."""
+        self._warn(f"{id_} is stored as it was at its boundary, as what came after could not be")
+        self._demand.commit_as_it_is(id_)
         self.wait(end - time.monotonic())
         self._demand.settle(id_)
 
@@ -940,13 +980,27 @@ class Checkpointer:
 
     def _nothing_new(self) -> bool:
         """True when no step was made since the start, or since the version restored from disk."""
-        begun = self._lives.began_at
-        if self._iterations.steps or self.version != begun:
+        if not self._made_none:
             return False
+        begun = self._lives.began_at
         durable, past = self._agreement.local.safe, self._lives.lineage
         if durable is None or durable.version != begun:
             return begun == 0
         return on_lineage(durable, past)
+
+    @property
+    def _made_none(self) -> bool:
+        """No step was made, nor a version taken, since the start or the version restored."""
+        memory = self._agreement.memory
+        known = [*memory.open, *filter(None, [memory.safe])]
+        taken = any(self._lives.is_own(id_.generation) for id_ in known)
+        return self.steps_made == self._lives.began_at and not taken
+
+    def _begun_from_memory(self) -> VersionId | None:
+        """The version that this life began with, if it is in memory, of an earlier one."""
+        safe, begun = self._agreement.memory.safe, self._lives.began_at
+        known = safe is not None and safe.version == begun and on_lineage(safe, self.lineage)
+        return safe if known else None
 
     # --- attaching and ending ------------------------------------------------------------------
 

@@ -168,8 +168,15 @@ class Plan:
         if len(self._headers) == HEADERS:
             del self._headers[next(iter(self._headers))]
         room = rank_state_bytes + growth_bytes
-        self._headers[room] = encode_header(self.layout, room, self.structure, self._tied)
+        self._headers[room] = self._encode_header(room)
         return self._headers[room]
+
+    def encoded_header(self, room_bytes: int) -> bytes:
+        """The header of a shard with that room for the tree, which is made anew."""
+        return self._encode_header(room_bytes)[0]
+
+    def _encode_header(self, room_bytes: int) -> tuple[bytes, int]:
+        return encode_header(self.layout, room_bytes, self.structure, self._tied)
 
     def source(self, block: int) -> tuple[list[torch.Tensor], list[int]]:
         """The bytes of a block, in order, and their lengths."""
@@ -287,6 +294,14 @@ def _row_major(tensor: torch.Tensor, start: int) -> Part:
     return lambda low, high: as_bytes(tree.row_major(tensor, start + low, start + high))
 
 
+def copy_parts(target: torch.Tensor, parts: list[torch.Tensor], sizes: list[int]) -> None:
+    """Copy what `Plan.source` returned to `target`, which is as long."""
+    if len(parts) == 1:
+        target.copy_(parts[0])
+    else:
+        torch._foreach_copy_(list(target.split(sizes)), parts)
+
+
 class Binding:
     """A slot as the copier sees it: one byte tensor over its image."""
 
@@ -300,11 +315,7 @@ class Binding:
         layout_block = plan.layout.blocks[block]
         low = start + layout_block.offset
         target = self.tensor.narrow(0, low, layout_block.nbytes)
-        parts, sizes = plan.source(block)
-        if len(parts) == 1:
-            target.copy_(parts[0])
-        else:
-            torch._foreach_copy_(list(target.split(sizes)), parts)
+        copy_parts(target, *plan.source(block))
         return self.view[low : low + layout_block.nbytes]
 
     def copy_tree(self, encoded: tree.EncodedTree, begin: int, end: int, block: int) -> memoryview:

@@ -1,16 +1,35 @@
 """Demand: a version of this very moment, durable before the training goes on, or ends.
 
-What is in memory already need not be taken again, if all ranks have it: it goes on from there.
+What is in memory already need not be taken again, if all ranks have it, and it is what is live on
+all of them still: it goes on from there. So what is stored is the same however far copies had got.
 """
 
 from __future__ import annotations
+
+import enum
+from collections.abc import Callable
 
 from .agreement import Agreement
 from .config import Config
 from .group import Group
 from .levels import Levels
-from .naming import VersionId
+from .manifest import Manifest
+from .naming import ShardKey, VersionId
 from .pool import SlotPool
+
+
+class Sealed(enum.IntEnum):
+    """What a version in memory is worth to who wants the live state; the minimum of all ranks."""
+
+    NOT = 0
+    """It is not there, or not complete."""
+    MOVED_ON = 1
+    """The live state is another one."""
+    LIVE = 2
+
+
+IsLive = Callable[[Manifest, memoryview], bool]
+"""Whether the live state is what was sealed so, of which these are manifest and image."""
 
 
 class Demand:
@@ -23,26 +42,60 @@ class Demand:
         self._config, self._group, self._pool = config, group, pool
         self._agreement, self._levels = agreement, levels
 
-    def commit(self, id_: VersionId, iteration: int) -> bool:
-        """Have a version committed, of that iteration, that all ranks have sealed. Collective.
+    def commit(self, id_: VersionId, iteration: int, is_live: IsLive) -> Sealed:
+        """Have a version committed, of that iteration, that all ranks have sealed, where it is what
+        is live on all. Collective.
 
-        False when some rank has not: nobody has it any more, and it is to be taken.
+        NOT: nobody has it any more, and it is to be taken. MOVED_ON: it stays as it is, and what is
+        live is to be taken as another one.
         """
-        memory, local, onward = self._agreement.memory, self._agreement.local, self._levels.onward
-        slot = self._pool.find(id_)
-        sealed_here = slot is not None and id_ in (memory.safe, *memory.open)
-        if not all(self._group.all_gather_object(sealed_here)):
+        found: Sealed = min(self._group.all_gather_object(self._look(id_, is_live)))
+        if found is Sealed.NOT:
             # Where it was sealed all the same, it is void: all ranks' shards are of one moment.
             self._pool.void(id_)
             self._agreement.forget(id_)
+        if found is Sealed.LIVE:
+            onward = self._levels.onward
+            if self._config.uses("persistent") and id_ != onward.ordered:
+                onward.flush_when_safe(id_, iteration)
+            self._commit(id_)
+        return found
+
+    def commit_as_it_is(self, id_: VersionId | None) -> bool:
+        """Have a version committed as it was sealed, also in the life before. Collective.
+
+        False, with nothing changed, when some rank has not its shard of it in memory.
+        """
+        slot = None if id_ is None else self._pool.find(id_)
+        manifest = None if slot is None else slot.manifest()
+        key = None if id_ is None else ShardKey(id_, self._group.rank, self._group.size)
+        if not all(self._group.all_gather_object(manifest is not None and manifest.key == key)):
             return False
+        assert id_ is not None
+        self._commit(id_)
+        return True
+
+    def _commit(self, id_: VersionId) -> None:
+        """All ranks have it."""
+        local, slot = self._agreement.local, self._pool.find(id_)
         assert slot is not None
-        if self._config.uses("persistent") and id_ != onward.ordered:
-            onward.flush_when_safe(id_, iteration)
         if self._config.uses("local") and id_ != local.safe and id_ not in local.open:
             local.open.append(id_)
             self._levels.handover.commit_sealed(id_, slot)
-        return True
+
+    def _look(self, id_: VersionId, is_live: IsLive) -> Sealed:
+        """At this rank's."""
+        memory, slot = self._agreement.memory, self._pool.find(id_)
+        if slot is None or id_ not in (memory.safe, *memory.open):
+            return Sealed.NOT
+        try:
+            manifest = slot.manifest()
+            if manifest is None:
+                return Sealed.NOT
+            with slot.image() as image:
+                return Sealed.LIVE if is_live(manifest, image) else Sealed.MOVED_ON
+        except Exception:  # the others wait; who takes it will meet the same, and says so
+            return Sealed.MOVED_ON
 
     def settle(self, id_: VersionId) -> None:
         """Learn what became of it, and have it go on from the local level. Collective."""
@@ -70,4 +123,4 @@ class Demand:
         return True
 
 
-__all__ = ["Demand"]
+__all__ = ["Demand", "Sealed"]

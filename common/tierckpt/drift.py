@@ -132,15 +132,15 @@ class Drift:
         )
 
     def _begin(self, known: Iterable[VersionId], clean: int, text: str) -> None:
-        generation, life = self._lives.generation, self._lives.name
-        suspects = {i for i in known if i.generation == generation and i.version > clean}
+        life = self._lives.name
+        suspects = {i for i in known if self._lives.is_own(i.generation) and i.version > clean}
 
         def work() -> None:
             try:
                 if self._is_first:
-                    self._mark_here(suspects, generation, clean, text)
+                    self._mark_here(suspects, clean, text)
                 if self._group.rank == 0 and self._config.persistent.path:
-                    self._mark_there(generation, clean, life, text)
+                    self._mark_there(clean, life, text)
             except Exception as error:
                 why = f"versions that are suspect could not be marked: {error}"
                 self._reports.notice_later(why, logging.ERROR)
@@ -149,23 +149,24 @@ class Drift:
         with contextlib.suppress(RuntimeError):  # as many threads as the system allows
             self._thread.start()
 
-    def _mark_here(self, known: set[VersionId], generation: int, clean: int, text: str) -> None:
+    def _mark_here(self, known: set[VersionId], clean: int, text: str) -> None:
         """In memory and on disk of this node, also what is still on its way there."""
         in_memory = {manifest.id for _, manifest in self._job.sealed()}
         on_disk = set[VersionId]()
         if self._config.uses("local"):
             keys = LocalStore(self._config.directory).keys()
             on_disk = {key.id for key in keys}
-        seen = {i for i in in_memory | on_disk if i.generation == generation and i.version > clean}
+        every, is_own = in_memory | on_disk, self._lives.is_own
+        seen = {i for i in every if is_own(i.generation) and i.version > clean}
         for folder in (self._job.path, Path(self._config.directory)):
             SuspectMarks(folder).add(known | seen, text)
 
-    def _mark_there(self, generation: int, clean: int, life: str, text: str) -> None:
+    def _mark_there(self, clean: int, life: str, text: str) -> None:
         """What is on its way there is marked by the agent that brings it."""
         persistent = self._config.persistent
         with contextlib.closing(PersistentStore(persistent.path, **persistent.options())) as store:
             for name in store.versions():
-                of_us = (name.id.generation, name.life) == (generation, life)
+                of_us = self._lives.is_own(name.id.generation) and name.life == life
                 if of_us and name.id.version > clean:
                     store.mark_suspect(name, text.encode())
 

@@ -94,6 +94,8 @@ class Lives:
         self._absent = absent
         self._directory_is_new, self._is_another = directory_is_new, directory_is_another
         self._next_generation = 1
+        self._began = 0, 0
+        """Generation and version that this life began with."""
 
     @property
     def job(self) -> str:
@@ -108,7 +110,11 @@ class Lives:
     @property
     def began_at(self) -> int:
         """The version that this life started from."""
-        return self.lineage[-1][1] if self.lineage else 0
+        return self._began[1]
+
+    def is_own(self, generation: int) -> bool:
+        """Whether a version of that generation was taken in this life, or a later one."""
+        return generation >= self._began[0]
 
     def look(self, together: Together | None = None) -> None:
         """Take stock of all levels on all nodes; this is what a new life begins with. In a stretch
@@ -162,6 +168,7 @@ class Lives:
     def begin_afresh(self) -> None:
         """Start from nothing, in a generation of its own."""
         self.lineage = ((self._next_generation, 0),)
+        self._began = self.lineage[-1]
 
     def go_on_from(self, lineage: Lineage, version: int) -> None:
         """Start from a version of the newest life in `lineage`."""
@@ -173,6 +180,12 @@ class Lives:
         oldest = min(there, default=generation)
         kept = tuple(entry for entry in lineage if entry[0] >= oldest)
         self.lineage = (*kept, (generation, version))
+        self._began = self.lineage[-1]
+
+    def take_again(self, version: int) -> None:
+        """The version that was taken last is taken once more, of what is live now: in a generation
+        of its own, so that neither takes the other's place before it is complete everywhere."""
+        self.lineage = (*self.lineage, (self.generation + 1, version))
 
     def newest(self, level: str = "", limit: VersionId | None = None) -> VersionId | None:
         """The newest complete version that was found, on one level alone if that is named; None

@@ -124,6 +124,11 @@ def newest_first(found: Iterable[tuple[VersionId, Lineage]]) -> list[VersionId]:
     return sorted((i for i in known if on_lineage(i, lineage)), reverse=True)
 
 
+def newest_of_each(ids: Iterable[VersionId]) -> set[VersionId]:
+    """Of those of one number the newest, as it was taken again."""
+    return set({id_.version: id_ for id_ in sorted(ids)}.values())
+
+
 def retired(
     held: Iterable[VersionId],
     safe: VersionId | None,
@@ -136,9 +141,10 @@ def retired(
 
     `safe` is the newest version known to be complete on all ranks. It and everything newer stays,
     whatever the policy; of what is not newer, the last `keep_last` and every multiple of
-    `keep_every` (0: none). What an ancestor wrote after the version this life started from goes
-    once `safe` is of this life. Lives that are no ancestors (somebody started afresh in the same
-    place) are never touched: nobody asked for their end.
+    `keep_every` (0: none), but of those of one number the newest alone. What an ancestor wrote
+    after the version this life started from goes once `safe` is of this life. Lives that are no
+    ancestors (somebody started afresh in the same place) are never touched: nobody asked for their
+    end.
 
     `void` are versions that are not complete on all ranks: they count for nothing, or a rank that
     has its shard of one would give up a complete version for it. This life's go whatever is safe
@@ -154,6 +160,9 @@ def retired(
     whole = there - worthless
     past = sorted((i for i in whole if i <= safe and i.generation in ours), reverse=True)
     line = [i for i in past if on_lineage(i, lineage)]
+    newest = newest_of_each(line)
+    gone += [i for i in line if i not in newest]
+    line = [i for i in line if i in newest]
     gone += [
         i for i in line[max(keep_last, 1) :] if not (keep_every and i.version % keep_every == 0)
     ]

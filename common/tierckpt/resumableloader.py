@@ -119,13 +119,20 @@ class ResumableLoader(Generic[Batch]):
         """After a restore, until a pass is begun: the state that was restored."""
         self._restored: _Streams | None = None
         """Likewise: the generators, as the restore has set them."""
+        self._trained: int | None = None
+        """So many batches of the epoch the loop had taken at its last boundary; None: it told of
+        none."""
+        self.between = self.end_is_done = False
+        """Set by the checkpointer while it takes a version that is of no boundary, and where what
+        the loop does at the end of the epoch was done."""
 
     @property
     def epoch(self) -> int:
         """The epoch under way; after a restore, the one to go on with.
 
         It may be one of which all batches were taken: what a loop does at the end of an epoch (a
-        scheduler's step) was not done yet, and is, after a pass without batches.
+        scheduler's step) was not done yet, and is, after a pass without batches. Where it was done
+        (see `epochends`), it is the next one.
         """
         return self._place.epoch
 
@@ -142,6 +149,7 @@ class ResumableLoader(Generic[Batch]):
             )
         if epoch != self._place.epoch:
             self._place, self._resuming, self._restored = _Place(epoch), None, None
+            self._trained = None
         for sampler in _samplers_of(self.loader):
             if callable(told := getattr(sampler, "set_epoch", None)):
                 told(epoch)
@@ -156,7 +164,9 @@ class ResumableLoader(Generic[Batch]):
             return self._rest(self._resuming)
         if self._place.begun:
             self._place = _Place(self._place.epoch + 1)
-        self._resuming = self._restored = None
+        elif self._resuming is not None:
+            self._set(self._now(self._resuming))
+        self._resuming = self._restored = self._trained = None
         self._place.begun, self._first = True, self._streams()
         self._first.packed()  # once: every version of the epoch has it
         self._place.sampler_epoch = _sampler_epoch(self.loader)
@@ -182,7 +192,7 @@ class ResumableLoader(Generic[Batch]):
         """What is left of the epoch under way, which another process began."""
         place = self._place
         _refuse_other_epoch(place, self.loader)
-        now = self._restored or _Streams(generators.pack_rng(), state["own"])
+        now = self._now(state)
         if state["now"] is not None:
             now = _Streams(**state["now"])
         self._first = _Streams(**state["first"])
@@ -203,6 +213,10 @@ class ResumableLoader(Generic[Batch]):
         self._set(now)
         self._resuming = self._restored = None
         return rest
+
+    def _now(self, state: dict[str, Any]) -> _Streams:
+        """The generators as they were when `state` was taken, if it does not say otherwise."""
+        return self._restored or _Streams(generators.pack_rng(), state["own"])
 
     def _skip_batches(self, batches: Iterator[Batch], count: int) -> None:
         indexed = self._skip == "index" or (
@@ -244,6 +258,20 @@ class ResumableLoader(Generic[Batch]):
         for generator, state in zip(self._generators, streams.own, strict=True):
             load_extra(generator, state)
 
+    @property
+    def at_end(self) -> bool:
+        """All batches of the epoch were taken, as far as that can be told."""
+        place = self._place
+        try:
+            return place.ended or (place.begun and place.batches >= len(self))
+        except TypeError:
+            return False
+
+    def passed(self) -> None:
+        """A boundary: the batches that were taken were trained on (but one, with `ahead`). Called
+        by the checkpointer."""
+        self._trained = self._place.batches
+
     def state_dict(self, in_forward: bool = False) -> dict[str, Any]:
         """The place: counts, and states of generators (20 kB, and 15 kB for each of its own).
 
@@ -253,15 +281,33 @@ class ResumableLoader(Generic[Batch]):
         if self._resuming is not None:  # and no pass begun since
             return dict(self._resuming)
         place, now = self._place, self._streams()
-        held = (self._ahead > 0 or in_forward) and place.begun and not place.ended
+        if self.end_is_done:
+            return self._next_epoch(now)
+        untrained = in_forward or self._ahead > 0 or self._is_one_too_far
+        then = now if in_forward else None
+        if self.between and place.ended:
+            then = self._before  # what is done at the end of the epoch is done again from there
         return {
             "place": dict(vars(place)),
-            "held": held,
+            "held": untrained and place.begun and not place.ended,
             "first": self._first.packed(),
             "before": self._before.packed(),
             "own": now.own,
-            "now": now.packed() if in_forward else None,
+            "now": None if then is None else then.packed(),
         }
+
+    @property
+    def _is_one_too_far(self) -> bool:
+        """The loop took a batch, and ended before it had trained on it."""
+        known = self.between and self._trained is not None
+        return known and self._place.batches > (self._trained or 0)
+
+    def _next_epoch(self, now: _Streams) -> dict[str, Any]:
+        """The state of a loader that is about to begin it, with the generators as they are."""
+        none = _Streams(None, []).packed()
+        place = dict(vars(_Place(self._place.epoch + 1)))
+        streams = {"first": none, "before": none, "own": now.own, "now": None}
+        return {"place": place, "held": False, **streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next pass go on there. Raises ConfigError, with nothing changed, where the
@@ -272,7 +318,7 @@ class ResumableLoader(Generic[Batch]):
                 f"has {len(self._generators)}. Make it, and its sampler, as they were"
             )
         self._place, self._resuming = _Place(**state["place"]), dict(state)
-        self._restored = None
+        self._restored = self._trained = None
 
     def restored(self) -> None:
         """A restore is over, and has set the global generators: what is drawn until the loop

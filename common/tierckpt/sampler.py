@@ -100,11 +100,21 @@ class Position:
     """Samples of the epoch that all ranks together were trained on: the first in its order."""
     moves: int = 0
     """How often it was set to another place, other than by training."""
+    at_end: bool = False
+    """All batches of the epoch were trained on."""
+    between: bool = False
+    end_is_done: bool = False
+    """Set by the checkpointer while it takes a version that is of no boundary, and where what the
+    loop does at the end of the epoch was done."""
+
+    def passed(self) -> None:
+        """A boundary: nothing to do, as the sampler is told what was trained on."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
         names = ("length", "shuffle", "seed", "epoch", "taken")
-        return {name: getattr(self, name) for name in names}
+        state = {name: getattr(self, name) for name in names}
+        return state | ({"epoch": self.epoch + 1, "taken": 0} if self.end_is_done else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go where another life was; the seed is that one's, too.
@@ -120,6 +130,7 @@ class Position:
                 "that epoch lasts, or leave its position out of `extra` to begin the epoch anew"
             )
         self.seed, self.epoch, self.taken = state["seed"], state["epoch"], state["taken"]
+        self.at_end = False  # the sampler says so when it has dealt
         self.moves += 1
 
 
@@ -178,6 +189,7 @@ class ResumableSampler(Sampler[list[int]]):
 
         It may be one that all batches were trained on already: what a loop does at the end of an
         epoch (a scheduler's step, say) was not done yet, and is, after a pass without batches.
+        Where it was done (see `epochends`), it is the next one.
         """
         return self.position.epoch
 
@@ -201,7 +213,7 @@ class ResumableSampler(Sampler[list[int]]):
                 f"batches of epoch {position.epoch} were drawn, and step() was never called, so a "
                 "restart would train on them again; call sampler.step() after every batch"
             )
-        position.epoch, position.taken = epoch, 0
+        position.epoch, position.taken, position.at_end = epoch, 0, False
         position.moves += 1
 
     def step(self) -> None:
@@ -213,6 +225,7 @@ class ResumableSampler(Sampler[list[int]]):
                 "there. Call it once for every batch that came from the loader"
             )
         position.taken = current.deal.end(position.taken)
+        position.at_end = current.deal.batches(position.taken) == 0
 
     def deal_to(self, rank: int, ranks: int) -> None:
         """The ranks are others now (Horovod elastic, after a reset); iterate anew."""

@@ -56,6 +56,8 @@ class Unchanged:
             self._runs = _runs(plan.striped_blocks)
         striped = b"".join(manifest.digests[low:high] for low, high in self._runs)
         same = known and self._last is not None and self._last[1] == striped
+        if same and manifest.version == self._newest:
+            return  # it was taken again, and no step was made
         self._last = plan, striped
         self._first = self._first if same else manifest.version
         self._newest = manifest.version

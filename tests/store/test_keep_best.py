@@ -122,7 +122,7 @@ def test_a_metric_is_of_the_state_that_it_was_measured_of(job: Any, tmp_path: Pa
         train(first, 2)
         first.run(3)
         first.checkpointer.metric = 0.125
-        first.checkpointer.save(now=True)  # v3 was taken before
+        first.checkpointer.save(now=True)  # v3 was taken before, without
         first.train_one()
         first.iteration += 1
         first.checkpointer.step(metric=torch.tensor(0.75))
@@ -130,7 +130,7 @@ def test_a_metric_is_of_the_state_that_it_was_measured_of(job: Any, tmp_path: Pa
         train(first, 5)
     store = LocalStore(tmp_path / "ckpts")
     found = {k.id.version: Manifest.decode(store.read_manifest(k)).metric for k in store.keys()}  # noqa: SIM118
-    assert found == {1: 5.0, 2: 0.25, 3: None, 4: 0.75, 5: None}
+    assert found == {1: 5.0, 2: 0.25, 3: 0.125, 4: 0.75, 5: None}
 
 
 def test_a_loop_without_boundaries_sets_the_attribute(tmp_path: Path, shm_dir: Path) -> None:

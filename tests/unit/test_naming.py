@@ -166,3 +166,13 @@ def test_what_an_ancestor_wrote_after_the_fork_goes_once_this_life_is_safe() -> 
     held = [VersionId(1, v) for v in (4, 5, 9)] + [VersionId(2, 6)]
     assert VersionId(1, 9) not in retired(held, VersionId(1, 5), lineage, 2, 0)
     assert retired(held, VersionId(2, 6), lineage, 2, 0) == [VersionId(1, 4), VersionId(1, 9)]
+
+
+def test_of_versions_of_one_number_the_newest_counts_alone() -> None:
+    """v5 was taken again, twice: it is one of the two that are kept, once the last is safe."""
+    lineage = ((1, 0), (2, 5), (3, 5))
+    first, second, third = (VersionId(generation, 5) for generation in (1, 2, 3))
+    held = [VersionId(1, 3), VersionId(1, 4), first, second, third]
+    assert retired(held, third, lineage, 2, 0) == [VersionId(1, 3), first, second]
+    assert retired(held, third, lineage, 2, 5) == [VersionId(1, 3), first, second]
+    assert retired(held, first, lineage, 2, 0) == [VersionId(1, 3)]

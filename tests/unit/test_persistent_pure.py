@@ -380,6 +380,18 @@ def held_by(life: str, generation: int, *versions: int, lineage: Lineage) -> lis
     return [Held(name, "job", lineage) for name in names]
 
 
+def test_a_version_that_was_taken_again_takes_one_place_among_the_best() -> None:
+    lineage = ((1, 0), (2, 3), (3, 8))
+    scores = {(1, 2): 0.2, (1, 3): 0.1, (2, 3): 0.1, (2, 8): 0.9, (3, 9): 0.9}
+    held = [
+        Held(VersionName(VersionId(*id_), 1, "aaaa"), "job", lineage, {"loss": score})
+        for id_, score in scores.items()
+    ]
+    policy = RetentionPolicy(keep_last=1, keep_best=2, metric="loss", best_is_low=True)
+    gone = retirable(held, policy, "job", lineage, "aaaa")
+    assert {(name.id.generation, name.id.version) for name in gone} == {(1, 3), (2, 8)}
+
+
 def test_two_lives_of_one_generation_leave_each_other_alone() -> None:
     """Two experiments that were given the same place, or never saw each other's nodes."""
     here = held_by("aaaa", 1, 1, 2, 3, lineage=((1, 0),))

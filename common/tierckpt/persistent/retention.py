@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..best import best_of
-from ..naming import Lineage, newest_first, retired
+from ..naming import Lineage, newest_first, newest_of_each, retired
 from .names import VersionName
 
 METRIC = "metric"
@@ -59,7 +59,8 @@ def retirable(
     safe = newest[0] if newest else None
     ids = {h.name.id for h in mine}
     gone = set(retired(ids, safe, lineage, policy.keep_last, policy.keep_every))
-    scored = {h.name: h.metrics for h in mine if h.name.id in newest}
+    each = newest_of_each(newest)
+    scored = {h.name: h.metrics for h in mine if h.name.id in each}
     known = {name: m[policy.metric] for name, m in scored.items() if policy.metric in m}
     best = best_of(known, policy.keep_best, policy.best_is_low)
     # However many suspects follow, the newest version that is none stays.

@@ -18,6 +18,7 @@ from ..localstore import LocalStore
 from ..manifest import Manifest, digest
 from ..offline.leaves import fingerprint, leaves_of
 from ..shardfile import decode_header
+from ..slots import Slot
 from . import passes
 from .order import PROGRESS, Order, order_here, path_of
 from .records import Writer
@@ -64,10 +65,8 @@ class Recorder(Callbacks):
 
     def on_sealed(self, event: Event) -> None:
         """The slot is not overwritten before the next boundary."""
-        for slot in self._checkpointer._pool.slots:
-            manifest = None if slot is None else slot.manifest()
-            if slot is None or manifest is None or manifest.version != event.version:
-                continue
+        if (newest := self._newest_of(event.version)) is not None:
+            slot, manifest = newest
             with slot.image() as view:
                 state = state_of(view, manifest)
                 if self._to_keep is not None and event.version >= self._to_keep:
@@ -76,6 +75,12 @@ class Recorder(Callbacks):
         if self._rank == 0:
             with contextlib.suppress(OSError):
                 (self._order.folder / PROGRESS).write_text(str(event.version))
+
+    def _newest_of(self, version: int | None) -> tuple[Slot, Manifest] | None:
+        """Its slot, and what that holds; it may have been taken again."""
+        found = [(s, s.manifest()) for s in self._checkpointer._pool.slots if s is not None]
+        known = [(s, m) for s, m in found if m is not None and m.version == version]
+        return max(known, key=lambda each: each[1].id, default=None)
 
     def _keep(self, view: memoryview, manifest: Manifest) -> None:
         """Copy this rank's shard, once."""
