@@ -16,6 +16,7 @@ from ..errors import TierckptError
 from ..jobdirectory import JobDirectory
 from .order import PROGRESS, VARIABLE, Order
 from .records import Record, read, taking_part
+from .survivors import end_survivors
 
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
@@ -68,6 +69,9 @@ class Run:
                     raise ProveError(self._why(status))
                 if self.launches >= MOST_LAUNCHES:
                     raise ProveError(self._why(status))
+        except BaseException:
+            end_survivors(self.order.folder)
+            raise
         finally:
             self.clean()
         if self.order.kill_at is not None and not self.order.mark.exists():
