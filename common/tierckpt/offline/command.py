@@ -222,8 +222,11 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     if os.path.lexists(out) and not args.force:
         raise ConfigError(f"{out} is there already; --force replaces it")
     from .saved import load
+    from .unknown import import_named
 
-    saved = load(args.path, args.version, model_only=write is _write_safetensors)
+    import_named(args.modules)
+    alone = write is _write_safetensors
+    saved = load(args.path, args.version, model_only=alone, as_parts=alone)
     temp = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         temp.touch()  # with the rights that any new file has here; safetensors makes a private one
