@@ -248,6 +248,9 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     levels = " and ".join(saved.levels)
     nbytes = size_text(out.stat().st_size)
     console.print(f"{out}: v{saved.version}, from {levels}, {nbytes}", soft_wrap=True)
+    if saved.suspect:
+        text = "is suspect, it may be the state of no rank, as replicas differed when it was taken"
+        console.print(f"v{saved.version} {text}: {saved.suspect}", soft_wrap=True, markup=False)
     for text in notices:
         console.print(text, soft_wrap=True)
     if saved.unseen and args.version is None:
@@ -291,7 +294,7 @@ def _write_safetensors(saved: Saved, out: Path) -> list[str]:
     try:
         save_file(tensors, out, {**tied, **facts})
     except Exception:
-        _refuse_dtypes(tensors, out)
+        _refuse_dtypes(tensors)
         raise
     if not tied:
         return []
@@ -299,7 +302,7 @@ def _write_safetensors(saved: Saved, out: Path) -> list[str]:
     return [f"tied weights: {names}. safetensors.torch.load_model(model, file) reads that"]
 
 
-def _refuse_dtypes(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
+def _refuse_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ConfigError for the first tensor that safetensors cannot write, with its name."""
     from safetensors.torch import save
 
@@ -309,8 +312,8 @@ def _refuse_dtypes(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
         except Exception as error:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ConfigError(
-                f"{out} cannot be written: {name} is of dtype {kind}, which this safetensors "
-                "does not have; export to a .pt file"
+                f"{name} is of dtype {kind}, which this safetensors does not have; export to a "
+                ".pt file"
             ) from error
 
 
