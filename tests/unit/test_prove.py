@@ -14,7 +14,7 @@ from tierckpt.config import load_config
 from tierckpt.errors import ConfigError
 from tierckpt.proof.order import VARIABLE, Order, order_here, path_of, redirected
 from tierckpt.proof.records import Life, Writer, read
-from tierckpt.proof.runs import Run
+from tierckpt.proof.runs import ProveError, Run
 from tierckpt.proof.verdict import (
     MOST_NAMES,
     Departure,
@@ -247,3 +247,17 @@ def test_ranks_that_outlive_their_launcher_are_ended(
         Run("the run", order, command, 1000.0, on_step=interrupt).carry_out()
     with contextlib.suppress(FileNotFoundError):  # but for a zombie that nobody waits for
         assert ") Z " in Path(f"/proc/{Path('pid').read_text().strip()}/stat").read_text()
+
+
+def test_the_error_that_is_named_is_the_scripts_and_the_newest_launchs(tmp_path: Path) -> None:
+    """Not that of the ranks that were killed before, nor that of the launcher about its ranks."""
+    order = Order(tmp_path / "run", until=3)
+    order.write()
+    told = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
+    (order.folder / "log").write_text(f"BrokenPipeError: of the launch before\n{told}\n")
+    lines = [told, "[rank1]: RuntimeError: address in use", *["more"] * 20]
+    texts = " ".join(f"'{line}'" for line in lines)
+    run = Run("the run", order, ("sh", "-c", f"printf '%s\\n' {texts}; exit 1"), 1000.0)
+    with pytest.raises(ProveError) as caught:
+        run.carry_out()
+    assert "the first error is '[rank1]: RuntimeError: address in use'" in str(caught.value)
