@@ -145,10 +145,19 @@ class Hook:
 
     def order(self) -> list[int]:
         """The parameters in the order of DDP's final buckets; after the first pass, in the order
-        by which it will make them."""
+        by which it will make them. Empty where no new module can be made to have them (`prime`):
+        then they say nothing but how many passes this life has made."""
+        if not self._makes_final_ones():
+            return []
         if self._passes < 2:
             return self._arrivals.order() if self._passes else []
         return [self._number[id(p)] for bucket in self._buckets for p in bucket]
+
+    def _makes_final_ones(self) -> bool:
+        """Whether DDP makes other buckets after its first pass: it keeps the first ones where it
+        looks for unused parameters, and with a static graph has three kinds in as many passes."""
+        ddp = self._ddp
+        return not (ddp.find_unused_parameters or getattr(ddp, "static_graph", False))
 
     def prime(self, order: list[int]) -> None:
         """Let a new DDP module have the buckets of the one before from its first pass on.
@@ -162,10 +171,9 @@ class Hook:
         """
         ddp, params = self._ddp, self._params
         trained = [self._number[id(p)] for p in self._reduced if p.requires_grad]
-        final = ddp.find_unused_parameters or getattr(ddp, "static_graph", False)
         # An embedding with sparse gradients cannot be played a dense zero.
         sparse = any(getattr(m, "sparse", False) is True for m in ddp.module.modules())
-        if final or sparse or self._passes or sorted(order) != trained:
+        if not self._makes_final_ones() or sparse or self._passes or sorted(order) != trained:
             return
         self._priming = True
         try:

@@ -161,6 +161,10 @@ def export(commands: Subparsers) -> None:
         help="export version V; default: the one that a restart takes",
     )
     parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    what = "has classes of values in it (torchao's 8-bit state, an Enum); may be given repeatedly"
+    parser.add_argument(
+        "--import", dest="modules", action="append", default=[], metavar="MODULE", help=what
+    )
 
 
 def _add_places(parser: argparse.ArgumentParser, action: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -46,6 +46,10 @@ class Stranger:
     """Module and name of the class."""
     parts: Any
     """What it is made of: an Enum's value, a tuple's members by name, a tensor's inner tensors."""
+
+    def __hash__(self) -> int:
+        """Members of sets, and keys, were hashable."""
+        return hash(self.kind)
 
 
 @dataclass
@@ -137,18 +141,22 @@ def made_default(factory: str | None, items: list[tuple[Any, Any]]) -> Any:
     return defaultdict(FACTORIES[factory] if factory else None, items)
 
 
-def strangers(value: Any, path: str = "") -> Iterator[str]:
-    """The way to each `Stranger` in a decoded tree, and of what class it is."""
+def strangers(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The way to each `Stranger` in a decoded tree, and its class, as `name_of` names it."""
     if isinstance(value, Stranger) or (
         isinstance(value, Parts) and find(value.kind, torch.Tensor) is None
     ):
-        yield f"{path} is a {value.kind.replace(':', '.')}"
+        yield path, value.kind
     elif isinstance(value, Mapping):
         for key, each in value.items():
+            yield from strangers(key, f"a key of {path}")
             yield from strangers(each, f"{path}[{key!r}]" if path else str(key))
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         for number, each in enumerate(value):
             yield from strangers(each, f"{path}[{number}]")
+    elif isinstance(value, (set, frozenset)):
+        for each in value:
+            yield from strangers(each, f"a member of {path}")
 
 
 def same_type(value: Any, members: Iterator[Any]) -> Any:

@@ -133,8 +133,12 @@ class Loader:
         have, want = have | set(saved["extra_per_rank"]), want | set(self.state.extra_per_rank)
         found = [f"extra {n!r} is in the checkpoint, not given now" for n in sorted(have - want)]
         found += [f"extra {n!r} is given, not in the checkpoint" for n in sorted(want - have)]
-        every = {k: saved[k] for k in ("groups", "odd", "remainders", "extra") if k in saved}
-        found += [f"{text}, and that class is not imported here" for text in strangers(every)]
+        parts = ("groups", "odd", "remainders", "extra", "extra_per_rank")
+        every = {k: saved[k] for k in parts if k in saved}
+        found += [
+            f"{path} is a {kind.replace(':', '.')}, and that class is not imported here"
+            for path, kind in strangers(every)
+        ]
         return found + self.state.module_states.differences(saved["extra"].get(MODULE_STATES))
 
     def _told_of_values(self, saved: Mapping[str, Any]) -> bool:

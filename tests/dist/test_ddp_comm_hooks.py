@@ -141,6 +141,32 @@ def test_what_a_hook_remembers_of_buckets_wants_the_same_buckets(
         assert "HookState with static_graph=True" in text
 
 
+def what_is_stored_of_buckets(place: Place) -> dict[str, list[Any]]:
+    """Of each kind of module, after each of the first passes."""
+    stored = {}
+    for name in ("plain", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
+        job = make_job(**many_buckets, **({} if name == "plain" else {name: True}))
+        attached = attach(job, Place(f"{place.path} {name}", place.shm))
+        stored[name] = []
+        for iteration in range(4):
+            job.iterate(iteration)
+            attached.ckpt.step()
+            (of_the_module,) = attached.ckpt.pack_adapter().values()
+            stored[name].append(of_the_module["buckets"])
+        attached.ckpt.abandon()
+    return stored
+
+
+def test_what_is_stored_of_buckets_is_not_how_many_passes_there_were(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Else `tierckpt prove` says of an exact script that it is not."""
+    (told, _) = ranks(2).run(what_is_stored_of_buckets, Place.under(tmp_path, shm_dir))
+    for name, orders in told.items():
+        assert orders == [orders[0]] * 4, name
+    assert len(told["plain"][0]) > 1
+
+
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_of_the_users_computes_what_it_computes_alone(
     name: str, ranks: Any, tmp_path: Path, shm_dir: Path

@@ -9,7 +9,7 @@ import shutil
 import threading
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,8 @@ from torch import nn
 import tierckpt
 from tests import exact
 from tierckpt import replicas
-from tierckpt.offline.command import list_versions
+from tierckpt.offline.command import export_version, list_versions
+from tierckpt.offline.stored import open_version
 from tierckpt.persistent import PersistentStore
 from tierckpt.replicated import NESTED_LOOKS
 from tierckpt.suspects import SuspectMarks, persistent_suspects
@@ -53,6 +54,17 @@ class Ranks:
         paths = [str(self.folder(rank)) for rank in range(self.size)]
         list_versions(Namespace(path=paths, json=False), Console(file=text, width=300))
         return text.getvalue()
+
+    def exported_and_compared(self, version: int) -> Iterator[str]:
+        """What each command says of that version."""
+        paths = [str(self.folder(rank)) for rank in range(self.size)]
+        for name in ("all.pt", "model.safetensors"):
+            text, out = io.StringIO(), self.path / name
+            given = {"version": version, "force": True, "modules": []}
+            export_version(Namespace(path=paths, out=out, **given), Console(file=text, width=300))
+            yield text.getvalue()
+        with closing(open_version(str(self.path / "{node}"), version, lambda read: None)) as opened:
+            yield opened.text()
 
 
 class Rank:
@@ -258,6 +270,9 @@ def test_a_drift_marks_what_may_be_a_mosaic_and_keeps_what_is_none(ranks: Ranks)
     assert "suspect" in line
     assert "suspect, as replicas differed when they were taken: " in listed
     assert "model/2.weight: rank 0 and rank 1 differ" in listed
+    for version, suspect in ((kept, False), (clean + 3 * ROUND, True)):
+        for said in ranks.exported_and_compared(version):
+            assert ("model/2.weight: rank 0 and rank 1 differ" in said) is suspect, said
 
     def restore(rank: Rank, version: int | None = None) -> tuple[Any, ...]:
         restored = rank.ckpt.restore(version)

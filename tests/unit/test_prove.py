@@ -1,8 +1,10 @@
-"""Parts of `tierckpt prove` that start nothing: orders, records, verdicts."""
+"""Parts of `tierckpt prove` that start no job: orders, records, verdicts, what a run leaves."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tierckpt.config import load_config
 from tierckpt.errors import ConfigError
 from tierckpt.proof.order import VARIABLE, Order, order_here, path_of, redirected
 from tierckpt.proof.records import Life, Writer, read
+from tierckpt.proof.runs import ProveError, Run
 from tierckpt.proof.verdict import (
     MOST_NAMES,
     Departure,
@@ -215,3 +218,46 @@ def test_bad_arguments_are_one_sentence(
 ) -> None:
     assert main(["prove", "--dir", str(tmp_path / "proof"), *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+DEAF = """
+trap '' TERM
+echo $$ > pid.new
+mv pid.new pid
+while :; do sleep 1; done
+"""
+
+
+def test_ranks_that_outlive_their_launcher_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a session of its own, and deaf to SIGTERM, as a rank that hangs is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deaf.sh").write_text(DEAF)
+    order = Order(tmp_path / "run", until=3)
+    order.write()
+
+    def interrupt(version: int) -> None:
+        while not Path("pid").exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    command = ("sh", "-c", "setsid sh deaf.sh & wait")
+    with pytest.raises(KeyboardInterrupt):
+        Run("the run", order, command, 1000.0, on_step=interrupt).carry_out()
+    with contextlib.suppress(FileNotFoundError):  # but for a zombie that nobody waits for
+        assert ") Z " in Path(f"/proc/{Path('pid').read_text().strip()}/stat").read_text()
+
+
+def test_the_error_that_is_named_is_the_scripts_and_the_newest_launchs(tmp_path: Path) -> None:
+    """Not that of the ranks that were killed before, nor that of the launcher about its ranks."""
+    order = Order(tmp_path / "run", until=3)
+    order.write()
+    told = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
+    (order.folder / "log").write_text(f"BrokenPipeError: of the launch before\n{told}\n")
+    lines = [told, "[rank1]: RuntimeError: address in use", *["more"] * 20]
+    texts = " ".join(f"'{line}'" for line in lines)
+    run = Run("the run", order, ("sh", "-c", f"printf '%s\\n' {texts}; exit 1"), 1000.0)
+    with pytest.raises(ProveError) as caught:
+        run.carry_out()
+    assert "the first error is '[rank1]: RuntimeError: address in use'" in str(caught.value)

@@ -242,8 +242,11 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     if os.path.lexists(out) and not args.force:
         raise ConfigError(f"{out} is there already; --force replaces it")
     from .saved import load
+    from .unknown import import_named
 
-    saved = load(args.path, args.version, model_only=write is _write_safetensors)
+    import_named(args.modules)
+    alone = write is _write_safetensors
+    saved = load(args.path, args.version, model_only=alone, as_parts=alone)
     temp = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         temp.touch()  # with the rights that any new file has here; safetensors makes a private one
@@ -267,6 +270,9 @@ def export_version(args: argparse.Namespace, console: Console) -> None:
     levels = " and ".join(saved.levels)
     nbytes = size_text(out.stat().st_size)
     console.print(f"{out}: v{saved.version}, from {levels}, {nbytes}", soft_wrap=True)
+    if saved.suspect:
+        text = "is suspect, it may be the state of no rank, as replicas differed when it was taken"
+        console.print(f"v{saved.version} {text}: {saved.suspect}", soft_wrap=True, markup=False)
     for text in notices:
         console.print(text, soft_wrap=True)
     if saved.unseen and args.version is None:
@@ -310,7 +316,7 @@ def _write_safetensors(saved: Saved, out: Path) -> list[str]:
     try:
         save_file(tensors, out, {**tied, **facts})
     except Exception:
-        _refuse_dtypes(tensors, out)
+        _refuse_dtypes(tensors)
         raise
     if not tied:
         return []
@@ -318,7 +324,7 @@ def _write_safetensors(saved: Saved, out: Path) -> list[str]:
     return [f"tied weights: {names}. safetensors.torch.load_model(model, file) reads that"]
 
 
-def _refuse_dtypes(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
+def _refuse_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ConfigError for the first tensor that safetensors cannot write, with its name."""
     from safetensors.torch import save
 
@@ -328,8 +334,8 @@ def _refuse_dtypes(tensors: Mapping[str, torch.Tensor], out: Path) -> None:
         except Exception as error:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise ConfigError(
-                f"{out} cannot be written: {name} is of dtype {kind}, which this safetensors "
-                "does not have; export to a .pt file"
+                f"{name} is of dtype {kind}, which this safetensors does not have; export to a "
+                ".pt file"
             ) from error
 
 

@@ -154,6 +154,7 @@ def _side(version: StoredVersion) -> dict[str, Any]:
         "version": manifest.version,
         "iteration": manifest.iteration,
         "metric": manifest.metric,
+        "suspect": version.suspect,
         "ranks": len(version.shards),
         "levels": dict(version.levels),
     }

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import enum
+from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..kinds import Parts, Stranger, is_made_of_tensors, name_of, taken_apart
 from ..manifest import digest
 from ..tree import Entry
 
 SHOWN_LETTERS = 40
 Leaf = Any
 """A tensor, an array, or a plain value."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A leaf: which class a value is of that is none of torch's. What it holds are leaves, too."""
+
+    name: str
+    size: tuple[int, ...] | None = None
+    """A tensor's."""
 
 
 def leaves_of(tree: Mapping[str, Any]) -> dict[str, Leaf]:
@@ -35,14 +48,42 @@ def leaves_of(tree: Mapping[str, Any]) -> dict[str, Leaf]:
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Leaf]]:
     """An empty container is a leaf, too, and so is what came in an unusual one."""
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, torch.Tensor) and is_made_of_tensors(value):
+        value = taken_apart(value)
+    if isinstance(value, Parts):
+        yield path, Kind(value.kind, value.size)
+        yield from _inner(value.inner, path)
+        if value.context:
+            yield from _flat(value.context, f"{path}.context")
+    elif isinstance(value, Stranger):
+        yield path, Kind(value.kind)
+        inner = value.parts if isinstance(value.parts, Mapping) else {"value": value.parts}
+        yield from _inner(inner, path)
+    elif isinstance(value, torch.Tensor) and value.is_quantized:
+        yield path, value.int_repr()
+        yield f"{path}.scheme", _scheme_of(value)
+    elif isinstance(value, Mapping) and value:
         for key, each in value.items():
-            yield from _flat(each, f"{path}/{key if isinstance(key, str) else repr(key)}")
-    elif isinstance(value, list | tuple) and value and not isinstance(value, torch.Size):
+            yield from _flat(each, f"{path}/{key if isinstance(key, str) else _text(key)}")
+    elif isinstance(value, list | tuple | deque) and value and not isinstance(value, torch.Size):
         for number, each in enumerate(value):
             yield from _flat(each, f"{path}[{number}]")
     elif not isinstance(value, Entry) and not (value is None and path in ("adapter", "extra")):
         yield path, value
+
+
+def _inner(parts: Mapping[str, Any], path: str) -> Iterator[tuple[str, Leaf]]:
+    for name, each in parts.items():
+        yield from _flat(each, f"{path}.{name}")
+
+
+def _scheme_of(value: torch.Tensor) -> str:
+    """By which integers are values: in digits that are exact."""
+    if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return f"{value.dtype} {value.q_scale()!r} {value.q_zero_point()}"
+    scales, points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+    numbers = (scales.tolist(), points.tolist(), value.q_per_channel_axis())
+    return f"{value.dtype} {numbers!r}"
 
 
 def bits_of(leaf: Leaf) -> tuple[str, bytes]:
@@ -51,7 +92,18 @@ def bits_of(leaf: Leaf) -> tuple[str, bytes]:
         return f"{leaf.dtype}{list(leaf.shape)}", raw_bytes(leaf)
     if isinstance(leaf, np.ndarray | np.generic):
         return f"{leaf.dtype!r}{list(leaf.shape)}", leaf.tobytes()
-    return type(leaf).__name__, repr(leaf).encode(errors="surrogatepass")
+    return type(leaf).__name__, _text(leaf).encode(errors="surrogatepass")
+
+
+def _text(value: Any) -> str:
+    """`repr`, but the same in every process: the order of a set's members is each process's own."""
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__}{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, tuple):
+        return f"{type(value).__name__}({', '.join(map(_text, value))})"
+    if isinstance(value, enum.Enum):
+        return f"{name_of(type(value))}.{value.name} {_text(value.value)}"
+    return repr(value)
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -64,6 +116,8 @@ def shown(leaf: Leaf) -> str:
     """For people; empty for what nobody reads (a generator's state)."""
     if isinstance(leaf, torch.Tensor | np.ndarray):
         return bits_of(leaf)[0].removeprefix("torch.")
+    if isinstance(leaf, Kind):
+        return leaf.name.rpartition(":")[2] + ("" if leaf.size is None else str(list(leaf.size)))
     text = repr(leaf)
     return text if len(text) <= SHOWN_LETTERS else ""
 

@@ -28,6 +28,7 @@ from ..state import NAMELESS
 from ..together import Together
 from .catalog import manifest_at
 from .survey import Survey, Where, job_of, survey, why_elsewhere
+from .unknown import refuse_unknown
 
 TRIES = 5
 """A job that goes on may retire a version while it is read; then there is a newer one."""
@@ -70,6 +71,7 @@ def load(
     version: int | None = None,
     *,
     model_only: bool = False,
+    as_parts: bool = False,
     progress: bool | None = None,
 ) -> Saved:
     """Read a checkpoint where there is no job, to evaluate it, to go on from its weights, to look.
@@ -83,15 +85,22 @@ def load(
             job left in this machine's memory is found, too.
         version: this one, and no other.
         model_only: leave out what optimizers keep, which takes its memory, too.
+        as_parts: where the class of a value (a member of an Enum, a named tuple, a tensor made of
+            tensors) is not imported here, have a `tierckpt.kinds.Stranger` in its place: the name
+            of the class, and what the value is made of.
         progress: show a bar on standard error; None: if that is a terminal.
 
-    Raises RestoreError when no such version is there, complete and sound; ConfigError for a path
-    that is none.
+    Raises RestoreError when no such version is there, complete and sound, or, without `as_parts`,
+    when it has values of classes that are not imported here; ConfigError for a path that is none.
     """
     with closing(Progress(Progress.wanted(0, progress))) as bar:
         for _ in range(TRIES):
             saved = _load(path, version, model_only, bar)
             if saved is not None:
+                if not as_parts:
+                    names = ("model", "optimizers", "extra", "extra_per_rank")
+                    parts = {name: getattr(saved, name) for name in names}
+                    refuse_unknown(parts, f"{_text(path)}: v{saved.version}")
                 return saved
     raise RestoreError(
         f"{_text(path)}: a job goes on there, and retired what was being read, {TRIES} times",

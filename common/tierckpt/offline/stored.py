@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -156,6 +156,8 @@ class StoredVersion:
         """Raises RestoreError where elements are missing."""
         self.path, self.shards, self.levels = path, shards, levels
         self.manifest = shards[0].manifest
+        self.suspect = ""
+        """In what replicas differed, or may have, when it was taken."""
         self.structure = shards[0].header.structure
         self.striped: dict[str, StoredTensor] = {}
         self.own: dict[str, dict[int, StoredTensor]] = {}
@@ -203,7 +205,8 @@ class StoredVersion:
         ranks = f"{len(self.shards)} rank{'s' if self.shards[1:] else ''}"
         where = " and ".join(self.levels)
         at = f"v{self.manifest.version}, iteration {self.manifest.iteration}"
-        return f"{self.path} {at}, {ranks}, from {where}"
+        suspect = f"; suspect, as replicas differed: {self.suspect}" if self.suspect else ""
+        return f"{self.path} {at}, {ranks}, from {where}{suspect}"
 
     def close(self) -> None:
         """Unmap everything."""
@@ -232,12 +235,13 @@ def open_version(
     plan = there.plan(version)
     if plan is None:
         raise RestoreError(nothing(path, version, there, ()))
+    found = None
     if not verify and not any(source.rebuilt for source in plan.sources):
-        try:
-            return _lazily(str(path), plan, there, on_read)
-        except LOST:
-            pass  # another copy may do
-    return _verified(path, version, there, on_read)
+        with suppress(*LOST):  # another copy may do
+            found = _lazily(str(path), plan, there, on_read)
+    found = found or _verified(path, version, there, on_read)
+    found.suspect = there.suspicion(found.manifest.id)
+    return found
 
 
 def _lazily(path: str, plan: RestorePlan, there: Survey, on_read: OnRead) -> StoredVersion:

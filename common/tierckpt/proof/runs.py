@@ -16,6 +16,7 @@ from ..errors import TierckptError
 from ..jobdirectory import JobDirectory
 from .order import PROGRESS, VARIABLE, Order
 from .records import Record, read, taking_part
+from .survivors import end_survivors
 
 LOOK_SECONDS = 0.1
 GRACE_SECONDS = 15.0
@@ -24,6 +25,8 @@ MOST_LAUNCHES = 4
 LAST_LINES = 12
 _ERROR = re.compile(r"(\[[^\]]*\]:? ?)*\s*[\w.]+(Error|Exception): ")
 """As Python writes it, perhaps after a launcher's mark."""
+LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+"""Says that a rank failed, not why."""
 ENVIRONMENT = {
     # Else torchrun lets all lives of a job share one key-value store, and a restarted gloo process
     # may read the address of one that is dead.
@@ -46,6 +49,9 @@ class Run:
     """Without a step for so long it is given up."""
     on_step: Callable[[int], None] = lambda version: None
     launches: int = 0
+    log_begins: int = 0
+    """Where in the log the output of the newest launch begins: one before was killed, and says so.
+    """
     records: dict[str, Record] = field(default_factory=dict)
 
     @property
@@ -68,6 +74,9 @@ class Run:
                     raise ProveError(self._why(status))
                 if self.launches >= MOST_LAUNCHES:
                     raise ProveError(self._why(status))
+        except BaseException:
+            end_survivors(self.order.folder)
+            raise
         finally:
             self.clean()
         if self.order.kill_at is not None and not self.order.mark.exists():
@@ -80,6 +89,7 @@ class Run:
         self.launches += 1
         environment = {**ENVIRONMENT, **os.environ, VARIABLE: str(self.order.folder)}
         with self.log.open("ab") as log:
+            self.log_begins = log.tell()
             try:
                 process = subprocess.Popen(
                     self.command,
@@ -137,9 +147,12 @@ class Run:
         return f"{self.name}: the command failed {where} ({ended}); {self._last_lines()}"
 
     def _last_lines(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
+        output = self.log.read_bytes()[self.log_begins :]
+        lines = output.decode(errors="replace").splitlines()
         last = "".join(f"\n  {line}" for line in lines[-LAST_LINES:])
-        first = next((line.strip() for line in lines if _ERROR.match(line)), "")
+        errors = [line.strip() for line in lines if _ERROR.match(line)]
+        errors = [each for each in errors if LAUNCHERS_OWN not in each]
+        first = errors[0] if errors else ""
         if first and first not in last:  # launchers print much after it
             return f"the first error is {first!r}; its output is in {self.log}, and ends:{last}"
         return f"its output is in {self.log}" + (f", and ends:{last}" if last else "")
