@@ -393,6 +393,6 @@ def steps_of(version: int) -> int:
 
 
 def shared_by_ranks(line: Line) -> dict[str, str]:
-    """What is alike on all ranks; not the generators, and not BatchNorm's statistics."""
-    own = ("python", "numpy", "torch", "buffer")
+    """What is alike on all ranks; not the generators, nor what modules have of their own."""
+    own = ("python", "numpy", "torch", "buffer", "metered")
     return {k: v for k, v in line["digests"].items() if not k.startswith(own)}
