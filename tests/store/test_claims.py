@@ -285,6 +285,16 @@ def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
     assert launch_of({}, in_use=True).starters == (), "it is in another life yet"
 
 
+def test_where_proc_is_of_another_namespace_no_agent_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The number of the parent is that of any process there."""
+    names = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "MASTER_PORT": "1"}
+    assert len(launch_of(names).starters) == 2
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    assert len(launch_of(names).starters) == 1
+
+
 def test_of_many_starters_two_lives_tell_the_same() -> None:
     one = [f"{number:016x}" for number in range(3000)]
     assert smallest(one) == tuple(one[:MOST_STARTERS])
