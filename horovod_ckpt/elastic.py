@@ -40,11 +40,12 @@ from tierckpt import Callbacks, ConfigError, Restored, RestoreError
 from tierckpt.callbacks import check_callbacks
 from tierckpt.events import check_receiver
 from tierckpt.extras import PLAIN_VALUES
+from tierckpt.replicacheck import NONE
 from tierckpt.scripts import close_at_exit
 
 from .attributes import Attributes, refuse_names
 from .checkpointer import Checkpointer, is_horovod, is_plain
-from .live import NOT_SOUND, Condition, Live, left_by, left_half_way
+from .live import NOT_SOUND, Condition, Live, best_of, left_by, left_half_way
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -72,6 +73,11 @@ OVERWRITTEN = (
     "Horovod's own state copies them inside commit(). From now on this rank's commits copy them "
     "there, too, and training waits for that. A write through .data is not noticed: where the loop "
     "makes one after commit(), call state.checkpointer.complete() before it"
+)
+GOES_ON_ALIKE = (
+    "replicas differed when hosts came or went (see the event `drifted`; its ranks are numbered as "
+    "they were then). All ranks go on from what rank {rank} has: one of the majority, where more "
+    "than half of the ranks were alike. Versions from here on are no suspects"
 )
 NO_COMMIT = (
     "TorchState.restore(): nothing was committed yet, so there is nothing to go back to, and "
@@ -184,6 +190,8 @@ class TorchState(State):  # type: ignore[misc]
             super().check_host_updates()
         except HostsUpdatedInterrupt:
             whole = self.checkpointer is not None and not self.checkpointer.half_way
+            if self.checkpointer is not None:
+                self.checkpointer.compare_replicas()
             self._let_go(Condition.EXACT if whole else Condition.INEXACT)
             # Horovod would not call sync() when ranks only leave; our ranks are numbered anew.
             raise HostsUpdatedInterrupt(skip_sync=False) from None
@@ -260,7 +268,7 @@ class TorchState(State):  # type: ignore[misc]
     def _bring_together(self, ckpt: _Checkpointer) -> Restored | None:
         """See `sync`; returns what a restore brought, None where it is a live state."""
         everyone: list[Live | None] = ckpt.group.all_gather_object(self._live)
-        live = max(filter(None, everyone), default=None)
+        root, live = best_of(everyone) or (0, None)
         if live is None or live.condition is not Condition.EXACT:
             restored = self._from_levels(ckpt, live)
             if restored.levels:
@@ -270,14 +278,17 @@ class TorchState(State):  # type: ignore[misc]
                 return restored
         all_have_it = all(other == live for other in everyone)
         # What is not exact need not be alike: of two optimizers only one may have made its step.
-        exact = live.condition is Condition.EXACT
+        drifted = any(other is not None and other.drifted for other in everyone)
+        exact = live.condition is Condition.EXACT and not drifted
         if not (exact and all_have_it):
-            root = everyone.index(live)
             if ckpt.group.rank != root and not (exact and self._live == live):
                 self._live = NOT_SOUND  # until all of it has come
             self._attributes.broadcast(root, buffers=not all_have_it)
             self._live = live
         ckpt.carry_on(live.version, live.iteration, live.lineage)
+        if drifted and ckpt.group.rank == 0:
+            text = GOES_ON_ALIKE.format(rank=root)
+            ckpt.log.emit("notice", version=live.version, severity=logging.ERROR, message=text)
         return None
 
     def _from_levels(self, ckpt: _Checkpointer, live: Live | None) -> Restored:
@@ -369,6 +380,14 @@ class _Checkpointer(Checkpointer):
     def half_way(self) -> bool:
         """True while there are gradients that no step has used."""
         return any(optimizer._handles for optimizer in self.state.given.values())  # type: ignore[attr-defined]
+
+    def compare_replicas(self) -> None:
+        """All of the state, before these ranks part: later ones could tell neither who differs nor
+        since when. Collective. Raises ReplicaError, on all ranks, with `on_drift="stop"`."""
+        whole = not (self.half_way or self.state.torn)
+        digest = self._replicas.last_digest(self.version) if whole else NONE
+        self._replicas.compare_last(self.group.all_gather_object(digest))
+        self._replicas.raise_error()
 
     def step(self, metric: float | None = None) -> None:
         """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""

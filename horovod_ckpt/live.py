@@ -8,6 +8,7 @@ version. Pure.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import tierckpt
@@ -37,6 +38,10 @@ class Live:
     lineage: Lineage
     committed: int = field(default=0, compare=False)
     """The version of the last boundary that the rank passed."""
+    drifted: bool = field(default=False, compare=False)
+    """The ranks that had it are known to have differed, on all of them."""
+    odd: bool = field(default=False, compare=False)
+    """More than half of them were alike, and this rank differed."""
 
 
 NOT_SOUND = Live(Condition.UNSOUND, 0, 0, ())
@@ -45,7 +50,20 @@ NOT_SOUND = Live(Condition.UNSOUND, 0, 0, ())
 def left_by(ckpt: tierckpt.Checkpointer, condition: Condition) -> Live:
     """What a rank has that trained with `ckpt`, whose last restore may have got half-way."""
     condition = Condition.UNSOUND if ckpt.state.torn else condition
-    return Live(condition, ckpt.steps_made, ckpt.iteration, ckpt.lineage, ckpt.version)
+    finding = ckpt.drift
+    odd = finding is not None and ckpt.group.rank in (finding.odd or ())
+    at = (ckpt.steps_made, ckpt.iteration, ckpt.lineage, ckpt.version)
+    return Live(condition, *at, finding is not None, odd)
+
+
+def best_of(everyone: Sequence[Live | None]) -> tuple[int, Live] | None:
+    """The rank that has the best of what all ranks have, and that; None where nobody has any. Of
+    several it is the first one that is not odd."""
+    live = max(filter(None, everyone), default=None)
+    if live is None:
+        return None
+    ranks = [rank for rank, each in enumerate(everyone) if each == live]
+    return min(ranks, key=lambda rank: everyone[rank].odd), live  # type: ignore[union-attr]
 
 
 def left_half_way(ckpt: tierckpt.Checkpointer, before: Live | None) -> Live | None:

@@ -546,7 +546,10 @@ def _let_go_of_output() -> None:
 def run(settings: AgentSettings, starter_pid: int) -> int:
     """Be the agent; returns the exit status."""
     place = settings.place()
-    fd = take_lock(place.lock)
+    try:
+        fd = take_lock(place.lock)
+    except FileNotFoundError:  # the job ended, and left nothing, before this process had begun
+        return 0
     if fd is None:
         return TAKEN
     lower_priority(settings.nice)

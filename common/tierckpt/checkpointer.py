@@ -47,6 +47,7 @@ from .policy import VOID, VOTE_WIDTH, Schedule
 from .progress import Progress
 from .proof.recorder import record_if_ordered
 from .refusals import refuse_model
+from .replicacheck import Finding
 from .replicas import Replicas
 from .reports import Reports
 from .restore import Restored, all_finished
@@ -449,12 +450,14 @@ class Checkpointer:
         self._agreement.even_out()
 
     def complete(self) -> None:
-        """Return when the version that is being copied is sealed, or has failed; not collective.
+        """Return when the version that is being copied is sealed, or has failed, and nothing reads
+        the live state any more; not collective.
 
         Between two steps; also in the middle of an iteration, as long as no optimizer has begun its
         step.
         """
         self._underway.complete()
+        self._replicas.finish()
 
     def carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
         """Go on from the live state instead of a stored one; instead of `restore()`, all ranks.
@@ -471,6 +474,11 @@ class Checkpointer:
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
         live.calls = iteration
         self._go_on_from(lineage, live)
+
+    @property
+    def drift(self) -> Finding | None:
+        """For adapters: in what ranks differ, from when it is known until they are alike again."""
+        return self._replicas.finding
 
     @property
     def closed(self) -> bool:

@@ -124,8 +124,11 @@ class Claims:
                 raise
             self._tell_unclaimed(error)  # who has it can be seen all the same
         self._local_locks = locks_are_local(self._directory)
-        begin, told = time.monotonic(), False
+        begin, told = float("inf"), False
         while others := self._others():
+            begin = min(
+                begin, time.monotonic()
+            )  # a look may take longer than anybody is waited for
             path, claim = next(iter(others.items()))
             seconds = max(self._patience_seconds(each) for each in others.values())
             if time.monotonic() - begin >= seconds:
@@ -156,7 +159,7 @@ class Claims:
             with contextlib.suppress(OSError):
                 self._path.unlink()
             filelock.let_go(self._path)
-            os.close(fd)
+            filelock.close(fd)
 
     def _make(self) -> None:
         """Locked before it can be seen: whoever sees it without a lock may remove it."""
@@ -166,7 +169,7 @@ class Claims:
             try:
                 folders.share(fd, self._directory)
                 os.pwrite(fd, self._mine.encode(), 0)
-                if filelock.try_lock(fd):
+                if filelock.try_lock_for_good(fd):
                     os.rename(new, self._path)
                     self._fd = fd
                     filelock.hold(self._path)
@@ -175,10 +178,10 @@ class Claims:
                 pass
             except BaseException:
                 new.unlink(missing_ok=True)
-                os.close(fd)
+                filelock.close(fd)
                 raise
             new.unlink(missing_ok=True)
-            os.close(fd)
+            filelock.close(fd)
 
     def _others(self) -> dict[Path, Claim]:
         """Claims that other jobs hold; those that nobody holds any more are removed."""

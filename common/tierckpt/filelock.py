@@ -1,7 +1,8 @@
 """One lock, of one process at a time, on an open file; the kernel drops it when its process ends.
 
 POSIX's: NFS knows it, too. It does not keep out the process that has it, and closing any descriptor
-of the file drops it. Standard library only.
+of the file drops it. Where other code of the process may open the file, a lock of the open file
+description is better (`try_lock_for_good`): each kind keeps out the other. Standard library only.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import struct
 from pathlib import Path
 
+_for_good: set[int] = set()
+"""Descriptors that this process has locked so. A child that is forked would keep the lock when its
+parent is killed, so it gives them up at once."""
 _held: dict[Path, int] = {}
 """By path of a locked file, the process that has the lock: a forked child has none of them."""
 
@@ -25,6 +30,41 @@ def try_lock(fd: int) -> bool:
             return False
         raise
     return True
+
+
+def try_lock_for_good(fd: int) -> bool:
+    """As `try_lock`, until `close`; also when this process opens the file once more and closes that
+    (a backup of its folder). Where there is no such lock it is the usual one."""
+    whole_file = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, whole_file)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno not in (errno.EINVAL, errno.ENOSYS):
+            raise
+        return try_lock(fd)
+    _for_good.add(fd)
+    return True
+
+
+def close(fd: int) -> None:
+    """Close it, and with it give up a lock `for_good`."""
+    _for_good.discard(fd)
+    os.close(fd)
+
+
+def _give_up_in_child() -> None:
+    """The numbers stay taken, as whoever has them may close them."""
+    if _for_good:
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in _for_good:
+            os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
+        _for_good.clear()
+
+
+os.register_at_fork(after_in_child=_give_up_in_child)
 
 
 def free(fd: int) -> bool:
@@ -86,6 +126,7 @@ def let_go(path: Path) -> None:
 
 __all__ = [
     "any_held",
+    "close",
     "free",
     "held_by_another_name",
     "held_here",
@@ -93,4 +134,5 @@ __all__ = [
     "let_go",
     "lockable",
     "try_lock",
+    "try_lock_for_good",
 ]

@@ -100,7 +100,7 @@ def process_mark(process: str | int) -> str:
 def _torchrun_agent(environment: Mapping[str, str]) -> str:
     """The nearest ancestor that was not started as this rank, as a script around it is."""
     mine = [environment.get(name) for name in _OF_A_WORKER]
-    if not mine[0]:
+    if not mine[0] or not _proc_is_ours():
         return ""
     process = os.getppid()
     with contextlib.suppress(OSError, IndexError, ValueError):
@@ -111,6 +111,14 @@ def _torchrun_agent(environment: Mapping[str, str]) -> str:
             stat = Path(f"/proc/{process}/stat").read_text()
             process = int(stat.rpartition(")")[2].split()[1])
     return ""
+
+
+def _proc_is_ours() -> bool:
+    """Whether the numbers there are those that this process sees: a container may have the host's.
+    Raises nothing."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self") == str(os.getpid())
+    return False
 
 
 def _environment_of(process: int) -> dict[str, str]:

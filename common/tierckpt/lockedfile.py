@@ -28,6 +28,8 @@ class LockedFile:
     """See the module's text. For one thread at a time; every method may raise OSError."""
 
     def __init__(self, path: Path) -> None:
+        """Raises BlockingIOError where another process is at it: one that hangs would be waited for
+        as long as it lives."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         with _files_lock:
             try:
@@ -41,7 +43,8 @@ class LockedFile:
             self._file = (found.st_dev, found.st_ino)
             _written_here.add(self._file)
         try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+            if not filelock.try_lock(self._fd):
+                raise BlockingIOError(f"another process is still writing {path}")
         except OSError:
             self.close()
             raise

@@ -26,6 +26,8 @@ LINGER_SECONDS = 10
 AGENT_SECONDS = 90.0
 """So long an agent may take for what was under way when it had lingered."""
 KEEP_LAST = 2
+ROUNDS_STEPS = (2, 50, 5)
+"""Lives in turn look at all of their replicas in so many steps."""
 OF_TRAINERS = ("kill_script", "kill_barrier", "kill_copy", "kill_seal", "kill_call")
 """How the marks begin that rules of trainers leave, and those of agents do not."""
 REFUSAL = "this job had complete checkpoints"
@@ -137,6 +139,7 @@ class Course:
             "peer_interface": "lo",
             "slots": self._plan.shape.slots,
             "agent_linger_seconds": LINGER_SECONDS,
+            "replica_check_steps": ROUNDS_STEPS[self.life % len(ROUNDS_STEPS)],
         }
         orders = []
         for rank, node in enumerate(life.nodes):
@@ -191,6 +194,8 @@ class Course:
     def _listen(self) -> None:
         for rank, line in self._journals.read():
             if "event" in line:
+                if line["event"] == "drifted":
+                    raise FindingError(f"rank {rank} said of equal ranks: {line['message']}")
                 what = (line["event"], line["level"], line["version"], line["message"])
                 self._truth.heard(line["life"], rank, *what)
 

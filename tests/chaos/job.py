@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from tests.crash.job import CALLS, CLASSES, WIDTH, Journal, announced, digests, train_one
+from tests.crash.ownstate import Decaying, Metered, own_digests
 from tests.crash.zygote import become
 from tierckpt import faults
 
@@ -92,7 +93,7 @@ def main(orders: Orders) -> None:
     stream = np.random.default_rng(rank)
 
     def state() -> dict[str, str]:
-        return digests(model, optimizer, scheduler, stream)
+        return {**digests(model, optimizer, scheduler, stream), **own_digests(model, optimizer)}
 
     ckpt, start = None, 0
     if orders.settings is None:
@@ -162,6 +163,7 @@ def prepare_faults(orders: Orders) -> None:
 def make_net() -> nn.Sequential:
     torch.manual_seed(7)
     return nn.Sequential(
+        Metered(WIDTH),
         nn.Linear(WIDTH, 64),
         nn.BatchNorm1d(64),
         nn.ReLU(),
@@ -185,7 +187,7 @@ def ddp(orders: Orders) -> Training:
     meeting = f"file://{orders.folder}/meeting{orders.life}"
     dist.init_process_group("gloo", init_method=meeting, rank=orders.rank, world_size=orders.ranks)
     model = DistributedDataParallel(make_net(), bucket_cap_mb=0.1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = Decaying(model.parameters())
 
     def attach(**settings: Any) -> Any:
         return ddp_ckpt.Checkpointer(model, optimizer, **settings)
@@ -201,7 +203,7 @@ def horovod(orders: Orders) -> Training:
     hvd.init()
     model = make_net()
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-2), named_parameters=model.named_parameters()
+        Decaying(model.parameters()), named_parameters=model.named_parameters()
     )
 
     def attach(**settings: Any) -> Any:

@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from tests import exact
+from tests.crash.ownstate import Decaying, Metered, own_digests
 from tierckpt import ResumableSampler, faults, restore
 
 hvd: Any = importlib.import_module(os.environ.get("ELASTIC_HVD", "horovod.torch"))
@@ -46,7 +47,8 @@ FOLDER = Path(os.environ["ELASTIC_FOLDER"])
 OPTIONS: dict[str, Any] = json.loads(os.environ["ELASTIC_OPTIONS"])
 """`steps`: how many in all; `gates`: names, by the step before which all ranks wait there; `joins`:
 after so many steps rank 0 waits, in the commit, until Horovod has told it of hosts; `machines`:
-every host has memory and disk of its own."""
+every host has memory and disk of its own; `drifts`: after that step one bit of a weight flips on
+that rank, in pairs."""
 WIDTH, ROWS, CLASSES = 32, 4, 4
 EPOCH_STEPS = 8
 """With two ranks. Samples are dealt out without a remainder on one rank, too."""
@@ -66,13 +68,13 @@ def point(place: str, **where: int) -> None:
 
 def build() -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(7)
-    layers: list[nn.Module] = []
+    layers: list[nn.Module] = [Metered(WIDTH)]
     for _ in range(2):
         layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.2)]
     layers += [nn.Linear(WIDTH, 2048), nn.ReLU(), nn.Linear(2048, CLASSES)]
     model = nn.Sequential(*layers)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-2), named_parameters=model.named_parameters()
+        Decaying(model.parameters()), named_parameters=model.named_parameters()
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=1000)
     return model, optimizer, schedule
@@ -89,7 +91,8 @@ def digests(state: Any) -> dict[str, str]:
         "position": exact.image(state.resumable.position.state_dict()),
         "values": exact.image([state.step, state.epoch, state.seen]),
     }
-    return {name: exact.digest(value) for name, value in found.items()}
+    own = own_digests(state.model, state.optimizer)
+    return {**{name: exact.digest(value) for name, value in found.items()}, **own}
 
 
 def train(state: Any) -> None:
@@ -127,6 +130,8 @@ def train_one(state: Any, indices: list[int], dealt: list[int]) -> None:
     with state.optimizer.skip_synchronize():
         state.optimizer.step()
     point("updated", step=step)
+    if [step, hvd.rank()] in OPTIONS["drifts"]:
+        state.model[1].weight.data.view(torch.int32)[0, 0] ^= 1 << 20
     state.schedule.step()
     state.sampler.record_batch(0, ROWS)
     state.resumable.step()
@@ -181,7 +186,7 @@ def main() -> None:
     objects = {"schedule": schedule, "sampler": sampler, "resumable": resumable}
     state = TorchState(model, optimizer, **objects, step=0, epoch=0, seen=[])
     # The middle of the backward pass: what is behind this layer was launched, what is before, not.
-    model[4].weight.register_hook(lambda _: point("backward", step=state.step))
+    model[5].weight.register_hook(lambda _: point("backward", step=state.step))
     state.where = ""
     state.register_reset_callbacks([lambda: tell(reset=True)])
     save = state.save

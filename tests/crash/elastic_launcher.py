@@ -85,7 +85,14 @@ class ElasticJob:
         return self
 
     def _environment(self, rules: Sequence[str], options: dict[str, Any]) -> dict[str, str]:
-        options = {"steps": 20, "gates": {}, "joins": [], "machines": False, **options}
+        options = {
+            "steps": 20,
+            "gates": {},
+            "joins": [],
+            "machines": False,
+            "drifts": [],
+            **options,
+        }
         return {
             **quiet_environment(),
             "ELASTIC_FOLDER": str(self.folder),

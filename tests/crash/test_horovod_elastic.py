@@ -332,6 +332,33 @@ def test_a_host_that_was_taken_away_comes_back(make_job: MakeJob) -> None:
     assert job.events("rejected") == []
 
 
+@on_demand("a minute; tests/dist/test_horovod_elastic_state.py has it over two ranks that stay")
+@pytest.mark.parametrize("on_drift", ["warn", "stop"])
+def test_ranks_that_differ_when_a_host_goes(on_drift: str, make_job: MakeJob) -> None:
+    """A bit flips on rank 1 of three, and another rank's host is taken away. All go on from what
+    the majority has; or the job ends, though there are hosts on which it could begin again."""
+    job = make_job(on_drift=on_drift)
+    job.start(min_np=1, workers=3, spares=1, steps=12, drifts=[[5, 1]], joins=[6])
+    wait_for_hosts(job, 6)
+    (at_host,) = job.journal(began=True, rank=2)
+    environment = Path(f"/proc/{at_host['pid']}/environ").read_text().split("\0")
+    job.remove_host(next(x for x in environment if x.startswith("HOROVOD_HOSTNAME=")).split("=")[1])
+    job.until_over(well=on_drift == "warn")
+    found = job.events("drifted")
+    assert {x["rank"] for x in found} == {0, 1, 2}
+    assert all("model/1.weight: rank 1 differs from the other 2" in x["message"] for x in found)
+    if on_drift == "stop":
+        assert len(job.journal(began=True)) == 3
+        return
+    after = job.journal(began=True)[3:]
+    assert {tuple(shared_by_ranks(x).items()) for x in after} == {
+        tuple(shared_by_ranks(after[0]).items())
+    }
+    (before,) = job.journal(commit="commit", rank=0, step=after[0]["step"])[:1]
+    assert shared_by_ranks(after[0]) == shared_by_ranks(before), "rank 1's bit went nowhere"
+    assert job.events("failed") == []
+
+
 def test_commits_of_one_process(tmp_path: Path, shm_dir: Path) -> None:
     """One process, without a launcher: what is refused, and what a commit is."""
     done = subprocess.run(
@@ -393,6 +420,6 @@ def steps_of(version: int) -> int:
 
 
 def shared_by_ranks(line: Line) -> dict[str, str]:
-    """What is alike on all ranks; not the generators, and not BatchNorm's statistics."""
-    own = ("python", "numpy", "torch", "buffer")
+    """What is alike on all ranks; not the generators, nor what modules have of their own."""
+    own = ("python", "numpy", "torch", "buffer", "metered")
     return {k: v for k, v in line["digests"].items() if not k.startswith(own)}

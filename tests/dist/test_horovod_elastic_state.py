@@ -21,6 +21,7 @@ from tests.dist.elasticscript import (
     Adversaries,
     Script,
     distributed,
+    start_anew,
 )
 from tests.dist.rankpool import HOROVODRUN
 from tests.dist.test_horovod_callbacks import Diary
@@ -367,3 +368,54 @@ def test_what_reset_callbacks_set_is_not_undone(
         assert each["at"] == 3
         assert each["same"]
     assert sorted(told[0]["dealt"] + told[1]["dealt"]) == list(range(SAMPLES))
+
+
+# --- replicas that differ ------------------------------------------------------------------------
+
+
+def drifted(place: Place) -> list[Any]:
+    """A bit flips on rank 1, and hosts come or go before the round of looks has come to it."""
+    script = Script(place, seed=1, memory_every_steps=1).start()
+    script.train_to(4)
+    if rank() == 1:
+        weight = next(script.state.model.parameters())
+        weight.data.view(torch.int32).view(-1)[0] ^= 1 << 20
+    script.hosts_change()
+    drifts = [event.message for event in script.told if event.name == "drifted"]
+    script.start()
+    alike = exact.digest(script.replicated())
+    script.train_to(9)
+    lost = [event.message for event in script.told if event.name in ("failed", "drifted")]
+    safe = script.state.checkpointer._agreement.memory.safe.version
+    notices = len(script.said("replicas differed when hosts came or went"))
+    script.end()
+    return [drifts, alike, lost[1:], safe, notices]
+
+
+def told_to_stop(place: Place) -> str:
+    script = Script(place, seed=1, on_drift="stop").start()
+    script.train_to(4)
+    next(script.state.model.parameters()).data.add_(rank())
+    script.state.on_hosts_updated(1, 2)
+    with pytest.raises(tierckpt.ReplicaError) as caught:
+        script.state.check_host_updates()
+    script.state.checkpointer.abandon()
+    start_anew()
+    return str(caught.value)
+
+
+def test_replicas_that_differ_are_named_before_ranks_are_numbered_anew(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Later ones could not tell since when; and go on alike, from what one of them had."""
+    pool = ranks(2, HOROVODRUN)
+    one, other = pool.run(drifted, Place.under(tmp_path, shm_dir))
+    name = "model/body.0.weight"
+    for drifts, alike, lost, safe, _ in (one, other):
+        assert len(drifts) == 1
+        assert name in drifts[0]
+        assert "at v2 all were alike" in drifts[0] or "at v1 all were alike" in drifts[0]
+        assert (alike, lost, safe >= 7) == (one[1], [], True)
+    assert (one[4], other[4]) == (1, 0)
+    place = Place.under(tmp_path / "stop", shm_dir)
+    assert all(name in text for text in pool.run(told_to_stop, place))

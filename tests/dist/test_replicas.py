@@ -23,7 +23,7 @@ from tests.dist.test_matrix_ranks import ALIKE, NOT_BY_DDP, RANKS, RanksBench, s
 from tests.dist.training import Net, Place, import_adapter, make_horovod_job
 from tests.statematrix.matrix import CASES, PRODUCT
 from tests.thorough import VARIABLE
-from tierckpt import replicacheck
+from tierckpt import replicacheck, replicahash
 from tierckpt.replicacheck import Finding
 
 ROUND = 5
@@ -376,6 +376,36 @@ def many_alike(names: list[str], place: Place, boundaries: int) -> dict[str, dic
                 patch.setattr(replicacheck, "LOOK_BYTES", 1)  # slice by slice, though all are small
             found[name] = all_alike(name, Place(f"{place.path}/{i}", place.shm), boundaries)
     return found
+
+
+def swapped(place: Place) -> tuple[list[str], int | None]:
+    """Weights are swapped for an evaluation behind `wait()`, while a copier would hash them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicahash, "INLINE_BYTES", 0)
+        trial = Trial(place, "adamw", release="forward", memory_every_steps=2)
+        trial.ckpt._replicas._submit = lambda look: None  # the copier comes late
+        for _ in range(2 * ROUND + BEHIND):
+            trial.iterate()
+            trial.ckpt.wait()
+            trial.keep()
+            for param in trial.model.parameters():
+                param.data.fill_(trial.rank)
+            look = trial.ckpt._replicas._look
+            if look is not None:
+                look.run()  # here it is
+            trial.mend()
+        clean = trial.ckpt._replicas._clean
+        trial.ckpt.close()
+    return [event.message for event in trial.drifts()], clean
+
+
+def test_weights_that_are_swapped_behind_a_wait_are_no_drift(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for drifts, clean in ranks(2).run(swapped, Place.under(tmp_path, shm_dir)):
+        assert drifts == []
+        assert clean is not None
+        assert clean >= ROUND
 
 
 def test_where_all_are_alike_nothing_is_found(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:

@@ -811,6 +811,15 @@ def test_paths_may_be_longer_than_a_socket_address(shm_dir: Path, tmp_path: Path
     until(lambda: not alive(pid))
 
 
+def test_an_agent_that_comes_after_the_end_of_its_job_ends_without_a_word(shm_dir: Path) -> None:
+    """A job of a second is over, and its folder gone, before its agent's process has begun."""
+    settings = json.dumps(asdict(AgentSettings(str(shm_dir), "gone")))
+    command = [sys.executable, "-m", "tierckpt.agent", settings, str(os.getpid())]
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [*shm_dir.iterdir()] == []
+
+
 def test_inline_there_is_no_other_process(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,52 @@ def test_a_dead_jobs_claim_is_taken_over(
     assert marks(tmp_path) == [f".claim.{OTHERS}.0"]
     assert mine().stake() == ""
     assert (marks(tmp_path), notices) == ([f".claim.{TOKEN}.0"], [])
+
+
+READ = HOLD.replace(
+    "print('staked'",
+    "import os, shutil; shutil.copytree(sys.argv[1], sys.argv[1] + '.backup')\n"
+    "if os.fork() == 0: os._exit(len(os.read(0, 1)))\nprint('staked'",
+).replace("sys.stdin.read()", "os.read(0, 1)")
+
+
+def test_a_job_that_copies_its_directory_keeps_its_claim_and_its_orphans_do_not(
+    tmp_path: Path, mine: Any
+) -> None:
+    """Closing a file drops all POSIX locks that the process has on it; and workers may outlive
+    their trainer."""
+    other = python(READ, tmp_path, OTHERS, 0, "{}", "[]")
+    assert other.stdout is not None
+    assert other.stdout.readline() == "staked\n"
+    try:
+        assert f"process {other.pid} on " in mine().stake()
+        other.kill()
+        other.wait()
+        assert mine().stake() == "", "the child that is left has no claim"
+    finally:
+        end(other)
+
+
+def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_one(
+    mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that is slow: what died meanwhile is in nobody's way."""
+    other = living()
+    look, monotonic = Claims._others, time.monotonic
+    late = [0.0]
+
+    def slow(self: Claims) -> Any:
+        late[0] += 2 * claims.HERE_SECONDS
+        return look(self)
+
+    def kill(seconds: float) -> None:
+        other.kill()
+        other.wait()
+
+    monkeypatch.setattr(Claims, "_others", slow)
+    monkeypatch.setattr(claims.time, "monotonic", lambda: monotonic() + late[0])
+    monkeypatch.setattr(claims.time, "sleep", kill)
+    assert mine().stake() == ""
 
 
 def test_one_that_is_just_dying_is_waited_for(
@@ -236,6 +283,16 @@ def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
     assert len({one, other, agent}) == 3
     assert launch_of({}).starters == (process_mark("self"),)
     assert launch_of({}, in_use=True).starters == (), "it is in another life yet"
+
+
+def test_where_proc_is_of_another_namespace_no_agent_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The number of the parent is that of any process there."""
+    names = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "MASTER_PORT": "1"}
+    assert len(launch_of(names).starters) == 2
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    assert len(launch_of(names).starters) == 1
 
 
 def test_of_many_starters_two_lives_tell_the_same() -> None:
@@ -370,7 +427,7 @@ def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
 ) -> None:
     """Another one looks between the making of the file and its lock."""
     removed = []
-    lock = filelock.try_lock
+    lock = filelock.try_lock_for_good
 
     def late(fd: int) -> bool:
         if not removed:
@@ -378,7 +435,7 @@ def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
             removed[0].unlink()
         return lock(fd)
 
-    monkeypatch.setattr(filelock, "try_lock", late)
+    monkeypatch.setattr(filelock, "try_lock_for_good", late)
     assert mine().stake() == ""
     assert removed
     assert marks(tmp_path) == [f".claim.{TOKEN}.0"]

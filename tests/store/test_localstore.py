@@ -105,6 +105,33 @@ def test_what_a_living_writer_is_at_is_not_begun_by_another(
     assert is_sound(store, key_of(7)), "nobody is at it any more"
 
 
+def test_a_file_that_a_hung_writer_has_open_is_not_kept_for_reuse(
+    tmp_path: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier life that hangs, and wakes: what it just committed its successor has retired."""
+    store = made(tmp_path / "ckpts")
+    with monkeypatch.context() as patch:
+        patch.setenv(faults.FAULTS_VARIABLE, "stop@file:op=fsync_directory,hit=2")
+        patch.setenv(faults.FIRED_VARIABLE, str(marks))
+        hangs = python(WRITER, store.directory)
+    try:
+        _, status = os.waitpid(hangs.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        assert is_sound(store, key_of(7))
+        os.link(store._data(key_of(7)), tmp_path / "kept")
+        (tmp_path / "kept").rename(store._spare(key_of(7)))  # as an earlier tierckpt would
+        with pytest.raises(BlockingIOError, match="another process is still writing"):
+            commit_one(store, key_of(8))
+        store.retire(key_of(7))
+        commit_one(store, key_of(8))
+        assert is_sound(store, key_of(8))
+    finally:
+        hangs.send_signal(signal.SIGCONT)
+        end(hangs)
+    assert hangs.returncode == 0
+    assert is_sound(store, key_of(8))
+
+
 def test_memory_that_is_not_aligned_is_written_all_the_same(tmp_path: Path) -> None:
     """Direct I/O refuses it; the page cache does not."""
     store = made(tmp_path)

@@ -64,6 +64,7 @@ def test_what_may_pass(error: Exception) -> None:
         (PermissionError(errno.EACCES, "no"), "right to write"),
         (FileNotFoundError("bucket"), "create the bucket or directory"),
         (caused_by(PermissionError("denied"), AnswerError(403)), "check the credentials"),
+        (caused_by(PermissionError("time"), AnswerError(403, "RequestTimeTooSkewed")), "clock"),
         (AnswerError(404), "create the bucket"),
         (caused_by(PermissionError("no"), AnswerError(403, "QuotaExceeded")), "quota is used up"),
         (AnswerError(500, "XMinioStorageFull"), "quota is used up"),

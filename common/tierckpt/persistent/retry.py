@@ -117,6 +117,8 @@ def advice(error: BaseException) -> str:
     """What to do about a permanent error."""
     if _used_up(error):
         return _ADVICE[errno.EDQUOT]
+    if error_code(error) == "RequestTimeTooSkewed":
+        return "set this machine's clock: signatures are good for minutes around the store's time"
     status = http_status(error)
     if status in _STATUS_ADVICE:
         return _STATUS_ADVICE[status]
