@@ -181,8 +181,21 @@ def test_a_look_follows_what_an_optimizer_puts_in_its_place() -> None:
     assert not replicated.stands(state)
 
 
-def test_what_changes_under_a_look_has_no_digest() -> None:
+def test_little_is_hashed_at_the_boundary_itself() -> None:
     model = nn.Linear(5, 5)
+    replicated, found = Replicated(state_of(model), 1), []
+    for _ in range(2):
+        look = Look(replicated, range(1), 0, 0)
+        with torch.no_grad():
+            model.weight.mul_(2)
+        look.finish()
+        found.append(look.fetch())
+    assert NONE not in found
+    assert found[0] != found[1]
+
+
+def test_what_changes_under_a_look_has_no_digest() -> None:
+    model = nn.Linear(512, 600)
     look = Look(Replicated(state_of(model), 1), range(1), 0, 0)
     with torch.no_grad():
         model.weight.mul_(1)
