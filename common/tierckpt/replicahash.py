@@ -55,11 +55,13 @@ class Look:
         self._found: dict[int, int] = {}
         self._todo: deque[int] = deque()
         self._in_flight = 0
-        self._failed = self._over = False
+        self._failed = False
+        self.over = False
+        """Nobody looks at the tensors any more."""
         try:
             self._start()
-        except OutdatedError:
-            self._failed = self._over = replicated.outdated = True
+        except (OutdatedError, TypeError, AttributeError):  # something is no tensor any more
+            self._failed = self.over = replicated.outdated = True
 
     def _start(self) -> None:
         """Hash what is little at once: the optimizer's step has just had it in its hands. Raises
@@ -69,7 +71,9 @@ class Look:
             self._gpu = _GpuSums(self._slice.parts(tensors))
         if not self._shared:
             self._hash_all(self._slice.memory(tensors))
-            self._over = True
+            self.over = True
+            if self._gpu is None:
+                self._fold()
             return
         self._counters = self._count(tensors)
         # Aliases keep the memory, whatever somebody makes of a tensor meanwhile (`.data = `).
@@ -105,7 +109,7 @@ class Look:
         """Hash a share of what is left."""
         changed = self.replicated.changed
         with changed:
-            if self._over or self._failed or not self._todo:
+            if self.over or self._failed or not self._todo:
                 return False
             share = self._take_share()
             self._in_flight += 1
@@ -139,7 +143,7 @@ class Look:
     def finish(self) -> None:
         """Training thread, before anything changes the tensors: what is not hashed yet is hashed
         here. Afterwards nobody looks at the tensors any more."""
-        if self._over:
+        if self.over:
             return
         self.begin = None
         try:
@@ -150,7 +154,7 @@ class Look:
             self.fail(error)
         finally:
             with self.replicated.changed:
-                self._over = True
+                self.over = True
         # Else it was changed under our eyes, and ranks have looked at different moments.
         self._failed |= self._count(self._tensors) != self._counters
         self._tensors, self._memory = [], None
@@ -165,15 +169,18 @@ class Look:
 
     def fetch(self) -> int:
         """Training thread, at the next boundary: the digest, NONE if there is none."""
-        if not self._failed and self._over and self._digest == NONE:
+        if not self._failed and self.over and self._digest == NONE:
             if self._gpu is not None:
                 self._found.update(self._gpu.fetch())
                 self._gpu = None
-            if len(self.digests) != len(self.units):
-                self.digests = [self._found[i] for i in range(len(self.units))]
-            head = (self.turn, self.version, self.replicated.structure)
-            self._digest = fold(head, self.digests)
+            self._fold()
         return self._digest
+
+    def _fold(self) -> None:
+        if len(self.digests) != len(self.units):
+            self.digests = [self._found[i] for i in range(len(self.units))]
+        head = (self.turn, self.version, self.replicated.structure)
+        self._digest = fold(head, self.digests)
 
 
 class _GpuSums:

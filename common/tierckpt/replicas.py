@@ -202,8 +202,9 @@ class Replicas:
 
     def finish(self) -> None:
         """Return when the state may change."""
-        if self._look is not None and os.getpid() == self._process:  # a fork has no copier
-            self._look.finish()
+        look = self._look
+        if look is not None and not look.over and os.getpid() == self._process:
+            look.finish()  # in a fork there is no copier
 
     def vote(self, place: int) -> tuple[int, int, int, int]:
         """Of the look at the boundary before; before `begin` makes the next one. `place` is the

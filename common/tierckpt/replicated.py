@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from operator import attrgetter, eq, is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -93,7 +93,9 @@ class Slice:
         self.nbytes = sum(u.high - u.low for u in units if self.on_host[self._at[u.tensor]])
         """Of those on the host."""
         self._pointers: list[int] = []
-        self._kinds: list[tuple[Any, ...]] = []
+        self._sizes: list[int] = []
+        self._strides: list[tuple[int, ...]] = []
+        """Empty where all are contiguous."""
         self._memory: list[Any] = []
 
     def tensors(self) -> list[torch.Tensor]:
@@ -118,7 +120,7 @@ class Slice:
         Raises OutdatedError where one is not what it was."""
         try:
             pointers = list(map(torch.Tensor.data_ptr, tensors))
-            if pointers == self._pointers and all(map(eq, _kinds(tensors), self._kinds)):
+            if pointers == self._pointers and self._is_known(tensors):
                 return self._memory
         except (TypeError, RuntimeError) as error:
             raise OutdatedError(f"no tensor: {error}") from error
@@ -129,10 +131,19 @@ class Slice:
         ]
         memory = [self._of(tensors[self._at[u.tensor]], u, dense) for u in self.units]
         if all(dense):  # else some are copies, of this moment
-            known: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # few objects, for a core's cache
-            kinds = [known.setdefault(kind, kind) for kind in _kinds(tensors)]
-            self._pointers, self._kinds, self._memory = pointers, kinds, memory
+            contiguous = all(map(torch.Tensor.is_contiguous, tensors))
+            self._pointers, self._sizes = pointers, list(map(_nbytes, tensors))
+            self._strides = [] if contiguous else list(map(torch.Tensor.stride, tensors))
+            self._memory = memory
         return memory
+
+    def _is_known(self, tensors: list[torch.Tensor]) -> bool:
+        """What tells, beside the pointers, which memory they have."""
+        if list(map(_nbytes, tensors)) != self._sizes:
+            return False
+        if self._strides:
+            return list(map(torch.Tensor.stride, tensors)) == self._strides
+        return all(map(torch.Tensor.is_contiguous, tensors))
 
     def _of(self, tensor: torch.Tensor, unit: Unit, dense: list[bool]) -> Any:
         at, size = self._at[unit.tensor], unit.high - unit.low
@@ -163,11 +174,6 @@ def _same(now: list[Any], then: list[Any]) -> bool:
 
 
 _nbytes = attrgetter("nbytes")
-
-
-def _kinds(tensors: list[torch.Tensor]) -> Iterable[tuple[Any, ...]]:
-    """What tells, beside the pointer, which memory a tensor has."""
-    return zip(map(_nbytes, tensors), map(torch.Tensor.stride, tensors), strict=True)
 
 
 def _check(tensor: Any, spec: TensorSpec) -> None:

@@ -7,7 +7,6 @@ import gc
 import io
 import itertools
 import logging
-import os
 import shutil
 import sys
 import time
