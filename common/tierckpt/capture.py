@@ -105,10 +105,9 @@ class Capture:
         if modules:  # where a hook of theirs has changed buffers
             plan = self._fitting_plan()
         plan.buffers.stage()
-        odd = state.walk().odd if plan.has_odd else ()
         node = {
             **own,
-            "odd": state.group_odd(odd),
+            "odd": state.group_odd(plan.odd),
             "groups": state.pack_groups(arena.keep),
             "remainders": state.pack_remainders(arena),
             "shared": plan.shared,

@@ -52,6 +52,8 @@ class Plan:
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
         self.structure, self._tied = state.structure(), state.tied()
         self.has_odd = bool(walk.odd)
+        self.odd = walk.odd
+        """As it was when `fits` was asked last."""
         self.began = changingbuffers.changed(state.first_buffers, state.model)
         self.shared = state.shared(walk)
         self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
@@ -128,6 +130,7 @@ class Plan:
     def _odd_fits(self, state: TrainingState) -> bool:
         """Numbers among the state are other objects with every step, and lists have tensors."""
         walk = state.walk()
+        self.odd = walk.odd
         return (
             _same_objects(walk.tensors, self._tensors)
             and [key for *_, key in walk.state] == self._state_keys

@@ -66,13 +66,12 @@ def cut(
     return dealt
 
 
-def stride_of(sizes_bytes: Sequence[int], slices: int, least: int = 1) -> int:
+def stride_of(sizes_bytes: Sequence[int], slices: int) -> int:
     """At every so many boundaries as many slices are looked at, as one: where a slice is little, to
-    come to it takes longer than to hash it, and at every `least` boundaries at the most. A divisor
-    of `slices`."""
+    come to it takes longer than to hash it. A divisor of `slices`."""
     each = (sum(sizes_bytes) + len(sizes_bytes) * UNIT_OVERHEAD_BYTES) // slices
     wanted = LOOK_BYTES // (each + 1)
-    return max(n for n in range(1, slices + 1) if slices % n == 0 and n <= max(wanted, least, 1))
+    return max(n for n in range(1, slices + 1) if slices % n == 0 and n <= max(wanted, 1))
 
 
 def fold(head: Sequence[int], digests: Sequence[int]) -> int:

@@ -18,10 +18,12 @@ import xxhash
 from . import tree
 from .layout import TensorSpec
 from .replicacheck import NONE, Unit, fold
+from .replicaplaces import OutdatedError
 from .replicated import GPU_PART_ELEMENTS, Replicated
 
 INLINE_BYTES = 1024 * 1024
-"""Less than this is hashed by the barrier: to wake a thread takes longer."""
+"""Less than this is hashed at the boundary: to wake a thread takes longer, and so does to come to
+it later, when it is in no cache any more."""
 SHARE_BYTES = 256 * 1024
 """Whoever hashes beside another thread takes so much at a time."""
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -34,7 +36,7 @@ class Look:
     """The digests of some slices at one boundary. Methods say which thread calls them."""
 
     def __init__(self, replicated: Replicated, which: range, turn: int, version: int) -> None:
-        """Training thread, at the boundary. Raises KeyError where a tensor is no more."""
+        """Training thread, at the boundary."""
         self.replicated, self.which = replicated, which
         self.turn, self.version = turn, version
         self.begin: Callable[[Look], None] | None = None
@@ -44,28 +46,46 @@ class Look:
         self.digests: list[int] = []
         """By unit, when all are there."""
         self._digest = NONE
-        self._tensors = self._slice.tensors()
-        self._counters = self._count()
+        self._tensors: list[torch.Tensor] = []
+        self._counters: list[int] = []
         self._gpu: _GpuSums | None = None
-        if not all(self._slice.on_host):
-            self._gpu = _GpuSums(self._slice.parts(self._tensors))
         self._shared = self._slice.nbytes >= INLINE_BYTES
         """Between a copier and the barrier, unit by unit."""
-        if self._shared:
-            # Aliases keep the memory, whatever somebody makes of a tensor meanwhile (`.data = `).
-            self._tensors = list(map(torch.Tensor.detach, self._tensors))
         self._memory: list[Any] | None = None
         self._found: dict[int, int] = {}
-        self._todo: deque[int] = deque(range(len(self.units)) if self._shared else ())
+        self._todo: deque[int] = deque()
         self._in_flight = 0
-        self._failed = self._over = False
+        self._failed = False
+        self.over = False
+        """Nobody looks at the tensors any more."""
+        try:
+            self._start()
+        except (OutdatedError, TypeError, AttributeError):  # something is no tensor any more
+            self._failed = self.over = replicated.outdated = True
 
-    def _count(self) -> list[int]:
+    def _start(self) -> None:
+        """Hash what is little at once: the optimizer's step has just had it in its hands. Raises
+        OutdatedError."""
+        tensors = self._slice.tensors()
+        if not all(self._slice.on_host):
+            self._gpu = _GpuSums(self._slice.parts(tensors))
+        if not self._shared:
+            self._hash_all(self._slice.memory(tensors))
+            self.over = True
+            if self._gpu is None:
+                self._fold()
+            return
+        self._counters = self._count(tensors)
+        # Aliases keep the memory, whatever somebody makes of a tensor meanwhile (`.data = `).
+        self._tensors = list(map(torch.Tensor.detach, tensors))
+        self._todo.extend(range(len(self.units)))
+
+    def _count(self, tensors: list[torch.Tensor]) -> list[int]:
         """Autograd's version counters."""
         try:
-            return list(map(_version_counter, self._tensors))
+            return list(map(_version_counter, tensors))
         except RuntimeError:  # tensors that were made in inference mode have none
-            return [t._version for t in self._tensors if not t.is_inference()]
+            return [t._version for t in tensors if not t.is_inference()]
 
     def wake(self) -> None:
         """Training thread: the tensors stand still, and a copier would be in nobody's way."""
@@ -80,6 +100,7 @@ class Look:
 
     def fail(self, error: BaseException) -> None:
         """There is no digest. Any thread."""
+        self.replicated.outdated |= isinstance(error, OutdatedError)
         with self.replicated.changed:
             self._failed = True
             self.replicated.changed.notify_all()
@@ -88,7 +109,7 @@ class Look:
         """Hash a share of what is left."""
         changed = self.replicated.changed
         with changed:
-            if self._over or self._failed or not self._todo:
+            if self.over or self._failed or not self._todo:
                 return False
             share = self._take_share()
             self._in_flight += 1
@@ -122,27 +143,23 @@ class Look:
     def finish(self) -> None:
         """Training thread, before anything changes the tensors: what is not hashed yet is hashed
         here. Afterwards nobody looks at the tensors any more."""
-        if self._over:
+        if self.over:
             return
         self.begin = None
         try:
-            if self._shared:
-                self.run()
-                with self.replicated.changed:
-                    self.replicated.changed.wait_for(lambda: not self._in_flight)
-            else:
-                self._hash_all()
+            self.run()
+            with self.replicated.changed:
+                self.replicated.changed.wait_for(lambda: not self._in_flight)
         except Exception as error:
             self.fail(error)
         finally:
             with self.replicated.changed:
-                self._over = True
+                self.over = True
         # Else it was changed under our eyes, and ranks have looked at different moments.
-        self._failed |= self._count() != self._counters
+        self._failed |= self._count(self._tensors) != self._counters
         self._tensors, self._memory = [], None
 
-    def _hash_all(self) -> None:
-        memory = self._slice.memory(self._tensors)
+    def _hash_all(self, memory: list[Any]) -> None:
         if self._gpu is None:
             self.digests = list(map(xxhash.xxh3_64_intdigest, memory))
             return
@@ -152,15 +169,18 @@ class Look:
 
     def fetch(self) -> int:
         """Training thread, at the next boundary: the digest, NONE if there is none."""
-        if not self._failed and self._over and self._digest == NONE:
+        if not self._failed and self.over and self._digest == NONE:
             if self._gpu is not None:
                 self._found.update(self._gpu.fetch())
                 self._gpu = None
-            if len(self.digests) != len(self.units):
-                self.digests = [self._found[i] for i in range(len(self.units))]
-            head = (self.turn, self.version, self.replicated.structure)
-            self._digest = fold(head, self.digests)
+            self._fold()
         return self._digest
+
+    def _fold(self) -> None:
+        if len(self.digests) != len(self.units):
+            self.digests = [self._found[i] for i in range(len(self.units))]
+        head = (self.turn, self.version, self.replicated.structure)
+        self._digest = fold(head, self.digests)
 
 
 class _GpuSums:

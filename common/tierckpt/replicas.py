@@ -38,6 +38,9 @@ from .state import TrainingState
 SILENT_ROUNDS, SILENT_MORE = 2, 4
 """So many rounds without a digest of all ranks are worth a word, and so many boundaries more."""
 
+OUTDATED_LOOKS = 5
+"""In a round, where the structure is another one at each boundary (lists that grow): to list all of
+the state anew takes some 10 microseconds a tensor."""
 UNKNOWN = -1
 """In place of a version."""
 GONE_OFTEN = 2
@@ -180,16 +183,16 @@ class Replicas:
         self._look = look
 
     def _must_look_up(self, turn: int) -> bool:
-        """Before a look: what is known is nothing, or was good for another boundary."""
+        """Before a look: what is known is nothing, or proved to be another state's."""
         known = self._replicated
-        if known is None or not known.nested:
-            return known is None
-        return self._next_all or turn % self._slices % known.stride == 0
+        often = max(self._slices // OUTDATED_LOOKS, 1)
+        return known is None or (known.outdated and turn % often == 0)
 
     def _look_up(self) -> None:
-        if self._replicated is None or not self._replicated.stands(self._state):
+        known = self._replicated
+        if known is None or not known.stands(self._state):
             self._replicated = Replicated(self._state, self._slices)
-            if self._structure != self._replicated.structure:
+            if self._structure != self._replicated.structure or (known and known.outdated):
                 self._next_all = True  # what is in which slice is another matter
             self._structure = self._replicated.structure
 
@@ -208,8 +211,9 @@ class Replicas:
 
     def finish(self) -> None:
         """Return when the state may change."""
-        if self._look is not None and os.getpid() == self._process:  # a fork has no copier
-            self._look.finish()
+        look = self._look
+        if look is not None and not look.over and os.getpid() == self._process:
+            look.finish()  # in a fork there is no copier
 
     def vote(self, place: int) -> tuple[int, int, int, int]:
         """Of the look at the boundary before; before `begin` makes the next one. `place` is the
@@ -329,11 +333,11 @@ class Replicas:
             stands = (
                 look is not None
                 and self._replicated is not None
-                and (look.replicated.nested or look.replicated.stands(self._state))
+                and look.replicated.stands(self._state)
             )
             if not stands:
                 self._replicated = Replicated(self._state, self._slices)
-            elif look is not None and not look.replicated.nested:
+            elif look is not None:
                 fresh = self._look_anew(look)
         except Exception as error:
             self._replicated = None

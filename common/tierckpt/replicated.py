@@ -9,7 +9,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -19,29 +19,21 @@ from . import tree
 from .copyplan import as_bytes
 from .layout import TensorSpec
 from .replicacheck import UNIT_BYTES, Unit, cut, fold, stride_of
+from .replicaplaces import Finder, Kept, OutdatedError, places_of
 from .state import TrainingState
 
 GPU_PART_ELEMENTS = 1 << 20
 """A unit on a GPU is not longer: each costs two launches."""
-NESTED_LOOKS = 5
-"""In a round, where each takes a walk over all of the state: some 10 microseconds a tensor."""
 
 
 class Replicated:
-    """The tensors that all ranks have alike, cut into slices. Training thread.
-
-    Holds references to parameters; what optimizers keep is looked up anew each time, as some put
-    another tensor in its place at every step.
-    """
+    """The tensors that all ranks have alike, cut into slices. Training thread."""
 
     def __init__(self, state: TrainingState, slices: int) -> None:
         """Of the state as it is. Raises what `TrainingState.entries` raises."""
         state.refresh_names()
         walk = state.walk()
-        optimizers = list(state.optimizers.values())
-        places: list[tuple[dict[Any, Any], str]] = [({}, "") for _ in walk.params]
-        places += [(optimizers[i].state[p], key) for _, p, i, key in walk.state]
-        found = list(zip(state.entries(walk), places, strict=True))
+        found = list(zip(state.entries(walk), places_of(state, walk), strict=True))
         found = [(e, place) for e, place in found if id(e[2]) not in walk.own_params]
         self.names = [name for (name, *_), _ in found]
         self.specs = [tree.spec_of(tensor, name) for (name, tensor, _), _ in found]
@@ -49,35 +41,26 @@ class Replicated:
         """What is to be alike of each tensor besides its content."""
         self.line_hashes = [xxhash.xxh3_64_intdigest(line.encode()) for line in self.lines]
         self.structure = fold((), self.line_hashes)
-        self.nested = False
-        """Some are in lists (LBFGS), which cannot be looked up by a key: good for one boundary."""
-        self.places: list[tuple[dict[Any, Any], Any]] = []
-        """Where each tensor is found, under which key."""
-        for (_, tensor, _), (holder, key) in found:
-            by_key = bool(key) and holder.get(key) is tensor
-            self.nested |= bool(key) and not by_key
-            self.places.append((holder, key) if by_key else ({"": tensor}, ""))
+        self.places = [place for _, place in found]
+        self.outdated = False
+        """A look found something else where one of these was."""
         sizes = [spec.nbytes for spec in self.specs]
         dealt = cut(sizes, slices, list(map(_unit_bytes, self.specs)))
         self.slices = [Slice(self, units) for units in dealt]
-        self.stride = stride_of(sizes, slices, slices // NESTED_LOOKS if self.nested else 1)
+        self.stride = stride_of(sizes, slices)
         """Looks are at so many slices, at every so many boundaries."""
         self._joined: dict[int, Slice] = {}
         self.changed = threading.Condition()
         """For looks, of which one at a time is under way."""
-        self._containers = state.containers()
-        self._keys = list(chain.from_iterable(self._containers))
+        self._kept = Kept(state, walk)
         self._held = _held_by_modules(state)
         self._groups, self._group_members = state.group_sizes(), state.group_members()
 
     def stands(self, state: TrainingState) -> bool:
-        """True while the state has the same parameters, and optimizers keep the same for each. Some
-        30 nanoseconds a tensor."""
-        now = state.containers()
+        """True while the state has the same parameters, and optimizers keep the same for each."""
         return (
-            not self.nested
-            and len(now) == len(self._containers)
-            and list(chain.from_iterable(now)) == self._keys
+            not self.outdated
+            and self._kept.stands(state)
             and _same(_held_by_modules(state), self._held)
             and state.group_sizes() == self._groups
             and _same(state.group_members(), self._group_members)
@@ -101,48 +84,66 @@ class Slice:
 
     def __init__(self, replicated: Replicated, units: Sequence[Unit]) -> None:
         self.units = units
-        numbers = list(dict.fromkeys(unit.tensor for unit in units))
+        places = {unit.tensor: replicated.places[unit.tensor] for unit in units}
+        self._finder = Finder(places)
+        numbers = self._finder.numbers
         self._at = {number: i for i, number in enumerate(numbers)}
         self._specs = [replicated.specs[number] for number in numbers]
-        self._holders = [replicated.places[number][0] for number in numbers]
-        self._keys = [replicated.places[number][1] for number in numbers]
         self.on_host = [spec.device == "cpu" for spec in self._specs]
         self.nbytes = sum(u.high - u.low for u in units if self.on_host[self._at[u.tensor]])
         """Of those on the host."""
-        self._known: list[Any] = []
+        self._pointers: list[int] = []
+        self._sizes: list[int] = []
+        self._strides: list[tuple[int, ...]] = []
+        """Empty where all are contiguous."""
         self._memory: list[Any] = []
 
     def tensors(self) -> list[torch.Tensor]:
-        """As they are now. Raises KeyError where one is no more."""
-        return list(map(dict.__getitem__, self._holders, self._keys))
+        """As they are now. Raises OutdatedError where one is no more."""
+        return self._finder.find()
 
     def parts(
         self, tensors: list[torch.Tensor]
     ) -> list[tuple[int, torch.Tensor, Unit, TensorSpec]]:
-        """(number in the slice, tensor, unit, spec) of those that are not on the host."""
+        """(number in the slice, tensor, unit, spec) of those that are not on the host. Raises
+        OutdatedError where one is not what it was."""
         found = []
         for index, unit in enumerate(self.units):
             at = self._at[unit.tensor]
             if not self.on_host[at]:
+                _check(tensors[at], self._specs[at])
                 found.append((index, tensors[at], unit, self._specs[at]))
         return found
 
     def memory(self, tensors: list[torch.Tensor]) -> list[Any]:
         """By unit: its bytes, None for what is not on the host. Good while the tensors are there.
-        Raises RuntimeError where one is not what it was."""
-        now = [list(map(look, tensors)) for look in _LOOKS]
-        if now == self._known:
-            return self._memory
+        Raises OutdatedError where one is not what it was."""
+        try:
+            pointers = list(map(torch.Tensor.data_ptr, tensors))
+            if pointers == self._pointers and self._is_known(tensors):
+                return self._memory
+        except (TypeError, RuntimeError) as error:
+            raise OutdatedError(f"no tensor: {error}") from error
         for tensor, spec in zip(tensors, self._specs, strict=True):
-            if not _is_like(tensor, spec):
-                raise RuntimeError(f"{spec.name} is another one")
+            _check(tensor, spec)
         dense = [
             not host or tree.is_dense(t) for host, t in zip(self.on_host, tensors, strict=True)
         ]
         memory = [self._of(tensors[self._at[u.tensor]], u, dense) for u in self.units]
         if all(dense):  # else some are copies, of this moment
-            self._known, self._memory = now, memory
+            contiguous = all(map(torch.Tensor.is_contiguous, tensors))
+            self._pointers, self._sizes = pointers, list(map(_nbytes, tensors))
+            self._strides = [] if contiguous else list(map(torch.Tensor.stride, tensors))
+            self._memory = memory
         return memory
+
+    def _is_known(self, tensors: list[torch.Tensor]) -> bool:
+        """What tells, beside the pointers, which memory they have."""
+        if list(map(_nbytes, tensors)) != self._sizes:
+            return False
+        if self._strides:
+            return list(map(torch.Tensor.stride, tensors)) == self._strides
+        return all(map(torch.Tensor.is_contiguous, tensors))
 
     def _of(self, tensor: torch.Tensor, unit: Unit, dense: list[bool]) -> Any:
         at, size = self._at[unit.tensor], unit.high - unit.low
@@ -172,21 +173,18 @@ def _same(now: list[Any], then: list[Any]) -> bool:
     return len(now) == len(then) and all(map(is_, now, then))
 
 
-_LOOKS = (
-    torch.Tensor.data_ptr,
-    torch.Tensor.numel,
-    torch.Tensor.element_size,
-    torch.Tensor.stride,
-)
-"""What of a tensor tells which memory it has."""
+_nbytes = attrgetter("nbytes")
 
 
-def _is_like(tensor: torch.Tensor, spec: TensorSpec) -> bool:
-    return (
-        tensor.shape == spec.shape
-        and tensor.element_size() == spec.itemsize_bytes
+def _check(tensor: Any, spec: TensorSpec) -> None:
+    """Raises OutdatedError if it is another one."""
+    if not (
+        isinstance(tensor, torch.Tensor)
+        and tensor.shape == spec.shape
+        and str(tensor.dtype).removeprefix("torch.") == spec.dtype
         and tensor.device.type == spec.device
-    )
+    ):
+        raise OutdatedError(f"{spec.name} is another one")
 
 
 __all__ = ["GPU_PART_ELEMENTS", "Replicated", "Slice"]

@@ -503,6 +503,11 @@ def _told(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
     return found
 
 
+def value_of(values: Mapping[Any, Any], key: str) -> Any:
+    """What `Walk` calls so, of what an optimizer keeps of a parameter; None if there is none."""
+    return dict(_told(values)).get(key) if key == NAMELESS else values.get(key)
+
+
 def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     """Weights that the forward pass changes in place: rows longer than `max_norm` are scaled.
 

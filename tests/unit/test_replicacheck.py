@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from typing import Any
 
 import pytest
@@ -181,8 +182,94 @@ def test_a_look_follows_what_an_optimizer_puts_in_its_place() -> None:
     assert not replicated.stands(state)
 
 
-def test_what_changes_under_a_look_has_no_digest() -> None:
+def trained(**more: Any) -> tuple[TrainingState, dict[str, Any], Any]:
+    """A state, what its optimizer keeps of the weight, and the digest of all of it as of now; NONE
+    where what is known is outdated."""
     model = nn.Linear(5, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(5)).sum().backward()
+    optimizer.step()
+    held = optimizer.state[model.weight]
+    held.update(more)
+    state = state_of(model, optimizer=optimizer)
+    replicated = Replicated(state, 1)
+
+    def look(anew: bool = False) -> int:
+        nonlocal replicated
+        if anew:
+            assert not replicated.stands(state)
+            replicated = Replicated(state, 1)
+            assert replicated.stands(state)
+        each = Look(replicated, range(1), 0, 0)
+        each.finish()
+        return each.fetch()
+
+    return state, held, look
+
+
+def test_a_look_follows_another_dict_around_what_is_kept() -> None:
+    state, held, look = trained()
+    before, optimizer = look(), state.optimizers["optimizer"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    (weight,) = [p for p in optimizer.state if p.ndim == 2]
+    assert optimizer.state[weight] is not held
+    assert look() == before
+    optimizer.state[weight]["momentum_buffer"][0, 0] += 1
+    assert look() not in (before, NONE)
+    optimizer.state.clear()
+    assert look() == NONE
+    assert look(anew=True) != NONE
+
+
+def test_a_look_follows_a_parameter_that_is_another_one() -> None:
+    state, _, look = trained()
+    before = look()
+    state.model.bias = nn.Parameter(state.model.bias + 1)
+    assert look() not in (before, NONE)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, deque, lambda pair: {"a": pair[0], "b": pair[1]}])
+def test_a_look_finds_tensors_within_lists(kind: Any) -> None:
+    pair = [torch.ones(3), torch.zeros(2)]
+    _, held, look = trained(past=kind(pair), late=None)
+    before = look()
+    held["past"] = kind([each.clone() for each in pair])
+    assert look() == before
+    pair[1][1] = 7
+    held["past"] = kind(pair)
+    assert look() not in (before, NONE)
+    held["past"] = kind([pair[0], torch.zeros(3)])
+    assert look() == NONE, "of another length"
+    assert look(anew=True) != NONE
+    held["late"] = torch.ones(1)
+    assert look(anew=True) != NONE, "a key that had nothing has a tensor"
+
+
+def test_a_list_that_grew_is_another_structure() -> None:
+    _, held, look = trained(past=[torch.ones(3)])
+    assert look() != NONE
+    held["past"].append(torch.ones(3))
+    assert look() == NONE
+    assert look(anew=True) != NONE
+    held["past"] = torch.ones(3)
+    assert look(anew=True) != NONE
+
+
+def test_little_is_hashed_at_the_boundary_itself() -> None:
+    model = nn.Linear(5, 5)
+    replicated, found = Replicated(state_of(model), 1), []
+    for _ in range(2):
+        look = Look(replicated, range(1), 0, 0)
+        with torch.no_grad():
+            model.weight.mul_(2)
+        look.finish()
+        found.append(look.fetch())
+    assert NONE not in found
+    assert found[0] != found[1]
+
+
+def test_what_changes_under_a_look_has_no_digest() -> None:
+    model = nn.Linear(512, 600)
     look = Look(Replicated(state_of(model), 1), range(1), 0, 0)
     with torch.no_grad():
         model.weight.mul_(1)
