@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_ckpt import TorchGroup
-from tierckpt.agreement import Agreement
-from tierckpt.ballots import GroupBallots, ballots_for
 from tierckpt.config import load_config
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.vote_exchange import GroupBallots, ballots_for
+from tierckpt.core.schedule import VOTE_WIDTH
+from tierckpt.format.ids import VersionId
 from tierckpt.group import Node
-from tierckpt.naming import VersionId
-from tierckpt.policy import VOTE_WIDTH
 
 KINDS = ("without", "page", "gloo")
 

@@ -25,10 +25,10 @@ from files import write_json
 from limits import Cost, timed
 from report import align, targets_text
 from targets import Verdict
-from tierckpt.redundancy import isal
-from tierckpt.redundancy.field import Matrix, decoding
-from tierckpt.redundancy.isal import Isal
-from tierckpt.redundancy.kernels import Bytes, Product
+from tierckpt.erasure import isal
+from tierckpt.erasure.gf256 import Matrix, decoding
+from tierckpt.erasure.isal import Isal
+from tierckpt.erasure.kernels import Bytes, Product
 
 CODES = {"xor 7+1": (7, 1), "rs 4+2": (4, 2), "rs 6+2": (6, 2)}
 TARGET_GB_PER_S = 4.0

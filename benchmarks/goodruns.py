@@ -19,7 +19,7 @@ import mortal
 from mortal import Course, Order, StuckError
 from processes import MARK, Family
 from resumable import RESUMABLE
-from tierckpt.interval import daly_seconds
+from tierckpt.core.tuning.interval_model import daly_seconds
 
 ELASTIC = "hvd-elastic"
 NEVER_STEPS = 1_000_000_000

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from levelnodes import Done, Nodes
-from tierckpt.redundancy.codes import Code
+from tierckpt.erasure.codes import Code
 
 Orders = list[dict[str, Any]]
 

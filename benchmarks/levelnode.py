@@ -23,19 +23,19 @@ from typing import Any
 
 from limits import Limits, direct_file
 from shards import make_sound, manifest, shared
-from tierckpt.agent import lower_priority
-from tierckpt.held import open_shard
-from tierckpt.jobdirectory import JobDirectory
-from tierckpt.localstore import LocalStore
-from tierckpt.naming import ShardKey, VersionId
+from tierckpt.agent.server import lower_priority
+from tierckpt.agent.shard_guard import open_shard
+from tierckpt.erasure.codes import Code
+from tierckpt.erasure.groups import RedundancyGroup
+from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.peer.address import Address
 from tierckpt.peer.exchange import Exchange, Party, Shard
 from tierckpt.peer.transport import Transport
-from tierckpt.persistent import PersistentStore, ShardSource, VersionFacts, VersionName
-from tierckpt.pool import SlotPool
-from tierckpt.redundancy.codes import Code
-from tierckpt.redundancy.groups import RedundancyGroup
-from tierckpt.slots import seal_area_bytes
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.memory.slot_pool import SlotPool
+from tierckpt.storage.memory.slots import seal_area_bytes
+from tierckpt.storage.persistent import PersistentStore, ShardSource, VersionFacts, VersionName
 
 AGENT_NICE = 10  # the setting's default
 CHUNK_BYTES = 8 << 20

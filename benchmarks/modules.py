@@ -26,9 +26,9 @@ from figures import Spread, spread
 from files import write_json
 from limits import timed
 from report import align
-from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE
-from tierckpt.modules.module import Buffer, Module, ModuleError, Where
-from tierckpt.modules.pipeline import make_module
+from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
+from tierckpt.codecs.codec import Buffer, Module, ModuleError, Where
+from tierckpt.codecs.pipeline import make_module
 
 BLOCK_BYTES = 512 * 1024
 """As checkpoints have them."""

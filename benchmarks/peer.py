@@ -24,12 +24,12 @@ from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
 from limits import Cost
 from report import align
 from shards import manifest, shared
-from tierckpt.localstore import LocalStore
+from tierckpt.erasure import isal
+from tierckpt.erasure.codes import Code
+from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.peer.exchange import Exchange, Party, Report, Shard
 from tierckpt.peer.transport import Transport
-from tierckpt.redundancy import isal
-from tierckpt.redundancy.codes import Code
-from tierckpt.redundancy.groups import RedundancyGroup
+from tierckpt.storage.local.store import LocalStore
 
 CODES = {"partner, 2 members": Code(2, 1, 1), "xor, 4 members": Code(4, 3, 1)}
 CODES["rs 4+2"] = Code(6, 4, 2)

@@ -27,8 +27,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
-from tierckpt.replicahash import Look
-from tierckpt.replicas import Replicas
+from tierckpt.replicas.digests import Look
+from tierckpt.replicas.monitor import Replicas
 
 KINDS = ("without", "versions", "checked")
 

@@ -14,16 +14,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
-from tierckpt.alike import refused
-from tierckpt.extras import named_objects
-from tierckpt.refusals import refuse_model
-from tierckpt.scripts import refuse_second, serve
+from tierckpt.checkpointer.script_mode import refuse_second, serve
+from tierckpt.coordination.settings_check import refused
+from tierckpt.state.extras import named_objects
+from tierckpt.state.validate import refuse_model
 
-from .group import current_group
-from .hook import CommHook, Hook
-from .hookstate import HookState
+from .comm_hook import CommHook, Hook
+from .comm_hook_state import HookState
+from .ddp_modules import common_group, find_ddps, reduced_by
 from .launched import SHARED_STORE, restarts_share_a_store
-from .modules import common_group, find_ddps, reduced_by
+from .torch_group import current_group
 
 Given = TypeVar(
     "Given",

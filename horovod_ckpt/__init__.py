@@ -19,7 +19,7 @@ from tierckpt import Callbacks, __version__
 
 try:
     from .checkpointer import Checkpointer
-    from .group import HorovodGroup
+    from .horovod_group import HorovodGroup
     from .optimizer import DistributedOptimizer, install
 except ImportError as error:
     raise ImportError(

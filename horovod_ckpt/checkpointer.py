@@ -12,16 +12,16 @@ import horovod.torch as hvd
 import torch
 
 import tierckpt
+from tierckpt._text import some
 from tierckpt.config import load_config
-from tierckpt.haltrequest import Reason
-from tierckpt.naming import Lineage
-from tierckpt.policy import VOID
-from tierckpt.refusals import refuse_model
-from tierckpt.state import label_optimizers
-from tierckpt.wording import some
+from tierckpt.core.schedule import VOID
+from tierckpt.format.ids import Lineage
+from tierckpt.halt.request_file import Reason
+from tierckpt.state.training_state import label_optimizers
+from tierckpt.state.validate import refuse_model
 
-from .group import current_group
-from .leftovers import Leftovers
+from .horovod_group import current_group
+from .pending_gradients import Leftovers
 from .reductions import Reductions
 
 ACCUMULATED = (

@@ -12,9 +12,9 @@ import horovod.torch as hvd
 import torch
 
 import tierckpt
-from tierckpt.modulenames import named_buffers, named_parameters
-from tierckpt.scripts import serve
-from tierckpt.state import label_optimizers
+from tierckpt.checkpointer.script_mode import serve
+from tierckpt.state.names import named_buffers, named_parameters
+from tierckpt.state.training_state import label_optimizers
 
 from .checkpointer import Checkpointer
 from .outside import Outside, stands_outside

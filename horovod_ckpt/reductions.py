@@ -20,8 +20,8 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from tierckpt.closures import others_come_first
 from tierckpt.group import Group
+from tierckpt.hooks.closures import others_come_first
 
 LAUNCHERS = ("_allreduce_grad_async", "_grouped_allreduce_grad_async")
 """Methods that Horovod's backward hooks and `synchronize` look up at each call."""

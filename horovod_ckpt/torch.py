@@ -27,8 +27,8 @@ import torch
 from horovod.torch import *  # noqa: F403
 
 from tierckpt import ConfigError
-from tierckpt.modulenames import unwrap
-from tierckpt.scripts import close_now
+from tierckpt.checkpointer.script_mode import close_now
+from tierckpt.state.names import unwrap
 
 from . import elastic as _elastic
 from . import optimizer as _ours

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import xxhash
 
-from tierckpt.modulenames import named_buffers, named_parameters
+from horovod_ckpt.elastic.state_broadcast import as_bytes
+from tierckpt.state.names import named_buffers, named_parameters
 
 from .checkpointer import Checkpointer
-from .sending import as_bytes
 
 Named = dict[str, torch.Tensor]
 

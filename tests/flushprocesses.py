@@ -15,15 +15,15 @@ import socket
 import sys
 from typing import Any
 
-from tierckpt.naming import ShardKey, VersionId
-from tierckpt.persistent import (
+from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.storage.persistent import (
     PersistentStore,
     RetryPolicy,
     ShardSource,
     VersionFacts,
     VersionName,
 )
-from tierckpt.testing.storeprogram import content_of, manifest_of
+from tierckpt.testing.store_program import content_of, manifest_of
 
 LIFE = "5eed"
 

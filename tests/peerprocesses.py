@@ -4,7 +4,7 @@
     python -m tests.peerprocesses <folder> <plan> <number> <address>     one, told by its input
 
 `plan` is JSON: `lengths` of the shards, the code's `k` and `m`, `stall_seconds`, and `rules`, each
-a fault (see `tierckpt.faults`) that member 1 is hit by. For every rule, in a folder of its number:
+a fault (see `tierckpt._faults`) that member 1 is hit by. For every rule, in a folder of its number:
 all members protect v1; then the one that was hit is replaced, and all protect v2. `<number>.json`
 says, for both versions, how each member fared: null, or the error.
 
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from tests.peershards import SECRET, Members
-from tierckpt import faults
+from tierckpt import _faults
+from tierckpt.erasure import isal
+from tierckpt.erasure.codes import Code
 from tierckpt.peer.address import Address
 from tierckpt.peer.transport import Limits, Transport
-from tierckpt.redundancy import isal
-from tierckpt.redundancy.codes import Code
 
 VICTIM = 1
 
@@ -45,8 +45,8 @@ class Member:
             for fd in (*Member.ours, self._orders, self._answers):
                 os.close(fd)
             if rule is not None:
-                os.environ[faults.FIRED_VARIABLE] = str(folder)
-                faults._rules = faults.parse(rule)
+                os.environ[_faults.FIRED_VARIABLE] = str(folder)
+                _faults._rules = _faults.parse(rule)
             with open(orders) as told, open(answers, "w", buffering=1) as said:
                 serve(number, "127.0.0.1", folder, plan, told, said)
             os._exit(0)

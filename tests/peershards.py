@@ -13,17 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tierckpt.layout import BLOCK_BYTES
-from tierckpt.localstore import LocalStore
-from tierckpt.manifest import Manifest, digest
-from tierckpt.naming import PAGE_BYTES, ParityKey, ShardKey, VersionId
+from tierckpt.erasure.codes import Code
+from tierckpt.erasure.groups import RedundancyGroup
+from tierckpt.format.ids import PAGE_BYTES, ParityKey, ShardKey, VersionId
+from tierckpt.format.layout import BLOCK_BYTES
+from tierckpt.format.manifest import Manifest, digest
 from tierckpt.peer.address import Address
 from tierckpt.peer.exchange import Exchange, Party, Report, Shard
-from tierckpt.peer.parity import ParityManifest, check_parity
+from tierckpt.peer.parity_file import ParityManifest, check_parity
 from tierckpt.peer.rebuild import rebuild
 from tierckpt.peer.transport import Limits, Transport
-from tierckpt.redundancy.codes import Code
-from tierckpt.redundancy.groups import RedundancyGroup
+from tierckpt.storage.local.store import LocalStore
 
 SECRET = b"one life"
 QUICK = Limits(join_seconds=20.0, stall_seconds=20.0)

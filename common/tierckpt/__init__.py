@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from tierckpt.checkpointer.checkpointer import Checkpointer
+    from tierckpt.offline.latest import Latest, latest
+    from tierckpt.offline.load import Saved, load
+    from tierckpt.restore.restorer import Restored
+
     from .callbacks import Callbacks
-    from .checkpointer import Checkpointer
     from .config import Config, load_config
     from .errors import (
         ConfigError,
@@ -29,15 +33,12 @@ if TYPE_CHECKING:
     )
     from .events import Event
     from .group import Group, SingleGroup
-    from .offline.latest import Latest, latest
-    from .offline.saved import Saved, load
-    from .restore import Restored
-    from .resumableloader import ResumableLoader
+    from .resumable_loader import ResumableLoader
     from .sampler import ResumableSampler
 
 _HOME = {
     "Callbacks": "callbacks",
-    "Checkpointer": "checkpointer",
+    "Checkpointer": "checkpointer.checkpointer",
     "Config": "config",
     "load_config": "config",
     "ConfigError": "errors",
@@ -54,12 +55,12 @@ _HOME = {
     "Event": "events",
     "Group": "group",
     "SingleGroup": "group",
-    "Restored": "restore",
-    "Saved": "offline.saved",
-    "load": "offline.saved",
+    "Restored": "restore.restorer",
+    "Saved": "offline.load",
+    "load": "offline.load",
     "Latest": "offline.latest",
     "latest": "offline.latest",
-    "ResumableLoader": "resumableloader",
+    "ResumableLoader": "resumable_loader",
     "ResumableSampler": "sampler",
 }
 

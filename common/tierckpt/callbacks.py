@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .complaints import Complaints
+from ._repeated_errors import Complaints
 
 if TYPE_CHECKING:
     import torch
 
+    from tierckpt.restore.restorer import Restored
+
     from .events import Event
-    from .restore import Restored
 
 
 class Callbacks:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from tierckpt.format.ids import directory_of
+from tierckpt.halt.signals import parse_signals
+
 from .errors import ConfigError
-from .naming import directory_of
-from .signals import parse_signals
 
 PREFIX = "TIERCKPT_"
 NOT_SETTINGS = (
@@ -64,7 +65,7 @@ class LocalConfig:
     and are committed without a copy (see `imagefile`). False: a copy of its own for each level."""
     modules: str = ""
     """What is done to shards on their way, in this order: `incremental`, `checksum`, `zstd
-    level=1`, `aes-gcm`, or a module of yours (see `tierckpt.modules`); empty: nothing."""
+    level=1`, `aes-gcm`, or a module of yours (see `tierckpt.codecs`); empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ class Config:
         """Of a directory; what else a store's client takes, that knows. May be secret."""
         if not self.persistent.storage_options:
             return
-        from .persistent.backend import is_url
+        from tierckpt.storage.persistent.backend import is_url
 
         if is_url(self.persistent.path):
             return
@@ -323,7 +324,7 @@ class Config:
         """Packages and keys that are missing are told at the start, not by the first commit."""
         if not (self.local.modules or self.persistent.modules):
             return
-        from .modules.pipeline import Pipeline
+        from tierckpt.codecs.pipeline import Pipeline
 
         local = Pipeline.of_setting(self.local.modules, "local_modules")
         Pipeline.of_setting(self.persistent.modules, "persistent_modules")

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .complaints import Complaints
+from ._repeated_errors import Complaints
 
 logger = logging.getLogger("tierckpt")
 

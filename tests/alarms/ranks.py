@@ -32,7 +32,8 @@ from tests.statematrix.jobs import Job
 from tests.statematrix.matrix import CASES, PRODUCT
 from tests.statematrix.proof import seed_everything
 from tests.store.test_optimizer_fleet import OTHERS, TORCHS
-from tierckpt import replicacheck, replicahash
+from tierckpt.core import replica_check
+from tierckpt.replicas import digests
 
 RANKS = 2
 STEPS = (4, 7, 50)
@@ -165,9 +166,9 @@ def attempt(name: str, seed: int, place: Path, number: int) -> Told:
     look, inline = WAYS[(number + seed) % len(WAYS)]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()):
         if look is not None:
-            patch.setattr(replicacheck, "LOOK_BYTES", look)
+            patch.setattr(replica_check, "LOOK_BYTES", look)
         if inline is not None:
-            patch.setattr(replicahash, "INLINE_BYTES", inline)
+            patch.setattr(digests, "INLINE_BYTES", inline)
         try:
             return run(name, seed, place, STEPS[(number + seed) % len(STEPS)])
         except Exception as error:

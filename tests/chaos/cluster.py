@@ -21,7 +21,7 @@ from tests.chaos.job import Orders, run, to_json
 from tests.chaos.plan import Shape
 from tests.chaos.rendezvous import Rendezvous
 from tests.crash.launcher import Process, quiet_environment
-from tierckpt.jobdirectory import JobDirectory, job_id_of
+from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
 
 DISK_BYTES = 32 * 1024 * 1024
 MARK = "CHAOS_FOLDER"
@@ -92,7 +92,7 @@ class Cluster:
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 environment = Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
-                if b"tierckpt.agent" in command and mark in environment:
+                if b"tierckpt.agent.server" in command and mark in environment:
                     node = environment.partition(b"TIERCKPT_NODE=")[2]
                     yield int(pid), command, node
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from tests.chaos.cluster import Cluster
 from tests.chaos.plan import Fault
 from tierckpt.config import PersistentConfig
-from tierckpt.inventory import Inventory, Place, take_inventory
-from tierckpt.localstore import LocalStore
-from tierckpt.naming import ShardKey, VersionId
-from tierckpt.persistent.names import VersionName
-from tierckpt.restoreplan import plan_restore
+from tierckpt.core.restore_plan import plan_restore
+from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format.version_names import VersionName
+from tierckpt.storage.inventory import Inventory, Place, take_inventory
+from tierckpt.storage.local.store import LocalStore
 
 Hit = tuple[str, int, int, int]
 """(level, rank, generation, version) of a copy that was struck; of parity, who has it."""

@@ -25,7 +25,7 @@ from torch import nn
 from tests.crash.job import CALLS, CLASSES, WIDTH, Journal, announced, digests, train_one
 from tests.crash.ownstate import Decaying, Metered, own_digests
 from tests.crash.zygote import become
-from tierckpt import faults
+from tierckpt import _faults
 
 PACE_SECONDS = 0.02
 """A net this small would outrun the processes that bring it through the levels."""
@@ -102,8 +102,8 @@ def main(orders: Orders) -> None:
         carried = {"extra": {"scheduler": scheduler}, "extra_per_rank": {"stream": stream}}
         ckpt = attach(on_event=partial(note, journal), **carried, **orders.settings)
         start = come_back(ckpt, state, journal)
-    faults._rules = [
-        rule for text, at in orders.rules for rule in faults.parse(text.format(start + at))
+    _faults._rules = [
+        rule for text, at in orders.rules for rule in _faults.parse(text.format(start + at))
     ]
     for step in range(start, orders.steps):
         wait_at_gate(orders, step - start, journal)
@@ -149,10 +149,10 @@ def wait_at_gate(orders: Orders, made: int, journal: Journal) -> None:
 def prepare_faults(orders: Orders) -> None:
     """Rules of the trainer, and, in the environment, of the agents that it starts."""
     orders.marks.mkdir()
-    os.environ[faults.FIRED_VARIABLE] = str(orders.marks)
-    os.environ[faults.FAULTS_VARIABLE] = orders.agent_rule
+    os.environ[_faults.FIRED_VARIABLE] = str(orders.marks)
+    os.environ[_faults.FAULTS_VARIABLE] = orders.agent_rule
     if orders.dies_loading_at:
-        faults._rules = faults.parse(f"kill@call:what={orders.dies_loading_at}")
+        _faults._rules = _faults.parse(f"kill@call:what={orders.dies_loading_at}")
         owner, name = CALLS[orders.dies_loading_at]
         setattr(owner, name, announced(orders.dies_loading_at, getattr(owner, name)))
 

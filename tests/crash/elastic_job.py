@@ -7,7 +7,7 @@ Nobody but the state deals them to the ranks that there are.
 Nothing in it knows of checkpoints but the import: with ELASTIC_HVD=horovod_ckpt.torch it is a
 script for Horovod as it comes, settings are in the environment.
 
-Fault points, besides the package's own (see `tierckpt.faults`):
+Fault points, besides the package's own (see `tierckpt._faults`):
 
 - `elastic:place=backward,step=5,rank=1`, half through the backward pass; also `synchronized` and
   `updated`, before and behind the optimizer's step; `commit`, between saving and asking for new
@@ -35,7 +35,8 @@ from torch import nn
 
 from tests import exact
 from tests.crash.ownstate import Decaying, Metered, own_digests
-from tierckpt import ResumableSampler, faults, restore
+from tierckpt import ResumableSampler, _faults
+from tierckpt.restore import restorer
 
 hvd: Any = importlib.import_module(os.environ.get("ELASTIC_HVD", "horovod.torch"))
 if hvd.__name__ == "horovod.torch":
@@ -63,7 +64,7 @@ def tell(**line: Any) -> None:
 
 
 def point(place: str, **where: int) -> None:
-    faults.point("elastic", place=place, rank=hvd.rank(), **where)
+    _faults.point("elastic", place=place, rank=hvd.rank(), **where)
 
 
 def build() -> tuple[nn.Module, Any, Any]:
@@ -196,7 +197,7 @@ def main() -> None:
         point(state.where, step=state.step - 1)
 
     state.save = save_and_tell
-    restore.Loader.load_window = announced(restore.Loader.load_window, lambda: point("loading"))
+    restorer.Loader.load_window = announced(restorer.Loader.load_window, lambda: point("loading"))
     hvd.elastic.run(train)(state)
 
 

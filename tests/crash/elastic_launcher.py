@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.crash.launcher import ROOT, Process, quiet_environment
-from tierckpt import faults
+from tierckpt import _faults
 
 PATIENCE_SECONDS = 240.0
 Line = dict[str, Any]
@@ -108,8 +108,8 @@ class ElasticJob:
             "TIERCKPT_SLOTS": "3",
             "TIERCKPT_WHEN_BUSY": "wait",
             **self._settings,
-            faults.FAULTS_VARIABLE: ";".join(rules),
-            faults.FIRED_VARIABLE: str(self.folder / "marks"),
+            _faults.FAULTS_VARIABLE: ";".join(rules),
+            _faults.FIRED_VARIABLE: str(self.folder / "marks"),
             "TMPDIR": str(self.folder / "tmp"),  # Horovod, killed, leaves files there
         }
 
@@ -142,7 +142,7 @@ class ElasticJob:
 
     def kill(self) -> None:
         """SIGKILL the launcher and every worker; agents go on."""
-        self._kill(lambda command: b"tierckpt.agent" not in command)
+        self._kill(lambda command: b"tierckpt.agent.server" not in command)
 
     def kill_everything(self) -> None:
         self._kill(lambda command: True)

@@ -33,20 +33,24 @@ import ddp_ckpt
 import tierckpt
 from tests import exact
 from tests.crash.scenario import RANKS, VARIABLE, Scenario
-from tierckpt import faults, imagefile, lives, pool, restore, slots, snapshot
+from tierckpt import _faults
+from tierckpt.coordination import job_history
+from tierckpt.restore import restorer
+from tierckpt.snapshot import snapshot
+from tierckpt.storage.memory import image_file, slot_pool, slots
 
 WIDTH, LARGE, ROWS, CLASSES = 16, 8192, 8, 4
 
 CALLS: dict[str, tuple[Any, str]] = {
-    "choose_slot": (pool.SlotPool, "choose"),
+    "choose_slot": (slot_pool.SlotPool, "choose"),
     "create_slot": (slots.Slot, "create"),
-    "make_image": (imagefile.ImageFile, "make"),
-    "take_inventory": (lives, "take_inventory"),
-    "verify": (restore.Restorer, "_verify"),
-    "load_shard": (restore.Loader, "load_window"),
-    "finish_load": (restore.Loader, "finish"),
+    "make_image": (image_file.ImageFile, "make"),
+    "take_inventory": (job_history, "take_inventory"),
+    "verify": (restorer.Restorer, "_verify"),
+    "load_shard": (restorer.Loader, "load_window"),
+    "finish_load": (restorer.Loader, "finish"),
     "after_load": (tierckpt.Checkpointer, "_go_on_from"),
-    "remove_slots": (pool.SlotPool, "close"),
+    "remove_slots": (slot_pool.SlotPool, "close"),
 }
 
 
@@ -143,25 +147,25 @@ def train_one(
     journal: Journal,
 ) -> None:
     """One iteration."""
-    faults.point("script", step=step, phase="begin")
+    _faults.point("script", step=step, phase="begin")
     source = torch.Generator().manual_seed(1000 * rank + step)
     batch = torch.randn(ROWS, WIDTH, generator=source) + 0.1 * torch.randn(ROWS, WIDTH)
     batch[:, 0] += float(stream.random()) + random.random() + float(np.random.rand())
     target = torch.randint(CLASSES, (ROWS,), generator=source)
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(model(batch), target)
-    faults.point("script", step=step, phase="forward")
+    _faults.point("script", step=step, phase="forward")
     loss.backward()
     journal.write(reduced=step)
-    faults.point("script", step=step, phase="backward")
+    _faults.point("script", step=step, phase="backward")
     optimizer.step()
-    faults.point("script", step=step, phase="optimizer")
+    _faults.point("script", step=step, phase="optimizer")
     scheduler.step()
-    faults.point("script", step=step, phase="scheduler")
+    _faults.point("script", step=step, phase="scheduler")
     if ckpt is not None:
         ckpt.step()
     journal.write(step=step, loss=loss.item().hex())
-    faults.point("script", step=step, phase="boundary")
+    _faults.point("script", step=step, phase="boundary")
 
 
 def digests(
@@ -196,9 +200,9 @@ def prepare_faults(scenario: Scenario, rank: int, journal: Journal) -> None:
     """The rules of this rank, for this process and the agents it starts."""
     # Each rank has an agent of its own, and so rules of its own: as if on a node of its own.
     os.environ["TIERCKPT_NODE"] = f"node{rank}"
-    os.environ[faults.FIRED_VARIABLE] = str(scenario.marks(rank))
-    os.environ[faults.FAULTS_VARIABLE] = scenario.rules.get(str(rank), "")
-    faults._rules = faults.parse(os.environ[faults.FAULTS_VARIABLE])
+    os.environ[_faults.FIRED_VARIABLE] = str(scenario.marks(rank))
+    os.environ[_faults.FAULTS_VARIABLE] = scenario.rules.get(str(rank), "")
+    _faults._rules = _faults.parse(os.environ[_faults.FAULTS_VARIABLE])
     for what, (owner, name) in CALLS.items():
         setattr(owner, name, announced(what, getattr(owner, name)))
     tell_refusals(journal, scenario.unprotected)
@@ -215,7 +219,7 @@ def announced(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        faults.point("call", what=what)
+        _faults.point("call", what=what)
         return function(*args, **kwargs)
 
     return call
@@ -223,16 +227,16 @@ def announced(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def tell_refusals(journal: Journal, unprotected: bool) -> None:
     """Write down when no slot may be overwritten yet; or let any be overwritten."""
-    choose = pool.SlotPool.choose
+    choose = slot_pool.SlotPool.choose
 
-    def telling(self: pool.SlotPool, protected: set[Any], *args: Any) -> Any:
+    def telling(self: slot_pool.SlotPool, protected: set[Any], *args: Any) -> Any:
         try:
             return choose(self, set() if unprotected else protected, *args)
-        except pool.NoSlotError:
+        except slot_pool.NoSlotError:
             journal.write(refused=max((i.version for i in protected), default=-1))
             raise
 
-    pool.SlotPool.choose = telling  # type: ignore[method-assign]
+    slot_pool.SlotPool.choose = telling  # type: ignore[method-assign]
 
 
 def hold_layers_back(version: int) -> None:

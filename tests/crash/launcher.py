@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.crash.scenario import RANKS, VARIABLE, Scenario
-from tierckpt import faults
-from tierckpt.jobdirectory import JobDirectory, job_id_of
-from tierckpt.localstore import LocalStore
-from tierckpt.naming import ShardKey
+from tierckpt import _faults
+from tierckpt.format.ids import ShardKey
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 40.0
@@ -199,10 +199,10 @@ class Job:
     def _agent_pids(self, rank: int | None = None) -> list[int]:
         found = []
         ranks = range(RANKS) if rank is None else (rank,)
-        marks = [f"{faults.FIRED_VARIABLE}={self.scenario.marks(r)}\0".encode() for r in ranks]
+        marks = [f"{_faults.FIRED_VARIABLE}={self.scenario.marks(r)}\0".encode() for r in ranks]
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                if b"tierckpt.agent" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"tierckpt.agent.server" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     continue
                 environment = Path(f"/proc/{pid}/environ").read_bytes()
                 if any(mark in environment for mark in marks):

@@ -27,7 +27,7 @@ class Scenario:
     settings: dict[str, Any] | None = None
     """For the Checkpointer; None: train without one."""
     rules: dict[str, str] = field(default_factory=dict)
-    """Faults, by rank; see `tierckpt.faults`."""
+    """Faults, by rank; see `tierckpt._faults`."""
     decay: float | None = None
     """Weight decay, set after the restore, so that this life computes something else."""
     gates: dict[str, int] = field(default_factory=dict)

@@ -12,8 +12,8 @@ import pytest
 
 from tests.crash.launcher import PATIENCE_SECONDS, Job, Life, Process
 from tests.crash.scenario import RANKS, STEPS
-from tierckpt.localstore import LocalStore
-from tierckpt.persistent import PersistentStore
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import PersistentStore
 
 EARLIEST, FLUSHED, VICTIM = 4, 16, 1
 

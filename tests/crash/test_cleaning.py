@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt import localstore
-from tierckpt.localstore import LocalStore
-from tierckpt.naming import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.storage.local import store as localstore
+from tierckpt.storage.local.store import LocalStore
 
 
 def test_a_commit_that_ends_while_files_are_cleaned_up_keeps_its_data(

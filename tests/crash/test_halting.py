@@ -118,7 +118,7 @@ def test_other_nodes_that_cannot_be_reached_do_not_keep_it_from_ending_in_time(j
 
 BEGIN = """
 import ctypes, os, signal, sys, time
-import tierckpt.signals as module
+import tierckpt.halt.signals as module
 {patch}
 signals = module.Signals(module.parse_signals("SIGTERM"), {patience_seconds})
 {boundary}

@@ -17,8 +17,8 @@ from tests.crash.elastic_launcher import ElasticJob, Line, Moment
 from tests.crash.launcher import ROOT, quiet_environment
 from tests.horovod_here import horovod_missing
 from tests.thorough import on_demand, points
-from tierckpt.localstore import LocalStore
-from tierckpt.persistent import PersistentStore
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import PersistentStore
 
 pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 

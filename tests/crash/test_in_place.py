@@ -16,9 +16,9 @@ import pytest
 from tests.crash.launcher import Job
 from tests.crash.scenario import RANKS
 from tests.thorough import points
-from tierckpt.held import sound_image
-from tierckpt.localstore import LocalStore
-from tierckpt.manifest import Manifest
+from tierckpt.agent.shard_guard import sound_image
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.local.store import LocalStore
 
 # The first three makings fill the pool. v4 and v8 are committed, and their slots' next versions
 # need other files: the fourth and the fifth making; only the fifth finds a retired file.

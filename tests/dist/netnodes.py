@@ -41,7 +41,7 @@ def narrowed(network: Network, number: int, bytes_per_second: float) -> Iterator
 
 
 class NodeProcess:
-    """`python -m <program>` on node `number`; `rule` is a fault (see `tierckpt.faults`).
+    """`python -m <program>` on node `number`; `rule` is a fault (see `tierckpt._faults`).
 
     A fault leaves its mark in `marks`, so nodes that are to be hit by the same rule share that.
     """

@@ -18,7 +18,7 @@ from tests.dist.test_peer_level import (
     settings,
 )
 from tests.dist.training import Place, attach, make_job, restored_into, train
-from tierckpt.pins import LocalPins
+from tierckpt.storage.local.pins import LocalPins
 
 
 def come_back_and_crash(

@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 
 import tierckpt
-import tierckpt.agreement
+import tierckpt.coordination.agreement
 from tests.dist.training import Attached, Job, Place, attach, make_job, rank, train
-from tierckpt.ballots import SharedBallots
-from tierckpt.handover import Handover
-from tierckpt.snapshot import Snapshot
+from tierckpt.checkpointer.slot_handoff import Handover
+from tierckpt.coordination.vote_exchange import SharedBallots
+from tierckpt.snapshot.snapshot import Snapshot
 
 
 def taken(attached: Attached) -> dict[str, list[int]]:
@@ -105,7 +105,7 @@ def with_skewed_clocks(place: Place) -> tuple[list[int], list[int]]:
     """Rank 1's clock shows another time, and runs three times as fast."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
-        patch.setattr(tierckpt.agreement, "time", clock)
+        patch.setattr(tierckpt.coordination.agreement, "time", clock)
         job = make_job()
         attached = attach(job, place, memory_every_steps=0, memory_every_seconds=30)
         for iteration in range(20):

@@ -18,7 +18,7 @@ import tierckpt
 from tests import exact
 from tests.dist.rankpool import ROOT
 from tests.dist.training import Net, Place, attach, make_job, sgd
-from tierckpt.iterations import AUTOMATIC_AFTER_STEPS
+from tierckpt.hooks.iterations import AUTOMATIC_AFTER_STEPS
 
 SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
 

@@ -24,7 +24,7 @@ from tests.dist.training import (
     under_horovod,
 )
 from tierckpt.errors import ConfigError
-from tierckpt.snapshot import Phase
+from tierckpt.snapshot.snapshot import Phase
 
 STEPS = 6
 WAYS = pytest.mark.parametrize("kind", ["ddp", HOROVODRUN])

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from tests.dist.training import Place, attach, make_job, rank
-from tierckpt import claims
-from tierckpt.claims import PREFIX, Claims
 from tierckpt.errors import ConfigError
-from tierckpt.jobdirectory import JobBusyError, JobDirectory, job_id_of
+from tierckpt.storage.local import directory_claim
+from tierckpt.storage.local.directory_claim import PREFIX, Claims
+from tierckpt.storage.memory.job_directory import JobBusyError, JobDirectory, job_id_of
 
 NODES = "ab"
 
 
 def refusal(place: Place) -> tuple[str, list[str]]:
     """What is said, and whose claims are there then."""
-    claims.HERE_SECONDS = 0.2
+    directory_claim.HERE_SECONDS = 0.2
     with pytest.raises(JobBusyError) as caught:
         attach(make_job(), place, node=NODES[rank()], local_every_steps=1)
     return str(caught.value), marks(Path(place.path))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.thorough import on_demand
-from tierckpt.claims import PREFIX
+from tierckpt.storage.local.directory_claim import PREFIX
 
 pytestmark = on_demand("torchruns take half a minute; what they prove is tested with made-up ones")
 
@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 120.0
 RANK = """
 import os, sys, time, torch, torch.distributed as dist, ddp_ckpt
 from tierckpt import claims
-from tierckpt.jobdirectory import JobBusyError
+from tierckpt.storage.memory.job_directory import JobBusyError
 claims.HERE_SECONDS = 1.0
 dist.init_process_group("gloo")
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))

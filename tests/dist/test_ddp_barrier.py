@@ -21,7 +21,7 @@ from tests.dist.training import (
     sgd,
     train,
 )
-from tierckpt.copyplan import Binding
+from tierckpt.snapshot.copy_plan import Binding
 
 many_buckets = {"bucket_cap_mb": 0.003}
 

@@ -13,14 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import ddp_ckpt
 import tierckpt
 from tests.dist import hooks
-from tests.dist.training import (
-    Job,
-    Place,
-    attach,
-    course_of,
-    make_job,
-    no_boundary,
-)
+from tests.dist.training import Job, Place, attach, course_of, make_job, no_boundary
 
 CRASH = 4
 END = 7

@@ -13,15 +13,7 @@ import torch
 from torch import nn
 
 from tests import exact
-from tests.dist.training import (
-    Job,
-    Net,
-    Place,
-    attach,
-    make_job,
-    rank,
-    sgd,
-)
+from tests.dist.training import Job, Net, Place, attach, make_job, rank, sgd
 
 many_buckets = {"bucket_cap_mb": 0.003}
 normed = partial(Net, norm=nn.BatchNorm1d)

@@ -288,7 +288,7 @@ def names_here() -> list[list[str]]:
     nested = nn.ModuleDict({"net": wrap(Net(norm=nn.BatchNorm1d))})
     both = wrap(torch.compile(Net(norm=nn.BatchNorm1d), backend="eager"))
     found = [plain, nested, both, nn.ModuleDict({"net": Named()}), nn.ModuleDict({"net": Net()})]
-    states = [tierckpt.state.TrainingState(model, {}) for model in found]
+    states = [tierckpt.state.training_state.TrainingState(model, {}) for model in found]
     walks = [(state, state.walk()) for state in states]
     return [
         [name for name, *_ in [*state.entries(walk), *state.buffer_entries(walk)]]

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from tests.dist.training import WIDTH, Place, attach, crash_after, make_job, rank, restored_into
-from tierckpt import restore
-from tierckpt.images import Part
-from tierckpt.layout import Piece
-from tierckpt.newtensors import NewTensors
+from tierckpt.format.layout import Piece
+from tierckpt.restore import restorer
+from tierckpt.restore.shard_image import Part
+from tierckpt.restore.tensor_fill import NewTensors
 
 STEPS = 4
 
@@ -60,19 +60,19 @@ def come_back(place: Place) -> dict[str, Any]:
 def come_back_with_a_slow_share(place: Place) -> dict[str, Any]:
     """This rank's own share is not there before what the other one reads has been filled."""
     the_others = threading.Event()
-    seen, sound = restore._seen_of_others, restore.Reads.sound
+    seen, sound = restorer._seen_of_others, restorer.Reads.sound
 
-    def note(attempt: restore.Attempt) -> Iterator[Part]:
+    def note(attempt: restorer.Attempt) -> Iterator[Part]:
         yield from seen(attempt)
         the_others.set()
 
-    def late(reads: restore.Reads) -> Iterator[Part]:
+    def late(reads: restorer.Reads) -> Iterator[Part]:
         assert the_others.wait(30), "what others read waits for what this rank reads"
         yield from sound(reads)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restore, "_seen_of_others", note)
-        patch.setattr(restore.Reads, "sound", late)
+        patch.setattr(restorer, "_seen_of_others", note)
+        patch.setattr(restorer.Reads, "sound", late)
         return come_back(place)
 
 

@@ -16,10 +16,10 @@ import pytest
 from tests.dist.netnodes import NodeProcess, made_network, narrowed
 from tests.flushprocesses import name_of
 from tests.store.s3server import KEY, SECRET, rclone, serving
-from tierckpt.naming import ShardKey
-from tierckpt.persistent import PersistentStore
+from tierckpt.format.ids import ShardKey
+from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing.network import HUB_ADDRESS, Network
-from tierckpt.testing.storeprogram import content_of
+from tierckpt.testing.store_program import content_of
 
 NODES, VICTIM = 3, 1
 PAGES = 5120

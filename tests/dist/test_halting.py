@@ -16,7 +16,7 @@ import ddp_ckpt
 import tierckpt
 from tests.dist.rankpool import GLOO, HOROVODRUN
 from tests.dist.training import Job, Place, attach, make_horovod_job, make_job, rank, sgd
-from tierckpt import halting, haltrequest
+from tierckpt.halt import controller, request_file
 
 DURABLE = {"local_every_steps": 1000}
 """Of itself, nothing would go to disk."""
@@ -179,7 +179,7 @@ def test_a_script_that_cannot_be_touched_is_ended_too(
 def requested(place: Place) -> tuple[int, list[int]]:
     """Rank 1 writes it while the job runs; rank 0, its node's first, sees it on its thread."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(halting, "LOOK_SECONDS", 0.01)
+        patch.setattr(controller, "LOOK_SECONDS", 0.01)
         os.makedirs(place.path, exist_ok=True)
         job = make_job()
         attached = attach(job, place, **DURABLE)
@@ -189,7 +189,7 @@ def requested(place: Place) -> tuple[int, list[int]]:
             job.iterate(attached.ckpt.iteration)
             attached.ckpt.step()
             if attached.ckpt.iteration == 2 and rank() == 1:
-                haltrequest.write(place.path, haltrequest.HaltRequest(after_version=1))
+                request_file.write(place.path, request_file.HaltRequest(after_version=1))
         attached.ckpt.close()
     return attached.ckpt.version, attached.versions("committed", "local")
 

@@ -29,8 +29,8 @@ from tests.dist.training import (
     sgd,
     train,
 )
-from tierckpt.copyplan import Binding
-from tierckpt.snapshot import Phase, Snapshot
+from tierckpt.snapshot.copy_plan import Binding
+from tierckpt.snapshot.snapshot import Phase, Snapshot
 
 PATIENCE_SECONDS = 30.0
 silent = partial(sgd, fused=True)  # which moves no version counter: only the barrier can help

@@ -19,8 +19,9 @@ from tests import exact
 from tests.dist.elasticscript import BATCHES, Script, failure, in_memory, lose
 from tests.dist.rankpool import HOROVODRUN
 from tests.dist.training import Place, horovod, rank
-from tierckpt import checkpointer, restore
-from tierckpt.together import Together
+from tierckpt.checkpointer import checkpointer
+from tierckpt.coordination.error_barrier import Together
+from tierckpt.restore import restorer
 
 SCRIBBLED = 12345.0
 PATIENCE_SECONDS = 60.0
@@ -45,7 +46,7 @@ def half_loaded(attempt: Any, load_window: Any, wants: Any) -> None:
 def about_to_load(together: Together, *how: Any) -> None:
     """All have told each other that they can."""
     END(together, *how)
-    if sys._getframe(1).f_code is restore.load.__code__:
+    if sys._getframe(1).f_code is restorer.load.__code__:
         raise failure()
 
 
@@ -54,7 +55,7 @@ def all_loaded(*_: object) -> None:
 
 
 END = Together.__exit__
-TORN: Instead = (restore.Attempt, "visit", half_loaded)
+TORN: Instead = (restorer.Attempt, "visit", half_loaded)
 BEFORE: Instead = (Together, "__exit__", about_to_load)
 BEHIND: Instead = (checkpointer, "all_finished", all_loaded)
 SOUND = {"as it was": BEFORE, "loaded": BEHIND}
@@ -160,7 +161,7 @@ def torn_by_a_broadcast(place: Place) -> None:
         horovod().broadcast_parameters(held.model.state_dict(), root_rank=root)
         raise failure()
 
-    attributes = importlib.import_module("horovod_ckpt.attributes").Attributes
+    attributes = importlib.import_module("horovod_ckpt.elastic.attributes").Attributes
     lost_in(script.state.sync, (attributes, "broadcast", sent_half))
     if rank() == 0:
         script = Script(place, seed=3)
@@ -244,7 +245,7 @@ def going_back_past_a_skip(place: Place) -> tuple[int, bool]:
 
 
 def skips(version: int, agreed: Any) -> Any:
-    return importlib.import_module("tierckpt.policy").Decision()
+    return importlib.import_module("tierckpt.core.schedule").Decision()
 
 
 def test_going_back_farther_than_the_last_commit_is_said(

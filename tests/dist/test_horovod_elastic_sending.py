@@ -150,7 +150,7 @@ LARGEST = 100
 
 def sent_in_slices(root: int) -> tuple[list[list[int]], bool]:
     """Bytes of each broadcast by its tensor, and whether all of `root`'s came, in place."""
-    sending = importlib.import_module("horovod_ckpt.sending")
+    sending = importlib.import_module("horovod_ckpt.elastic.state_broadcast")
 
     def values(of: int) -> dict[str, torch.Tensor]:
         made = torch.Generator().manual_seed(of)
@@ -257,7 +257,7 @@ class Grown(Net):
 
 def sent_own_state(root: int) -> tuple[int, list[float]]:
     """What came of `root`'s, which is the only one that has been called."""
-    sending = importlib.import_module("horovod_ckpt.sending")
+    sending = importlib.import_module("horovod_ckpt.elastic.state_broadcast")
     torch.manual_seed(rank())
     model = Grown()
     if rank() == root:
@@ -354,7 +354,7 @@ def trained(kind: str, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Op
 def sent_odd_state(kind: str, root: int, steps: int) -> tuple[bool, list[tuple[int, ...]]]:
     """Whether all came that `root` has, if others made so many steps; and what memory order the
     convolution's weights and their state have then."""
-    sending = importlib.import_module("horovod_ckpt.sending")
+    sending = importlib.import_module("horovod_ckpt.elastic.state_broadcast")
     model, optimizer = trained(kind, seed=rank(), steps=2 if rank() == root else steps)
     wanted = exact.replicated(*trained(kind, seed=root, steps=2))
     assert (exact.replicated(model, optimizer) == wanted) == (rank() == root)

@@ -26,7 +26,7 @@ from tests.dist.elasticscript import (
 from tests.dist.rankpool import HOROVODRUN
 from tests.dist.test_horovod_callbacks import Diary
 from tests.dist.training import Place, batch, rank
-from tierckpt import snapshot
+from tierckpt.snapshot import snapshot
 
 # --- going back ----------------------------------------------------------------------------------
 

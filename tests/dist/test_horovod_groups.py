@@ -10,7 +10,7 @@ import pytest
 import tierckpt
 from tests.dist.rankpool import HOROVODRUN, MPIRUN
 from tests.dist.training import horovod, rank_0_first
-from tierckpt.testing.groupsuite import GroupConformance, Program
+from tierckpt.testing.group_conformance import GroupConformance, Program
 
 MEMBERS = {1: [2], 2: [0, 2], 3: [0, 1, 2]}
 """Of a job of three, by size."""

@@ -14,14 +14,7 @@ import torch
 import tierckpt
 from tests import exact
 from tests.dist.rankpool import HOROVODRUN, MPIRUN
-from tests.dist.training import (
-    Net,
-    Place,
-    horovod,
-    import_adapter,
-    make_horovod_job,
-    sgd,
-)
+from tests.dist.training import Net, Place, horovod, import_adapter, make_horovod_job, sgd
 
 Way = Callable[[torch.nn.Module, dict[str, str]], None]
 ELASTIC = ["HOROVOD_ELASTIC=1", "horovod_ckpt.elastic.TorchState"]

@@ -26,7 +26,7 @@ from tests.dist.training import (
     rank_0_first,
     train,
 )
-from tierckpt.timeline.command import load
+from tierckpt.cli.trace import load
 
 # --- a part of the job, and a job of one ---------------------------------------------------------
 

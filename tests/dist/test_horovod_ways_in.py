@@ -260,7 +260,7 @@ def test_a_script_with_another_import_resumes(
 def shut_down_first(place: Place, handled: bool) -> dict[str, Any]:
     """The script's last line is `hvd.shutdown()`, perhaps where it handles the data's end, in a
     notebook of which an earlier cell failed."""
-    scripts = importlib.import_module("tierckpt.scripts")
+    scripts = importlib.import_module("tierckpt.checkpointer.script_mode")
     drop_in = importlib.import_module("horovod_ckpt.torch")
     hvd = horovod()
     job = make_horovod_job()

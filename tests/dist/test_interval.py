@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.training import Attached, Place, attach, crash_after, make_job, rank, train
-from tierckpt.tuning import Figures
+from tierckpt.core.tuning.autotune import Figures
 
 BOTH = {"memory_every_steps": "auto", "local_every_steps": "auto", "slots": 3}
 

@@ -10,17 +10,9 @@ import pytest
 
 import tierckpt
 from tests.dist.rankpool import GLOO, HOROVODRUN, MPIRUN
-from tests.dist.training import (
-    Attached,
-    Job,
-    Place,
-    attach,
-    make_horovod_job,
-    make_job,
-    rank,
-)
-from tierckpt.localstore import LocalStore
-from tierckpt.pins import LocalPins
+from tests.dist.training import Attached, Job, Place, attach, make_horovod_job, make_job, rank
+from tierckpt.storage.local.pins import LocalPins
+from tierckpt.storage.local.store import LocalStore
 
 STEPS, LATER = 6, 9
 LOSSES = [

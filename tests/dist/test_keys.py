@@ -9,7 +9,7 @@ import pytest
 
 import tierckpt
 from tests.dist.training import Place, attach, make_job, train
-from tierckpt.modules.encryption import KEY_VARIABLE, fingerprint
+from tierckpt.codecs.aes_gcm import KEY_VARIABLE, fingerprint
 
 KEY, OTHER = "5e" * 32, "a7" * 32
 ENCRYPTED = {"local_modules": "aes-gcm", "local_every_steps": 1}

@@ -24,7 +24,7 @@ import tierckpt
 from tests.statematrix.jobs import Case, Job
 from tests.statematrix.matrix import CASES, PRODUCT, TORCH_2_4_CANNOT
 from tests.statematrix.proof import Bench, restores_and_trains_on, seed_everything
-from tierckpt import layout
+from tierckpt.format import layout
 
 RANKS = 2
 UNIT_BYTES = 16
@@ -136,7 +136,7 @@ def proved(name: str, path: Path, shm: Path, on_disk: bool) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "UNIT_BYTES", UNIT_BYTES)
-        patch.setattr("tierckpt.copyplan.plan_layout", noted)
+        patch.setattr("tierckpt.snapshot.copy_plan.plan_layout", noted)
         restores_and_trains_on((CASES | PRODUCT)[name], bench)
     return len(cut)
 

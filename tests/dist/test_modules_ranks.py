@@ -14,8 +14,8 @@ from tests.dist.test_peer_level import settings as peer_settings
 from tests.dist.test_persistent_level import lose_the_nodes
 from tests.dist.test_persistent_level import settings as persistent_settings
 from tests.dist.training import Place, attach, make_job, restored_into, train
-from tierckpt.localstore import LocalStore
-from tierckpt.manifest import Manifest
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.local.store import LocalStore
 
 STEPS = 5
 

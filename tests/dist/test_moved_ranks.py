@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.dist.training import Place, attach, make_job, rank, restored_into, train
-from tierckpt.localstore import LocalStore
+from tierckpt.storage.local.store import LocalStore
 
 STEPS, LATER = 3, 9
 KEEP = 2

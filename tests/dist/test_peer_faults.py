@@ -18,8 +18,8 @@ import pytest
 from tests.dist.test_peer_level import PATIENCE_SECONDS, lose, place_of, protected_at, settings
 from tests.dist.training import Attached, Place, attach, make_job, rank, restored_into, train
 from tests.store.tmpfs import mount, unmount
-from tierckpt import faults
-from tierckpt.naming import PAGE_BYTES, ParityKey, VersionId
+from tierckpt import _faults
+from tierckpt.format.ids import PAGE_BYTES, ParityKey, VersionId
 
 SCHEME = "partner"
 EARLIER, HIT = 2, 4
@@ -39,11 +39,11 @@ AFTER_IT = [
 @contextlib.contextmanager
 def agent_hit_by(rule: str, marks: str) -> Iterator[None]:
     """Agents that this process starts have the rule; the process itself does not."""
-    os.environ[faults.FAULTS_VARIABLE], os.environ[faults.FIRED_VARIABLE] = rule, marks
+    os.environ[_faults.FAULTS_VARIABLE], os.environ[_faults.FIRED_VARIABLE] = rule, marks
     try:
         yield
     finally:
-        del os.environ[faults.FAULTS_VARIABLE], os.environ[faults.FIRED_VARIABLE]
+        del os.environ[_faults.FAULTS_VARIABLE], os.environ[_faults.FIRED_VARIABLE]
 
 
 def told_of(version: int, attached: Attached) -> None:

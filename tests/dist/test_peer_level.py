@@ -14,12 +14,12 @@ import pytest
 
 from tests import exact
 from tests.dist.training import Attached, Place, attach, make_job, rank, restored_into, train
-from tierckpt import rebuilding
 from tierckpt.errors import ConfigError, RestoreError
-from tierckpt.images import Image
-from tierckpt.localstore import LocalStore
-from tierckpt.manifest import Manifest
-from tierckpt.peer.parity import ParityManifest
+from tierckpt.format.manifest import Manifest
+from tierckpt.peer.parity_file import ParityManifest
+from tierckpt.restore import rebuild
+from tierckpt.restore.shard_image import Image
+from tierckpt.storage.local.store import LocalStore
 
 EARLIER, STEPS = 3, 7
 PATIENCE_SECONDS = 60.0
@@ -138,7 +138,7 @@ def come_back_without_room(place: Place, poor: int) -> tuple[str, bool, dict[str
     before = job.digest()
     with pytest.MonkeyPatch.context() as patch:
         if rank() == poor:
-            patch.setattr(rebuilding, "in_memory", no_room)
+            patch.setattr(rebuild, "in_memory", no_room)
         with pytest.raises(RestoreError) as refusal:
             attached.ckpt.restore()
     untouched = job.digest() == before

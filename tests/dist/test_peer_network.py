@@ -14,7 +14,7 @@ import pytest
 
 from tests.dist.netnodes import NodeProcess, made_network, narrowed
 from tests.peershards import Members, nothing_of
-from tierckpt.redundancy.codes import Code
+from tierckpt.erasure.codes import Code
 from tierckpt.testing.network import Network
 
 CODE = Code(3, 2, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.peershards import Members
 from tests.thorough import points
-from tierckpt.redundancy.codes import Code
+from tierckpt.erasure.codes import Code
 
 CODE = Code(4, 2, 1)
 LENGTHS = [(5 << 20) - 4096 * i for i in range(4)]

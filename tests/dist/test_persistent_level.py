@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests import exact
 from tests.dist.training import Attached, Place, attach, make_job, rank, restored_into, train
-from tierckpt.flusher import MOST_SUPERSEDED
-from tierckpt.persistent import PersistentStore, Turns
+from tierckpt.agent.flusher import MOST_SUPERSEDED
+from tierckpt.storage.persistent import PersistentStore, Turns
 
 STEPS = 9
 PATIENCE_SECONDS = 60.0

@@ -23,8 +23,9 @@ from tests.dist.test_matrix_ranks import ALIKE, NOT_BY_DDP, RANKS, RanksBench, s
 from tests.dist.training import Net, Place, import_adapter, make_horovod_job
 from tests.statematrix.matrix import CASES, PRODUCT
 from tests.thorough import VARIABLE
-from tierckpt import replicacheck, replicahash
-from tierckpt.replicacheck import Finding
+from tierckpt.core import replica_check
+from tierckpt.core.replica_check import Finding
+from tierckpt.replicas import digests
 
 ROUND = 5
 BEHIND = 3
@@ -114,7 +115,7 @@ def damaged(place: Place, optimizer: str, trials: int, seed: int, together: bool
     looked at one by one, though they are small."""
     with pytest.MonkeyPatch.context() as patch:
         if not together:
-            patch.setattr(replicacheck, "LOOK_BYTES", 1)
+            patch.setattr(replica_check, "LOOK_BYTES", 1)
         return _damaged(Trial(place, optimizer), trials, seed)
 
 
@@ -373,7 +374,9 @@ def many_alike(names: list[str], place: Place, boundaries: int) -> dict[str, dic
     for i, name in enumerate(names):
         with pytest.MonkeyPatch.context() as patch:
             if i % 2:
-                patch.setattr(replicacheck, "LOOK_BYTES", 1)  # slice by slice, though all are small
+                patch.setattr(
+                    replica_check, "LOOK_BYTES", 1
+                )  # slice by slice, though all are small
             found[name] = all_alike(name, Place(f"{place.path}/{i}", place.shm), boundaries)
     return found
 
@@ -381,7 +384,7 @@ def many_alike(names: list[str], place: Place, boundaries: int) -> dict[str, dic
 def swapped(place: Place) -> tuple[list[str], int | None]:
     """Weights are swapped for an evaluation behind `wait()`, while a copier would hash them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicahash, "INLINE_BYTES", 0)
+        patch.setattr(digests, "INLINE_BYTES", 0)
         trial = Trial(place, "adamw", release="forward", memory_every_steps=2)
         trial.ckpt._replicas._submit = lambda look: None  # the copier comes late
         for _ in range(2 * ROUND + BEHIND):

@@ -27,7 +27,7 @@ from tests.dist.restartjob import (
 )
 from tests.slurmcluster import free_ports
 from tests.thorough import on_demand
-from tierckpt.persistent import PersistentStore
+from tierckpt.storage.persistent import PersistentStore
 
 RANKS = 2
 HALF = STEPS // 2

@@ -14,9 +14,18 @@ import torch.distributed as dist
 from torch import nn
 
 import tierckpt
-import tierckpt.alike
+import tierckpt.coordination.settings_check
 from tests import exact
-from tests.dist.training import Net, Place, attach, crash_after, make_job, rank, train, working_in
+from tests.dist.training import (
+    Net,
+    Place,
+    attach,
+    crash_after,
+    make_job,
+    rank,
+    train,
+    working_in,
+)
 
 normed = partial(Net, norm=nn.BatchNorm1d)
 VERSION = 4
@@ -115,8 +124,8 @@ def on_hosts(root: Path, hosts: list[int], crash: bool) -> dict[str, Any]:
     """
     host = hosts[rank()]
     with working_in(root / f"host{host}"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tierckpt.alike, "host_id", lambda node: f"host{host}")
-        patch.setattr("tierckpt.sharing.BROADCAST_BYTES", 1000)
+        patch.setattr(tierckpt.coordination.settings_check, "host_id", lambda node: f"host{host}")
+        patch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
         Path("memory").mkdir(exist_ok=True)
         place = Place("disk", "memory")
         if crash:

@@ -16,7 +16,7 @@ from tests.dist import test_peer_level as peer
 from tests.dist import test_persistent_level as persistent
 from tests.dist.training import Attached, Job, Place, attach, make_job, rank
 from tests.thorough import points
-from tierckpt.comeback import Comeback
+from tierckpt.restore.session import Comeback
 
 PACKAGE = Path(tierckpt.__file__).parent
 FILES = {

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import tierckpt
-import tierckpt.alike
-import tierckpt.images
-import tierckpt.inventory
-import tierckpt.reading
-import tierckpt.rebuilding
-import tierckpt.restore
+import tierckpt.coordination.settings_check
+import tierckpt.restore.rebuild
+import tierckpt.restore.restorer
+import tierckpt.restore.shard_image
+import tierckpt.restore.shard_reader
+import tierckpt.storage.inventory
 from tests import exact
 from tests.dist import test_peer_level as peer
 from tests.dist import test_persistent_level as persistent
@@ -31,8 +31,8 @@ from tests.dist.training import (
     restored_into,
     working_in,
 )
-from tierckpt.mappedfile import MappedFile
-from tierckpt.persistent.posix import PosixBackend
+from tierckpt.storage.files.mapped_file import MappedFile
+from tierckpt.storage.persistent.posix_backend import PosixBackend
 
 STEPS = persistent.STEPS
 
@@ -151,7 +151,7 @@ def come_back_while_it_is_retired(
     the persistent level, for which another is retired."""
     job = make_job(seed=2)
     attached = attach(job, place, memory_every_steps=0, **persistent.settings(shared))
-    plain, opened = tierckpt.reading.Reads.open, list[Any]()
+    plain, opened = tierckpt.restore.shard_reader.Reads.open, list[Any]()
 
     def open_late(reads: Any, version: Any, *rest: Any) -> None:
         opened.append(version.version)
@@ -163,7 +163,7 @@ def come_back_while_it_is_retired(
         plain(reads, version, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tierckpt.reading.Reads, "open", open_late)
+        patch.setattr(tierckpt.restore.shard_reader.Reads, "open", open_late)
         told = restored_into(job, attached)
     attached.ckpt.abandon()
     return told | {"opened": opened}
@@ -204,12 +204,21 @@ def test_what_was_retired_since_the_look_is_looked_for_once_more(
 
 
 FAULTS: dict[str, tuple[str, Exception]] = {
-    "no memory": ("tierckpt.images.in_memory", OSError(errno.ENOMEM, "Cannot allocate memory")),
-    "no descriptors": ("tierckpt.images.in_memory", OSError(errno.EMFILE, "Too many open files")),
-    "a client's own": ("tierckpt.reading.check_header", RuntimeError("ticket has expired")),
-    "in a check": ("tierckpt.reading.digest_at", MemoryError("in a check")),
-    "opening": ("tierckpt.restore.Reads.open", RuntimeError("can't start new thread")),
-    "telling": ("tierckpt.restore._told_here", MemoryError("telling")),
+    "no memory": (
+        "tierckpt.restore.shard_image.in_memory",
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ),
+    "no descriptors": (
+        "tierckpt.restore.shard_image.in_memory",
+        OSError(errno.EMFILE, "Too many open files"),
+    ),
+    "a client's own": (
+        "tierckpt.restore.shard_reader.check_header",
+        RuntimeError("ticket has expired"),
+    ),
+    "in a check": ("tierckpt.restore.shard_reader.digest_at", MemoryError("in a check")),
+    "opening": ("tierckpt.restore.restorer.Reads.open", RuntimeError("can't start new thread")),
+    "telling": ("tierckpt.restore.restorer._told_here", MemoryError("telling")),
 }
 
 
@@ -265,8 +274,8 @@ def test_so_it_does_where_shards_are_rebuilt(
     place = peer.place_of(tmp_path, shm_dir)
     before = ranks(3).run(peer.leave_behind, place, "xor")
     peer.lose(place, tmp_path, 0)
-    names = {"open_image": "tierckpt.reading.open_image"}
-    name = names.get(where, f"tierckpt.rebuilding.{where}")
+    names = {"open_image": "tierckpt.restore.shard_reader.open_image"}
+    name = names.get(where, f"tierckpt.restore.rebuild.{where}")
     fault = (name, MemoryError("no more"))
     told = ranks(3).run(fail_and_try_again, place, peer.settings("xor", 0), fault)
     for number, each in enumerate(told):
@@ -282,7 +291,7 @@ def look_with_a_client_that_fails(place: Place, shared: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 0:
             fail = raiser(RuntimeError("ticket has expired"))
-            patch.setattr("tierckpt.inventory.PersistentStore.versions", fail)
+            patch.setattr("tierckpt.storage.inventory.PersistentStore.versions", fail)
         with pytest.raises(tierckpt.RestoreError) as caught:
             attached.ckpt.restore()
     attached.ckpt.abandon()
@@ -306,7 +315,7 @@ def test_a_client_that_fails_on_rank_0_leaves_nobody_waiting(
 def disk_that_fails_while_loading(at: int) -> Iterator[None]:
     """On rank `at`, from the first shown window on."""
     loading: list[bool] = []
-    visit, bring = tierckpt.restore.Attempt.visit, MappedFile.bring
+    visit, bring = tierckpt.restore.restorer.Attempt.visit, MappedFile.bring
 
     def visited(attempt: Any, *shown: Any) -> None:
         loading.append(True)
@@ -318,7 +327,7 @@ def disk_that_fails_while_loading(at: int) -> Iterator[None]:
         bring(file, low, high)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tierckpt.restore.Attempt, "visit", visited)
+        patch.setattr(tierckpt.restore.restorer.Attempt, "visit", visited)
         patch.setattr(MappedFile, "bring", brought)
         yield
 
@@ -327,7 +336,9 @@ def load_from_a_failing_disk(root: Path, machines: bool, crash: bool) -> dict[st
     folder = root / f"host{rank() if machines else 0}"
     with working_in(folder), pytest.MonkeyPatch.context() as patch:
         if machines:
-            patch.setattr(tierckpt.alike, "host_id", lambda node: f"host{rank()}")
+            patch.setattr(
+                tierckpt.coordination.settings_check, "host_id", lambda node: f"host{rank()}"
+            )
         Path("memory").mkdir(exist_ok=True)
         job = make_job(seed=1 if crash else 2)
         attached = attach(job, Place("disk", "memory"), local_every_steps=2)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-import tierckpt.alike
-import tierckpt.rebuilding
+import tierckpt.coordination.settings_check
+import tierckpt.restore.rebuild
 from tests.dist import test_peer_level as peer
 from tests.dist import test_persistent_level as persistent
 from tests.dist.training import Place, attach, crash_after, make_job, rank, working_in
-from tierckpt.images import Image
-from tierckpt.manifest import Manifest
-from tierckpt.persistent.reader import ShardReader
+from tierckpt.format.manifest import Manifest
+from tierckpt.restore.shard_image import Image
+from tierckpt.storage.persistent.shard_reader import ShardReader
 
 
 def volume(place: Place, settings: dict[str, Any], host: int | None = None) -> dict[str, Any]:
@@ -36,7 +36,9 @@ def volume(place: Place, settings: dict[str, Any], host: int | None = None) -> d
         patch.setattr(ShardReader, "read", counted)
         patch.setattr(ShardReader, "read_into", counted_into)
         if host is not None:
-            patch.setattr(tierckpt.alike, "host_id", lambda node: f"host{host}")
+            patch.setattr(
+                tierckpt.coordination.settings_check, "host_id", lambda node: f"host{host}"
+            )
         attached = attach(make_job(seed=2), place, **settings)
         restored = attached.ckpt.restore()
         attached.ckpt.abandon()
@@ -79,7 +81,7 @@ def on_machines(root: Path, crash: bool) -> dict[str, Any] | None:
         place = Place("disk", "memory")
         if not crash:
             return volume(place, {}, rank())
-        patch.setattr(tierckpt.alike, "host_id", lambda node: f"host{rank()}")
+        patch.setattr(tierckpt.coordination.settings_check, "host_id", lambda node: f"host{rank()}")
         attached = attach(job := make_job(), place)
         crash_after(job, attached, 2)
     return None
@@ -108,14 +110,14 @@ def test_the_persistent_level_is_read_once_a_job(
 def rebuilt(place: Place, scheme: str = "xor") -> dict[str, Any]:
     """Restore, and tell which shards this rank held of what was rebuilt, too."""
     held: list[int] = []
-    plain = tierckpt.rebuilding.in_memory
+    plain = tierckpt.restore.rebuild.in_memory
 
     def counted(manifest: Manifest) -> Image:
         held.append(manifest.shard)
         return plain(manifest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tierckpt.rebuilding, "in_memory", counted)
+        patch.setattr(tierckpt.restore.rebuild, "in_memory", counted)
         return volume(place, peer.settings(scheme)) | {"held": held}
 
 

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import tierckpt
 from tests.dist.training import WIDTH, Place, attach, make_job, rank
-from tierckpt import faults
-from tierckpt.cli import main
-from tierckpt.pool import SlotPool
+from tierckpt import _faults
+from tierckpt.cli.main import main
+from tierckpt.storage.memory.slot_pool import SlotPool
 
 ROWS, STEPS = 4, 6
 TIMINGS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ def epochs_at(timing: str, place: Place) -> int:
     ckpt = attach(job, place, **given, **settings).ckpt
     with pytest.MonkeyPatch.context() as patch:
         if rank() == 1 and timing == "lost on a rank":
-            patch.setattr(faults, "_rules", faults.parse(f"eio@copy:version={STEPS}"))
+            patch.setattr(_faults, "_rules", _faults.parse(f"eio@copy:version={STEPS}"))
         if rank() == 1 and timing == "no slot on a rank":
             patch.setattr(SlotPool, "has_room", lambda *_: ckpt.version < 2)
         for epoch in range(data.epoch, 2):

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_ckpt.group import GATHER_BYTES, TorchGroup
 from ddp_ckpt.launched import SHARED_STORE
+from ddp_ckpt.torch_group import GATHER_BYTES, TorchGroup
 from tests.dist.training import Place, attach, make_job
-from tierckpt.testing.groupsuite import GroupConformance, Program
+from tierckpt.testing.group_conformance import GroupConformance, Program
 
 
 def with_group(program: Program) -> Any:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.dist.training import Place, attach, make_job, only_layers_release, train
-from tierckpt.timeline.command import load
-from tierckpt.timeline.spans import Span, Timeline
-from tierckpt.timeline.summary import summarize
+from tierckpt.cli.trace import load
+from tierckpt.tracing.spans import Span, Timeline
+from tierckpt.tracing.summary import summarize
 
 STEPS = 6
 PARAMETERS = 5 * 2

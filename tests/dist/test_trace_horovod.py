@@ -12,10 +12,10 @@ import pytest
 from tests.dist.test_trace import PARAMETERS, STEPS, check_order
 from tests.dist.training import Net
 from tests.horovod_here import horovod_missing
-from tierckpt.timeline.command import load
-from tierckpt.timeline.horovod import agreement
-from tierckpt.timeline.plot import TREE_ROW, row_names, step_of
-from tierckpt.timeline.summary import summarize
+from tierckpt.cli.trace import load
+from tierckpt.tracing.horovod_timeline import agreement
+from tierckpt.tracing.plot import TREE_ROW, row_names, step_of
+from tierckpt.tracing.summary import summarize
 
 pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
 from tests import exact
-from tierckpt import snapshot
-from tierckpt.modulenames import unwrap
+from tierckpt.snapshot import snapshot
+from tierckpt.state.names import unwrap
 
 WIDTH = 24
 ROWS = 6

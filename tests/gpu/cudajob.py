@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_ckpt
 import tierckpt
 from tests import exact
-from tierckpt.modulenames import unwrap
+from tierckpt.state.names import unwrap
 
 WIDTH, HIDDEN, ROWS = 64, 512, 32
 

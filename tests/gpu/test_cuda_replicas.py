@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt.replicacheck import NONE
-from tierckpt.replicahash import Look, weighted_sum
-from tierckpt.replicated import GPU_PART_ELEMENTS, Replicated
-from tierckpt.state import TrainingState
+from tierckpt.core.replica_check import NONE
+from tierckpt.replicas.digests import Look, weighted_sum
+from tierckpt.replicas.replicated_state import GPU_PART_ELEMENTS, Replicated
+from tierckpt.state.training_state import TrainingState
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

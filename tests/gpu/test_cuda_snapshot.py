@@ -11,8 +11,8 @@ import torch
 
 import tierckpt
 from tests.gpu.cudajob import OPTIMIZERS
-from tierckpt import cuda
-from tierckpt.slots import Slot
+from tierckpt.snapshot import cuda
+from tierckpt.storage.memory.slots import Slot
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .jobs import Cases, Job, adam, adamw, flat_inputs, sgd, trained
-from .models import Late, mlp
+from tests.statematrix.jobs import Cases, Job, adam, adamw, flat_inputs, sgd, trained
+from tests.statematrix.models import Late, mlp
 
 CASES = Cases()
 

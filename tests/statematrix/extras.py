@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from .jobs import Cases, Job, adam, adamw, sgd, trained
-from .models import Scaled, mlp, normalised
+from tests.statematrix.jobs import Cases, Job, adam, adamw, sgd, trained
+from tests.statematrix.models import Scaled, mlp, normalised
 
 CASES = Cases()
 

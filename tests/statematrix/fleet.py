@@ -17,8 +17,7 @@ from torch import nn
 
 import tierckpt
 from tests import exact
-
-from .proof import seed_everything
+from tests.statematrix.proof import seed_everything
 
 BOUNDARIES, LATER = 5, 2
 

@@ -8,9 +8,8 @@ from functools import partial
 import torch
 
 from tests import exact
-
-from .jobs import Cases, Job, adam, adamw, flat_inputs, pictures, sgd, trained
-from .models import (
+from tests.statematrix.jobs import Cases, Job, adam, adamw, flat_inputs, pictures, sgd, trained
+from tests.statematrix.models import (
     Buffers,
     Complex,
     Float8,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.ao import quantization
 
-from .jobs import Cases, Job, trained
-from .models import Wrapped
+from tests.statematrix.jobs import Cases, Job, trained
+from tests.statematrix.models import Wrapped
 
 CASES = Cases()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import changes, extras, kinds, optimizers, product
+from tests.statematrix import changes, extras, kinds, optimizers, product
 
 CASES = {
     **optimizers.CASES,

@@ -22,7 +22,7 @@ from torchmetrics import (
 )
 from torchmetrics import image as images
 
-from .models import Wrapped
+from tests.statematrix.models import Wrapped
 
 Update = Callable[[Any, torch.Tensor], None]
 """Gives a metric what it measures; made of one row of random numbers for each sample."""

@@ -9,8 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .jobs import Cases, Job, adam, adamw, closure_update, flat_inputs, pictures, sgd, trained
-from .models import Bag, OddShapes, Recurrent, Tied, Unused, channels_last, mlp
+from tests.statematrix.jobs import (
+    Cases,
+    Job,
+    adam,
+    adamw,
+    closure_update,
+    flat_inputs,
+    pictures,
+    sgd,
+    trained,
+)
+from tests.statematrix.models import Bag, OddShapes, Recurrent, Tied, Unused, channels_last, mlp
 
 CASES = Cases()
 

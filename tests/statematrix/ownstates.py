@@ -11,8 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
-from .jobs import Cases, Job, adam, trained
-from .models import Scaled, Wrapped, normalised
+from tests.statematrix.jobs import Cases, Job, adam, trained
+from tests.statematrix.models import Scaled, Wrapped, normalised
 
 CASES = Cases()
 """Of which `tierckpt.load().model` loads with `strict=True`."""

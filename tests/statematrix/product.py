@@ -9,8 +9,8 @@ from itertools import product
 import torch
 from torch import nn
 
-from .jobs import Cases, Job, adam, adamw, flat_inputs, pictures, sgd
-from .models import Tied, Transposed, Unused, channels_last
+from tests.statematrix.jobs import Cases, Job, adam, adamw, flat_inputs, pictures, sgd
+from tests.statematrix.models import Tied, Transposed, Unused, channels_last
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -21,8 +21,7 @@ import torch
 
 import tierckpt
 from tests import exact
-
-from .jobs import Case, Job
+from tests.statematrix.jobs import Case, Job
 
 BOUNDARIES = 3
 

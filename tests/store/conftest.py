@@ -13,14 +13,14 @@ from tests.store.persistentshards import ENDPOINT, SERVED, s3_options
 from tests.store.s3server import Proxy, proxied, serving
 from tests.store.tinycourse import fingerprints
 from tests.store.tmpfs import SIZE_BYTES, mount, unmount
-from tierckpt.persistent.objects import ObjectBackend
+from tierckpt.storage.persistent.fsspec_backend import ObjectBackend
 
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
     """Start it before the first test: it holds descriptors, and imports torch meanwhile."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tierckpt.testing.jobs"])
+    context.set_forkserver_preload(["tierckpt.testing.tiny_job"])
     multiprocessing.forkserver.ensure_running()
 
 

@@ -17,18 +17,18 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tierckpt import faults
-from tierckpt.desk import Desk, DeskSettings
-from tierckpt.held import Held
-from tierckpt.localstore import LocalStore
-from tierckpt.manifest import Manifest, digest
-from tierckpt.modules.decoder import Decoder, Read
-from tierckpt.modules.encoder import cut
-from tierckpt.modules.localfiles import open_encoded
-from tierckpt.modules.pipeline import Pipeline
-from tierckpt.modules.sources import Bases, EncodedSource
-from tierckpt.naming import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.persistent import (
+from tierckpt import _faults
+from tierckpt.agent.flush_sources import Bases, EncodedSource
+from tierckpt.agent.session import Desk, DeskSettings
+from tierckpt.agent.shard_guard import Held
+from tierckpt.codecs.decoder import Decoder, Read
+from tierckpt.codecs.encoder import cut
+from tierckpt.codecs.pipeline import Pipeline
+from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.format.manifest import Manifest, digest
+from tierckpt.storage.local.encoded_files import open_encoded
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import (
     PersistentStore,
     RetentionPolicy,
     RetryPolicy,
@@ -218,8 +218,8 @@ def sweep(level: str, folder: Path) -> None:
         marks.mkdir()
         child = os.fork()
         if child == 0:
-            os.environ[faults.FIRED_VARIABLE] = str(marks)
-            faults._rules = faults.parse(f"kill@file:hit={hit}")
+            os.environ[_faults.FIRED_VARIABLE] = str(marks)
+            _faults._rules = _faults.parse(f"kill@file:hit={hit}")
             with (folder / f"{hit}.log").open("w", buffering=1) as log:
                 work(folder / str(hit), lambda version: print(version, file=log))
             os._exit(0)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt import snapshot
-from tierckpt.copyplan import Binding
+from tierckpt.snapshot import snapshot
+from tierckpt.snapshot.copy_plan import Binding
 
 
 def copy_late(patch: pytest.MonkeyPatch, seconds: float) -> None:

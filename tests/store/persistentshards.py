@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tierckpt.naming import ShardKey
-from tierckpt.persistent import (
+from tierckpt.format.ids import ShardKey
+from tierckpt.storage.persistent import (
     PersistentStore,
     RetryPolicy,
     ShardSource,

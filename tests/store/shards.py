@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tierckpt.manifest import Manifest
-from tierckpt.naming import PAGE_BYTES
+from tierckpt.format.ids import PAGE_BYTES
+from tierckpt.format.manifest import Manifest
 
 IMAGE_BYTES = 3 * PAGE_BYTES
 

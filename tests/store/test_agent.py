@@ -23,25 +23,27 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import agent, agentline, packets, restore
-from tierckpt.agent import PROTOCOL, Place
-from tierckpt.agentclient import AgentClient, AgentSettings
-from tierckpt.agentline import AgentLine
+from tierckpt.agent import connection, protocol
+from tierckpt.agent import server as agent
+from tierckpt.agent.client import AgentClient, AgentSettings
+from tierckpt.agent.connection import AgentLine
+from tierckpt.agent.protector import PartySettings
+from tierckpt.agent.server import PROTOCOL, Place
+from tierckpt.agent.session import DeskSettings
 from tierckpt.config import YEAR_SECONDS
-from tierckpt.desk import DeskSettings
-from tierckpt.jobdirectory import JobDirectory
-from tierckpt.naming import VersionId
-from tierckpt.peer.remote import RemoteNode
-from tierckpt.protector import PartySettings
+from tierckpt.format.ids import VersionId
+from tierckpt.peer.read_client import RemoteNode
+from tierckpt.restore import restorer
+from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0
 
 TRAINER = """
 import json, sys, time
-from tierckpt.agentclient import AgentClient, AgentSettings
-from tierckpt.desk import DeskSettings
-from tierckpt.flusher import FlushOrder
+from tierckpt.agent.client import AgentClient, AgentSettings
+from tierckpt.agent.session import DeskSettings
+from tierckpt.agent.flusher import FlushOrder
 agent, desk = (json.loads(text) for text in sys.argv[1:3])
 client = AgentClient(AgentSettings(**agent), DeskSettings(**desk))
 client.start()
@@ -90,7 +92,7 @@ def reach(client: AgentClient) -> int:
 
 def alive(pid: int) -> bool:
     try:
-        return b"tierckpt.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"tierckpt.agent.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -137,16 +139,16 @@ def test_who_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -
 
     def serve() -> None:
         channel, _ = listeners[0].accept()
-        packets.receive(channel)
+        protocol.receive(channel)
         found.wait(PATIENCE_SECONDS)
         if answer:
             channel.send(answer)
         channel.close()
         channel, _ = listeners[-1].accept()
-        packets.receive(channel)
-        packets.send(channel, {"op": "welcome", "pid": os.getpid(), "roster": roster})
-        packets.receive(channel)
-        packets.send(channel, {"op": "bye", "last": False})
+        protocol.receive(channel)
+        protocol.send(channel, {"op": "welcome", "pid": os.getpid(), "roster": roster})
+        protocol.receive(channel)
+        protocol.send(channel, {"op": "bye", "last": False})
         channel.close()
 
     thread = threading.Thread(target=serve)
@@ -183,13 +185,13 @@ def test_a_restore_has_the_cores_for_itself(
         job.run(2)
         job.settle()
     seen = []
-    finish = restore.Loader.finish
+    finish = restorer.Loader.finish
 
     def look(loader: Any, saved: Any) -> None:
         seen.append(again.checkpointer._agent.starts)
         finish(loader, saved)
 
-    monkeypatch.setattr(restore.Loader, "finish", look)
+    monkeypatch.setattr(restorer.Loader, "finish", look)
     with TinyJob(tmp_path / "ckpts", seed=1, shm_dir=shm_dir) as again:
         assert again.restore() == 2
         assert (seen, again.checkpointer._agent.starts) == ([0], 1)
@@ -333,9 +335,9 @@ def test_who_leaves_last_knows_and_waits_for_its_end(since: float, last: bool, n
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             thread = server.attend(theirs)
-            packets.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(desk)})
-            packets.send(ours, {"op": "bye"})
-            said = [packets.receive(ours)[0] for _ in ("welcome", "bye")]
+            protocol.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(desk)})
+            protocol.send(ours, {"op": "bye"})
+            said = [protocol.receive(ours)[0] for _ in ("welcome", "bye")]
             thread.join(PATIENCE_SECONDS)
         assert said[-1] == {"op": "bye", "last": last}
 
@@ -489,11 +491,11 @@ def test_one_that_does_not_answer_is_passed_over(
 
     def once(line: AgentLine, *why: Any) -> None:
         """The next one lives, however long its answer takes."""
-        monkeypatch.setattr(agentline, "ANSWER_SECONDS", PATIENCE_SECONDS)
+        monkeypatch.setattr(connection, "ANSWER_SECONDS", PATIENCE_SECONDS)
         pass_over(line, *why)
 
     monkeypatch.setattr(AgentLine, "_pass_over", once)
-    monkeypatch.setattr(agentline, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.2)
     other = trainer(node(1))
     stuck = int(other.stdout.readline())
     os.kill(stuck, signal.SIGSTOP)
@@ -556,7 +558,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 NOBODY = 65534
 AS_NOBODY = f"""
 import json, os, socket, sys
-from tierckpt.agent import PROTOCOL
+from tierckpt.agent.server import PROTOCOL
 folder = os.open(sys.argv[1], os.O_PATH)
 os.setgroups([])
 os.setgid({NOBODY})
@@ -814,7 +816,7 @@ def test_paths_may_be_longer_than_a_socket_address(shm_dir: Path, tmp_path: Path
 def test_an_agent_that_comes_after_the_end_of_its_job_ends_without_a_word(shm_dir: Path) -> None:
     """A job of a second is over, and its folder gone, before its agent's process has begun."""
     settings = json.dumps(asdict(AgentSettings(str(shm_dir), "gone")))
-    command = [sys.executable, "-m", "tierckpt.agent", settings, str(os.getpid())]
+    command = [sys.executable, "-m", "tierckpt.agent.server", settings, str(os.getpid())]
     done = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [*shm_dir.iterdir()] == []

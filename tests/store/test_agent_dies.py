@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt import agentline, faults
+from tierckpt import _faults
+from tierckpt.agent import connection
 from tierckpt.testing import TinyJob
 
 PHASES = ["op=fsync", "op=rename", "op=fsync_directory", "op=write_manifest", "op=fsync_manifest"]
@@ -22,8 +23,8 @@ PATIENCE_SECONDS = 60.0
 def start(
     rules: str, tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> TinyJob:
-    monkeypatch.setenv(faults.FAULTS_VARIABLE, rules)
-    monkeypatch.setenv(faults.FIRED_VARIABLE, str(marks))
+    monkeypatch.setenv(_faults.FAULTS_VARIABLE, rules)
+    monkeypatch.setenv(_faults.FIRED_VARIABLE, str(marks))
     return TinyJob(tmp_path / "ckpts", shm_dir=str(shm_dir), local_every_steps=NEVER)
 
 
@@ -76,7 +77,7 @@ def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
 ) -> None:
     """Its socket is closed a moment before its process can be seen to have ended; that it was begun
     long ago does not make it a new one that does not come."""
-    monkeypatch.setattr(agentline, "START_SECONDS", 30.0)
+    monkeypatch.setattr(connection, "START_SECONDS", 30.0)
     with start("", tmp_path, shm_dir, marks, monkeypatch) as job:
         job.run(1)
         client = job.checkpointer._agent

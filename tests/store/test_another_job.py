@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.jobdirectory import job_id_of
-from tierckpt.persistent import Lease, PersistentError
+from tierckpt.storage.memory.job_directory import job_id_of
+from tierckpt.storage.persistent import Lease, PersistentError
 from tierckpt.testing import TinyJob
 
 STEPS = 2

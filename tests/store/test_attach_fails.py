@@ -16,22 +16,23 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ddp_ckpt
 import tierckpt
-from tierckpt import berth, checkpointer, hooks, levels, underway
+from tierckpt.checkpointer import active_snapshot, checkpointer, node_resources, tiers
 from tierckpt.errors import UnsupportedStateError
+from tierckpt.hooks import install
 
 POINTS = {
     "the books": (checkpointer, "Reports"),
-    "where slots are": (berth.inplace, "place_for_slots"),
-    "slots": (berth, "SlotPool"),
-    "room": (berth.Berth, "tell_of_room"),
-    "lives": (levels, "Lives"),
-    "behind the agent": (levels, "Peers"),
-    "the agent": (levels.Levels, "open"),
-    "the copier": (underway, "Copier"),
-    "capture": (underway, "Capture"),
+    "where slots are": (node_resources.inplace, "place_for_slots"),
+    "slots": (node_resources, "SlotPool"),
+    "room": (node_resources.Berth, "tell_of_room"),
+    "lives": (tiers, "Lives"),
+    "behind the agent": (tiers, "Peers"),
+    "the agent": (tiers.Levels, "open"),
+    "the copier": (active_snapshot, "Copier"),
+    "capture": (active_snapshot, "Capture"),
     "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
     "hooks of the model": (nn.Module, "register_forward_pre_hook"),
-    "the barrier": (hooks, "Stepwatch"),
+    "the barrier": (install, "Stepwatch"),
     "the trace": (checkpointer, "open_trace"),
     "signals": (checkpointer, "Halting"),
 }
@@ -91,7 +92,7 @@ def test_nothing_is_left_and_the_next_try_works(
     before, threads = our_hooks(model, optimizer), set(threading.enumerate())
     with monkeypatch.context() as patch:
         if point.startswith("hooks of optimizers"):
-            patch.setattr("tierckpt.refusals._refuse_hollow", lambda optimizer: None)
+            patch.setattr("tierckpt.state.validate._refuse_hollow", lambda optimizer: None)
         fail(patch, point)
         with pytest.raises(BrokenError, match=point):
             tierckpt.Checkpointer(model, optimizer, **settings)

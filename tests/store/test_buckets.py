@@ -14,11 +14,11 @@ import pytest
 
 from tests.store.persistentshards import s3_options
 from tests.store.s3server import Proxy
-from tierckpt.cli import main
+from tierckpt.cli.main import main
 from tierckpt.config import STORAGE_OPTIONS
 from tierckpt.errors import RestoreError
-from tierckpt.persistent import PersistentError, PersistentStore, RetryPolicy
-from tierckpt.persistent.objects import ObjectBackend
+from tierckpt.storage.persistent import PersistentError, PersistentStore, RetryPolicy
+from tierckpt.storage.persistent.fsspec_backend import ObjectBackend
 from tierckpt.testing import TinyJob
 
 VARIABLE = f"TIERCKPT_{STORAGE_OPTIONS.upper()}"

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 import tierckpt
-from tierckpt.jobdirectory import JobDirectory
+from tierckpt.storage.memory.job_directory import JobDirectory
 
 PACKAGES = [str(Path(module.__file__ or "").parents[1]) for module in (tierckpt, xxhash)]
 LIKE_THE_LIBRARY = ("json", "os", "pathlib", "runpy", "site", "socket", "typing")
@@ -20,9 +20,9 @@ STARTER = """
 import json, os, sys
 root, told, *path = sys.argv[1:]
 sys.path += path
-from tierckpt.agentclient import AgentClient, AgentSettings
-from tierckpt.desk import DeskSettings
-from tierckpt.health import Need, examine
+from tierckpt.agent.client import AgentClient, AgentSettings
+from tierckpt.agent.session import DeskSettings
+from tierckpt.storage.health import Need, examine
 client = AgentClient(AgentSettings(root, "job"), DeskSettings(root, 0, 2, 2, 0))
 client.start()
 while client.pid is None and not (problems := client.poll()):

@@ -18,20 +18,27 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import claims, filelock
-from tierckpt.alike import agree_on_settings
-from tierckpt.claimfile import Claim
-from tierckpt.claims import PREFIX, Claims
+from tierckpt._host import host_id
+from tierckpt.coordination.settings_check import agree_on_settings
 from tierckpt.group import SingleGroup
-from tierckpt.hostid import host_id
-from tierckpt.jobdirectory import JobBusyError
-from tierckpt.launch import MOST_STARTERS, Launch, launch_of, process_mark, smallest
-from tierckpt.mounts import local_by, locks_are_local
+from tierckpt.storage.files import file_lock
+from tierckpt.storage.files.mounts import local_by, locks_are_local
+from tierckpt.storage.local import directory_claim
+from tierckpt.storage.local.claim_file import Claim
+from tierckpt.storage.local.directory_claim import PREFIX, Claims
+from tierckpt.storage.local.launch import (
+    MOST_STARTERS,
+    Launch,
+    launch_of,
+    process_mark,
+    smallest,
+)
+from tierckpt.storage.memory.job_directory import JobBusyError
 from tierckpt.testing import TinyJob
 
 TOKEN, OTHERS = "00aa", "11bb"
 HOLD = (
-    "import json, sys; from tierckpt.claims import Claims; from tierckpt.launch import Launch\n"
+    "import json, sys; from tierckpt.storage.local.directory_claim import Claims; from tierckpt.storage.local.launch import Launch\n"
     "launch = Launch(**json.loads(sys.argv[4]))\n"
     "made = Claims(*sys.argv[1:3], int(sys.argv[3]), print, launch, '', json.loads(sys.argv[5]))\n"
     "assert made.stake() == ''; print('staked', flush=True); sys.stdin.read()"
@@ -40,8 +47,8 @@ HOLD = (
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "HERE_SECONDS", 0.3)
-    monkeypatch.setattr(claims, "ELSEWHERE_SECONDS", 0.3)
+    monkeypatch.setattr(directory_claim, "HERE_SECONDS", 0.3)
+    monkeypatch.setattr(directory_claim, "ELSEWHERE_SECONDS", 0.3)
 
 
 @pytest.fixture
@@ -155,7 +162,7 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
     late = [0.0]
 
     def slow(self: Claims) -> Any:
-        late[0] += 2 * claims.HERE_SECONDS
+        late[0] += 2 * directory_claim.HERE_SECONDS
         return look(self)
 
     def kill(seconds: float) -> None:
@@ -163,8 +170,8 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
         other.wait()
 
     monkeypatch.setattr(Claims, "_others", slow)
-    monkeypatch.setattr(claims.time, "monotonic", lambda: monotonic() + late[0])
-    monkeypatch.setattr(claims.time, "sleep", kill)
+    monkeypatch.setattr(directory_claim.time, "monotonic", lambda: monotonic() + late[0])
+    monkeypatch.setattr(directory_claim.time, "sleep", kill)
     assert mine().stake() == ""
 
 
@@ -179,8 +186,8 @@ def test_one_that_is_just_dying_is_waited_for(
         other.kill()
         other.wait()
 
-    monkeypatch.setattr(claims.time, "sleep", kill)
-    monkeypatch.setattr(claims, "HERE_SECONDS", 60.0)
+    monkeypatch.setattr(directory_claim.time, "sleep", kill)
+    monkeypatch.setattr(directory_claim, "HERE_SECONDS", 60.0)
     assert mine().stake() == ""
     assert len(naps) == 1
 
@@ -267,7 +274,7 @@ def test_what_launchers_tell(environment: dict[str, str], told: tuple[str, str, 
 
 def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
     """A rank of torchrun's, here one that this process plays the agent for."""
-    tell = "import os; from tierckpt.launch import launch_of; print(launch_of(os.environ).starters)"
+    tell = "import os; from tierckpt.storage.local.launch import launch_of; print(launch_of(os.environ).starters)"
     names = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/f", "RANK": "0"}
     told = []
     for command in (
@@ -316,7 +323,9 @@ def test_another_claim_of_this_process_is_seen_by_whatever_name(tmp_path: Path, 
     why = by_link.stake()
     by_link.release()
     assert f"process {os.getpid()} on " in why
-    probe = "import sys; from tierckpt.localstore import unlocked; from pathlib import Path\n"
+    probe = (
+        "import sys; from tierckpt.storage.local.store import unlocked; from pathlib import Path\n"
+    )
     probe += "print(unlocked(Path(sys.argv[1])))"
     command = [sys.executable, "-c", probe, tmp_path / f".claim.{OTHERS}.0"]
     assert subprocess.check_output(command, text=True) == "False\n"
@@ -384,7 +393,9 @@ def test_where_locks_are_a_machines_own_nobodys_claim_is_taken_for_a_dead_ones(
     tmp_path: Path, mine: Any, notices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS with `nolock`: what nobody holds here may be held on another machine."""
-    monkeypatch.setattr(claims, "locks_are_local", lambda directory: "/shared is mounted (nfs)")
+    monkeypatch.setattr(
+        directory_claim, "locks_are_local", lambda directory: "/shared is mounted (nfs)"
+    )
     theirs, ours = tmp_path / ".claim.22cc.0", tmp_path / ".claim.33dd.0"
     theirs.write_bytes(Claim("other", 7, 0.0, "another machine").encode())
     ours.write_bytes(Claim("this", 7, 0.0, host_id()).encode())
@@ -427,7 +438,7 @@ def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
 ) -> None:
     """Another one looks between the making of the file and its lock."""
     removed = []
-    lock = filelock.try_lock_for_good
+    lock = file_lock.try_lock_for_good
 
     def late(fd: int) -> bool:
         if not removed:
@@ -435,7 +446,7 @@ def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
             removed[0].unlink()
         return lock(fd)
 
-    monkeypatch.setattr(filelock, "try_lock_for_good", late)
+    monkeypatch.setattr(file_lock, "try_lock_for_good", late)
     assert mine().stake() == ""
     assert removed
     assert marks(tmp_path) == [f".claim.{TOKEN}.0"]

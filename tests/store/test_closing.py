@@ -119,7 +119,10 @@ def test_what_is_durable_does_not_depend_on_how_long_others_take(
 ) -> None:
     """Ranks ask each other first: in half an hour a store may take, their group gives up."""
     with (
-        mock.patch("tierckpt.ending.Ending.await_others", side_effect=TimeoutError("a slow store")),
+        mock.patch(
+            "tierckpt.checkpointer.shutdown.Ending.await_others",
+            side_effect=TimeoutError("a slow store"),
+        ),
         TinyJob(path, **settings) as job,
     ):
         job.run(STEPS)
@@ -170,8 +173,8 @@ def test_but_it_does_not_wait_for_a_copy_that_does_not_come(
     try:
         with (
             mock.patch.object(job.checkpointer._levels.handover, "chooser", choose_slot),
-            mock.patch("tierckpt.underway.LAST_CHANCE_SECONDS", 0.01),
-            mock.patch("tierckpt.snapshot.JOIN_PATIENCE_SECONDS", 0.01),
+            mock.patch("tierckpt.checkpointer.active_snapshot.LAST_CHANCE_SECONDS", 0.01),
+            mock.patch("tierckpt.snapshot.snapshot.JOIN_PATIENCE_SECONDS", 0.01),
         ):
             fail_in_the_forward_pass(job)
     finally:

@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 import tierckpt
 from tests.store.latecopies import copy_late
-from tierckpt import closures
+from tierckpt.hooks import closures
 
 STEPS = 3
 OWN = [c for c in vars(torch.optim).values() if inspect.isclass(c) and c.__name__ != "Optimizer"]

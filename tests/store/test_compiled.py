@@ -13,7 +13,7 @@ import torch._dynamo
 from torch import nn
 
 import tierckpt
-from tierckpt.iterations import AUTOMATIC_AFTER_STEPS as GUESSED_AFTER
+from tierckpt.hooks.iterations import AUTOMATIC_AFTER_STEPS as GUESSED_AFTER
 
 
 class Own(nn.Module):

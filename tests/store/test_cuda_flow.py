@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt import copyplan, cuda, snapshot
+from tierckpt.snapshot import copy_plan, cuda, snapshot
 
 
 class NoEvent:
@@ -65,13 +65,13 @@ class CpuLane:
 
 @pytest.fixture
 def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuLane]:
-    make = copyplan.Plan.__init__
+    make = copy_plan.Plan.__init__
 
-    def as_on_cuda(self: copyplan.Plan, *args: Any) -> None:
+    def as_on_cuda(self: copy_plan.Plan, *args: Any) -> None:
         make(self, *args)
         self.device = torch.device("cuda")
 
-    monkeypatch.setattr(copyplan.Plan, "__init__", as_on_cuda)
+    monkeypatch.setattr(copy_plan.Plan, "__init__", as_on_cuda)
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: NoStream())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

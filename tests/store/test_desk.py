@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from tests.store.encodedshards import NoServices
-from tierckpt import packets
-from tierckpt.agent import PROTOCOL, Agent
-from tierckpt.desk import Desk, DeskSettings
+from tierckpt.agent import protocol
+from tierckpt.agent.server import PROTOCOL, Agent
+from tierckpt.agent.session import Desk, DeskSettings
+from tierckpt.codecs import pipeline
+from tierckpt.codecs.checksum import Checksum
 from tierckpt.errors import TierckptError
-from tierckpt.localstore import LocalStore
-from tierckpt.modules import pipeline
-from tierckpt.modules.checksum import Checksum
-from tierckpt.naming import ParityKey, ShardKey, VersionId
+from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.storage.local.store import LocalStore
 from tierckpt.testing import TinyJob
-from tierckpt.testing.storeprogram import commit_one
+from tierckpt.testing.store_program import commit_one
 
 # --- what goes wrong -----------------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ class Unruly(Checksum):
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pipeline.OURS, "unruly", ("checksum", "Unruly"))
-    monkeypatch.setattr("tierckpt.modules.checksum.Unruly", Unruly, raising=False)
+    monkeypatch.setattr("tierckpt.codecs.checksum.Unruly", Unruly, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_whatever_cannot_be_begun_is_answered(
     settings = DeskSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0)
     with served(settings, Broken()) as channel:
         for question, op, about in asked:
-            packets.send(channel, question)
-            heard, _ = packets.receive(channel)
+            protocol.send(channel, question)
+            heard, _ = protocol.receive(channel)
             assert heard is not None
             assert (heard.pop("op"), heard.pop("error") != "", heard) == (op, True, about)
 
@@ -146,8 +146,8 @@ def trainer(node: Agent, desk: DeskSettings) -> Iterator[socket.socket]:
     with ours:
         ours.settimeout(60)
         thread = node.attend(theirs)
-        packets.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(desk)})
-        welcome, _ = packets.receive(ours)
+        protocol.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(desk)})
+        welcome, _ = protocol.receive(ours)
         assert welcome is not None
         assert welcome["op"] == "welcome"
         try:
@@ -175,20 +175,20 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, contextlib.ExitStack() as lives:
         channel = lives.enter_context(trainer(node, settings))
         lives.callback(go_on.set)
-        packets.send(channel, {"op": "commit", "stem": "the life before's"})
+        protocol.send(channel, {"op": "commit", "stem": "the life before's"})
         assert begun.wait(60)
         channel.shutdown(socket.SHUT_RDWR)
         successor = lives.enter_context(trainer(node, settings))
-        packets.send(successor, {"op": "commit", "stem": "the first"})
-        packets.send(successor, {"op": "meet", "where": where})
-        packets.send(successor, {"op": "know", "parties": [], "roster": roster})
-        packets.send(successor, {"op": "commit", "stem": "the second"})
-        packets.send(successor, {"op": "bye"})
-        heard, _ = packets.receive(successor)
+        protocol.send(successor, {"op": "commit", "stem": "the first"})
+        protocol.send(successor, {"op": "meet", "where": where})
+        protocol.send(successor, {"op": "know", "parties": [], "roster": roster})
+        protocol.send(successor, {"op": "commit", "stem": "the second"})
+        protocol.send(successor, {"op": "bye"})
+        heard, _ = protocol.receive(successor)
         assert heard is not None
         assert (heard["op"], heard["error"], served) == ("listening", "", [])
         go_on.set()
-        heard, _ = packets.receive(successor)
+        heard, _ = protocol.receive(successor)
         assert heard == {"op": "bye", "last": True}
         assert served == ["the life before's", "the first", "the second"]
         assert node.protector().roster() == roster
@@ -211,7 +211,7 @@ def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_o
     long = 1000 * "the third"
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, trainer(node, settings) as killed:
         for stem in ("the first", "the second", long):
-            packets.send(killed, {"op": "commit", "stem": stem})
+            protocol.send(killed, {"op": "commit", "stem": stem})
         assert begun.wait(60)
         killed.close()
         go_on.set()

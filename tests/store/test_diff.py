@@ -15,19 +15,19 @@ import pytest
 import torch
 
 from tests.store.test_offline import flip_byte
-from tierckpt.checkpointer import Checkpointer
-from tierckpt.cli import main
+from tierckpt.checkpointer.checkpointer import Checkpointer
+from tierckpt.cli.main import main
+from tierckpt.cli.version_targets import Target, range_of, targets_of
 from tierckpt.errors import ConfigError
-from tierckpt.localstore import LocalStore
+from tierckpt.format.shard_file import decode_header
 from tierckpt.offline.difference import Difference, compare
 from tierckpt.offline.evolution import changes_of, layer_norms, versions_at
-from tierckpt.offline.stored import open_version
-from tierckpt.offline.targets import Target, range_of, targets_of
-from tierckpt.shardfile import decode_header
-from tierckpt.slots import Slot
+from tierckpt.offline.stored_version import open_version
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.slots import Slot
 from tierckpt.testing import TinyJob
-from tierckpt.testing.jobs import seed_everything, tiny_model
-from tierckpt.testing.threads import ThreadGroup, run_ranks
+from tierckpt.testing.thread_group import ThreadGroup, run_ranks
+from tierckpt.testing.tiny_job import seed_everything, tiny_model
 
 STEPS = 3
 Change = Callable[[TinyJob], None]

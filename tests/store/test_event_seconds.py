@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tierckpt import copyplan, localstore, snapshot
-from tierckpt.capture import Capture
+from tierckpt.snapshot import copy_plan, snapshot
+from tierckpt.snapshot.staging import Capture
+from tierckpt.storage.local import store
 from tierckpt.testing import TinyJob
 
 SLOW_SECONDS = 0.1
@@ -29,10 +30,10 @@ def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
     ("owner", "name", "event", "told"),
     [
         (Capture, "take", "sealed", "boundary"),
-        (copyplan.Binding, "copy_block", "sealed", "copy"),
+        (copy_plan.Binding, "copy_block", "sealed", "copy"),
         (snapshot, "digest", "sealed", "checksum"),
         (snapshot.Snapshot, "barrier", "sealed", "sealed_after"),
-        (localstore.LocalStore, "_write_manifest", "committed", "commit"),
+        (store.LocalStore, "_write_manifest", "committed", "commit"),
     ],
 )
 def test_what_is_slow_is_told(
@@ -62,11 +63,11 @@ def test_a_barrier_that_waits_is_told(
     monkeypatch: pytest.MonkeyPatch, path: Path, shm_dir: Path
 ) -> None:
     """The step is at the barrier while what it must not tear is copied."""
-    slow = slowly(copyplan.Binding.copy_block)
+    slow = slowly(copy_plan.Binding.copy_block)
     with TinyJob(path, shm_dir=shm_dir, agent="inline") as job:
         job.checkpointer._underway.release_early = False
         with monkeypatch.context() as patch:
-            patch.setattr(copyplan.Binding, "copy_block", slow)
+            patch.setattr(copy_plan.Binding, "copy_block", slow)
             job.run(3)
     sealed = [e.seconds for e in job.events if e.name == "sealed"]
     assert max(seconds["barrier"] for seconds in sealed) >= SLOW_SECONDS

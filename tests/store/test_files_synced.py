@@ -11,10 +11,10 @@ import pytest
 
 from tests.store import persistentshards
 from tests.store.persistentshards import name_of
-from tierckpt.localstore import LocalStore
-from tierckpt.persistent.names import GROUP, MANIFEST
-from tierckpt.persistent.posix import PosixBackend
-from tierckpt.testing.storeprogram import commit_one, content_of, key_of, manifest_of
+from tierckpt.format.version_names import GROUP, MANIFEST
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent.posix_backend import PosixBackend
+from tierckpt.testing.store_program import commit_one, content_of, key_of, manifest_of
 
 Renames = list[tuple[str, list[str]]]
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt import newtensors, reading
-from tierckpt.jobdirectory import JobDirectory
-from tierckpt.layout import Piece
-from tierckpt.newtensors import NewTensors
+from tierckpt.format.layout import Piece
+from tierckpt.restore import shard_reader, tensor_fill
+from tierckpt.restore.tensor_fill import NewTensors
+from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.testing import TinyJob
 
 STEPS = 3
@@ -30,7 +30,7 @@ def wide() -> torch.nn.Module:
 @pytest.fixture
 def saved_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of pieces that the loading found in their place already. Every block is a run."""
-    monkeypatch.setattr(reading, "RUN_BYTES", 1)
+    monkeypatch.setattr(shard_reader, "RUN_BYTES", 1)
     found: list[str] = []
     has = NewTensors.has
 
@@ -131,14 +131,14 @@ def test_trouble_with_filling_is_not_the_restores(
     """It is alone with that: the loading does all by itself."""
     asked: list[int] = []
 
-    class Failing(newtensors.Filler):
+    class Failing(tensor_fill.Filler):
         def take(self, shard: int, offset: int, window: memoryview) -> None:
             asked.append(offset)
             if len(asked) > 1:
                 raise RuntimeError("nothing fits")
             super().take(shard, offset, window)
 
-    monkeypatch.setattr(newtensors, "Filler", Failing)
+    monkeypatch.setattr(tensor_fill, "Filler", Failing)
     assert come_back(tmp_path / "ckpts", settings) == (STEPS, {"memory": 1}, prints[STEPS])
     assert len(asked) == 2
     assert saved_work == []

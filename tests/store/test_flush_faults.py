@@ -19,11 +19,14 @@ import pytest
 from tests.store.processes import end, python
 from tests.store.s3server import KEY, SECRET, Proxy
 from tests.store.test_full_and_read_only import fill_up
-from tierckpt import agentclient, ending, faults, patience
+from tierckpt import _faults
+from tierckpt.agent import client
+from tierckpt.checkpointer import shutdown
+from tierckpt.core import stall_timeout
 from tierckpt.events import Event
-from tierckpt.localstore import CommitTimes, LocalStore
-from tierckpt.naming import ShardKey
-from tierckpt.persistent import PersistentStore
+from tierckpt.format.ids import ShardKey
+from tierckpt.storage.local.store import CommitTimes, LocalStore
+from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob
 
 FLUSHED = 3
@@ -104,8 +107,8 @@ def test_an_agent_killed_in_any_phase_leaves_the_flush_to_the_next(
     phase: str, tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = str(tmp_path / "shared")
-    monkeypatch.setenv(faults.FAULTS_VARIABLE, f"kill@file:{PHASES[phase]}")
-    monkeypatch.setenv(faults.FIRED_VARIABLE, str(marks))
+    monkeypatch.setenv(_faults.FAULTS_VARIABLE, f"kill@file:{PHASES[phase]}")
+    monkeypatch.setenv(_faults.FIRED_VARIABLE, str(marks))
     with Job(tmp_path / "ckpts", shared, shm_dir) as job:
         job.run(FLUSHED)
         job.flush()
@@ -147,8 +150,8 @@ def test_a_shard_that_rotted_on_the_disk_is_not_passed_on(
 def test_trouble_that_passes_costs_nothing_and_is_told(
     tmp_path: Path, shm_dir: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(faults.FAULTS_VARIABLE, f"eio@file:{PHASES['shard written']}")
-    monkeypatch.setenv(faults.FIRED_VARIABLE, str(marks))
+    monkeypatch.setenv(_faults.FAULTS_VARIABLE, f"eio@file:{PHASES['shard written']}")
+    monkeypatch.setenv(_faults.FIRED_VARIABLE, str(marks))
     with Job(tmp_path / "ckpts", str(tmp_path / "shared"), shm_dir) as job:
         job.run(FLUSHED)
         job.flush()
@@ -188,7 +191,7 @@ def test_a_killed_job_has_the_place_no_longer_though_its_agent_lives(
     while list(shared.glob("lease.*")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert b"tierckpt.agent" in Path(f"/proc/{agent}/cmdline").read_bytes()
+    assert b"tierckpt.agent.server" in Path(f"/proc/{agent}/cmdline").read_bytes()
     with Job(path, str(shared), shm_dir) as job:
         job.restore()
         assert job.checkpointer._agent.pid in (None, agent), "and ends with its successor"
@@ -318,8 +321,8 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent goes on without the job."""
-    monkeypatch.setattr(patience, "QUIET_SECONDS", NO_PATIENCE)
-    monkeypatch.setattr(ending, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(stall_timeout, "QUIET_SECONDS", NO_PATIENCE)
+    monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
     come, go_on, hang = hanging_uploads()
     try:
         with Job(tmp_path / "ckpts", bucket, shm_dir) as job:
@@ -346,8 +349,8 @@ def test_what_fails_while_the_end_waits_is_said_when_it_fails(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last version's flush hangs until somebody has heard that the one before failed."""
-    monkeypatch.setattr(ending, "NOTICE_SECONDS", 0.1)
-    monkeypatch.setattr(agentclient, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.1)
     come, waits, heard = threading.Event(), threading.Event(), threading.Event()
     answers: list[bool] = []
 
@@ -384,8 +387,8 @@ def test_a_signal_that_comes_to_the_end_makes_it_short(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store hangs, and the launcher grants no time; the agent has it."""
-    monkeypatch.setattr(ending, "NOTICE_SECONDS", 0.1)
-    monkeypatch.setattr(agentclient, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.1)
     come, go_on, hang = hanging_uploads()
 
     def heard(event: Event) -> None:
@@ -416,7 +419,7 @@ def test_a_signal_that_comes_to_the_end_makes_it_short(
 def test_a_store_that_is_slow_does(
     bucket: str, proxy: Proxy, tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ending, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(shutdown, "NOTICE_SECONDS", 0.1)
     come, go_on, hang = hanging_uploads()
 
     def heard(event: Event) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt import flusher as flusher_module
-from tierckpt.flusher import (
+from tierckpt.agent import flusher as flusher_module
+from tierckpt.agent.flusher import (
     LEASE_PATIENCE_SECONDS,
     MOST_ROUNDS,
     MOST_SUPERSEDED,
@@ -23,9 +23,10 @@ from tierckpt.flusher import (
     FlushOrder,
     PersistentSettings,
 )
-from tierckpt.held import Held
-from tierckpt.naming import ShardKey
-from tierckpt.persistent import (
+from tierckpt.agent.shard_guard import Held
+from tierckpt.format.ids import ShardKey
+from tierckpt.storage.local.pins import LocalPins
+from tierckpt.storage.persistent import (
     LeaseHeldError,
     PersistentError,
     PersistentStore,
@@ -34,11 +35,10 @@ from tierckpt.persistent import (
     VersionFacts,
     VersionName,
 )
-from tierckpt.persistent.lease import LEASE_SECONDS
-from tierckpt.persistent.posix import PosixBackend
-from tierckpt.pins import LocalPins
+from tierckpt.storage.persistent.lease import LEASE_SECONDS
+from tierckpt.storage.persistent.posix_backend import PosixBackend
 from tierckpt.testing import injected
-from tierckpt.testing.storeprogram import content_of, manifest_of
+from tierckpt.testing.store_program import content_of, manifest_of
 
 SHARDS = 2
 PATIENCE_SECONDS = 60.0

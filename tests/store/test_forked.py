@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tierckpt
-from tierckpt.iterations import AUTOMATIC_AFTER_STEPS as GUESSED_AFTER
+from tierckpt.hooks.iterations import AUTOMATIC_AFTER_STEPS as GUESSED_AFTER
 from tierckpt.testing import TinyJob
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tierckpt.inventory import Found, Place
-from tierckpt.lives import Lives
-from tierckpt.naming import ShardKey, VersionId
+from tierckpt.coordination.job_history import Lives
+from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.storage.inventory import Found, Place
 from tierckpt.testing import TinyJob
 
 LONG_SECONDS = 1e6

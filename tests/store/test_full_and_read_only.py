@@ -170,7 +170,7 @@ def test_an_agent_that_cannot_be_started_is_a_notice(
     course: dict[int, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tierckpt.agentline import AgentLine
+    from tierckpt.agent.connection import AgentLine
 
     start, calls = AgentLine._start_process, []
 

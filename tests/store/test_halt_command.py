@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt import halting
-from tierckpt.jobdirectory import JobDirectory, job_id_of, jobs_at
+from tierckpt.halt import controller
+from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of, jobs_at
 from tierckpt.testing import TinyJob
 
 IN_MEMORY = {"local_every_steps": 0, "local_every_seconds": 0.0}
@@ -22,7 +22,7 @@ SELDOM = {"persistent_every_steps": 0, "persistent_every_seconds": 3600.0}
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halting, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(controller, "LOOK_SECONDS", 0.001)
 
 
 def halt(path: Path, shm_dir: Path, *given: str) -> subprocess.CompletedProcess[str]:
@@ -96,7 +96,7 @@ def test_who_is_dead_looks_nowhere_and_what_is_no_list_names_nothing(shm_dir: Pa
     job.lock_path(0).write_text(f"1\n{json.dumps(['/dead'])}")
     assert [(each.job, each.watched()) for each in jobs_at(shm_dir)] == [("job", set())]
     program = (
-        "import sys; from tierckpt.jobdirectory import JobDirectory, take_lock\n"
+        "import sys; from tierckpt.storage.memory.job_directory import JobDirectory, take_lock\n"
         "job = JobDirectory.at(sys.argv[1], 'job'); job.lock_rank(0, watches=['/a', '/b c'])\n"
         "take_lock(job.lock_path(1)); print('held', flush=True); sys.stdin.read()"
     )

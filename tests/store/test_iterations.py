@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import tierckpt
-from tierckpt.iterations import AUTOMATIC_AFTER_STEPS as GUESSED_AFTER
-from tierckpt.iterations import CALLLESS_STEPS
+from tierckpt.hooks.iterations import AUTOMATIC_AFTER_STEPS as GUESSED_AFTER
+from tierckpt.hooks.iterations import CALLLESS_STEPS
 
 PER_CALL = 40
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import ddp_ckpt
-from tierckpt.localstore import LocalStore
-from tierckpt.manifest import Manifest
-from tierckpt.persistent import PersistentStore
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob
-from tierckpt.testing.jobs import tiny_model
+from tierckpt.testing.tiny_job import tiny_model
 
 LOSSES = {1: 5.0, 2: 0.25, 3: 4.0, 4: 0.5, 5: math.nan, 6: 3.0, 7: 2.0, 8: 1.0}
 

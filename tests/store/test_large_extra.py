@@ -17,10 +17,11 @@ import torch
 
 import tierckpt
 from tests import exact
-from tierckpt import snapshot, tree
-from tierckpt.layout import BLOCK_BYTES
-from tierckpt.shardfile import decode_header
-from tierckpt.snapshot import Phase
+from tierckpt.format.layout import BLOCK_BYTES
+from tierckpt.format.shard_file import decode_header
+from tierckpt.snapshot import snapshot
+from tierckpt.snapshot.snapshot import Phase
+from tierckpt.state import tree_codec
 from tierckpt.testing import injected
 
 NUMBER = 700_000
@@ -131,18 +132,18 @@ def test_no_thread_is_held_for_longer_than_a_block_takes(
     which helps it in the barrier, has more to do at once."""
     hashed: list[int] = []
     copied: list[int] = []
-    digest, copy = snapshot.digest, tree.EncodedTree.copy
+    digest, copy = snapshot.digest, tree_codec.EncodedTree.copy
 
     def counted_digest(data: Any) -> bytes:
         hashed.append(len(data))
         return digest(data)
 
-    def counted_copy(self: tree.EncodedTree, low: int, target: torch.Tensor) -> None:
+    def counted_copy(self: tree_codec.EncodedTree, low: int, target: torch.Tensor) -> None:
         copied.append(target.numel())
         copy(self, low, target)
 
     monkeypatch.setattr(snapshot, "digest", counted_digest)
-    monkeypatch.setattr(tree.EncodedTree, "copy", counted_copy)
+    monkeypatch.setattr(tree_codec.EncodedTree, "copy", counted_copy)
     job = run().steps(3)
     job.iterate()
     job.ckpt.wait()
@@ -165,13 +166,13 @@ def test_all_of_it_is_copied_behind_the_training_where_there_is_time(
     run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[str] = set()
-    copy = tree.EncodedTree.copy
+    copy = tree_codec.EncodedTree.copy
 
-    def noted(self: tree.EncodedTree, low: int, target: torch.Tensor) -> None:
+    def noted(self: tree_codec.EncodedTree, low: int, target: torch.Tensor) -> None:
         threads.add(threading.current_thread().name)
         copy(self, low, target)
 
-    monkeypatch.setattr(tree.EncodedTree, "copy", noted)
+    monkeypatch.setattr(tree_codec.EncodedTree, "copy", noted)
     job = run().steps(1)
     job.iterate()
     threads.clear()
@@ -188,16 +189,16 @@ def clones(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     """What tells of every clone that the boundary made whether its memory is in use."""
     found: list[weakref.ref[Any]] = []
 
-    def keep(self: tree.Arena, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+    def keep(self: tree_codec.Arena, tensor: torch.Tensor, path: str) -> dict[str, Any]:
         if tensor.dtype is not torch.float32 or tensor.numel() < NUMBER:
             return plain(self, tensor, path)
         memory = tensor.numpy().copy()
         found.append(weakref.ref(memory))
         self.tensors.append(torch.from_numpy(memory))
-        return {tree.TAG: "tensor", "v": len(self.tensors) - 1}
+        return {tree_codec.TAG: "tensor", "v": len(self.tensors) - 1}
 
-    plain = tree.Arena.keep
-    monkeypatch.setattr(tree.Arena, "keep", keep)
+    plain = tree_codec.Arena.keep
+    monkeypatch.setattr(tree_codec.Arena, "keep", keep)
     return found
 
 

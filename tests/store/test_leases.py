@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import cli
-from tierckpt.persistent import (
+from tierckpt.cli import main
+from tierckpt.storage.persistent import (
     FlushCancelledError,
     Lease,
     LeaseHeldError,
     PersistentStore,
     RetryPolicy,
 )
-from tierckpt.persistent.keeper import Keeper
-from tierckpt.persistent.lease import LEASE_SECONDS, LeaseRecord
+from tierckpt.storage.persistent.lease import LEASE_SECONDS, LeaseRecord
+from tierckpt.storage.persistent.lease_keeper import Keeper
 
 PATIENCE_SECONDS = 60.0
 
@@ -196,11 +196,11 @@ def test_the_command_that_takes_a_place_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made(tmp_path).lease("1111", "job on node1").ensure()
-    assert cli.main(["takeover", str(tmp_path)]) == 0
+    assert main.main(["takeover", str(tmp_path)]) == 0
     assert "it was job on node1's; the next job" in capsys.readouterr().out
-    assert cli.main(["takeover", str(tmp_path)]) == 0
+    assert main.main(["takeover", str(tmp_path)]) == 0
     assert "no job holds it" in capsys.readouterr().out
-    assert cli.main(["takeover", str(tmp_path / "jbo")]) == 1
+    assert main.main(["takeover", str(tmp_path / "jbo")]) == 1
     assert "is no directory" in capsys.readouterr().err
     made(tmp_path).lease("2222", "job on node2").ensure()
 
@@ -324,7 +324,7 @@ def test_a_holder_whose_clock_jumps_goes_on_renewing(tmp_path: Path) -> None:
 
 def test_of_many_processes_that_want_a_free_lease_one_gets_it(tmp_path: Path) -> None:
     program = (
-        "import sys; from tierckpt.persistent import LeaseHeldError, PersistentStore\n"
+        "import sys; from tierckpt.storage.persistent import LeaseHeldError, PersistentStore\n"
         "lease = PersistentStore(sys.argv[1]).lease(sys.argv[2], sys.argv[2])\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "try: print('got', lease.ensure(), flush=True)\n"

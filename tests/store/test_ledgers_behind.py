@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tierckpt.agreement import Agreement
-from tierckpt.ballots import GroupBallots
 from tierckpt.config import load_config
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.vote_exchange import GroupBallots
+from tierckpt.core.schedule import DONE
+from tierckpt.format.ids import VersionId
 from tierckpt.group import SingleGroup
-from tierckpt.naming import VersionId
-from tierckpt.policy import DONE
 
 
 class Two(SingleGroup):

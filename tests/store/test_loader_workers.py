@@ -142,7 +142,7 @@ def load():
 
 
 BY_SCRIPT = """
-from tierckpt.scripts import serve
+from tierckpt.checkpointer.script_mode import serve
 model, optimizer = training()
 ckpt = checkpointer(model, optimizer)
 serve(ckpt, restore=False, ends_with_script=True)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import faults
-from tierckpt.localstore import LocalStore
+from tierckpt import _faults
+from tierckpt.storage.local.store import LocalStore
 from tierckpt.testing import StoreConformance
-from tierckpt.testing.storeprogram import commit_one, content_of, is_sound, key_of
+from tierckpt.testing.store_program import commit_one, content_of, is_sound, key_of
 
 
 class TestLocalStore(StoreConformance):
-    factory = "tierckpt.localstore:LocalStore"
+    factory = "tierckpt.storage.local.store:LocalStore"
 
 
 def made(directory: Path) -> LocalStore:
@@ -53,7 +53,7 @@ def test_what_a_living_writer_has_open_is_not_cleaned_away(tmp_path: Path) -> No
     """The agent of a trainer that was just killed may still be at its last version."""
     temp = tmp_path / f".{key_of(7).stem}.tmp"
     writer = python(
-        "import sys; from pathlib import Path; from tierckpt.lockedfile import LockedFile\n"
+        "import sys; from pathlib import Path; from tierckpt.storage.files.direct_file import LockedFile\n"
         "with LockedFile(Path(sys.argv[1])): print('open', flush=True); sys.stdin.read()",
         temp,
     )
@@ -69,8 +69,8 @@ def test_what_a_living_writer_has_open_is_not_cleaned_away(tmp_path: Path) -> No
 
 WRITER = """
 import sys
-from tierckpt.localstore import LocalStore
-from tierckpt.testing.storeprogram import commit_one, key_of
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.testing.store_program import commit_one, key_of
 commit_one(LocalStore(sys.argv[1]), key_of(7), edition=1)
 """
 
@@ -84,8 +84,8 @@ def test_what_a_living_writer_is_at_is_not_begun_by_another(
     would rename or remove what the other wrote, and a manifest would stand for other bytes."""
     store = made(tmp_path / "ckpts")
     with monkeypatch.context() as patch:
-        patch.setenv(faults.FAULTS_VARIABLE, f"stop@file:op={phase}")
-        patch.setenv(faults.FIRED_VARIABLE, str(marks))
+        patch.setenv(_faults.FAULTS_VARIABLE, f"stop@file:op={phase}")
+        patch.setenv(_faults.FIRED_VARIABLE, str(marks))
         hangs = python(WRITER, store.directory)
     try:
         _, status = os.waitpid(hangs.pid, os.WUNTRACED)
@@ -111,8 +111,8 @@ def test_a_file_that_a_hung_writer_has_open_is_not_kept_for_reuse(
     """An earlier life that hangs, and wakes: what it just committed its successor has retired."""
     store = made(tmp_path / "ckpts")
     with monkeypatch.context() as patch:
-        patch.setenv(faults.FAULTS_VARIABLE, "stop@file:op=fsync_directory,hit=2")
-        patch.setenv(faults.FIRED_VARIABLE, str(marks))
+        patch.setenv(_faults.FAULTS_VARIABLE, "stop@file:op=fsync_directory,hit=2")
+        patch.setenv(_faults.FIRED_VARIABLE, str(marks))
         hangs = python(WRITER, store.directory)
     try:
         _, status = os.waitpid(hangs.pid, os.WUNTRACED)

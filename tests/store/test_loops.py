@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tierckpt
-from tierckpt import snapshot
-from tierckpt.snapshot import Snapshot
+from tierckpt.snapshot import snapshot
+from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.testing import TinyJob
 
 
@@ -94,7 +94,7 @@ def test_an_optimizer_that_never_steps_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The loop's optimizer is not the checkpointer's: nothing would ever be saved, silently."""
-    monkeypatch.setattr("tierckpt.iterations.STEPLESS_CALLS", 20)
+    monkeypatch.setattr("tierckpt.hooks.iterations.STEPLESS_CALLS", 20)
     model = torch.nn.Linear(2, 2)
     optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     watched = optimizer if given == "the one that steps" else other

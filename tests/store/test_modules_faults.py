@@ -25,14 +25,14 @@ from tests.store.encodedshards import (
     retire,
     shard,
 )
-from tierckpt import faults
+from tierckpt import _faults
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
-from tierckpt.localstore import LocalStore
-from tierckpt.manifest import Manifest
-from tierckpt.modules.localfiles import open_encoded
-from tierckpt.naming import VersionId
-from tierckpt.persistent import FlushCancelledError, PersistentStore
-from tierckpt.persistent.names import MANIFEST, RETIRED
+from tierckpt.format.ids import VersionId
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.version_names import MANIFEST, RETIRED
+from tierckpt.storage.local.encoded_files import open_encoded
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import FlushCancelledError, PersistentStore
 from tierckpt.testing import injected
 
 FULL = (1, 3)
@@ -158,7 +158,7 @@ def test_an_error_at_any_operation_leaves_only_what_can_be_read(level: str, shm_
     pytest.fail("the sweep does not end")
 
 
-def fired(rules: list[faults.Rule]) -> bool:
+def fired(rules: list[_faults.Rule]) -> bool:
     return any(rule.hits >= int(rule.conditions["hit"]) for rule in rules)
 
 

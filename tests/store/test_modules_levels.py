@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import tierckpt
+from tierckpt.codecs import pipeline
+from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
+from tierckpt.codecs.checksum import Checksum
 from tierckpt.errors import RestoreError
-from tierckpt.localstore import ENCODED_SUFFIX, LocalStore
-from tierckpt.manifest import Manifest
-from tierckpt.modules import pipeline
-from tierckpt.modules.checksum import Checksum
-from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE, fingerprint
-from tierckpt.naming import VersionId
-from tierckpt.persistent import PersistentStore
+from tierckpt.format.ids import VersionId
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.local.store import ENCODED_SUFFIX, LocalStore
+from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob
 
 STEPS = 6

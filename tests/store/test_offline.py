@@ -24,19 +24,19 @@ import tierckpt
 from tests import exact, peershards
 from tests.peershards import Members
 from tests.rights import as_anybody
-from tierckpt import sealed
-from tierckpt.cli import main
+from tierckpt.cli.main import main
+from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
+from tierckpt.coordination.proof_order import VARIABLE, Order
+from tierckpt.erasure.codes import Code
 from tierckpt.errors import ConfigError, RestoreError
-from tierckpt.filling import Filler
-from tierckpt.jobdirectory import JobDirectory, job_id_of
-from tierckpt.localstore import LocalStore
-from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE
+from tierckpt.format import checksummed_json
 from tierckpt.offline.catalog import Row, rows_of
 from tierckpt.offline.survey import survey
-from tierckpt.proof.order import VARIABLE, Order
-from tierckpt.redundancy.codes import Code
+from tierckpt.restore.piece_writer import Filler
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
 from tierckpt.testing import TinyJob
-from tierckpt.testing.jobs import tiny_model
+from tierckpt.testing.tiny_job import tiny_model
 
 STEPS = 5
 KEY, OTHER_KEY = "5e" * 32, "a7" * 32
@@ -95,7 +95,7 @@ def damage(path: Path, version: int) -> None:
 def agent_at(folder: Path) -> Iterator[None]:
     """A process that holds an agent's lock, as one does that waits for its next trainer."""
     text = (
-        "import sys; from pathlib import Path; from tierckpt.jobdirectory import take_lock; "
+        "import sys; from pathlib import Path; from tierckpt.storage.memory.job_directory import take_lock; "
         "take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     line = [sys.executable, "-c", text, str(folder / "agent0.lock")]
@@ -314,7 +314,7 @@ def test_what_a_newer_tierckpt_wrote_is_not_gone_back_behind(job: Any, tmp_path:
     path = tmp_path / "ckpts" / f"{key_of(tmp_path / 'ckpts', STEPS).stem}.manifest"
     told = json.loads(path.read_bytes().split(b"\n")[0])
     told["format_version"] = "9.0"
-    path.write_bytes(sealed.with_check(json.dumps(told).encode()))
+    path.write_bytes(checksummed_json.with_check(json.dumps(told).encode()))
     with pytest.raises(RestoreError, match="a newer tierckpt was here"):
         tierckpt.load(tmp_path / "ckpts")
     assert tierckpt.load(tmp_path / "ckpts", STEPS - 1).version == STEPS - 1

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tierckpt.claimfile import is_claimed
-from tierckpt.claims import Claims
-from tierckpt.cli import main
-from tierckpt.jobdirectory import job_id_of
-from tierckpt.siblings import named
+from tierckpt.cli.main import main
+from tierckpt.storage.local.claim_file import is_claimed
+from tierckpt.storage.local.directory_claim import Claims
+from tierckpt.storage.local.sibling_nodes import named
+from tierckpt.storage.memory.job_directory import job_id_of
 from tierckpt.testing import TinyJob, run_in_child
 
 
@@ -72,7 +72,9 @@ def test_of_what_is_not_this_jobs_past_nothing_is_said(
         first.run(2)
     name = "pod-b" if why == "no node in path" else "{node}"
     if why == "a living one's":
-        monkeypatch.setattr("tierckpt.siblings.is_claimed", lambda directory: True)
+        monkeypatch.setattr(
+            "tierckpt.storage.local.sibling_nodes.is_claimed", lambda directory: True
+        )
     with start("pod-b", name) as second:
         assert second.restore() == 0
         assert said(second) == []

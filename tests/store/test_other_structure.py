@@ -12,7 +12,7 @@ import torch
 import tierckpt
 from tierckpt.errors import StateMismatchError
 from tierckpt.testing import TinyJob
-from tierckpt.testing.jobs import tiny_model
+from tierckpt.testing.tiny_job import tiny_model
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from tierckpt import claims
-from tierckpt.claims import Claims
-from tierckpt.cli import main
-from tierckpt.localstore import LocalStore
-from tierckpt.naming import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.persistent.posix import PosixBackend
-from tierckpt.pins import LocalPins
+from tierckpt.cli.main import main
+from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.storage.local import directory_claim
+from tierckpt.storage.local.directory_claim import Claims
+from tierckpt.storage.local.pins import LocalPins
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent.posix_backend import PosixBackend
 from tierckpt.testing import TinyJob, run_in_child
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users")
@@ -121,7 +121,7 @@ def list_as_ben(place: Path, out: Path, shm: Path) -> None:
 
 def ask(place: Path, answer: Path) -> None:
     become(BEN, 0o022)
-    claims.HERE_SECONDS = claims.ELSEWHERE_SECONDS = 0.2
+    directory_claim.HERE_SECONDS = directory_claim.ELSEWHERE_SECONDS = 0.2
     made = Claims(place, "bens", 0, lambda *_: None)
     answer.write_text(made.stake())
     made.release()

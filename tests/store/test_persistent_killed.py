@@ -16,8 +16,8 @@ import pytest
 
 from tests.store import test_persistent_store
 from tests.store.test_persistent_store import LAYOUTS, check, facts, made, name, sources
-from tierckpt.faults import FAULTS_VARIABLE
-from tierckpt.persistent import PersistentStore, RetentionPolicy
+from tierckpt._faults import FAULTS_VARIABLE
+from tierckpt.storage.persistent import PersistentStore, RetentionPolicy
 
 FLUSH_KILLS = [
     "op=mkdir",

@@ -16,8 +16,9 @@ from tests.store.persistentshards import Shards, facts_of, name_of, s3_options
 from tests.store.s3server import Proxy
 from tests.store.test_persistent_posix import GROUPS, PersistentConformance
 from tierckpt.errors import CorruptShardError
-from tierckpt.naming import ShardKey
-from tierckpt.persistent import (
+from tierckpt.format.ids import ShardKey
+from tierckpt.format.version_names import MANIFEST, run_name
+from tierckpt.storage.persistent import (
     Lease,
     LeaseHeldError,
     PersistentError,
@@ -26,19 +27,12 @@ from tierckpt.persistent import (
     RetryPolicy,
     ShardSource,
 )
-from tierckpt.persistent.backend import WINDOW_BYTES
-from tierckpt.persistent.clock import SystemClock
-from tierckpt.persistent.names import MANIFEST, run_name
-from tierckpt.persistent.objects import ObjectBackend
+from tierckpt.storage.persistent.backend import WINDOW_BYTES
+from tierckpt.storage.persistent.clock import SystemClock
+from tierckpt.storage.persistent.fsspec_backend import ObjectBackend
 from tierckpt.testing import BackendConformance
-from tierckpt.testing.backendsuite import put
-from tierckpt.testing.storeprogram import (
-    commit_one,
-    content_of,
-    is_sound,
-    key_of,
-    manifest_of,
-)
+from tierckpt.testing.backend_conformance import put
+from tierckpt.testing.store_program import commit_one, content_of, is_sound, key_of, manifest_of
 
 LARGE_PAGES = 3 * WINDOW_BYTES // 4096 + 1
 

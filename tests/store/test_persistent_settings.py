@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tierckpt import attach
+from tierckpt.checkpointer import attach
 from tierckpt.config import load_config
 from tierckpt.group import Node, SingleGroup
-from tierckpt.jobdirectory import JobDirectory
-from tierckpt.persistent import PersistentStore
-from tierckpt.persistent.backend import Content
-from tierckpt.persistent.posix import PosixBackend
+from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.persistent import PersistentStore
+from tierckpt.storage.persistent.backend import Content
+from tierckpt.storage.persistent.posix_backend import PosixBackend
 from tierckpt.testing import TinyJob
 
 STEPS = 7

@@ -17,8 +17,9 @@ import pytest
 
 from tests.store.tmpfs import SIZE_BYTES, read_only
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.naming import VersionId
-from tierckpt.persistent import (
+from tierckpt.format.ids import VersionId
+from tierckpt.format.version_names import MANIFEST, RETIRED
+from tierckpt.storage.persistent import (
     FlushCancelledError,
     Pace,
     PersistentError,
@@ -29,10 +30,9 @@ from tierckpt.persistent import (
     VersionFacts,
     VersionName,
 )
-from tierckpt.persistent.backend import WINDOW_BYTES
-from tierckpt.persistent.names import MANIFEST, RETIRED
+from tierckpt.storage.persistent.backend import WINDOW_BYTES
 from tierckpt.testing import injected
-from tierckpt.testing.storeprogram import content_of, key_of, manifest_of
+from tierckpt.testing.store_program import content_of, key_of, manifest_of
 
 SHARDS = 5
 LIFE = "5eed"

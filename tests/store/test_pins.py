@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 from tests.store.shards import IMAGE_BYTES, manifest
-from tierckpt import PinError, patience
-from tierckpt.cli import main
+from tierckpt import PinError
+from tierckpt.cli.main import main
 from tierckpt.config import load_config
+from tierckpt.coordination.pinning import mark_everywhere
+from tierckpt.core import stall_timeout
+from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.group import Node
-from tierckpt.localstore import LocalStore
-from tierckpt.naming import ShardKey, VersionId
-from tierckpt.persistent import PersistentStore, VersionName
-from tierckpt.persistent.posix import PosixBackend
-from tierckpt.pinning import mark_everywhere
-from tierckpt.pins import LocalPins, PersistentPins
+from tierckpt.storage.local.pins import LocalPins, PersistentPins
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import PersistentStore, VersionName
+from tierckpt.storage.persistent.posix_backend import PosixBackend
 from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 PATIENCE_SECONDS = 60.0
@@ -177,7 +178,7 @@ def test_a_level_that_hangs_is_named(
         hangs.set()
         go_on.wait(PATIENCE_SECONDS)
 
-    monkeypatch.setattr(patience, "QUIET_SECONDS", 0.5)
+    monkeypatch.setattr(stall_timeout, "QUIET_SECONDS", 0.5)
     with job() as first:
         first.run(1)
         with monkeypatch.context() as patch:

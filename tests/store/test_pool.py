@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 import tierckpt
 from tests.store.processes import end, python
 from tests.store.shards import manifest
-from tierckpt.attach import held_bytes
+from tierckpt.checkpointer.attach import held_bytes
 from tierckpt.config import Config
+from tierckpt.format.ids import PAGE_BYTES, VersionId
 from tierckpt.group import Node
-from tierckpt.jobdirectory import JobDirectory
-from tierckpt.naming import PAGE_BYTES, VersionId
-from tierckpt.pool import NoSlotError, SlotPool
-from tierckpt.slots import Slot, pin, seal_area_bytes, unpin
+from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.memory.slot_pool import NoSlotError, SlotPool
+from tierckpt.storage.memory.slots import Slot, pin, seal_area_bytes, unpin
 from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 
 IMAGE_BYTES = 2 * PAGE_BYTES
@@ -106,7 +106,7 @@ def test_what_an_agent_of_the_life_before_reads_is_never_chosen(
     successor = SlotPool(pool.job, 0, 2, lambda *_: None)
     pool.close(remove=False)
     reader = python(
-        "import sys; from pathlib import Path; from tierckpt.slots import Slot, pin\n"
+        "import sys; from pathlib import Path; from tierckpt.storage.memory.slots import Slot, pin\n"
         "slot = Slot.open(Path(sys.argv[1])); pin(slot.fd); print('pinned', flush=True)\n"
         "sys.stdin.read()",
         pool.job.slot_path(0, 0),

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 from tests.peershards import rank_of, shard_of
-from tierckpt import protector
+from tierckpt.agent import protector
+from tierckpt.agent.flusher import Flusher, FlushOrder, PersistentSettings
+from tierckpt.agent.protector import PartySettings, Protector
+from tierckpt.agent.shard_guard import Held
 from tierckpt.errors import ConfigError
-from tierckpt.flusher import Flusher, FlushOrder, PersistentSettings
-from tierckpt.held import Held
-from tierckpt.localstore import LocalStore
-from tierckpt.manifest import Manifest
-from tierckpt.naming import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.format.manifest import Manifest
 from tierckpt.peer.address import Address
 from tierckpt.peer.exchange import Exchange
-from tierckpt.peer.remote import RemoteNode
+from tierckpt.peer.read_client import RemoteNode
 from tierckpt.peer.transport import Transport
-from tierckpt.protector import PartySettings, Protector
+from tierckpt.storage.local.store import LocalStore
 
 PATIENCE_SECONDS = 60.0
 NOBODY = ("127.0.0.1", "127.0.0.1"), (9, 9)

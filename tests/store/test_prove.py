@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import pytest
 
-from tierckpt.cli import main
+from tierckpt.cli.main import main
 from tierckpt.proof import runs
 
 STEPS = ("--steps", "4")

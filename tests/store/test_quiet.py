@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt import copyplan, snapshot
-from tierckpt.naming import ShardKey
-from tierckpt.snapshot import Phase, Snapshot
+from tierckpt.format.ids import ShardKey
+from tierckpt.snapshot import copy_plan, snapshot
+from tierckpt.snapshot.snapshot import Phase, Snapshot
 from tierckpt.testing import TinyJob, run_in_child
 
 PATIENCE_SECONDS = 60.0
@@ -110,13 +110,13 @@ def test_copier_and_training_may_release_the_same_layers_at_the_same_time(
     """Each block is copied once, and no version is torn, whoever comes first."""
     monkeypatch.setattr(snapshot, "QUIET_SECONDS", 0.0)
     copied: list[tuple[int, int]] = []
-    copy_block = copyplan.Binding.copy_block
+    copy_block = copy_plan.Binding.copy_block
 
     def counted(self: Any, plan: Any, block: int, start: int) -> Any:
         copied.append((job.checkpointer.version, block))
         return copy_block(self, plan, block, start)
 
-    monkeypatch.setattr(copyplan.Binding, "copy_block", counted)
+    monkeypatch.setattr(copy_plan.Binding, "copy_block", counted)
     settings |= {"local_keep_last": 100}
     with layered(tmp_path / "c", settings) as job:
         for parameter in job.model.parameters():

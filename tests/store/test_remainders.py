@@ -20,8 +20,8 @@ from torch import nn
 import tierckpt
 from tests import exact
 from tests.statematrix.fleet import plain, small
-from tierckpt import tree
 from tierckpt.errors import StateTornError, UnsupportedStateError
+from tierckpt.state import tree_codec
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 BOUNDARIES, LATER = 3, 2
@@ -349,14 +349,14 @@ def test_values_of_all_kinds_come_back(path: Path, settings: Any) -> None:
 
 def test_a_reader_that_lacks_a_class_gets_what_the_value_is_made_of() -> None:
     value = {"norm": Norm.SIGN, "range": Range(0.5, torch.ones(2))}
-    arena = tree.Arena()
-    node = tree.pack(value, "it", arena.keep)
-    encoded = tree.EncodedTree(node, arena)
+    arena = tree_codec.Arena()
+    node = tree_codec.pack(value, "it", arena.keep)
+    encoded = tree_codec.EncodedTree(node, arena)
     data = torch.zeros(encoded.nbytes, dtype=torch.uint8)
     encoded.copy(0, data)
     raw = data.numpy().tobytes()
-    assert exact.image(tree.decode(raw)) == exact.image(value)
-    found = tree.decode(raw.replace(b"test_remainders:", b"TEST_remainders:"))
+    assert exact.image(tree_codec.decode(raw)) == exact.image(value)
+    found = tree_codec.decode(raw.replace(b"test_remainders:", b"TEST_remainders:"))
     assert found["norm"].parts == "sign"
     assert found["norm"].kind.endswith("TEST_remainders:Norm")
     assert found["range"].parts.keys() == {"low", "high"}
@@ -605,7 +605,7 @@ def test_who_has_nothing_of_its_own_is_not_asked(
             asked.append(1)
             return super().state_dict()
 
-    monkeypatch.setattr("tierckpt.state.FEW", 3)
+    monkeypatch.setattr("tierckpt.state.training_state.FEW", 3)
     with Job(Same, path, settings) as job:
         begun = len(asked)
         job.run(33)
@@ -616,14 +616,14 @@ def test_who_has_nothing_of_its_own_is_not_asked(
         return torch.optim.Adam(model.parameters())
 
     monkeypatch.setattr(torch.optim.Optimizer, "state_dict", None)
-    monkeypatch.setattr("tierckpt.remainder._TORCHS", None)
+    monkeypatch.setattr("tierckpt.state.optimizers.extra_state._TORCHS", None)
     with Job(plainly, path.with_name("plain"), settings) as job:
         job.run(3)
         assert job.complaints() == []
 
 
 def test_much_of_it_is_said(path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierckpt.state.HEAVY_BYTES", 8)
+    monkeypatch.setattr("tierckpt.state.training_state.HEAVY_BYTES", 8)
     with Job(Masters, path, settings) as job:
         job.run(3)
         (said,) = job.complaints()

@@ -22,12 +22,12 @@ from torch import nn
 
 import tierckpt
 from tests import exact
-from tierckpt import replicahash, replicas
-from tierckpt.offline.command import export_version, list_versions
-from tierckpt.offline.stored import open_version
-from tierckpt.persistent import PersistentStore
-from tierckpt.replicas import OUTDATED_LOOKS
-from tierckpt.suspects import SuspectMarks, persistent_suspects
+from tierckpt.cli.checkpoints import export_version, list_versions
+from tierckpt.offline.stored_version import open_version
+from tierckpt.replicas import digests, monitor
+from tierckpt.replicas.monitor import OUTDATED_LOOKS
+from tierckpt.storage.persistent import PersistentStore
+from tierckpt.storage.suspects import SuspectMarks, persistent_suspects
 from tierckpt.testing import ThreadGroup, run_ranks
 
 ROUND = 4
@@ -464,7 +464,7 @@ def test_a_check_that_never_sees_anything_is_told(
 ) -> None:
     """Weights that the loop clips behind the boundary: where a look is large, ranks would look at
     different moments."""
-    monkeypatch.setattr(replicahash, "INLINE_BYTES", 1)
+    monkeypatch.setattr(digests, "INLINE_BYTES", 1)
 
     def program(rank: Rank) -> list[str]:
         with closing(rank.ckpt):
@@ -665,7 +665,7 @@ def test_weights_written_where_no_counter_tells_are_no_drift(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`.data` moves no counter: one rank's copier reads before the writing, the other's after."""
-    monkeypatch.setattr(replicahash, "INLINE_BYTES", 0)  # else so little is hashed at the boundary
+    monkeypatch.setattr(digests, "INLINE_BYTES", 0)  # else so little is hashed at the boundary
 
     def program(rank: Rank) -> tuple[list[str], int]:
         for _ in range(8 * ROUND):
@@ -702,12 +702,12 @@ def test_state_in_lists_is_walked_over_a_few_times_a_round(
 ) -> None:
     slices, made = 20, Counter[int]()
 
-    class Counted(replicas.Replicated):
+    class Counted(monitor.Replicated):
         def __init__(self, state: Any, slices: int) -> None:
             made[threading.get_ident()] += 1
             super().__init__(state, slices)
 
-    monkeypatch.setattr(replicas, "Replicated", Counted)
+    monkeypatch.setattr(monitor, "Replicated", Counted)
 
     def program(rank: Rank) -> list[str]:
         rank.train(2 * slices)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.unit.test_progress import Terminal
-from tierckpt import checkpointer
-from tierckpt.progress import Progress
+from tierckpt.checkpointer import checkpointer
+from tierckpt.restore.progress import Progress
 from tierckpt.testing import TinyJob
 
 LAST = 3

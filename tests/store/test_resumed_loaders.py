@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import tierckpt
-from tierckpt.testing.jobs import BATCH, CLASSES, IN_FEATURES, seed_everything, tiny_model
+from tierckpt.testing.tiny_job import BATCH, CLASSES, IN_FEATURES, seed_everything, tiny_model
 
 LENGTH, EPOCHS = 5 * BATCH, 3
 

@@ -13,18 +13,18 @@ import pytest
 from tests.peershards import SECRET
 from tests.store.processes import end, python
 from tests.store.shards import IMAGE_BYTES, manifest
-from tierckpt import slots
-from tierckpt.imagefile import ImageFile
-from tierckpt.inventory import AGENT, Inventory
-from tierckpt.jobdirectory import JobDirectory
-from tierckpt.localstore import LocalStore
-from tierckpt.manifest import Manifest
-from tierckpt.naming import ShardKey
-from tierckpt.peer import remote, shelf
-from tierckpt.peer.remote import RemoteNode
+from tierckpt.format.ids import ShardKey
+from tierckpt.format.manifest import Manifest
+from tierckpt.peer import read_client, read_server
+from tierckpt.peer.read_client import RemoteNode
 from tierckpt.peer.transport import Transport
-from tierckpt.persistent import VersionName
-from tierckpt.slots import Slot, pin, seal_area_bytes
+from tierckpt.storage.inventory import AGENT, Inventory
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory import slots
+from tierckpt.storage.memory.image_file import ImageFile
+from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.memory.slots import Slot, pin, seal_area_bytes
+from tierckpt.storage.persistent import VersionName
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_looking_at_slots_leaves_the_agents_own_pins(slot: Slot, node: RemoteNod
     with slot.image() as image:
         assert file.read(0, 100) == bytes(image[:100])
     trainer = python(
-        "import sys; from pathlib import Path; from tierckpt.slots import Slot\n"
+        "import sys; from pathlib import Path; from tierckpt.storage.memory.slots import Slot\n"
         "print(Slot.open(Path(sys.argv[1])).in_use_elsewhere())",
         slot.path,
     )
@@ -171,7 +171,7 @@ def test_what_is_in_a_slot_that_was_filled_again_is_gone(
         slot.seal(manifest(2).encode())
         return data
 
-    monkeypatch.setattr(shelf, "read_image", fill_again)
+    monkeypatch.setattr(read_server, "read_image", fill_again)
     for file in files:
         with pytest.raises(FileNotFoundError):
             file.read(0, 10)
@@ -185,8 +185,8 @@ def test_a_node_that_falls_silent_is_waited_for_once(
     asked = [RemoteNode("node 1", agent.address, SECRET, down, True) for _ in range(2)]
     files = [node.open_shard(name_of(manifest()), manifest().shard) for node in asked]
     calls: list[object] = []
-    reach = remote.reach
-    monkeypatch.setattr(remote, "reach", lambda *where: calls.append(where) or reach(*where))
+    reach = read_client.reach
+    monkeypatch.setattr(read_client, "reach", lambda *where: calls.append(where) or reach(*where))
     agent.close()
     for _ in range(3):
         for file in files:

@@ -14,10 +14,10 @@ import torch
 
 from tests.store.tinycourse import STEPS, in_shm, versions_on_disk
 from tierckpt.errors import RestoreError, StateMismatchError
-from tierckpt.naming import FORMAT_MAJOR
-from tierckpt.snapshot import Snapshot
+from tierckpt.format.ids import FORMAT_MAJOR
+from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.testing import TinyJob, run_in_child
-from tierckpt.testing.jobs import fired, tiny_model, train
+from tierckpt.testing.tiny_job import fired, tiny_model, train
 
 # --- the plain way -------------------------------------------------------------------------------
 

@@ -18,16 +18,17 @@ from safetensors import safe_open
 from tests.store.processes import end, python
 from tests.store.shards import manifest
 from tests.store.test_full_and_read_only import fill_up
-from tierckpt import faults, imagefile
+from tierckpt import _faults
 from tierckpt.errors import NodeHealthError
-from tierckpt.imagefile import ImageFile, filesystem_of, memory_kind
-from tierckpt.jobdirectory import JobDirectory
-from tierckpt.localstore import LocalStore
-from tierckpt.naming import PAGE_BYTES, ShardKey, VersionId
-from tierckpt.pool import SlotPool
-from tierckpt.slots import Slot, seal_area_bytes
+from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory import image_file
+from tierckpt.storage.memory.image_file import ImageFile, filesystem_of, memory_kind
+from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.memory.slot_pool import SlotPool
+from tierckpt.storage.memory.slots import Slot, seal_area_bytes
 from tierckpt.testing import TinyJob
-from tierckpt.testing.jobs import fired, run_in_child, train
+from tierckpt.testing.tiny_job import fired, run_in_child, train
 
 IMAGE_BYTES = 2 * PAGE_BYTES
 SEAL_BYTES = seal_area_bytes(1)
@@ -153,7 +154,7 @@ def test_files_that_go_round_are_mapped_once(
         made.append(fd)
         return really(fd, *arguments, **keywords)
 
-    monkeypatch.setattr(imagefile.mmap, "mmap", counted)
+    monkeypatch.setattr(image_file.mmap, "mmap", counted)
     for version in range(1, 20):
         commit(store, fill(pool, version), version)
         if version > 2:
@@ -231,7 +232,7 @@ def test_a_commit_that_fails_leaves_the_slot_as_it_was(
     op: str, pool: SlotPool, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slot = fill(pool, 1)
-    monkeypatch.setattr(faults, "_rules", faults.parse(f"eio@file:op={op}"))
+    monkeypatch.setattr(_faults, "_rules", _faults.parse(f"eio@file:op={op}"))
     with pytest.raises(OSError, match="injected"):
         commit(store, slot, 1)
     assert store.keys() == []
@@ -295,7 +296,7 @@ def test_after_a_reboot_files_without_slots_are_removed_but_not_a_living_ranks(
         each.close(remove=False)
     shutil.rmtree(pool.job.path)
     rank_8 = python(
-        "import sys; from pathlib import Path; from tierckpt.jobdirectory import JobDirectory\n"
+        "import sys; from pathlib import Path; from tierckpt.storage.memory.job_directory import JobDirectory\n"
         "job = JobDirectory(Path(sys.argv[1]), 'job'); job.lock_rank(8)\n"
         "print('locked', flush=True); sys.stdin.read()",
         pool.job.root,
@@ -495,7 +496,7 @@ def test_only_a_file_that_may_be_mapped_in_sync_is_dax(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel refuses MAP_SYNC for any other. There is no such device here: half is played."""
-    monkeypatch.setattr(imagefile, "filesystem_of", lambda path: "ext4")
+    monkeypatch.setattr(image_file, "filesystem_of", lambda path: "ext4")
     assert memory_kind(tmp_path) == ""
     asked = []
 
@@ -517,7 +518,7 @@ def test_this_kernel_grants_it_for_no_other_file(small_tmpfs: Path, tmp_path: Pa
         with (directory / "file").open("w+b") as file:
             file.truncate(PAGE_BYTES)
             with pytest.raises(OSError, match="not supported") as caught:
-                imagefile.map_in_sync(file.fileno())
+                image_file.map_in_sync(file.fileno())
             assert caught.value.errno == errno.EOPNOTSUPP
 
 
@@ -527,8 +528,8 @@ def test_a_directory_where_nothing_can_be_made_is_none(
     def refuse(**_: object) -> None:
         raise OSError(errno.EROFS, "no")
 
-    monkeypatch.setattr(imagefile, "filesystem_of", lambda path: "ext4")
-    monkeypatch.setattr(imagefile.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(image_file, "filesystem_of", lambda path: "ext4")
+    monkeypatch.setattr(image_file.tempfile, "TemporaryFile", refuse)
     assert memory_kind(tmp_path) == ""
 
 

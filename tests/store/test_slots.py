@@ -17,11 +17,16 @@ import pytest
 
 from tests.store.processes import end, python
 from tests.store.shards import IMAGE_BYTES, manifest
-from tierckpt import deathwatch
 from tierckpt.errors import TierckptError
-from tierckpt.jobdirectory import JobBusyError, JobDirectory, _path_lockable, job_id_of
-from tierckpt.manifest import Manifest
-from tierckpt.slots import Slot, pin, read_seal, seal_area_bytes, unpin
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.memory import abandoned
+from tierckpt.storage.memory.job_directory import (
+    JobBusyError,
+    JobDirectory,
+    _path_lockable,
+    job_id_of,
+)
+from tierckpt.storage.memory.slots import Slot, pin, read_seal, seal_area_bytes, unpin
 
 SEAL_BYTES = seal_area_bytes(1)
 OBSTACLES: dict[str, Callable[[Path], object]] = {
@@ -143,7 +148,7 @@ def test_room_for_the_manifest_of_any_number_of_blocks() -> None:
 
 def test_another_process_that_reads_a_slot_is_seen(slot: Slot) -> None:
     reader = python(
-        "import sys; from pathlib import Path; from tierckpt.slots import Slot, pin\n"
+        "import sys; from pathlib import Path; from tierckpt.storage.memory.slots import Slot, pin\n"
         "slot = Slot.open(Path(sys.argv[1])); pin(slot.fd); print('pinned', flush=True)\n"
         "sys.stdin.read()",
         slot.path,
@@ -167,7 +172,7 @@ def test_our_own_pin_is_not_elsewhere(slot: Slot) -> None:
 # --- whose they are ------------------------------------------------------------------------------
 
 HOLD_RANK = (
-    "import sys; from tierckpt.jobdirectory import JobDirectory\n"
+    "import sys; from tierckpt.storage.memory.job_directory import JobDirectory\n"
     "job = JobDirectory.at(sys.argv[1], sys.argv[2]); job.create(); job.lock_rank(0)\n"
     "print('locked', flush=True); sys.stdin.read()"
 )
@@ -206,7 +211,7 @@ def test_what_is_no_file_is_no_lock_and_nobody_waits_for_it(
     path = job.lock_path(0)
     OBSTACLES[obstacle](path)
     text = (
-        "from tierckpt.jobdirectory import JobDirectory; import sys\n"
+        "from tierckpt.storage.memory.job_directory import JobDirectory; import sys\n"
         "JobDirectory.at(sys.argv[1], sys.argv[2]).lock_rank(0, patience_seconds=0.1)"
     )
     command = [sys.executable, "-c", text, str(job.root.parent), job.job]
@@ -337,7 +342,7 @@ def test_a_clock_that_is_wrong_removes_nobodys_only_copy(
     for seconds in (0, wrong_seconds):
         monkeypatch.setattr(time, "time", lambda at=now + seconds: at)
         assert job.remove_dead_jobs(linger_seconds=3600) == []
-        for path in (other.path, other.slot_path(0, 0), other.path / deathwatch.NAME):
+        for path in (other.path, other.slot_path(0, 0), other.path / abandoned.NAME):
             os.utime(path, (now - wrong_seconds,) * 2)
 
 
@@ -358,7 +363,7 @@ def test_a_mark_that_tells_nothing_removes_nothing(
     mark: str, job: JobDirectory, other: JobDirectory, wait: Any
 ) -> None:
     assert job.remove_dead_jobs(linger_seconds=3000) == []
-    path = other.path / deathwatch.NAME
+    path = other.path / abandoned.NAME
     told = json.loads(path.read_text())
     if mark == "a directory":
         path.unlink()
@@ -480,9 +485,7 @@ def test_what_the_killed_left_goes_and_what_is_the_livings_stays(job: JobDirecto
     first, agent = job.lock_rank(0), "agent0.lock"
     for name in ("r00003.lock", "agent1.lock", "agent1.socket", "agent0.socket"):
         (job.path / name).touch()
-    hold = (
-        f"import sys; from tierckpt.jobdirectory import take_lock; from pathlib import Path\n{HOLD}"
-    )
+    hold = f"import sys; from tierckpt.storage.memory.job_directory import take_lock; from pathlib import Path\n{HOLD}"
     holder = python(hold, job.path / agent)
     try:
         assert holder.stdout is not None

@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 import tierckpt
 from tests.store.latecopies import copy_late
-from tierckpt import stepwatch
+from tierckpt.hooks import step_hook
 
 STEPS = 3
 LAYERS = 8
@@ -98,7 +98,7 @@ def test_it_is_the_place_in_front_that_keeps_it_off(
     settings: dict[str, Any], late_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: behind the user's hook the version is torn, and nothing notices."""
-    monkeypatch.setattr(stepwatch, "_put_first", lambda handle: None)
+    monkeypatch.setattr(step_hook, "_put_first", lambda handle: None)
     assert restored_differs(of_all_optimizers, settings) != []
 
 
@@ -129,13 +129,13 @@ def test_where_hooks_are_kept_in_another_way_it_is_behind_and_works(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A torch whose handles look otherwise: what can be held back still is."""
-    register = stepwatch.register_optimizer_step_pre_hook
+    register = step_hook.register_optimizer_step_pre_hook
 
     class Handle:
         def __init__(self, hook: Any) -> None:
             self.remove = register(hook).remove
 
-    monkeypatch.setattr(stepwatch, "register_optimizer_step_pre_hook", Handle)
+    monkeypatch.setattr(step_hook, "register_optimizer_step_pre_hook", Handle)
     before = len(_global_optimizer_pre_hooks)
     model, optimizer = build()
     with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt:

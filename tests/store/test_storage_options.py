@@ -11,10 +11,10 @@ import pytest
 
 from tests.store.persistentshards import s3_options
 from tests.store.s3server import Proxy
-from tierckpt.cli import main
+from tierckpt.cli.main import main
 from tierckpt.config import STORAGE_OPTIONS
 from tierckpt.errors import RestoreError
-from tierckpt.persistent import PersistentStore
+from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob
 
 VARIABLE = f"TIERCKPT_{STORAGE_OPTIONS.upper()}"

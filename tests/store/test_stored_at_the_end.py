@@ -14,12 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tierckpt
 from tests.store.tinycourse import in_shm, versions_on_disk
-from tierckpt import faults
-from tierckpt.naming import ShardKey, VersionId
+from tierckpt import _faults
+from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.offline.difference import compare
-from tierckpt.offline.stored import open_version
+from tierckpt.offline.stored_version import open_version
 from tierckpt.testing import TinyJob
-from tierckpt.testing.jobs import (
+from tierckpt.testing.thread_group import ThreadGroup, run_ranks
+from tierckpt.testing.tiny_job import (
     BATCH,
     CLASSES,
     IN_FEATURES,
@@ -28,7 +29,6 @@ from tierckpt.testing.jobs import (
     seed_everything,
     tiny_model,
 )
-from tierckpt.testing.threads import ThreadGroup, run_ranks
 
 STEPS = 5
 FAULT = f"eio@copy:version={STEPS}"
@@ -48,7 +48,7 @@ def this_machines_memory(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def with_faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    return lambda rules: monkeypatch.setattr(faults, "_rules", faults.parse(rules))
+    return lambda rules: monkeypatch.setattr(_faults, "_rules", _faults.parse(rules))
 
 
 def ids_on_disk(path: Path) -> list[VersionId]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.jobdirectory import JobDirectory, take_lock
-from tierckpt.slots import Slot, pin
+from tierckpt.storage.memory.job_directory import JobDirectory, take_lock
+from tierckpt.storage.memory.slots import Slot, pin
 from tierckpt.testing import TinyJob
 
 PATIENCE_SECONDS = 60.0

@@ -19,18 +19,19 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt import agent, agentline, alike, surroundings
-from tierckpt.agentclient import AgentClient, AgentSettings
-from tierckpt.desk import Desk, DeskSettings
-from tierckpt.flusher import FlushOrder, PersistentSettings
-from tierckpt.jobdirectory import JobDirectory
-from tierckpt.localstore import LocalStore
-from tierckpt.manifest import Manifest
-from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE, fingerprint
-from tierckpt.naming import VersionId
+from tierckpt.agent import connection, environment, server
+from tierckpt.agent.client import AgentClient, AgentSettings
+from tierckpt.agent.flusher import FlushOrder, PersistentSettings
+from tierckpt.agent.session import Desk, DeskSettings
+from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
+from tierckpt.coordination import settings_check
+from tierckpt.format.ids import VersionId
+from tierckpt.format.manifest import Manifest
 from tierckpt.peer.address import Address
-from tierckpt.peer.remote import RemoteNode
-from tierckpt.persistent import PersistentStore
+from tierckpt.peer.read_client import RemoteNode
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.persistent import PersistentStore
 from tierckpt.testing import TinyJob, run_ranks
 
 PATIENCE_SECONDS = 60.0
@@ -39,8 +40,8 @@ STEPS = 3
 
 TRAINER = """
 import sys
-from tierckpt.agentclient import AgentClient, AgentSettings
-from tierckpt.desk import DeskSettings
+from tierckpt.agent.client import AgentClient, AgentSettings
+from tierckpt.agent.session import DeskSettings
 root, folder, ckpts, surroundings = sys.argv[1:]
 settings = AgentSettings(root, folder, linger_seconds=600.0)
 client = AgentClient(settings, DeskSettings(ckpts, 0, 2, 2, 0), surroundings=surroundings)
@@ -71,7 +72,7 @@ def until(true: Callable[[], Any]) -> None:
 
 def alive(pid: int) -> bool:
     try:
-        return b"tierckpt.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"tierckpt.agent.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -173,19 +174,19 @@ def test_what_an_import_adds_to_the_path_is_nothing_new(
     vendored = site / "setuptools" / "_vendor"
     vendored.mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
-    before = surroundings.fingerprint()
+    before = environment.fingerprint()
     monkeypatch.setattr(sys, "path", [*sys.path, str(vendored)])
-    assert surroundings.fingerprint() == before
+    assert environment.fingerprint() == before
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    assert surroundings.fingerprint() != before
+    assert environment.fingerprint() != before
 
 
 def test_an_agent_of_other_surroundings_makes_way(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, and its place is its successor's, whichever rank of the node comes first."""
-    monkeypatch.setattr(agentline, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
-    monkeypatch.setattr(agentline, "JOIN_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(connection, "JOIN_SECONDS", 10 * PATIENCE_SECONDS)
     kill(old)
     first, second = (client_of(shm_dir, tmp_path, shard, "new", (0, 1)) for shard in (0, 1))
     second.start(first=False)
@@ -261,10 +262,10 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
     roster = {"generation": 1, "agents": [{"host": "node"}]}
     meet(zombie, roster)
     second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
-    connect = agent.Place.connect
+    connect = server.Place.connect
     told_second = list[bool]()
 
-    def overtaken(place: agent.Place) -> socket.socket | None:
+    def overtaken(place: server.Place) -> socket.socket | None:
         channel = connect(place)
         if not told_second:
             told_second.append(True)
@@ -272,7 +273,7 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
             until(second.poll)
         return channel
 
-    monkeypatch.setattr(agent.Place, "connect", overtaken)
+    monkeypatch.setattr(server.Place, "connect", overtaken)
     come(first)
     assert first.roster(PATIENCE_SECONDS) == roster
     agents.append(reach(first))
@@ -391,13 +392,13 @@ def serve_here(
     settings: AgentSettings, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> threading.Thread:
     """An agent with the surroundings `what`, in a thread of ours."""
-    monkeypatch.setattr(agent, "lower_priority", lambda nice: None)  # it would be ours
-    monkeypatch.setattr(agent, "_let_go_of_output", lambda: None)  # the same
-    monkeypatch.setenv(surroundings.VARIABLE, what)
+    monkeypatch.setattr(server, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(server, "_let_go_of_output", lambda: None)  # the same
+    monkeypatch.setenv(environment.VARIABLE, what)
     job = settings.place().job
     job.create()
     (job.path / "r00000.0").touch()  # the folder stays while there are slots
-    serving = threading.Thread(target=agent.run, args=(settings, os.getpid()), daemon=True)
+    serving = threading.Thread(target=server.run, args=(settings, os.getpid()), daemon=True)
     serving.start()
     until(settings.place().address.exists)
     return serving
@@ -415,7 +416,7 @@ def test_only_the_commit_under_way_is_finished(
         desk.say(op="problem", error="was finished")
 
     monkeypatch.setattr(Desk, "_commit", commit)
-    monkeypatch.setattr(agentline, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.5)
     before, new = (client_of(shm_dir, tmp_path, 0, what) for what in ("old", "new"))
     serving = serve_here(before.settings, "old", monkeypatch)
     assert reach(before) == os.getpid()
@@ -502,8 +503,8 @@ def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots are free for the memory level then; and it is tried again."""
-    monkeypatch.setattr(agentline, "MOST_AGENTS", 2)
-    monkeypatch.setattr(agentline, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "MOST_AGENTS", 2)
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.1)
     client = client_of(shm_dir, tmp_path, 0, "new")
     client.settings.place().job.create()
     places = [replace(client.settings, index=index).place() for index in range(2)]
@@ -534,7 +535,7 @@ def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
         place.address.unlink()
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-    monkeypatch.setattr(agentline, "ANSWER_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", PATIENCE_SECONDS)
     until(lambda: client.pid is not None)
     agents.append(client.pid or 0)
     client.close()
@@ -548,7 +549,7 @@ def test_ranks_of_a_node_that_differ_have_one_agent(
 ) -> None:
     """The first one's surroundings count."""
     theirs = iter(["one", "another"])
-    monkeypatch.setattr(alike, "fingerprint", lambda: next(theirs))
+    monkeypatch.setattr(settings_check, "fingerprint", lambda: next(theirs))
 
     def program(group: Any) -> tuple[int | None, int]:
         settings = {"shm_dir": str(shm_dir), "group": group, "local_in_place": False}
@@ -564,18 +565,18 @@ def test_ranks_of_a_node_that_differ_have_one_agent(
 
 
 def test_what_differs_between_launches_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = surroundings.fingerprint()
+    before = environment.fingerprint()
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("MASTER_PORT", "12345")
     monkeypatch.setenv("TIERCKPT_SLOTS", "3")
-    assert surroundings.fingerprint() == before
+    assert environment.fingerprint() == before
     for name in ("AWS_SESSION_TOKEN", KEY_VARIABLE, "https_proxy", "HTTPS_PROXY"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "another")
-            assert surroundings.fingerprint() != before
-    assert surroundings.fingerprint() == before
+            assert environment.fingerprint() != before
+    assert environment.fingerprint() == before
     monkeypatch.syspath_prepend("/another")
-    assert surroundings.fingerprint() != before
+    assert environment.fingerprint() != before
 
 
 def test_neither_the_key_nor_a_hash_of_it_is_in_the_command_line(
@@ -586,9 +587,9 @@ def test_neither_the_key_nor_a_hash_of_it_is_in_the_command_line(
     with TinyJob(tmp_path / "ckpts", shm_dir=str(shm_dir)) as job:
         job.run(1).settle()
         line = Path(f"/proc/{job.checkpointer._agent.pid}/cmdline").read_text()
-        assert "tierckpt.agent" in line
+        assert "tierckpt.agent.server" in line
         assert KEY not in line
-        assert surroundings.fingerprint() not in line
+        assert environment.fingerprint() not in line
 
 
 # --- modules -------------------------------------------------------------------------------------
@@ -623,7 +624,7 @@ def test_the_agent_finds_the_modules_that_the_script_finds(
     info = folder / "mine-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[tierckpt.modules]\nmine = mine:Mine\n")
+    (info / "entry_points.txt").write_text("[tierckpt.codecs]\nmine = mine:Mine\n")
     (folder / "mine.py").write_text(MINE)
     if folder != script.parent:
         (folder / "colorsys.py").write_text("raise ImportError('not the library')")
@@ -645,7 +646,7 @@ def test_a_path_that_is_no_more_is_no_trouble(
     gone.mkdir()
     monkeypatch.chdir(gone)
     monkeypatch.setattr(sys, "path", ["", "/somewhere", *sys.path])
-    assert surroundings.module_path()[0] == str(gone)
+    assert environment.module_path()[0] == str(gone)
     gone.rmdir()
-    assert "/somewhere" in surroundings.module_path()
+    assert "/somewhere" in environment.module_path()
     os.chdir(tmp_path)

@@ -15,8 +15,9 @@ import torch
 
 import tierckpt
 from tests.store.tinycourse import STEPS, versions_on_disk
-from tierckpt import ending, patience
-from tierckpt.agentclient import AgentClient
+from tierckpt.agent.client import AgentClient
+from tierckpt.checkpointer import shutdown
+from tierckpt.core import stall_timeout
 from tierckpt.testing import TinyJob, run_in_child
 
 
@@ -75,7 +76,7 @@ def test_what_fails_after_the_seal_costs_that_version_and_not_the_training(
 
 def end_with_a_dead_disk(path: Path, settings: dict[str, Any], report: Path) -> None:
     """In a process of its own: the agent answers no more, as one that is stuck in the kernel."""
-    patience.QUIET_SECONDS = ending.NOTICE_SECONDS = 0.2
+    stall_timeout.QUIET_SECONDS = shutdown.NOTICE_SECONDS = 0.2
     with TinyJob(path, **settings) as job:
         job.run(2)
         job.settle()

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import tierckpt
-from tierckpt.cli import main
-from tierckpt.kinds import Stranger
+from tierckpt.cli.main import main
+from tierckpt.state.custom_values import Stranger
 
 MODULE = "a_library_of_modes"
 SOURCE = """

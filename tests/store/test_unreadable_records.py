@@ -15,14 +15,14 @@ import xxhash
 
 from tierckpt import RestoreError
 from tierckpt.config import load_config
+from tierckpt.coordination.job_history import Lives
+from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.group import SingleGroup
-from tierckpt.inventory import Found, Place
-from tierckpt.jobdirectory import JobDirectory
-from tierckpt.lives import Lives
-from tierckpt.localstore import LocalStore
-from tierckpt.naming import ParityKey, ShardKey, VersionId
+from tierckpt.storage.inventory import Found, Place
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.testing import TinyJob
-from tierckpt.testing.storeprogram import commit_one, key_of
+from tierckpt.testing.store_program import commit_one, key_of
 
 STEPS = 4
 HANG_SECONDS = 60

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as lr
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import tierckpt
-from tierckpt import stateful
+from tierckpt.hooks import stateful_objects
 
 Optimizer = torch.optim.Optimizer
 
@@ -374,8 +374,8 @@ def test_an_optimizer_whose_groups_change_for_ever(
     """Is not looked for again and again: that takes a while."""
     model, opt = build()
     looks: list[int] = []
-    look = stateful.look
-    monkeypatch.setattr(stateful, "look", lambda: looks.append(1) or look())
+    look = stateful_objects.look
+    monkeypatch.setattr(stateful_objects, "look", lambda: looks.append(1) or look())
     with attached(model, opt, **settings) as (ckpt, _):
         for step in range(12):
             opt.param_groups[0][f"key {step}"] = step
@@ -387,7 +387,7 @@ def test_what_cannot_be_looked_at_costs_no_checkpoint(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, opt = build()
-    monkeypatch.setattr(stateful, "look", lambda: 1 / 0)
+    monkeypatch.setattr(stateful_objects, "look", lambda: 1 / 0)
     events: list[tierckpt.Event] = []
     with tierckpt.Checkpointer(model, opt, on_event=events.append, **settings) as ckpt:
         train(model, opt.step, ckpt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tierckpt.naming import ShardKey
+from tierckpt.format.ids import ShardKey
 from tierckpt.testing import TinyJob
 
 STEPS = 8

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.absent import MOST_TOLD, Absent, Known, Roster
+from tierckpt.coordination.former_nodes import MOST_TOLD, Absent, Known, Roster
 from tierckpt.group import SingleGroup
 from tierckpt.peer.transport import Transport
 

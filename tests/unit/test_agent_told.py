@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tierckpt.agent import Agent
-from tierckpt.alike import Roll
-from tierckpt.attach import agent_client, job_directory
+from tierckpt.agent.server import Agent
+from tierckpt.checkpointer.attach import agent_client, job_directory
+from tierckpt.checkpointer.tiers import Levels
 from tierckpt.config import load_config
+from tierckpt.coordination.peer_setup import redundancy_groups
+from tierckpt.coordination.settings_check import Roll
+from tierckpt.erasure import isal
 from tierckpt.group import Node, SingleGroup
-from tierckpt.levels import Levels
-from tierckpt.peers import redundancy_groups
-from tierckpt.redundancy import isal
 
 
 def test_the_flusher_knows_its_node_among_the_jobs_and_how_many_flush_at_once(

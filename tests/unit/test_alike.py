@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierckpt.alike import agree_on_settings
+from tierckpt.coordination.settings_check import agree_on_settings
 from tierckpt.errors import ConfigError
-from tierckpt.testing.threads import run_ranks
+from tierckpt.testing.thread_group import run_ranks
 
 
 def refusals(arguments: list[dict[str, Any]]) -> list[str]:

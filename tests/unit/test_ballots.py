@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tierckpt import ballots as module
-from tierckpt.agreement import Agreement
-from tierckpt.ballots import (
+from tierckpt.config import load_config
+from tierckpt.coordination import vote_exchange as module
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.vote_exchange import (
     OWN_WIDTH,
     Ballots,
     GroupBallots,
@@ -25,11 +26,10 @@ from tierckpt.ballots import (
     SharedBallots,
     ballots_for,
 )
-from tierckpt.config import load_config
+from tierckpt.core.schedule import VOTE_WIDTH
+from tierckpt.format.ids import VersionId
 from tierckpt.group import Node
-from tierckpt.naming import VersionId
-from tierckpt.policy import VOTE_WIDTH
-from tierckpt.testing.threads import ThreadGroup, run_ranks
+from tierckpt.testing.thread_group import ThreadGroup, run_ranks
 
 T = TypeVar("T")
 WIDTH = 5

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.best import NO_METRIC, Best, as_vote, best_of, of_vote
-from tierckpt.naming import VersionId
+from tierckpt.core.best import NO_METRIC, Best, as_vote, best_of, of_vote
+from tierckpt.format.ids import VersionId
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 measured = st.dictionaries(st.builds(VersionId, st.just(1), st.integers(0, 30)), finite, max_size=9)

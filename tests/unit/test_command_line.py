@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.cli import COMMANDS, main
+from tierckpt.cli.main import COMMANDS, main
 
 TAKE_A_PLACE = {
     "halt": ["--show"],

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tierckpt import copyplan
-from tierckpt.copyplan import Plan
-from tierckpt.naming import PAGE_BYTES
-from tierckpt.state import TrainingState
+from tierckpt.format.ids import PAGE_BYTES
+from tierckpt.snapshot import copy_plan
+from tierckpt.snapshot.copy_plan import Plan
+from tierckpt.state.training_state import TrainingState
 
 KIB, MIB = 2**10, 2**20
 
@@ -53,4 +53,4 @@ def test_a_tree_that_varies_a_little_has_one_header_and_one_length(
 def test_a_tree_that_grows_and_grows_leaves_no_headers_behind(plan: Plan) -> None:
     for tree_bytes in range(KIB, 2 * MIB, 3 * KIB):
         plan.header(tree_bytes)
-    assert len(plan._headers) <= copyplan.HEADERS
+    assert len(plan._headers) <= copy_plan.HEADERS

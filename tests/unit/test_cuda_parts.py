@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt import cuda, state
-from tierckpt.cuda import CudaLane, CudaSnapshot
 from tierckpt.errors import UnsupportedStateError
-from tierckpt.state import TrainingState
+from tierckpt.snapshot import cuda
+from tierckpt.snapshot.cuda import CudaLane, CudaSnapshot
+from tierckpt.state import training_state
+from tierckpt.state.training_state import TrainingState
 
 GIB = 1 << 30
 
@@ -23,10 +24,10 @@ GIB = 1 << 30
 def test_state_on_two_gpus_is_refused_by_name_with_the_way_out() -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     host = torch.device("cpu")
-    state.refuse_several_gpus([("step", host), ("weight", first), ("bias", first)])
-    state.refuse_several_gpus([("weight", second)])
+    training_state.refuse_several_gpus([("step", host), ("weight", first), ("bias", first)])
+    training_state.refuse_several_gpus([("weight", second)])
     with pytest.raises(UnsupportedStateError) as caught:
-        state.refuse_several_gpus([("step", host), ("weight", first), ("bias", second)])
+        training_state.refuse_several_gpus([("step", host), ("weight", first), ("bias", second)])
     assert str(caught.value).startswith("weight is on cuda:0, bias on cuda:1;")
     assert "one process per GPU" in str(caught.value)
 
@@ -41,12 +42,12 @@ def test_parameters_optimizer_state_and_buffers_are_all_looked_at(
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.randn(4, 2)).sum().backward()
     optimizer.step()
-    refuse = state.refuse_several_gpus
+    refuse = training_state.refuse_several_gpus
 
     def as_on_gpus(named: Sequence[tuple[str, torch.device]]) -> None:
         refuse([(name, torch.device("cuda", int(name == elsewhere))) for name, _ in named])
 
-    monkeypatch.setattr(state, "refuse_several_gpus", as_on_gpus)
+    monkeypatch.setattr(training_state, "refuse_several_gpus", as_on_gpus)
     found = TrainingState(model, {"optimizer": optimizer})
     with pytest.raises(UnsupportedStateError, match=f"{elsewhere} (is )?on cuda:1"):
         found.entries(found.walk())

@@ -12,7 +12,7 @@ from tests.crash.test_sweep import AGENT_POINTS, TRAINER_POINTS
 from tests.store.test_persistent_killed import FLUSH_KILLS, REMOVAL_KILLS
 from tests.store.test_persistent_s3 import OBJECT_REMOVAL_KILLS, UPLOAD_KILLS
 from tests.unit.test_health import POINTS as HEALTH_POINTS
-from tierckpt import faults
+from tierckpt import _faults
 
 Point = tuple[str, str]
 """Its name, and its `op` if it has one."""
@@ -64,7 +64,7 @@ def text_of(node: ast.expr | None) -> str:
 
 
 def swept_by(rules: Iterable[str]) -> set[Point]:
-    parsed = [rule for text in rules for rule in faults.parse(text)]
+    parsed = [rule for text in rules for rule in _faults.parse(text)]
     return {(rule.point, rule.conditions.get("op", "")) for rule in parsed}
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt import faults
+from tierckpt import _faults
 from tierckpt.testing import injected
 
 
 def test_rules_are_read() -> None:
-    kill, full = faults.parse(" kill@seal:version=12,rank=1 ; enospc@write ")
+    kill, full = _faults.parse(" kill@seal:version=12,rank=1 ; enospc@write ")
     assert (kill.action, kill.point, kill.conditions) == (
         "kill",
         "seal",
@@ -23,7 +23,7 @@ def test_rules_are_read() -> None:
 
 @pytest.mark.parametrize("text", ["", ";", " ; "])
 def test_nothing_asks_for_nothing(text: str) -> None:
-    assert faults.parse(text) == []
+    assert _faults.parse(text) == []
 
 
 @pytest.mark.parametrize(
@@ -32,22 +32,22 @@ def test_nothing_asks_for_nothing(text: str) -> None:
 )
 def test_a_rule_that_cannot_be_read_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="TIERCKPT_FAULTS") as caught:
-        faults.parse(text)
+        _faults.parse(text)
     assert repr(text.rpartition(";")[2]) in str(caught.value)
 
 
 def test_a_point_that_nobody_asked_for_does_nothing() -> None:
     with injected("eio@there"):
-        faults.point("elsewhere", version=1)
+        _faults.point("elsewhere", version=1)
 
 
 def test_conditions_must_all_hold() -> None:
     with injected("eio@write:version=3,rank=1"):
-        faults.point("write", version=3, rank=0)
-        faults.point("write", version=2, rank=1)
-        faults.point("write")
+        _faults.point("write", version=3, rank=0)
+        _faults.point("write", version=2, rank=1)
+        _faults.point("write")
         with pytest.raises(OSError, match="injected by 'eio@write:version=3,rank=1'") as caught:
-            faults.point("write", version=3, rank=1)
+            _faults.point("write", version=3, rank=1)
         assert caught.value.errno == errno.EIO
 
 
@@ -55,9 +55,9 @@ def test_the_third_hit_is_the_third_time_the_rest_holds_and_only_that() -> None:
     happened = []
     with injected("enospc@write:version=2,hit=3"):
         for turn in range(6):
-            faults.point("write", version=1)
+            _faults.point("write", version=1)
             try:
-                faults.point("write", version=2)
+                _faults.point("write", version=2)
             except OSError:
                 happened.append(turn)
     assert happened == [2]
@@ -66,15 +66,15 @@ def test_the_third_hit_is_the_third_time_the_rest_holds_and_only_that() -> None:
 def test_a_rule_fires_once_in_the_life_of_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(faults.FIRED_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(_faults.FIRED_VARIABLE, str(tmp_path))
     with injected("eio@write"), pytest.raises(OSError, match="injected"):
-        faults.point("write")
+        _faults.point("write")
     assert [p.name for p in tmp_path.iterdir()] == ["eio_write"]
     with injected("eio@write"):  # as a restarted process would
-        faults.point("write")
+        _faults.point("write")
 
 
 def test_injection_ends_with_its_block() -> None:
     with injected("eio@write"):
         pass
-    faults.point("write")
+    _faults.point("write")

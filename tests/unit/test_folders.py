@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tierckpt import folders
-from tierckpt.health import Need, check_directory
-from tierckpt.localstore import LocalStore
-from tierckpt.persistent.posix import PosixBackend
+from tierckpt.storage.files import durable
+from tierckpt.storage.health import Need, check_directory
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent.posix_backend import PosixBackend
 
 Calls = list[tuple[str, str]]
 
@@ -50,14 +50,14 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_each_folder_is_durable_before_the_next_is_made(root: Path, calls: Calls) -> None:
-    folders.make(root / "a" / "b")
+    durable.make(root / "a" / "b")
     assert calls == MADE
 
 
 def test_one_that_is_there_is_synced_for_whoever_made_it_and_came_no_further(
     root: Path, calls: Calls
 ) -> None:
-    folders.make(root)
+    durable.make(root)
     assert calls == [("synced", root.parent.name)]
 
 
@@ -89,7 +89,7 @@ def test_so_does_the_check_of_a_nodes_health_that_comes_before(root: Path, calls
     assert calls == MADE
 
 
-@pytest.mark.parametrize("code", sorted(folders.REFUSALS), ids=errno.errorcode.__getitem__)
+@pytest.mark.parametrize("code", sorted(durable.REFUSALS), ids=errno.errorcode.__getitem__)
 def test_a_file_system_that_syncs_no_folders_is_used_all_the_same(
     code: int, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_file_system_that_syncs_no_folders_is_used_all_the_same(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    folders.make(root / "a" / "b")
+    durable.make(root / "a" / "b")
     assert (root / "a" / "b").is_dir()
 
 
@@ -107,5 +107,5 @@ def test_a_device_that_fails_is_no_refusal(root: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        folders.make(root / "a" / "b")
+        durable.make(root / "a" / "b")
     assert not (root / "a" / "b").exists()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tierckpt._host import host_id
 from tierckpt.group import Group, SingleGroup
-from tierckpt.hostid import host_id
 from tierckpt.testing import GroupAbortedError, GroupConformance, ThreadGroup, run_ranks
 
 

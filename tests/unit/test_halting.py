@@ -20,15 +20,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt import halting, haltrequest
-from tierckpt.cli import main
+from tierckpt.cli.main import main
 from tierckpt.config import Config, load_config
+from tierckpt.core.schedule import Vote
 from tierckpt.errors import ConfigError, FormatError
 from tierckpt.group import Node
-from tierckpt.halting import Halting, Lookout, watched_directories
-from tierckpt.haltrequest import HaltRequest, Reason
-from tierckpt.policy import Vote
-from tierckpt.signals import Signals, parse_signals
+from tierckpt.halt import controller as halting
+from tierckpt.halt import request_file
+from tierckpt.halt.controller import Halting, Lookout, watched_directories
+from tierckpt.halt.request_file import HaltRequest, Reason
+from tierckpt.halt.signals import Signals, parse_signals
 
 NOON = 1_800_000_000.0
 """Unix seconds."""
@@ -117,16 +118,16 @@ def test_times_as_people_write_them() -> None:
         "2026-12-24T06:00+00:00": datetime(2026, 12, 24, 6, 0, tzinfo=UTC),
     }
     for text, expected in at.items():
-        assert haltrequest.parse_time(text, now) == expected.timestamp(), text
+        assert request_file.parse_time(text, now) == expected.timestamp(), text
     with pytest.raises(ConfigError, match="'tomorrow' is no time; give HH:MM"):
-        haltrequest.parse_time("tomorrow", now)
+        request_file.parse_time("tomorrow", now)
 
 
 def test_the_end_of_the_allocation_is_slurms() -> None:
-    assert haltrequest.allocation_end({"SLURM_JOB_END_TIME": "4000000000"}) == 4e9
-    assert haltrequest.allocation_end({"SLURM_JOB_END_TIME": "Unknown"}) is None
-    assert haltrequest.allocation_end({"SLURM_JOB_END_TIME": "inf"}) is None
-    assert haltrequest.allocation_end({}) is None
+    assert request_file.allocation_end({"SLURM_JOB_END_TIME": "4000000000"}) == 4e9
+    assert request_file.allocation_end({"SLURM_JOB_END_TIME": "Unknown"}) is None
+    assert request_file.allocation_end({"SLURM_JOB_END_TIME": "inf"}) is None
+    assert request_file.allocation_end({}) is None
 
 
 def test_only_processes_and_allocations_that_end_are_interruptions() -> None:
@@ -144,16 +145,16 @@ def test_the_command_asks_adds_shows_and_clears(
     place, claim = str(tmp_path), tmp_path / ".claim.9f8e7d6c.0"
     claim.touch()
     assert main(["halt", place, "--after-version", "100"]) == 0
-    assert haltrequest.read(tmp_path) == HaltRequest(after_version=100)
+    assert request_file.read(tmp_path) == HaltRequest(after_version=100)
     assert main(["halt", place, "--before", "2027-01-15T08:00+00:00", "--seconds-left", "90"]) == 0
-    assert haltrequest.read(tmp_path) == HaltRequest(False, 100, NOON, 90.0)
+    assert request_file.read(tmp_path) == HaltRequest(False, 100, NOON, 90.0)
     capsys.readouterr()
     assert main(["halt", place, "--show"]) == 0
     assert "to end: after version 100, or 90 seconds before 2027-01-15" in capsys.readouterr().out
     assert main(["halt", place, "--now", "--clear"]) == 0
-    assert haltrequest.read(tmp_path) == HaltRequest(now=True)
+    assert request_file.read(tmp_path) == HaltRequest(now=True)
     assert main(["halt", place, "--clear"]) == 0
-    assert haltrequest.read(tmp_path) is None
+    assert request_file.read(tmp_path) is None
     assert "may go on" in capsys.readouterr().out
     assert main(["halt", place, "--clear"]) == 0
     assert list(tmp_path.iterdir()) == [claim]
@@ -183,10 +184,10 @@ def test_the_command_refuses_a_directory_where_no_job_would_look(
     if left:
         (tmp_path / left).mkdir() if left.endswith("/") else (tmp_path / left).touch()
     asked = main(["halt", str(tmp_path), "--now"]) == 0
-    assert asked == seen == (haltrequest.read(tmp_path) is not None)
+    assert asked == seen == (request_file.read(tmp_path) is not None)
     assert ("no job has left anything in" in capsys.readouterr().err) != seen
     assert main(["halt", str(tmp_path), "--now", "--force"]) == 0
-    assert haltrequest.read(tmp_path) == HaltRequest(now=True)
+    assert request_file.read(tmp_path) == HaltRequest(now=True)
 
 
 @pytest.mark.parametrize("asked", [["--show"], ["--clear"]])
@@ -218,7 +219,7 @@ def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
 ) -> None:
     """What would be made above it may be a file system that is not mounted."""
     assert main(["halt", str(tmp_path / "ckpts"), "--now", "--force"]) == 0
-    assert haltrequest.read(tmp_path / "ckpts") == HaltRequest(now=True)
+    assert request_file.read(tmp_path / "ckpts") == HaltRequest(now=True)
     assert main(["halt", str(tmp_path / "mount" / "ckpts"), "--now", "--force"]) == 1
     told = capsys.readouterr().err
     assert f"{tmp_path}/mount is not there; make it, unless it should have been mounted" in told
@@ -260,10 +261,10 @@ def test_the_command_refuses_what_would_never_or_always_hold(
 ) -> None:
     """What is asked for stays as it was."""
     standing = HaltRequest(after_version=7)
-    haltrequest.write(tmp_path, standing)
+    request_file.write(tmp_path, standing)
     assert main(["halt", str(tmp_path), *arguments]) == 1
     assert re.search("numbers from 0 on|a finite number of seconds, 0 or", capsys.readouterr().err)
-    assert haltrequest.read(tmp_path) == standing
+    assert request_file.read(tmp_path) == standing
 
 
 @pytest.mark.parametrize("arguments", [["--now"], ["--show"], ["--clear"]])
@@ -285,14 +286,14 @@ def test_the_command_refuses_a_url(
 def test_a_request_that_cannot_be_read_is_named_with_the_way_out(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / haltrequest.FILE_NAME).write_text(content)
+    (tmp_path / request_file.FILE_NAME).write_text(content)
     for asked in ("--show", "--now"):
         assert main(["halt", str(tmp_path), asked]) == 1
         told = capsys.readouterr().err
         assert told.startswith(f"tierckpt: {tmp_path}: ")
         assert told.endswith("; --clear removes it\n")
     assert main(["halt", str(tmp_path), "--clear", "--now"]) == 0
-    assert haltrequest.read(tmp_path) == HaltRequest(now=True)
+    assert request_file.read(tmp_path) == HaltRequest(now=True)
 
 
 def test_the_command_says_whose_margin_counts(
@@ -321,14 +322,14 @@ def test_a_request_is_found_replaced_and_forgotten(often: None, tmp_path: Path) 
     elsewhere = tmp_path / "not there yet"
     lookout = Lookout([str(tmp_path), str(elsewhere)])
     try:
-        haltrequest.write(tmp_path, HaltRequest(after_version=5))
+        request_file.write(tmp_path, HaltRequest(after_version=5))
         until(lambda: lookout.requests == (HaltRequest(after_version=5),))
         elsewhere.mkdir()
-        haltrequest.write(elsewhere, HaltRequest(now=True))
+        request_file.write(elsewhere, HaltRequest(now=True))
         until(lambda: len(lookout.requests) == 2)
         assert f"tierckpt halt {tmp_path} --clear, " in lookout.advice()
-        haltrequest.clear(elsewhere)
-        (tmp_path / haltrequest.FILE_NAME).write_text("what?")
+        request_file.clear(elsewhere)
+        (tmp_path / request_file.FILE_NAME).write_text("what?")
         until(lambda: lookout.problems)
         assert lookout.requests == ()
         assert f"a halt request in {tmp_path} is passed over" in lookout.problems[0]
@@ -348,12 +349,12 @@ def test_a_request_is_found_replaced_and_forgotten(often: None, tmp_path: Path) 
 def test_what_is_no_request_is_passed_over_and_the_next_one_found(
     content: bytes, often: None, tmp_path: Path
 ) -> None:
-    (tmp_path / haltrequest.FILE_NAME).write_bytes(content)
+    (tmp_path / request_file.FILE_NAME).write_bytes(content)
     lookout = Lookout([str(tmp_path)])
     try:
         until(lambda: lookout.problems)
         assert f"a halt request in {tmp_path} is passed over" in lookout.problems[0]
-        haltrequest.write(tmp_path, HaltRequest(now=True))
+        request_file.write(tmp_path, HaltRequest(now=True))
         until(lambda: lookout.requests == (HaltRequest(now=True),))
         assert lookout.problems == ()
     finally:
@@ -361,7 +362,7 @@ def test_what_is_no_request_is_passed_over_and_the_next_one_found(
 
 
 def test_a_fifo_is_no_request(often: None, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / haltrequest.FILE_NAME)
+    os.mkfifo(tmp_path / request_file.FILE_NAME)
     lookout = Lookout([str(tmp_path)])
     try:
         until(lambda: lookout.problems)
@@ -385,7 +386,7 @@ def test_who_looks_where() -> None:
 def test_the_advice_can_be_pasted_into_a_shell(often: None, tmp_path: Path) -> None:
     place = tmp_path / "my run; rm"
     place.mkdir()
-    haltrequest.write(place, HaltRequest(now=True))
+    request_file.write(place, HaltRequest(now=True))
     lookout = Lookout([str(place)])
     try:
         until(lookout.advice)
@@ -543,7 +544,7 @@ def test_all_ranks_learn_of_it_one_boundary_later(make_rank: Any, tmp_path: Path
     places = [tmp_path / "a", tmp_path / "b"]
     for place in places:
         place.mkdir()
-    haltrequest.write(places[1], HaltRequest(after_version=4))
+    request_file.write(places[1], HaltRequest(after_version=4))
     ranks = [make_rank(place) for place in places]
     until(lambda: ranks[1].halting._lookout.requests)
     agreed, answers = Vote(), []
@@ -588,7 +589,7 @@ def test_how_long_before_a_time_a_job_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The request's own margin, or the configured one; without either it is after that time."""
-    haltrequest.write(tmp_path, HaltRequest(before_seconds=NOON, seconds_left=seconds_left))
+    request_file.write(tmp_path, HaltRequest(before_seconds=NOON, seconds_left=seconds_left))
     rank = make_rank(halt_seconds_left=configured)
     until(lambda: rank.halting._lookout.requests)
     found = []
@@ -668,7 +669,7 @@ def test_an_end_that_is_no_time_is_told_as_it_is(make_rank: Any) -> None:
 
 def test_a_signal_is_the_most_urgent_reason(make_rank: Any, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    haltrequest.write(tmp_path, HaltRequest(now=True))
+    request_file.write(tmp_path, HaltRequest(now=True))
     rank = make_rank(halt_signals="SIGUSR1")
     try:
         until(lambda: rank.halting._lookout.requests)

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from tierckpt import faults, health
-from tierckpt.cli import main
+from tierckpt import _faults
+from tierckpt.cli.main import main
 from tierckpt.errors import ConfigError
-from tierckpt.health import PROBE_BYTES, Need, check_directory, check_memory, examine
+from tierckpt.storage import health
+from tierckpt.storage.health import PROBE_BYTES, Need, check_directory, check_memory, examine
 
 POINTS = ["room", "write", "read"]
 
@@ -27,9 +28,9 @@ def fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     marks.mkdir()
 
     def ask(rule: str) -> Path:
-        monkeypatch.setenv(faults.FAULTS_VARIABLE, rule)
-        monkeypatch.setenv(faults.FIRED_VARIABLE, str(marks))
-        monkeypatch.setattr(faults, "_rules", faults.parse(rule))
+        monkeypatch.setenv(_faults.FAULTS_VARIABLE, rule)
+        monkeypatch.setenv(_faults.FIRED_VARIABLE, str(marks))
+        monkeypatch.setattr(_faults, "_rules", _faults.parse(rule))
         return marks
 
     return ask

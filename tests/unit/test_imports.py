@@ -14,17 +14,17 @@ HEAVY = ("torch", "numpy")
     "module",
     [
         "tierckpt",
-        "tierckpt.agent",
+        "tierckpt.agent.server",
         "tierckpt.config",
         "tierckpt.events",
-        "tierckpt.inventory",
-        "tierckpt.folders",
-        "tierckpt.jobdirectory",
-        "tierckpt.localstore",
-        "tierckpt.policy",
-        "tierckpt.slots",
+        "tierckpt.storage.inventory",
+        "tierckpt.storage.files.durable",
+        "tierckpt.storage.memory.job_directory",
+        "tierckpt.storage.local.store",
+        "tierckpt.core.schedule",
+        "tierckpt.storage.memory.slots",
         "tierckpt.testing",
-        "tierckpt.testing.storeprogram",
+        "tierckpt.testing.store_program",
     ],
 )
 def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
@@ -34,7 +34,7 @@ def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["tierckpt.flusher", "tierckpt.protector", "tierckpt.peer.remote"]
+    "module", ["tierckpt.agent.flusher", "tierckpt.agent.protector", "tierckpt.peer.read_client"]
 )
 def test_what_agents_load_later_does_without_torch(module: str) -> None:
     """It would take seconds, and 200 MB a node; numpy is for jobs with a peer level."""

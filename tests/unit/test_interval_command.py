@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tierckpt.cli import main
+from tierckpt.cli.interval import duration, observe, read, text_of
+from tierckpt.cli.main import main
 from tierckpt.events import EventLog
-from tierckpt.intervalcommand import duration, observe, read, text_of
 
 
 def said(capsys: pytest.CaptureFixture[str], *line: str) -> str:

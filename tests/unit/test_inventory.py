@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.config import PersistentConfig
-from tierckpt.inventory import EVERYWHERE, LEVELS, Found, Place, Problem, look_at_persistent
-from tierckpt.naming import Lineage, ShardKey, VersionId, newest_first
-from tierckpt.restoreplan import plan_restore
+from tierckpt.core.restore_plan import plan_restore
+from tierckpt.format.ids import Lineage, ShardKey, VersionId, newest_first
+from tierckpt.storage.inventory import (
+    EVERYWHERE,
+    LEVELS,
+    Found,
+    Place,
+    Problem,
+    look_at_persistent,
+)
 
 HOSTS = ("a", "b")
 
@@ -138,7 +145,7 @@ def test_a_store_whose_client_fails_is_told_and_not_raised(
     def fail(store: object) -> None:
         raise KeyError("ticket")
 
-    monkeypatch.setattr("tierckpt.inventory.PersistentStore.versions", fail)
+    monkeypatch.setattr("tierckpt.storage.inventory.PersistentStore.versions", fail)
     unseen: list[Problem] = []
     look_at_persistent(PersistentConfig(path=str(tmp_path)), [], [], unseen)
     assert [p.why for p in unseen] == ["KeyError: 'ticket'"]

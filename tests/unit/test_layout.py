@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.layout import (
+from tierckpt.format.layout import (
     BLOCK_BYTES,
     UNIT_BYTES,
     Layout,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tierckpt import tree
-from tierckpt.kinds import Stranger
 from tierckpt.offline.leaves import fingerprint, leaves_of, shown
+from tierckpt.state import tree_codec
+from tierckpt.state.custom_values import Stranger
 
 LONG = 2000
 """More elements than a tensor's `repr` shows."""
@@ -64,12 +64,12 @@ def quantized(at: int, zero_point: int = 0) -> torch.Tensor:
 
 def prints(value: Any) -> dict[str, str]:
     """As two processes record it: what was stored, decoded."""
-    arena = tree.Arena()
-    node = tree.pack({"extra": value}, "", arena.keep)
-    encoded = tree.EncodedTree(node, arena)
+    arena = tree_codec.Arena()
+    node = tree_codec.pack({"extra": value}, "", arena.keep)
+    encoded = tree_codec.EncodedTree(node, arena)
     data = torch.empty(encoded.nbytes, dtype=torch.uint8)
     encoded.copy(0, data)
-    decoded = tree.decode(data.numpy().tobytes())
+    decoded = tree_codec.decode(data.numpy().tobytes())
     return {name: fingerprint(leaf) for name, leaf in leaves_of(decoded).items()}
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.manifest import DIGEST_BYTES, Manifest, digest
-from tierckpt.naming import ShardKey, VersionId
+from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest
 
 numbers = st.integers(0, 2**62)
 manifests = st.builds(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.mappedfile import MappedFile
+from tierckpt.storage.files.mapped_file import MappedFile
 
 PAGES = 300
 SIZE = PAGES * mmap.PAGESIZE + 17

@@ -16,10 +16,11 @@ import tierckpt
 from tests.statematrix.layers import Filled
 from tests.statematrix.models import mlp
 from tests.statematrix.ownstates import Overridden, add_hooks, give_count, hooked, take_count
-from tierckpt import attach, tree
+from tierckpt.checkpointer import attach
 from tierckpt.errors import StateMismatchError, StateTornError, UnsupportedStateError
-from tierckpt.modulestates import MODULE_STATES, ModuleStates
-from tierckpt.state import TrainingState
+from tierckpt.state import tree_codec
+from tierckpt.state.modules.custom_states import MODULE_STATES, ModuleStates
+from tierckpt.state.training_state import TrainingState
 
 
 @pytest.fixture
@@ -212,7 +213,7 @@ def test_nothing_is_asked_of_a_model_without_such_modules(monkeypatch: pytest.Mo
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.LSTM(6, 6))
     state = TrainingState(model, {})
     state.look_again()
-    assert state.pack_module_states(tree.Arena()) == {}
+    assert state.pack_module_states(tree_codec.Arena()) == {}
     assert not state.module_states
     assert not asked
 
@@ -222,7 +223,7 @@ def test_a_hook_on_the_outside_asks_no_module_inside(monkeypatch: pytest.MonkeyP
     add_hooks(model, lambda _, state, *__: state.update(total=len(state)), lambda *_: None)
     state = TrainingState(model, {})
     monkeypatch.setattr(nn.Linear, "state_dict", None)
-    node = state.pack_module_states(tree.Arena())[MODULE_STATES]
+    node = state.pack_module_states(tree_codec.Arena())[MODULE_STATES]
     assert node[""]["given"] == {"total": 7}
 
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
+from tierckpt.codecs import pipeline
+from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, AesGcm, Xaes, fingerprint
+from tierckpt.codecs.checksum import Checksum
+from tierckpt.codecs.codec import Buffer, Module, ModuleError, Parameter, Where
+from tierckpt.codecs.pipeline import Pipeline, make_module
+from tierckpt.codecs.zstd import Zstd, gather_planes, scatter_planes
 from tierckpt.config import Config, LocalConfig, PeerConfig, PersistentConfig, load_config
 from tierckpt.errors import ConfigError, CorruptShardError
-from tierckpt.modules import pipeline
-from tierckpt.modules.checksum import Checksum
-from tierckpt.modules.compression import Zstd, gather_planes, scatter_planes
-from tierckpt.modules.encryption import FILE_VARIABLE, KEY_VARIABLE, AesGcm, Xaes, fingerprint
-from tierckpt.modules.module import Buffer, Module, ModuleError, Parameter, Where
-from tierckpt.modules.pipeline import Pipeline, make_module
-from tierckpt.persistent import PersistentStore, backend
-from tierckpt.persistent.posix import PosixBackend
+from tierckpt.storage.persistent import PersistentStore, backend
+from tierckpt.storage.persistent.posix_backend import PosixBackend
 from tierckpt.testing import HidingConformance, ModuleConformance
-from tierckpt.testing.modulesuite import BLOCKS, PLACE, noise
+from tierckpt.testing.codec_conformance import BLOCKS, PLACE, noise
 
 KEY, OTHER_KEY = "5e" * 32, "a7" * 32
 

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tierckpt.errors import FormatError
-from tierckpt.naming import (
+from tierckpt.format.ids import (
     Lineage,
     ShardKey,
     VersionId,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt import tree
-from tierckpt.copyplan import as_bytes
-from tierckpt.images import Part
-from tierckpt.layout import TensorSpec, plan_layout
-from tierckpt.newtensors import LARGE_BYTES, NewTensors
-from tierckpt.shardfile import ShardHeader, decode_header, encode_header
-from tierckpt.state import TrainingState, label_optimizers
+from tierckpt.format.layout import TensorSpec, plan_layout
+from tierckpt.format.shard_file import ShardHeader, decode_header, encode_header
+from tierckpt.restore.shard_image import Part
+from tierckpt.restore.tensor_fill import LARGE_BYTES, NewTensors
+from tierckpt.snapshot.copy_plan import as_bytes
+from tierckpt.state import tree_codec
+from tierckpt.state.training_state import TrainingState, label_optimizers
 
 WIDTH = 512  # a square of float32 is four times LARGE_BYTES
 WIDEST = 3072  # and of this, more than the allocator ever takes out of its heap
@@ -32,7 +32,7 @@ def live(width: int = WIDTH, steps: int = 0) -> TrainingState:
 
 
 def specs_of(state: TrainingState) -> dict[str, TensorSpec]:
-    return {n: tree.spec_of(t, n) for n, t, _ in state.entries(state.walk())}
+    return {n: tree_codec.spec_of(t, n) for n, t, _ in state.entries(state.walk())}
 
 
 def header_of(state: TrainingState, rank: int = 1) -> ShardHeader:
@@ -67,7 +67,7 @@ def test_foreseen_tensors_have_their_memory_and_others_are_made_when_asked_for()
     foresee(new, header_of(saved))
     for name, spec in specs.items():
         tensor = new.make(spec, "cpu")
-        assert tree.spec_of(tensor, name) == spec
+        assert tree_codec.spec_of(tensor, name) == spec
         if name.startswith("optimizer/weight/exp_avg"):
             assert pages_there(tensor) >= tensor.nbytes // mmap.PAGESIZE - 1
     assert pages_there(new.make(large, "cpu")) < large.nbytes // mmap.PAGESIZE // 2  # a second one
@@ -80,7 +80,7 @@ def test_memory_of_one_foreseen_is_given_once() -> None:
     spec = specs_of(saved)["optimizer/weight/exp_avg"]
     assert spec.nbytes == 4 * LARGE_BYTES
     assert new.make(spec, "cpu").data_ptr() != (again := new.make(spec, "cpu")).data_ptr()
-    assert tree.spec_of(again, spec.name) == spec
+    assert tree_codec.spec_of(again, spec.name) == spec
 
 
 def test_nothing_is_made_for_what_is_there_or_fits_nothing() -> None:
@@ -133,7 +133,7 @@ def parts_of(state: TrainingState) -> tuple[ShardHeader, list[Part]]:
     for piece in layout.pieces:
         low = len(encoded) + piece.offset
         shard[low : low + piece.nbytes] = bytes(
-            as_bytes(tree.flat(entries[piece.spec.name])).numpy()
+            as_bytes(tree_codec.flat(entries[piece.spec.name])).numpy()
         )
     bounds = [0, *range(len(encoded), len(shard), mmap.PAGESIZE), len(shard)]
     parts = [(0, a, memoryview(shard)[a:b]) for a, b in itertools.pairwise(bounds)]

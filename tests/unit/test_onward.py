@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from tierckpt.agent import AgentSettings
-from tierckpt.agentclient import AgentClient
-from tierckpt.agreement import Agreement
-from tierckpt.alike import Roll
-from tierckpt.backlog import Backlog
-from tierckpt.ballots import GroupBallots
-from tierckpt.best import Best
+from tierckpt.agent.client import AgentClient
+from tierckpt.agent.flusher import FlushOrder
+from tierckpt.agent.server import AgentSettings
+from tierckpt.agent.session import DeskSettings
+from tierckpt.checkpointer.backlog import Backlog
+from tierckpt.checkpointer.promotion import Onward, flush_order
 from tierckpt.config import load_config
-from tierckpt.desk import DeskSettings
-from tierckpt.flusher import FlushOrder
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.job_history import Lives
+from tierckpt.coordination.peer_setup import Peers
+from tierckpt.coordination.settings_check import Roll
+from tierckpt.coordination.vote_exchange import GroupBallots
+from tierckpt.core.best import Best
+from tierckpt.core.schedule import BROKEN, DONE
+from tierckpt.core.stall_timeout import QUIET_SECONDS
+from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import SingleGroup
-from tierckpt.jobdirectory import JobDirectory
-from tierckpt.lives import Lives
-from tierckpt.localstore import LocalStore
-from tierckpt.naming import Lineage, VersionId
-from tierckpt.onward import Onward, flush_order
-from tierckpt.patience import QUIET_SECONDS
-from tierckpt.peers import Peers
-from tierckpt.policy import BROKEN, DONE
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory
 
 LEVELS = ("memory", "local", "persistent")
 

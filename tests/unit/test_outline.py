@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_ckpt.group import GATHER_BYTES
-from tierckpt.layout import TensorSpec, plan_layout
-from tierckpt.outline import Contents, Outline, OwnState, counts, lacking
-from tierckpt.shardfile import ShardHeader, decode_header, encode_header
+from ddp_ckpt.torch_group import GATHER_BYTES
+from tierckpt.format.layout import TensorSpec, plan_layout
+from tierckpt.format.shard_file import ShardHeader, decode_header, encode_header
+from tierckpt.format.shard_summary import Contents, Outline, OwnState, counts, lacking
 
 NOTHING = OwnState(b"", b"", ())
 

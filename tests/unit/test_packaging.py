@@ -14,7 +14,7 @@ import pytest
 import xxhash
 from packaging.requirements import Requirement
 
-from tierckpt.localstore import LocalStore
+from tierckpt.storage.local.store import LocalStore
 
 ROOT = Path(__file__).resolve().parents[2]
 # Import package -> where it lies in the repository.

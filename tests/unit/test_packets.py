@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt import packets
-from tierckpt.packets import PACKET_BYTES, Joiner, packets_of
+from tierckpt.agent import protocol
+from tierckpt.agent.protocol import PACKET_BYTES, Joiner, packets_of
 
 
 @given(st.lists(st.text('+.{}"é', max_size=3 * PACKET_BYTES // 2), max_size=6))
@@ -42,11 +42,11 @@ def test_descriptors_come_with_their_message(nbytes: int) -> None:
         socket.send_fds(theirs, [first], [ours.fileno()])
         for packet in more:
             theirs.send(packet)
-        heard, (descriptor,) = packets.receive(ours)
+        heard, (descriptor,) = protocol.receive(ours)
         os.close(descriptor)
         assert heard == message
         theirs.shutdown(socket.SHUT_WR)
-        assert packets.receive(ours) == (None, [])
+        assert protocol.receive(ours) == (None, [])
 
 
 def test_the_smallest_buffer_has_room_for_a_packet() -> None:
@@ -54,8 +54,8 @@ def test_the_smallest_buffer_has_room_for_a_packet() -> None:
     message, heard = {"op": "x" * (1 << 20)}, list[Any]()
     with theirs, ours:
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        listener = threading.Thread(target=lambda: heard.append(packets.receive(ours)))
+        listener = threading.Thread(target=lambda: heard.append(protocol.receive(ours)))
         listener.start()
-        packets.send(theirs, message)
+        protocol.send(theirs, message)
         listener.join()
     assert heard == [(message, [])]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tierckpt import patience
-from tierckpt.patience import Patience, most_quiet_seconds
+from tierckpt.core import stall_timeout
+from tierckpt.core.stall_timeout import Patience, most_quiet_seconds
 
 
 def test_what_gets_on_is_waited_for_however_long_that_takes() -> None:
@@ -39,6 +39,6 @@ def test_who_was_stopped_with_all_others_waits_on() -> None:
 
 
 def test_a_large_version_may_take_longer_to_move_but_not_longer_than_a_collective() -> None:
-    assert most_quiet_seconds(0) == patience.QUIET_SECONDS
-    assert most_quiet_seconds(10**9) == patience.QUIET_SECONDS + 100
-    assert most_quiet_seconds(10**13) == patience.MOST_QUIET_SECONDS < 1800
+    assert most_quiet_seconds(0) == stall_timeout.QUIET_SECONDS
+    assert most_quiet_seconds(10**9) == stall_timeout.QUIET_SECONDS + 100
+    assert most_quiet_seconds(10**13) == stall_timeout.MOST_QUIET_SECONDS < 1800

@@ -15,10 +15,10 @@ import pytest
 
 from tests.peershards import Members, wait_until
 from tests.unit.test_redundancy_codes import Cluster
+from tierckpt.erasure.codes import Code
 from tierckpt.errors import RestoreError
-from tierckpt.naming import VersionId
-from tierckpt.peer.course import AHEAD, window_bytes_of
-from tierckpt.redundancy.codes import Code
+from tierckpt.format.ids import VersionId
+from tierckpt.peer.window_loop import AHEAD, window_bytes_of
 
 MIB = 1 << 20
 SCHEMES = {

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from tests.peershards import QUICK, SECRET, Members, nothing_of, rank_of, wait_until
+from tierckpt.erasure.codes import Code
 from tierckpt.errors import ConfigError
-from tierckpt.naming import VersionId
+from tierckpt.format.ids import VersionId
 from tierckpt.peer import wire
 from tierckpt.peer.address import Address, own_host
 from tierckpt.peer.errors import LEFT_OUT, ExchangeCancelledError, PeerError, RefusedError
 from tierckpt.peer.transport import Limits, Transport
 from tierckpt.peer.wire import Link
-from tierckpt.redundancy.codes import Code
 from tierckpt.testing import injected
 
 CODE = Code(3, 2, 1)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tierckpt.coordination.peer_setup import Peers, out_of_reach
 from tierckpt.peer.address import Address
-from tierckpt.peers import Peers, out_of_reach
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.naming import Lineage, VersionId, on_lineage
-from tierckpt.persistent import (
+from tierckpt.format.ids import Lineage, VersionId, on_lineage
+from tierckpt.format.version_names import Groups, SharedPlaces, parse_run, run_name
+from tierckpt.format.version_records import (
+    ShardRecord,
+    decode_shards,
+    encode_shards,
+    seal,
+    unseal,
+)
+from tierckpt.storage.persistent import (
     Held,
     Pace,
     RetentionPolicy,
@@ -26,15 +34,7 @@ from tierckpt.persistent import (
     VersionName,
     retirable,
 )
-from tierckpt.persistent.errors import FlushCancelledError
-from tierckpt.persistent.names import Groups, SharedPlaces, parse_run, run_name
-from tierckpt.persistent.records import (
-    ShardRecord,
-    decode_shards,
-    encode_shards,
-    seal,
-    unseal,
-)
+from tierckpt.storage.persistent.errors import FlushCancelledError
 
 lives = st.text("0123456789abcdef", min_size=1, max_size=16)
 ids = st.builds(VersionId, st.integers(0, 10**7), st.integers(0, 10**11))
@@ -416,7 +416,7 @@ def test_of_two_lives_that_may_be_the_ancestor_neither_is_touched() -> None:
 def test_it_is_imported_without_fsspec_torch_or_numpy() -> None:
     """The agent stays small; whoever names a directory needs no client of object stores."""
     program = (
-        "import sys, tierckpt.persistent.store as s; s.PersistentStore('/nowhere').versions()\n"
+        "import sys, tierckpt.storage.persistent.store as s; s.PersistentStore('/nowhere').versions()\n"
         "print([m for m in ('fsspec', 'torch', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

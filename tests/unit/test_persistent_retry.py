@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierckpt.errors import ConfigError
-from tierckpt.persistent import PersistentError, RetryPolicy
-from tierckpt.persistent.backend import open_backend
-from tierckpt.persistent.posix import PosixBackend
-from tierckpt.persistent.retry import RetryingBackend, advice, is_transient, lacks_room
+from tierckpt.storage.persistent import PersistentError, RetryPolicy
+from tierckpt.storage.persistent.backend import open_backend
+from tierckpt.storage.persistent.posix_backend import PosixBackend
+from tierckpt.storage.persistent.retry import RetryingBackend, advice, is_transient, lacks_room
 
 
 class AnswerError(Exception):

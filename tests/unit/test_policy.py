@@ -11,8 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.config import Config, load_config
-from tierckpt.naming import VersionId
-from tierckpt.policy import BROKEN, DONE, PENDING, REMEMBERED, Decision, Ledger, Schedule, Vote
+from tierckpt.core.schedule import (
+    BROKEN,
+    DONE,
+    PENDING,
+    REMEMBERED,
+    Decision,
+    Ledger,
+    Schedule,
+    Vote,
+)
+from tierckpt.format.ids import VersionId
 
 
 def configured(**arguments: Any) -> Config:

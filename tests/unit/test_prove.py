@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.cli import main
+from tierckpt.cli.main import main
 from tierckpt.config import load_config
+from tierckpt.coordination.proof_order import VARIABLE, Order, order_here, path_of, redirected
 from tierckpt.errors import ConfigError
-from tierckpt.proof.order import VARIABLE, Order, order_here, path_of, redirected
 from tierckpt.proof.records import Life, Writer, read
 from tierckpt.proof.runs import ProveError, Run
 from tierckpt.proof.verdict import (

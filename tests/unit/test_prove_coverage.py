@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tierckpt.proof import passes
+from tierckpt.proof import loader_passes
 from tierckpt.proof.coverage import Asked, gaps, over_epochs
 from tierckpt.proof.records import Life, Writer, read
 
@@ -124,21 +124,21 @@ class Mine(DataLoader[torch.Tensor]):
 def test_passes_are_seen_while_they_are_under_way(
     kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in passes.kinds():  # is put back
+    for each in loader_passes.kinds():  # is put back
         monkeypatch.setattr(each, "__iter__", vars(each)["__iter__"])
-    monkeypatch.setattr(passes, "_passes", [])
-    passes.watch()
-    passes.watch()
+    monkeypatch.setattr(loader_passes, "_passes", [])
+    loader_passes.watch()
+    loader_passes.watch()
     loader = kind(list(range(6)), batch_size=2)
     training = iter(loader)
     next(training)
     assert list(loader), "an evaluation"
-    ((number, *rest),) = passes.under_way()
+    ((number, *rest),) = loader_passes.under_way()
     assert rest == [3, 1]
     del training
-    assert passes.under_way() == []
+    assert loader_passes.under_way() == []
     again = iter(loader)
-    ((later, *rest),) = passes.under_way()
+    ((later, *rest),) = loader_passes.under_way()
     assert later > number
     assert rest == [3, 0]
     assert again
@@ -155,9 +155,9 @@ class Listed(DataLoader[int]):
 
 
 def test_a_loader_that_cannot_be_watched_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in passes.kinds():
+    for each in loader_passes.kinds():
         monkeypatch.setattr(each, "__iter__", vars(each)["__iter__"])
-    monkeypatch.setattr(passes, "_passes", [])
-    passes.watch()
+    monkeypatch.setattr(loader_passes, "_passes", [])
+    loader_passes.watch()
     assert list(iter(Listed([1]))) == [7]
-    assert passes.under_way() == []
+    assert loader_passes.under_way() == []

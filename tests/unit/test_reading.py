@@ -17,23 +17,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.peershards import shard_of
-from tierckpt import reading
+from tierckpt.codecs.codec import ModuleError
+from tierckpt.core.restore_plan import RestorePlan, Source
 from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.ids import VersionId
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.shard_file import decode_header
+from tierckpt.format.shard_summary import Contents, Outline, OwnState
 from tierckpt.group import SingleGroup
-from tierckpt.images import Image, in_file
-from tierckpt.inventory import Place
-from tierckpt.manifest import Manifest
-from tierckpt.modules.module import ModuleError
-from tierckpt.naming import VersionId
-from tierckpt.outline import Contents, Outline, OwnState
-from tierckpt.persistent import PersistentError
-from tierckpt.progress import Progress
-from tierckpt.reading import RUN_BYTES, Blame, Reads, runs_of
-from tierckpt.restore import Attempt
+from tierckpt.restore import shard_reader
+from tierckpt.restore.broadcast import Courier
+from tierckpt.restore.progress import Progress
+from tierckpt.restore.restorer import Attempt
+from tierckpt.restore.shard_image import Image, in_file
+from tierckpt.restore.shard_reader import RUN_BYTES, Blame, Reads, runs_of
 from tierckpt.restored import Volume
-from tierckpt.restoreplan import RestorePlan, Source
-from tierckpt.shardfile import decode_header
-from tierckpt.sharing import Courier
+from tierckpt.storage.inventory import Place
+from tierckpt.storage.persistent import PersistentError
 
 SHARD_BYTES = 2 * RUN_BYTES + 3 * 4096
 SHARDS = 3
@@ -72,7 +72,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk()
-    monkeypatch.setattr(reading, "open_image", made.open_image)
+    monkeypatch.setattr(shard_reader, "open_image", made.open_image)
     return made
 
 
@@ -189,8 +189,8 @@ def test_what_was_put_aside_comes_back_and_a_disk_that_lost_it_is_no_copys_fault
     def fail(number: int) -> None:
         raise OSError(errno.EIO, "the disk fails")
 
-    monkeypatch.setattr("tierckpt.images.os.fsync", fail)
-    monkeypatch.setattr(reading, "open_image", lambda *_: image)
+    monkeypatch.setattr("tierckpt.restore.shard_image.os.fsync", fail)
+    monkeypatch.setattr(shard_reader, "open_image", lambda *_: image)
     reads = Reads(pool, {})
     reads.open(VersionId(1, 1), SHARDS, "", sources([0])[:1])
     (failure,) = reads.finish()
@@ -264,7 +264,7 @@ class Other(SingleGroup):
 
 
 def test_a_rank_holds_a_window_of_what_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierckpt.sharing.BROADCAST_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
     said = bytes(i % 251 for i in range(2500))
     group, volume, seen = Other(said), Volume(), bytearray()
     courier = Courier(group, volume)
@@ -281,7 +281,7 @@ def test_a_rank_holds_a_window_of_what_others_read(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_first_window_has_the_whole_header(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierckpt.sharing.BROADCAST_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
     group = Other(bytes(2500))
     Courier(group, Volume()).show(
         sources([0, 1])[0], outline(1400, 1100), None, lambda shard, offset, window: None
@@ -294,8 +294,8 @@ def test_what_was_mapped_is_brought_again_before_it_is_shown(
     direct: bool, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have left memory meanwhile; to look at a page that cannot come back is SIGBUS."""
-    monkeypatch.setattr("tierckpt.sharing.BROADCAST_BYTES", 1000)
-    monkeypatch.setattr("tierckpt.sharing.MAPPED_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.broadcast.MAPPED_BYTES", 1000)
     touched: list[tuple[int, int]] = []
     shown: list[int] = []
 
@@ -326,7 +326,7 @@ def test_what_was_mapped_is_brought_again_before_it_is_shown(
 def test_what_is_mapped_and_not_wanted_is_not_touched(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierckpt.sharing.MAPPED_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.broadcast.MAPPED_BYTES", 1000)
     touched: list[int] = []
     shown: list[int] = []
     image = Image(
@@ -354,7 +354,7 @@ def test_what_is_mapped_and_not_wanted_is_not_touched(
 
 def test_what_is_sent_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may want it."""
-    monkeypatch.setattr("tierckpt.sharing.BROADCAST_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
     group = Other(bytes(2500))
     courier, source = Courier(group, Volume()), sources([0, 1])[0]
     courier.show(source, outline(100, 2400), None, lambda *_: None, lambda *_: False)

@@ -14,14 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.errors import CorruptShardError, RestoreError
-from tierckpt.manifest import DIGEST_BYTES
-from tierckpt.naming import PAGE_BYTES
-from tierckpt.redundancy import checks, isal
-from tierckpt.redundancy.codes import Code, Segment, Stripes
-from tierckpt.redundancy.field import coefficient, multiply
-from tierckpt.redundancy.kernels import Product
-from tierckpt.redundancy.schedule import (
+from tierckpt.erasure import isal
+from tierckpt.erasure.codes import Code, Segment, Stripes
+from tierckpt.erasure.exchange_plan import (
     MemberPlan,
     Round,
     Task,
@@ -30,6 +25,12 @@ from tierckpt.redundancy.schedule import (
     plan_rebuild,
     transfers,
 )
+from tierckpt.erasure.gf256 import coefficient, multiply
+from tierckpt.erasure.kernels import Product
+from tierckpt.errors import CorruptShardError, RestoreError
+from tierckpt.format import block_digests
+from tierckpt.format.ids import PAGE_BYTES
+from tierckpt.format.manifest import DIGEST_BYTES
 
 WINDOW_BYTES = 5000
 
@@ -458,7 +459,7 @@ def test_a_flipped_bit_in_any_source_is_found(cluster: Cluster, data: st.DataObj
     code, stripes = cluster.stripes.code, cluster.stripes
     shard_blocks = [[min(700, n), n - min(700, n)] for n in stripes.shard_bytes]
     digests = [
-        checks.digests_of(memoryview(m.shard), blocks)
+        block_digests.digests_of(memoryview(m.shard), blocks)
         for m, blocks in zip(cluster.members, shard_blocks, strict=True)
     ]
     lost = data.draw(st.integers(0, code.n - 1))
@@ -477,26 +478,26 @@ def test_a_flipped_bit_in_any_source_is_found(cluster: Cluster, data: st.DataObj
     rebuilt = memoryview(cluster.members[lost].shard)
     if reach:
         with pytest.raises(CorruptShardError, match=r"shard 3: bytes \d+ to \d+ differ"):
-            checks.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
+            block_digests.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
     else:
-        checks.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
+        block_digests.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
         assert rebuilt == before
 
 
 def test_damaged_parity_is_found_before_it_is_used() -> None:
     parity = bytearray(np.random.default_rng(0).bytes(1_200_000))
-    blocks = checks.parity_blocks(len(parity))
+    blocks = block_digests.parity_blocks(len(parity))
     assert blocks == [524288, 524288, 151424]
-    digests = checks.digests_of(memoryview(parity), blocks)
+    digests = block_digests.digests_of(memoryview(parity), blocks)
     assert len(digests) == 3 * DIGEST_BYTES
-    checks.check(memoryview(parity), blocks, digests, "parity of shard 1")
+    block_digests.check(memoryview(parity), blocks, digests, "parity of shard 1")
     parity[-1] ^= 1
     with pytest.raises(CorruptShardError, match="parity of shard 1: bytes 1048576 to 1200000"):
-        checks.check(memoryview(parity), blocks, digests, "parity of shard 1")
+        block_digests.check(memoryview(parity), blocks, digests, "parity of shard 1")
     with pytest.raises(CorruptShardError, match="1199999 bytes long and has 3 digests"):
-        checks.check(memoryview(parity)[:-1], blocks, digests, "it")
+        block_digests.check(memoryview(parity)[:-1], blocks, digests, "it")
     with pytest.raises(CorruptShardError, match="has 2 digests"):
-        checks.check(memoryview(parity), blocks, digests[:-DIGEST_BYTES], "it")
+        block_digests.check(memoryview(parity), blocks, digests[:-DIGEST_BYTES], "it")
     with pytest.raises(ValueError, match="blocks of 1200000 bytes"):
-        checks.digests_of(memoryview(parity)[:-1], blocks)
-    assert checks.parity_blocks(0) == []
+        block_digests.digests_of(memoryview(parity)[:-1], blocks)
+    assert block_digests.parity_blocks(0) == []

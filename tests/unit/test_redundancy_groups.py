@@ -10,14 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tierckpt._host import boot_id, host_id
+from tierckpt.erasure.groups import RedundancyGroup, Scheme, TooFewDomainsError, plan_groups
 from tierckpt.errors import ConfigError
-from tierckpt.hostid import boot_id, host_id
-from tierckpt.redundancy.groups import (
-    RedundancyGroup,
-    Scheme,
-    TooFewDomainsError,
-    plan_groups,
-)
 
 # (form, group size): several of each kind, with the smallest and with large ones.
 ASKED = [
@@ -124,7 +119,7 @@ def test_the_same_list_gives_the_same_groups() -> None:
     first = plan_groups(domains, Scheme.parse("xor"))
     assert first == plan_groups(tuple(domains), Scheme.parse("xor"), 8)
     program = (
-        "from tierckpt.redundancy.groups import Scheme, plan_groups\n"
+        "from tierckpt.erasure.groups import Scheme, plan_groups\n"
         "domains = [f'n{rank // 3}' for rank in range(40)]\n"
         "print([group.ranks for group in plan_groups(domains, Scheme.parse('xor'))])"
     )  # in another process, with other hashes
@@ -271,8 +266,8 @@ def test_a_code_larger_than_the_field_is_refused() -> None:
 
 def test_planning_needs_neither_torch_nor_numpy() -> None:
     program = (
-        "import sys, tierckpt.redundancy.groups, tierckpt.redundancy.schedule\n"
-        "import tierckpt.redundancy.isal\n"
+        "import sys, tierckpt.erasure.groups, tierckpt.erasure.exchange_plan\n"
+        "import tierckpt.erasure.isal\n"
         "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

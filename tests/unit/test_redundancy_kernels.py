@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.redundancy import isal
-from tierckpt.redundancy.field import Matrix, decoding, multiply
-from tierckpt.redundancy.isal import Isal
-from tierckpt.redundancy.kernels import TILE_BYTES, Product
+from tierckpt.erasure import isal
+from tierckpt.erasure.gf256 import Matrix, decoding, multiply
+from tierckpt.erasure.isal import Isal
+from tierckpt.erasure.kernels import TILE_BYTES, Product
 
 found = isal.find()
 needs_isal = pytest.mark.skipif(found is None, reason="ISA-L is not installed")

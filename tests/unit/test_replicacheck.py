@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt.policy import Vote
-from tierckpt.replicacheck import (
+from tierckpt.core.replica_check import (
     BUCKETS,
     NONE,
     UNIT_BYTES,
@@ -28,9 +27,10 @@ from tierckpt.replicacheck import (
     stride_of,
     unlike,
 )
-from tierckpt.replicahash import Look, weighted_sum
-from tierckpt.replicated import Replicated
-from tierckpt.state import TrainingState
+from tierckpt.core.schedule import Vote
+from tierckpt.replicas.digests import Look, weighted_sum
+from tierckpt.replicas.replicated_state import Replicated
+from tierckpt.state.training_state import TrainingState
 
 
 @pytest.mark.parametrize("slices", [1, 3, 50])

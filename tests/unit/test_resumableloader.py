@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import tierckpt
-from tierckpt import generators, tree
-from tierckpt.resumableloader import ResumableLoader
+from tierckpt.resumable_loader import ResumableLoader
+from tierckpt.state import rng, tree_codec
 
 EPOCHS, LENGTH, BATCH = 3, 11, 2  # six batches an epoch, the last one short
 
@@ -127,17 +127,19 @@ class Loop:
 
     def saved(self) -> tuple[str, str]:
         """The place and the global generators, as a checkpoint has them: text."""
-        arena = tree.Arena()
-        place = json.dumps(tree.pack(self.data.state_dict(), "data", arena.keep))
+        arena = tree_codec.Arena()
+        place = json.dumps(tree_codec.pack(self.data.state_dict(), "data", arena.keep))
         return json.dumps([place, [t.tolist() for t in arena.tensors]]), json.dumps(
-            generators.pack_rng().make()
+            rng.pack_rng().make()
         )
 
     def restore(self, saved: tuple[str, str]) -> None:
         place, tensors = json.loads(saved[0])
         kept = [torch.tensor(each, dtype=torch.uint8) for each in tensors]
-        self.data.load_state_dict(tree.unpack(json.loads(place), lambda node: kept[node["v"]]))
-        generators.load_rng(json.loads(saved[1]))
+        self.data.load_state_dict(
+            tree_codec.unpack(json.loads(place), lambda node: kept[node["v"]])
+        )
+        rng.load_rng(json.loads(saved[1]))
         self.data.restored()
         noise()  # what is drawn before the loop does not count
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from tierckpt import Checkpointer, saidonce
-from tierckpt.alike import agree_on_settings
+from tierckpt import Checkpointer
+from tierckpt.coordination import shown_once
+from tierckpt.coordination.error_barrier import Together
+from tierckpt.coordination.settings_check import agree_on_settings
 from tierckpt.errors import (
     ConfigError,
     RestoreError,
@@ -19,13 +21,12 @@ from tierckpt.errors import (
     UnsupportedStateError,
 )
 from tierckpt.testing import ThreadGroup, run_ranks
-from tierckpt.together import Together
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank waits, and the hook is Python's again afterwards."""
-    monkeypatch.setattr(saidonce, "HEAD_START_SECONDS", 0.0)
+    monkeypatch.setattr(shown_once, "HEAD_START_SECONDS", 0.0)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
 
@@ -90,10 +91,10 @@ def test_settings_that_differ_are_shown_by_rank_0(capsys: pytest.CaptureFixture[
 
 
 def test_all_other_errors_are_shown_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
-    saidonce.said_by(RestoreError("of all"), 0, 1)
+    shown_once.said_by(RestoreError("of all"), 0, 1)
     assert shown(ValueError("the script's own"), capsys) == "ValueError: the script's own\n"
     hook = sys.excepthook
-    saidonce.said_by(RestoreError("of all"), 0, 2)
+    shown_once.said_by(RestoreError("of all"), 0, 2)
     assert sys.excepthook is hook, "once a process"
 
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt import tree
 from tierckpt.errors import FormatError
-from tierckpt.layout import BLOCK_BYTES, Layout, TensorSpec, plan_layout
-from tierckpt.naming import PAGE_BYTES
-from tierckpt.shardfile import RANK_STATE, decode_header, encode_header
+from tierckpt.format.ids import PAGE_BYTES
+from tierckpt.format.layout import BLOCK_BYTES, Layout, TensorSpec, plan_layout
+from tierckpt.format.shard_file import RANK_STATE, decode_header, encode_header
+from tierckpt.state import tree_codec
 
 names = st.text(min_size=1, max_size=12)
 structures = st.dictionaries(names, st.lists(names, max_size=3), max_size=3)
@@ -95,12 +95,12 @@ def with_random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
 
 def shard_of(tensors: dict[str, torch.Tensor], rank: int, ranks: int) -> bytes:
     """A shard's bytes, built by the rules: header, then each piece's flat bytes."""
-    specs = [tree.spec_of(t, n) for n, t in tensors.items()]
+    specs = [tree_codec.spec_of(t, n) for n, t in tensors.items()]
     layout = plan_layout(specs, [], rank, ranks)
     encoded, data_bytes = encode_header(layout, 10, {})
     data = bytearray(data_bytes)
     for piece in layout.pieces:
-        flat = tree.flat(tensors[piece.spec.name])[piece.start : piece.stop]
+        flat = tree_codec.flat(tensors[piece.spec.name])[piece.start : piece.stop]
         if flat.numel():
             raw = flat.contiguous().view(torch.uint8).numpy().tobytes()
             data[piece.offset : piece.offset + piece.nbytes] = raw

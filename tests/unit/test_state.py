@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from tierckpt import attach, generators, state
-from tierckpt.copyplan import Plan
+from tierckpt.checkpointer import attach
 from tierckpt.errors import UnsupportedStateError
-from tierckpt.layout import UNIT_BYTES
-from tierckpt.modulenames import unwrap
-from tierckpt.refusals import refuse_model
-from tierckpt.state import TrainingState, label_optimizers
+from tierckpt.format.layout import UNIT_BYTES
+from tierckpt.snapshot.copy_plan import Plan
+from tierckpt.state import rng, training_state
+from tierckpt.state.names import unwrap
+from tierckpt.state.training_state import TrainingState, label_optimizers
+from tierckpt.state.validate import refuse_model
 
 
 def trained(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainingState:
@@ -363,17 +364,17 @@ def draws() -> tuple[Any, ...]:
 
 @pytest.fixture
 def streams_put_back() -> Any:
-    saved = generators.pack_rng().make()
+    saved = rng.pack_rng().make()
     yield
-    generators.load_rng(saved)
+    rng.load_rng(saved)
 
 
 @pytest.mark.usefixtures("streams_put_back")
 def test_all_random_streams_are_taken_up_where_they_were() -> None:
     draws()  # odd numbers of normal deviates: the second of a pair is kept for later
-    saved = generators.pack_rng().make()
+    saved = rng.pack_rng().make()
     expected = [draws() for _ in range(3)]
-    assert generators.load_rng(saved) == []
+    assert rng.load_rng(saved) == []
     assert [draws() for _ in range(3)] == expected
 
 
@@ -409,10 +410,10 @@ def test_the_stream_of_the_device_that_trains_goes_along(
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda i: torch.tensor([i], dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "set_rng_state", put)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 if saved_on is None else devices)
-    saved = generators.pack_rng(device(saved_on)).make()
+    saved = rng.pack_rng(device(saved_on)).make()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    problems = generators.load_rng(saved, device(loaded_on))
+    problems = rng.load_rng(saved, device(loaded_on))
     assert found == set_
     assert problems == (
         ["RNG of 4 CUDA devices was saved, this process has 1"] if saved_on is None else []
@@ -426,7 +427,7 @@ def test_looking_does_not_draw() -> None:
     np.random.seed(5)
     found = []
     for _ in range(4):
-        generators.pack_rng().make()
+        rng.pack_rng().make()
         found.append(np.random.rand())
     assert found == expected
 
@@ -436,12 +437,12 @@ def test_numpys_kept_deviate_is_not_lost_when_a_seed_comes_again() -> None:
     np.random.seed(5)
     np.random.randn()
     np.random.randn()
-    generators.pack_rng().make()  # none is kept now
+    rng.pack_rng().make()  # none is kept now
     np.random.seed(5)
     np.random.randn()  # one is kept, with the generator where it was before
-    saved = generators.pack_rng().make()
+    saved = rng.pack_rng().make()
     expected = np.random.randn()
-    generators.load_rng(saved)
+    rng.load_rng(saved)
     assert np.random.randn() == expected
 
 
@@ -455,6 +456,8 @@ def test_the_layout_does_not_depend_on_the_order_in_which_an_optimizer_made_its_
         for param in model.parameters():
             made = {key: torch.zeros(() if key == "step" else param.shape) for key in keys}
             optimizer.state[param] = made
-        taken = state.TrainingState(model, state.label_optimizers(optimizer), None, None)
+        taken = training_state.TrainingState(
+            model, training_state.label_optimizers(optimizer), None, None
+        )
         names.append([name for name, _, _ in taken.entries(taken.walk())])
     assert names[0] == names[1]

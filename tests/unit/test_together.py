@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tierckpt.coordination.error_barrier import Together
 from tierckpt.errors import RestoreError
 from tierckpt.group import SingleGroup
 from tierckpt.testing import GroupAbortedError, ThreadGroup, run_ranks
-from tierckpt.together import Together
 
 RANKS = 3
 POINTS = 7

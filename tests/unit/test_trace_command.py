@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tierckpt import cli
-from tierckpt.timeline.command import load
-from tierckpt.timeline.plot import MOST_ROWS, TREE_ROW, row_names, step_of, typical_version
-from tierckpt.timeline.spans import Span, Timeline, TimelineError
-from tierckpt.trace import ALLREDUCE, COPIER, TRAINING, Trace
+from tierckpt.cli import main
+from tierckpt.cli.trace import load
+from tierckpt.tracing.plot import MOST_ROWS, TREE_ROW, row_names, step_of, typical_version
+from tierckpt.tracing.recorder import ALLREDUCE, COPIER, TRAINING, Trace
+from tierckpt.tracing.spans import Span, Timeline, TimelineError
 
 US = 1e-6
 
@@ -50,7 +50,7 @@ def traces(tmp_path: Path) -> list[str]:
 
 
 def test_a_summary_says_the_numbers(traces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trace", "summary", "--ours", *traces]) == 0
+    assert main.main(["trace", "summary", "--ours", *traces]) == 0
     said = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines()]
     assert ["1 KiB to 4 KiB", "6", "0.200", "0.200", "0.200", "0.200"] in rows
@@ -62,10 +62,10 @@ def test_a_summary_says_the_numbers(traces: list[str], capsys: pytest.CaptureFix
 def test_a_summary_can_leave_out_the_first_steps(
     traces: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["trace", "summary", "--from-version", "3", "--ours", *traces]) == 0
+    assert main.main(["trace", "summary", "--from-version", "3", "--ours", *traces]) == 0
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines()]
     assert [row[2].strip() for row in rows if row[1:] and row[1].strip() == "barrier"] == ["2"]
-    assert cli.main(["trace", "summary", "--from-version", "9", "--ours", *traces]) == 1
+    assert main.main(["trace", "summary", "--from-version", "9", "--ours", *traces]) == 1
     assert "no boundary of v9" in capsys.readouterr().err
 
 
@@ -73,7 +73,7 @@ def test_a_merge_is_one_file(
     traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "merged.json"
-    assert cli.main(["trace", "merge", str(out), "--ours", *traces]) == 0
+    assert main.main(["trace", "merge", str(out), "--ours", *traces]) == 0
     events = json.loads(out.read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
     assert "merged.json: 38 spans of 2 rank(s)" in capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_a_picture_of_what_is_not_there(
 ) -> None:
     pytest.importorskip("matplotlib")
     command = ["trace", "plot", str(tmp_path / "x.png"), "--ours", *traces, *options]
-    assert cli.main(command) == 1
+    assert main.main(command) == 1
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "x.png").exists()
 
@@ -115,7 +115,7 @@ def test_without_matplotlib_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    assert cli.main(["trace", "plot", str(tmp_path / "x.png"), "--ours", *traces]) == 1
+    assert main.main(["trace", "plot", str(tmp_path / "x.png"), "--ours", *traces]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
@@ -129,7 +129,7 @@ def test_bad_input_is_named(
         ([traces[0], traces[0]], "both of rank 0"),
         ([*traces, "--horovod", traces[0]], "does not say when it began"),
     ):
-        assert cli.main(["trace", "summary", "--ours", *files]) == 1
+        assert main.main(["trace", "summary", "--ours", *files]) == 1
         said = capsys.readouterr().err
         assert problem in said
         assert said.startswith("tierckpt: ")
@@ -149,7 +149,7 @@ def test_a_timeline_of_another_run_is_refused(
     ]
     (tmp_path / "h.json").write_text(json.dumps(entries))
     command = ["trace", "summary", "--ours", *traces, "--horovod", str(tmp_path / "h.json")]
-    assert cli.main(command) == 1
+    assert main.main(command) == 1
     assert "are they of one run?" in capsys.readouterr().err
 
 
@@ -162,7 +162,7 @@ def test_a_process_set_without_horovods_rank_0_is_not_in_its_timeline(
         trace.know({})
         trace.close()
     command = ["trace", "summary", "--ours", *traces, "--horovod", str(tmp_path / "h.json")]
-    assert cli.main(command) == 1
+    assert main.main(command) == 1
     assert "h.json has no reductions of these ranks" in capsys.readouterr().err
 
 
@@ -249,26 +249,26 @@ def test_the_console_script_is_main() -> None:
     setup = ConfigParser()
     setup.read(Path(__file__).parents[2] / "setup.cfg")
     scripts = setup["options.entry_points"]["console_scripts"].split("\n")
-    assert f"tierckpt = {cli.main.__module__}:{cli.main.__name__}" in scripts
+    assert f"tierckpt = {main.main.__module__}:{main.main.__name__}" in scripts
 
 
 def test_without_a_command_it_shows_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main([])
+        main.main([])
     assert ended.value.code == 2
     assert "usage: tierckpt" in capsys.readouterr().err
 
 
 def test_every_command_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["--help"])
+        main.main(["--help"])
     said = capsys.readouterr().out
-    for add in cli.COMMANDS:
+    for add in main.COMMANDS:
         assert f"    {add.__name__.rstrip('_')} " in said
 
 
 def test_it_starts_without_torch_and_numpy() -> None:
-    modules = "tierckpt.cli, tierckpt.timeline.command, tierckpt.trace"
+    modules = "tierckpt.cli.main, tierckpt.cli.trace, tierckpt.tracing.recorder"
     program = f"import sys, {modules}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

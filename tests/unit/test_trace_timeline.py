@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.timeline.chrome import read_entries, write
-from tierckpt.timeline.horovod import agreement, read_horovod
-from tierckpt.timeline.intervals import Interval, intersection, lanes, length, overlap, union
-from tierckpt.timeline.spans import Span, Timeline, TimelineError
-from tierckpt.timeline.summary import Stats, hidden, size_buckets, summarize, update_gaps
+from tierckpt.tracing.chrome_trace import read_entries, write
+from tierckpt.tracing.horovod_timeline import agreement, read_horovod
+from tierckpt.tracing.intervals import Interval, intersection, lanes, length, overlap, union
+from tierckpt.tracing.spans import Span, Timeline, TimelineError
+from tierckpt.tracing.summary import Stats, hidden, size_buckets, summarize, update_gaps
 
 # --- intervals -----------------------------------------------------------------------------------
 

@@ -19,21 +19,21 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from tests.exact import image
-from tierckpt import tree
 from tierckpt.errors import FormatError, UnsupportedStateError
+from tierckpt.state import tree_codec
 
 
-def encoded(node: Any, arena: tree.Arena) -> bytes:
-    whole = tree.EncodedTree(node, arena)
+def encoded(node: Any, arena: tree_codec.Arena) -> bytes:
+    whole = tree_codec.EncodedTree(node, arena)
     target = torch.empty(whole.nbytes, dtype=torch.uint8)
     whole.copy(0, target)
     return target.numpy().tobytes()
 
 
 def through(value: Any) -> Any:
-    arena = tree.Arena()
-    node = tree.pack(value, "extra['x']", arena.keep)
-    return tree.decode(encoded(node, arena))
+    arena = tree_codec.Arena()
+    node = tree_codec.pack(value, "extra['x']", arena.keep)
+    return tree_codec.decode(encoded(node, arena))
 
 
 scalars = st.one_of(
@@ -104,13 +104,13 @@ def test_odd_scalars_come_back_exactly(value: Any) -> None:
 
 def test_nothing_mutable_is_shared_with_the_live_object() -> None:
     live = {"list": [1], "tensor": torch.zeros(2), "array": np.zeros(2), "bytes": bytearray(b"a")}
-    arena = tree.Arena()
-    node = tree.pack(live, "x", arena.keep)
+    arena = tree_codec.Arena()
+    node = tree_codec.pack(live, "x", arena.keep)
     live["list"].append(2)
     live["tensor"] += 1
     live["array"] += 1
     live["bytes"] += b"b"
-    kept = tree.decode(encoded(node, arena))
+    kept = tree_codec.decode(encoded(node, arena))
     assert kept["list"] == [1]
     assert kept["tensor"].tolist() == kept["array"].tolist() == [0, 0]
     assert kept["bytes"] == b"a"
@@ -213,7 +213,7 @@ def test_values_and_dense_memory_orders_are_kept(name: str) -> None:
     tensor = STRIDED[name](torch.randn(2, 4, 3, 5))
     back = through(tensor)
     assert torch.equal(back, tensor)
-    if tree.is_dense(tensor):
+    if tree_codec.is_dense(tensor):
         assert back.stride() == tensor.stride()
 
 
@@ -261,7 +261,7 @@ def test_density_is_what_the_memory_says(dims: list[tuple[int, int]]) -> None:
     stride = [step for _, step in dims]
     tensor = torch.arange(200.0).as_strided(shape, stride)
     hit = sorted(tensor.reshape(-1).long().tolist())
-    assert tree.is_dense(tensor) == (hit == list(range(len(hit))))
+    assert tree_codec.is_dense(tensor) == (hit == list(range(len(hit))))
 
 
 # --- bytes made where they belong -----------------------------------------------------------------
@@ -275,13 +275,13 @@ def test_density_is_what_the_memory_says(dims: list[tuple[int, int]]) -> None:
 def test_bytes_are_the_same_in_whatever_parts_and_order_they_are_copied(
     sizes: list[int], cuts: list[int], order: Any
 ) -> None:
-    def arena() -> tree.Arena:
-        kept = tree.Arena()
+    def arena() -> tree_codec.Arena:
+        kept = tree_codec.Arena()
         kept.tensors = [torch.arange(n, dtype=torch.int16) for n in sizes]
         return kept
 
     expected = encoded({"a": 1}, arena())
-    whole = tree.EncodedTree({"a": 1}, arena())
+    whole = tree_codec.EncodedTree({"a": 1}, arena())
     # Beyond the end, too, where zeros belong.
     bounds = [0, *itertools.takewhile(lambda n: n < len(expected) + 70, itertools.accumulate(cuts))]
     bounds.append(len(expected) + 70)
@@ -296,10 +296,10 @@ def test_bytes_are_the_same_in_whatever_parts_and_order_they_are_copied(
 def test_a_tensor_goes_with_its_last_byte_that_is_copied() -> None:
     arrays = [np.ones(100, dtype=np.uint8), np.ones(100, dtype=np.uint8)]
     memory = [weakref.ref(array) for array in arrays]
-    arena = tree.Arena()
+    arena = tree_codec.Arena()
     arena.tensors = list(map(torch.from_numpy, arrays))
     arrays.clear()
-    whole = tree.EncodedTree(None, arena)
+    whole = tree_codec.EncodedTree(None, arena)
     head_bytes = whole.nbytes - 200
 
     def copy(low: int, high: int) -> list[bool]:
@@ -402,19 +402,19 @@ def test_tensors_that_cannot_be_taken_are_named_with_a_reason(
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_tree_are_refused(data: bytes) -> None:
     with pytest.raises(FormatError):
-        tree.decode(data)
+        tree_codec.decode(data)
 
 
 def test_a_node_of_unknown_kind_is_refused() -> None:
     text = b'{"tree":{"~":"invented later"},"tensors":[]}'
     with pytest.raises(FormatError, match="invented later"):
-        tree.decode(len(text).to_bytes(8, "little") + text)
+        tree_codec.decode(len(text).to_bytes(8, "little") + text)
 
 
 def test_a_type_that_this_torch_lacks_is_refused_by_name() -> None:
     text = b'{"tree":0,"tensors":[["float3_e1m1",[1],null,"cpu"]]}'
     with pytest.raises(FormatError, match="float3_e1m1"):
-        tree.decode(len(text).to_bytes(8, "little") + text)
+        tree_codec.decode(len(text).to_bytes(8, "little") + text)
 
 
 @given(
@@ -429,7 +429,7 @@ def test_part_of_a_tensor_with_gaps_in_row_major_order(
     for sliced in (wide[..., ::step], wide[..., : shape[-1]], wide[..., ::step].movedim(0, -1)):
         low = data.draw(st.integers(0, sliced.numel() - 1))
         high = data.draw(st.integers(low + 1, sliced.numel()))
-        part = tree.row_major(sliced, low, high)
+        part = tree_codec.row_major(sliced, low, high)
         assert part.is_contiguous()
         assert part.tolist() == sliced.flatten()[low:high].tolist()
 
@@ -449,5 +449,5 @@ def test_reading_a_column_slice_part_by_part_copies_it_about_once() -> None:
 
     with Counting():
         for low in range(0, sliced.numel(), part):
-            tree.row_major(sliced, low, low + part)
+            tree_codec.row_major(sliced, low, low + part)
     assert sliced.numel() <= copied < 2 * sliced.numel()

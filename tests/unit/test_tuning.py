@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tierckpt.config import load_config
+from tierckpt.core.schedule import Schedule, Vote
+from tierckpt.core.tuning.autotune import ENOUGH_STEPS, LOOK_STEPS, Change, Figures, Meter, Tuner
 from tierckpt.errors import ConfigError
-from tierckpt.policy import Schedule, Vote
-from tierckpt.tuning import ENOUGH_STEPS, LOOK_STEPS, Change, Figures, Meter, Tuner
 
 STEP_SECONDS = 0.1
 

@@ -8,8 +8,8 @@ import statistics
 import pytest
 
 from tests.unit.test_tuning import STEP_SECONDS, tuner
-from tierckpt.tuning import LOOK_STEPS, Change, Meter, Tuner
-from tierckpt.window import Steady, Window
+from tierckpt.core.tuning.autotune import LOOK_STEPS, Change, Meter, Tuner
+from tierckpt.core.tuning.rolling_stats import Steady, Window
 
 # --- windows -------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """How lists are told."""
 
-from tierckpt.wording import some
+from tierckpt._text import some
 
 
 def test_a_short_list_is_told_whole() -> None:

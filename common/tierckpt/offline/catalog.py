@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..inventory import LEVELS, Found, FoundParity, Place, Problem
-from ..localstore import LocalStore
-from ..manifest import Manifest
-from ..naming import ShardKey, VersionId, on_lineage
-from ..persistent import VersionName
-from ..slots import read_seal
+from tierckpt.format.ids import ShardKey, VersionId, on_lineage
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.inventory import LEVELS, Found, FoundParity, Place, Problem
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.slots import read_seal
+from tierckpt.storage.persistent import VersionName
+
 from .survey import Copy, OpenPersistent, Survey, job_of
 
 Group = tuple[VersionId, str, int, str]

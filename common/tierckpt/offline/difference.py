@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import tree
+from tierckpt.state import tree_codec
+
+from .entry_names import order
 from .leaves import Leaf, bits_of, leaves_of, raw_bytes, shown
-from .names import order
-from .stored import StoredTensor, StoredVersion
+from .stored_version import StoredTensor, StoredVersion
 
 CHUNK_ELEMENTS = 1 << 19
 """Compared at once: a few megabytes in float64."""
@@ -134,7 +135,7 @@ def compare_tensors(name: str, a: StoredTensor | None, b: StoredTensor | None) -
 
 
 def _numbers(a: StoredTensor, b: StoredTensor) -> Numbers:
-    dtype, count = tree.dtype_of(a.spec.dtype), a.spec.numel
+    dtype, count = tree_codec.dtype_of(a.spec.dtype), a.spec.numel
     sums = _Sums(dtype)
     if a.spec.stride == b.spec.stride:
         for low in range(0, count, CHUNK_ELEMENTS):
@@ -146,10 +147,10 @@ def _numbers(a: StoredTensor, b: StoredTensor) -> Numbers:
 
 
 def _row_major(tensor: StoredTensor) -> np.ndarray:
-    target = tree.empty(tensor.spec, "cpu")
+    target = tree_codec.empty(tensor.spec, "cpu")
     if tensor.spec.numel:
         data = tensor.read(0, tensor.spec.numel)
-        tree.flat(target).view(torch.uint8).numpy()[:] = data
+        tree_codec.flat(target).view(torch.uint8).numpy()[:] = data
     return np.frombuffer(raw_bytes(target), np.uint8)
 
 

@@ -7,13 +7,14 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
-from ..modulenames import FIXED
-from ..progress import Progress
+from tierckpt.errors import ConfigError
+from tierckpt.restore.progress import Progress
+from tierckpt.state.names import FIXED
+
 from .catalog import rows_of
 from .difference import compare_tensors
-from .names import in_order
-from .stored import StoredVersion, open_version
+from .entry_names import in_order
+from .stored_version import StoredVersion, open_version
 from .survey import survey
 
 if TYPE_CHECKING:

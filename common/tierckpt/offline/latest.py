@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import RestoreError
-from ..proof.order import order_here
-from ..wording import some
+from tierckpt._text import some
+from tierckpt.coordination.proof_order import order_here
+from tierckpt.errors import RestoreError
+
 from .catalog import rows_of
 from .survey import MissingPathError, Survey, Where, survey
 

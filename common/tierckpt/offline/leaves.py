@@ -11,9 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kinds import Parts, Stranger, is_made_of_tensors, name_of, taken_apart
-from ..manifest import digest
-from ..tree import Entry
+from tierckpt.format.manifest import digest
+from tierckpt.state.custom_values import (
+    Parts,
+    Stranger,
+    is_made_of_tensors,
+    name_of,
+    taken_apart,
+)
+from tierckpt.state.tree_codec import Entry
 
 SHOWN_LETTERS = 40
 Leaf = Any

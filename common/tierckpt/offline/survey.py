@@ -18,10 +18,12 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..claims import memory_told
-from ..config import PersistentConfig, load_config
-from ..errors import ConfigError
-from ..inventory import (
+from tierckpt.config import PersistentConfig, load_config
+from tierckpt.core.restore_plan import RestorePlan, plan_restore
+from tierckpt.errors import ConfigError
+from tierckpt.format.ids import ShardKey, VersionId, directory_of
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.inventory import (
     Found,
     FoundParity,
     Place,
@@ -31,16 +33,14 @@ from ..inventory import (
     look_at_parities,
     look_at_persistent,
 )
-from ..jobdirectory import JobDirectory, is_default_id, job_id_of
-from ..localstore import LocalStore
-from ..manifest import Manifest
-from ..naming import ShardKey, VersionId, directory_of
-from ..persistent import PersistentStore
-from ..persistent.backend import is_url
-from ..pins import LocalPins, PersistentPins
-from ..restoreplan import RestorePlan, plan_restore
-from ..siblings import NODE, named, parent_of, siblings_of
-from ..suspects import SuspectMarks
+from tierckpt.storage.local.directory_claim import memory_told
+from tierckpt.storage.local.pins import LocalPins, PersistentPins
+from tierckpt.storage.local.sibling_nodes import NODE, named, parent_of, siblings_of
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory, is_default_id, job_id_of
+from tierckpt.storage.persistent import PersistentStore
+from tierckpt.storage.persistent.backend import is_url
+from tierckpt.storage.suspects import SuspectMarks
 
 Where = str | os.PathLike[str]
 FOREIGN = "lost+found"

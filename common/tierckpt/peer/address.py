@@ -10,8 +10,8 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from ..errors import ConfigError
-from ..hostid import boot_id
+from tierckpt._host import boot_id
+from tierckpt.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
 _NOT_IN_USE = 0x68

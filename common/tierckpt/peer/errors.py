@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import TierckptError
+from tierckpt.errors import TierckptError
 
 LEFT_OUT = "was left out"
 """So a member puts it that has gone on to a newer version. It is nobody's failure; and as who gives

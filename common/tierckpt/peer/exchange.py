@@ -33,20 +33,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .. import faults
-from ..errors import CorruptShardError, FormatError
-from ..localstore import LocalStore
-from ..manifest import Manifest, digest
-from ..naming import ParityKey, ShardKey, VersionId
-from ..redundancy.codes import Stripes
-from ..redundancy.groups import RedundancyGroup
-from ..redundancy.schedule import plan_member, plan_rebuild
+from tierckpt import _faults
+from tierckpt.erasure.codes import Stripes
+from tierckpt.erasure.exchange_plan import plan_member, plan_rebuild
+from tierckpt.erasure.groups import RedundancyGroup
+from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.format.manifest import Manifest, digest
+from tierckpt.storage.local.store import LocalStore
+
 from .address import Address
-from .course import Course
 from .errors import ExchangeCancelledError, PeerError, RefusedError
 from .inbox import Inbox
-from .parity import ParityManifest, ParityWriter
+from .parity_file import ParityManifest, ParityWriter
 from .transport import Transport
+from .window_loop import Course
 from .wire import MOST_TEXT, Link, no_excuse
 
 ASK_SECONDS = 2.0
@@ -428,7 +429,7 @@ class Exchange:
         return done
 
     def _fault(self, operation: str) -> None:
-        faults.point("peer", op=operation, version=self.id.version, member=self.member)
+        _faults.point("peer", op=operation, version=self.id.version, member=self.member)
 
 
 class _Writer:

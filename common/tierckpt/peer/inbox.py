@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..manifest import digest
+from tierckpt.format.manifest import digest
+
 from .errors import PeerError
 from .wire import MOST_TEXT, Link
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ..errors import CorruptShardError, FormatError
-from ..redundancy import isal
-from ..redundancy.kernels import Product
-from ..redundancy.schedule import Task, plan_rebuild
-from ..soundness import verify_shard
-from .course import window_bytes_of
-from .parity import ParityManifest, Read
+from tierckpt.erasure import isal
+from tierckpt.erasure.exchange_plan import Task, plan_rebuild
+from tierckpt.erasure.kernels import Product
+from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.verify import verify_shard
+
+from .parity_file import ParityManifest, Read
+from .window_loop import window_bytes_of
 
 
 def rebuild(

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from ..errors import ConfigError
-from ..naming import VersionId
+from tierckpt.errors import ConfigError
+from tierckpt.format.ids import VersionId
+
 from .address import Address
 from .errors import LEFT_OUT, ExchangeCancelledError, PeerError
-from .shelf import Shelf
+from .read_server import Shelf
 from .wire import HELLO_SECONDS, MOST_TEXT, Link, admit, greet, reach
 
 MOST_STRANGERS = 64

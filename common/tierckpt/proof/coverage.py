@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ..extras import EXTRA_STATES
-from ..offline.names import part_of
-from ..wording import some
+from tierckpt._text import some
+from tierckpt.offline.entry_names import part_of
+from tierckpt.state.extras import EXTRA_STATES
+
 from .records import Life
 from .verdict import object_of
 

@@ -11,22 +11,23 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import tree
-from ..callbacks import Callbacks
-from ..haltrequest import HaltRequest
-from ..localstore import LocalStore
-from ..manifest import Manifest, digest
-from ..offline.leaves import fingerprint, leaves_of
-from ..shardfile import decode_header
-from ..slots import Slot
-from . import passes
-from .order import PROGRESS, Order, order_here, path_of
+from tierckpt.callbacks import Callbacks
+from tierckpt.coordination.proof_order import PROGRESS, Order, order_here, path_of
+from tierckpt.format.manifest import Manifest, digest
+from tierckpt.format.shard_file import decode_header
+from tierckpt.halt.request_file import HaltRequest
+from tierckpt.offline.leaves import fingerprint, leaves_of
+from tierckpt.state import tree_codec
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.slots import Slot
+
+from . import loader_passes
 from .records import Writer
 
 if TYPE_CHECKING:
-    from ..checkpointer import Checkpointer
-    from ..events import Event
-    from ..restore import Restored
+    from tierckpt.checkpointer.checkpointer import Checkpointer
+    from tierckpt.events import Event
+    from tierckpt.restore.restorer import Restored
 
 ELASTIC = "HOROVOD_ELASTIC"
 
@@ -55,7 +56,7 @@ class Recorder(Callbacks):
         who = {"rank": self._rank, "ranks": self._ranks, "pid": os.getpid()}
         self._writer.line("attached", **who, path=path_of(place), place=place, memory=memory)
         self._unsaved: tuple[int, int] = (0, 0)
-        passes.watch()
+        loader_passes.watch()
         checkpointer._halting.ask(HaltRequest(after_version=order.until))
 
     def on_restored(self, restored: Restored) -> None:
@@ -92,7 +93,7 @@ class Recorder(Callbacks):
 
     def on_step_boundary(self, version: int) -> None:
         """All ranks know alike what is safe: all of them are killed here, or none."""
-        self._writer.line("passes", version=version, passes=passes.under_way())
+        self._writer.line("passes", version=version, passes=loader_passes.under_way())
         unsaved = self._checkpointer._own_hooks.unsaved
         if (seen := (len(unsaved.texts), unsaved.schedulers)) != self._unsaved:
             self._unsaved = seen
@@ -120,7 +121,7 @@ def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:
         data = digest(view[low : low + piece.nbytes]).hex()
         found[piece.spec.name + part] = f"{piece.spec.dtype}{list(piece.spec.shape)} #{data}"
     low = header.tree_offset
-    small = tree.decode(bytes(view[low : low + manifest.rank_state_bytes]))
+    small = tree_codec.decode(bytes(view[low : low + manifest.rank_state_bytes]))
     found |= {name: fingerprint(leaf) for name, leaf in leaves_of(small).items()}
     return found if manifest.metric is None else {**found, "metric": fingerprint(manifest.metric)}
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..manifest import digest
-from .order import RECORDS
+from tierckpt.coordination.proof_order import RECORDS
+from tierckpt.format.manifest import digest
 
 WHO = ("rank", "ranks", "path", "place", "memory")
 _STATE = re.compile(rb'{"what":"state","version":(\d+),"digest":"(\w+)",')

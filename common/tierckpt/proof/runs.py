@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import TierckptError
-from ..jobdirectory import JobDirectory
-from .order import PROGRESS, VARIABLE, Order
+from tierckpt.coordination.proof_order import PROGRESS, VARIABLE, Order
+from tierckpt.errors import TierckptError
+from tierckpt.storage.memory.job_directory import JobDirectory
+
 from .records import Record, read, taking_part
 from .survivors import end_survivors
 

@@ -8,16 +8,16 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..localstore import LocalStore
+from tierckpt.storage.local.store import LocalStore
 
 if TYPE_CHECKING:
-    from ..offline.stored import Shard
+    from tierckpt.offline.stored_version import Shard
 
 
 def copy_version(path: str, version: int | None, folder: Path) -> int:
     """Copy what a restart would take, or that version, into `folder`; returns which it is. What is
     at `path` is read, and nothing of it shared. Raises what `open_version` and reading raise."""
-    from ..offline.stored import open_version  # and torch
+    from tierckpt.offline.stored_version import open_version  # and torch
 
     with closing(open_version(path, version, lambda nbytes: None)) as found:
         store = LocalStore(folder)

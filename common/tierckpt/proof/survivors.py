@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from .order import VARIABLE
+from tierckpt.coordination.proof_order import VARIABLE
 
 END_SECONDS = 10.0
 """So long the end of one is waited for, after SIGKILL."""

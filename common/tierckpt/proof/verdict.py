@@ -9,8 +9,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..offline.names import in_order, part_of
-from ..wording import some
+from tierckpt._text import some
+from tierckpt.offline.entry_names import in_order, part_of
+
 from .records import Life, State
 
 MOST_NAMES = 6

@@ -19,26 +19,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .backendsuite import BackendConformance
-    from .faults import injected
-    from .groupsuite import GroupConformance
-    from .jobs import TinyJob, run_in_child
-    from .modulesuite import HidingConformance, ModuleConformance
-    from .storesuite import StoreConformance
-    from .threads import GroupAbortedError, ThreadGroup, run_ranks
+    from .backend_conformance import BackendConformance
+    from .codec_conformance import HidingConformance, ModuleConformance
+    from .fault_injection import injected
+    from .group_conformance import GroupConformance
+    from .store_conformance import StoreConformance
+    from .thread_group import GroupAbortedError, ThreadGroup, run_ranks
+    from .tiny_job import TinyJob, run_in_child
 
 _HOME = {
-    "BackendConformance": "backendsuite",
-    "GroupAbortedError": "threads",
-    "GroupConformance": "groupsuite",
-    "HidingConformance": "modulesuite",
-    "ModuleConformance": "modulesuite",
-    "StoreConformance": "storesuite",
-    "ThreadGroup": "threads",
-    "TinyJob": "jobs",
-    "injected": "faults",
-    "run_in_child": "jobs",
-    "run_ranks": "threads",
+    "BackendConformance": "backend_conformance",
+    "GroupAbortedError": "thread_group",
+    "GroupConformance": "group_conformance",
+    "HidingConformance": "codec_conformance",
+    "ModuleConformance": "codec_conformance",
+    "StoreConformance": "store_conformance",
+    "ThreadGroup": "thread_group",
+    "TinyJob": "tiny_job",
+    "injected": "fault_injection",
+    "run_in_child": "tiny_job",
+    "run_ranks": "thread_group",
 }
 
 __all__ = [

@@ -1,0 +1,357 @@
+"""The training side of the agent: hands it sealed slots and orders, hears how it went.
+
+`commit` may be called by the copier thread, everything else by the training thread. Nothing here
+waits for the agent but `wait` and `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from tierckpt._text import some
+from tierckpt.core.stall_timeout import Patience
+from tierckpt.format.ids import Lineage, ShardKey, VersionId
+from tierckpt.storage.memory.slots import Slot
+
+from .connection import OTHERS, AgentLine, Message
+from .flusher import FlushOrder
+from .server import AgentSettings
+from .session import DeskSettings
+
+LOOK_SECONDS = 5.0
+"""So often the agent is asked whether its flushes get on, while somebody waits for them."""
+
+
+class AgentClient:
+    """One rank's connection to its node's agent; a dead agent is replaced by the next commit."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        desk: DeskSettings,
+        inline: bool = False,
+        surroundings: str = "",
+        may_start: bool = True,
+    ) -> None:
+        """`inline`: the agent is a thread of this process (for debugging, and where processes
+        may not be started); it dies with it. `surroundings`: the same for all ranks of the node,
+        see `surroundings.fingerprint`; an agent of others makes way. `may_start`: they are this
+        process's, too, from which an agent that it starts would have them."""
+        self.desk = desk
+        self._line = AgentLine(settings, desk, self, inline, surroundings, may_start)
+        self._lock = self._line.lock
+        self._pending: dict[VersionId, tuple[ShardKey, Slot]] = {}
+        self._tried_again: set[VersionId] = set()
+        """Commits that one agent did not survive. Should the next one not either, it is their
+        fault."""
+        self._flushing: dict[VersionId, FlushOrder] = {}
+        self._protecting: set[VersionId] = set()
+        self._introduction: list[Message] = []
+        """To an agent that is new: who those of other nodes are."""
+        self._heritage: list[Message] = []
+        """The same, before this life's have met: whom an agent knew that made way."""
+        self._roster: dict[str, Any] = {}
+        """What the agent knew before it was told."""
+        self._heard: list[Message] = []
+        self._asked = False
+        """Whether flushes get on, and there is no answer yet."""
+        self._quiet: list[tuple[float, float]] = []
+        """The answers in seconds, and when they came (monotonic)."""
+
+    @property
+    def settings(self) -> AgentSettings:
+        """Of the agent that is for us, as far as it is known."""
+        return self._line.settings
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the agent, once it said welcome."""
+        return self._line.pid
+
+    @property
+    def starts(self) -> int:
+        """Agents that this client started."""
+        return self._line.starts
+
+    def find(self, first: bool = True) -> None:
+        """Connect to the agent, if there is one: that of a life before, or of another rank. One is
+        started when something is said to it, at the latest. `first`: see `start`."""
+        with self._lock:
+            self._line.find(first)
+
+    def start(self, first: bool = True) -> None:
+        """Connect to the agent, or start it; OSError when it cannot be started.
+
+        `first`: this is the node's first rank; the others leave the start to it for a while.
+        """
+        with self._lock:
+            self._line.start(first)
+
+    def commit(self, key: ShardKey, slot: Slot) -> str:
+        """Hand over a sealed slot; returns "" or why that was not possible. Never blocks."""
+        with self._lock:
+            try:
+                self._line.ready()
+            except OSError as error:
+                return f"{type(error).__name__}: {error}"
+            self._tried_again.discard(key.id)
+            self._hand_over(key, slot)
+            return ""
+
+    def _hand_over(self, key: ShardKey, slot: Slot) -> None:
+        self._pending[key.id] = key, slot
+        segment = str(slot.path) if slot.path else None
+        message = {"op": "commit", "stem": key.stem, "segment": segment}
+        self._line.send(message, [] if slot.path else [slot.fd])
+
+    def retire(
+        self,
+        safe: VersionId | None,
+        lineage: Lineage,
+        keep: Iterable[VersionId] = (),
+        void: Iterable[VersionId] = (),
+    ) -> None:
+        """Tell the agent what is safe, so that retention can go on; versions in `keep` stay
+        whatever the policy says, and `void` ones count for nothing. Never blocks."""
+        message = {
+            "op": "retire",
+            "safe": None if safe is None else [safe.generation, safe.version],
+            "lineage": lineage,
+            "keep": [[id_.generation, id_.version] for id_ in keep],
+            "void": [[id_.generation, id_.version] for id_ in void],
+        }
+        with self._lock:
+            if self._line.welcome:
+                self._line.send(message)
+
+    def flush(self, order: FlushOrder) -> None:
+        """Have a version flushed that is complete on all local levels. Never blocks.
+
+        One call for the whole node. An agent that dies meanwhile leaves it to its successor.
+        """
+        with self._lock:
+            self._flushing[order.name.id] = order
+            self._line.send({"op": "flush", "order": order.as_message()})
+
+    def protect(self, version: VersionId, lost: Collection[int] | None = None) -> None:
+        """Have a version protected by the agents of other nodes. One call for the whole node.
+
+        `lost`: the shards beside which parity is missing, where only that is to be made.
+        """
+        with self._lock:
+            self._protecting.add(version)
+            self._line.send(
+                {
+                    "op": "protect",
+                    "version": version.version,
+                    "generation": version.generation,
+                    "lost": None if lost is None else sorted(lost),
+                }
+            )
+
+    def introduce(
+        self, where: dict[str, Any], parties: list[dict[str, Any]], roster: dict[str, Any]
+    ) -> None:
+        """Tell the agent, which listens at `where`, who the others are; its successor, too.
+
+        That listens at the same port, so nobody else has to be told. Never blocks.
+        """
+        with self._lock:
+            know = {"op": "know", "parties": parties, "roster": roster}
+            self._introduction = [{"op": "meet", "where": where}, know]
+            self._line.send(know)
+
+    def roster(self, timeout_seconds: float) -> dict[str, Any]:
+        """What was said of other nodes' agents: by us; or before us, if the agent was there before
+        us and bids welcome in time. Empty where nothing was."""
+        if self._introduction:
+            said: dict[str, Any] = self._introduction[-1]["roster"]
+            return said
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            with self._lock:
+                self._line.look()
+                if self._roster or self.starts or not self._line.reaching:
+                    break
+            time.sleep(0.002)
+        return self._roster
+
+    def ask(self, op: str, answer: str, timeout_seconds: float, **values: Any) -> Message:
+        """Say something and wait for the answer; other messages are kept for `poll`.
+
+        Raises TimeoutError. For attach and restart, not for steps.
+        """
+        with self._lock:
+            self._line.send({"op": op, **values})
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            with self._lock:
+                self._line.look()
+                for message in self._heard:
+                    if message["op"] == answer:
+                        self._heard.remove(message)
+                        return message
+            time.sleep(0.002)
+        raise TimeoutError(f"the agent did not answer within {timeout_seconds:.0f} s")
+
+    def under_way(self) -> dict[str, list[VersionId]]:
+        """Versions that the agent has yet to bring to a level beyond this node, or to give up; by
+        level, where there are any."""
+        known = {"peer": self._protecting, "persistent": self._flushing}
+        return {level: sorted(versions) for level, versions in known.items() if versions}
+
+    def behind(self) -> list[str]:
+        """Levels beyond this node that something is under way to."""
+        return list(self.under_way())
+
+    def busy(self) -> int:
+        """How many commits are under way."""
+        return len(self._pending)
+
+    def committing(self) -> list[VersionId]:
+        """Versions that the agent has yet to commit, or to give up."""
+        return sorted(self._pending)
+
+    def concerns(self, id_: VersionId) -> bool:
+        """Whether something of a version is under way, or was answered and not polled yet."""
+        with self._lock:
+            known = (*self._pending, *self._protecting, *self._flushing)
+            about = (m for m in self._heard if "version" in m)
+            return id_ in known or any(
+                id_ == VersionId(m["generation"], m["version"]) for m in about
+            )
+
+    def pinned(self) -> set[str]:
+        """Names of the slots that the agent reads."""
+        with self._lock:
+            return {slot.name for _, slot in self._pending.values()}
+
+    def poll(self) -> list[Message]:
+        """What the agent said since the last call. Never blocks."""
+        with self._lock:
+            self._line.look()
+            heard, self._heard = self._heard, []
+            return heard
+
+    def wait(
+        self, timeout_seconds: float | None, poll_seconds: float = 0.002, everything: bool = False
+    ) -> bool:
+        """Wait until no commit is under way; False on time-out. Messages are kept for `poll`.
+
+        `everything`: nor any flush, nor an exchange with other nodes.
+        """
+        begin = time.monotonic()
+        while self._pending or (everything and self.behind()):
+            with self._lock:
+                self._line.look()
+            if timeout_seconds is not None and time.monotonic() - begin > timeout_seconds:
+                break
+            time.sleep(poll_seconds)
+        return not self._pending and not (everything and self.behind())
+
+    def outlast(
+        self,
+        quiet_seconds: float,
+        seconds_left: Callable[[], float] = lambda: math.inf,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """`wait` for everything; also False when flushes, or the agent, hang: what is under way has
+        not got on for `quiet_seconds`. A flush that is slow is waited for, while there are
+        `seconds_left`. `meanwhile` is called every few seconds, and may `poll`."""
+        patience = Patience(quiet_seconds, time.monotonic())
+        pause = min(LOOK_SECONDS, quiet_seconds / 2)
+        while not self.wait(min(pause, seconds_left()), everything=True):
+            meanwhile()
+            now = time.monotonic()
+            with self._lock:
+                while self._quiet:
+                    patience.heard(*self._quiet.pop(0))
+                if seconds_left() <= 0 or patience.is_over(now):
+                    return False
+                if not self._asked:
+                    self._asked = True
+                    self._line.send({"op": "ask"})
+        return True
+
+    def close(self, timeout_seconds: float = 10.0, abandoned: bool = False) -> None:
+        """Say goodbye and let the agent finish; it is left alone if that takes longer.
+
+        `abandoned`: the job may come back, perhaps without this node. An agent that has met those
+        of other nodes lingers then, as for a trainer that was killed."""
+        self._line.close(timeout_seconds, abandoned)
+
+    # --- called by the line, with the lock held ------------------------------------------------
+
+    def greeted(self, welcome: Message) -> Iterable[Message]:
+        """See `agentline.Owner`."""
+        self._roster = welcome["roster"] or self._roster
+        return self._introduction or self._heritage
+
+    def made_way(self, unwelcome: Message) -> None:
+        """See `agentline.Owner`. One rank of the node says what is given up."""
+        self._roster = unwelcome["roster"] or self._roster
+        if where := unwelcome.get("where"):
+            self._heritage = [{"op": "succeed", "where": where, "roster": self._roster}]
+        text = f"agent {self.settings.index} of this node has {OTHERS}; it makes way for ours"
+        given_up = unwelcome["given_up"] if self.desk.speaks else []
+        if given_up:
+            versions = some([f"v{version}" for version in given_up], 8)
+            text += f", and gives up what it still had to flush: {versions}"
+        severity = logging.WARNING if given_up else logging.INFO
+        level = "persistent" if given_up else "local"
+        self._heard.append({"op": "problem", "level": level, "error": text, "severity": severity})
+
+    def heard(self, message: Message) -> None:
+        """See `agentline.Owner`: what is answered is under way no more."""
+        if message["op"] == "quiet":
+            self._asked = False
+            self._quiet.append((message["seconds"], time.monotonic()))
+            return
+        if message["op"] in ("committed", "failed"):
+            id_ = VersionId(message["generation"], message["version"])
+            self._pending.pop(id_, None)
+            self._tried_again.discard(id_)
+        if message["op"] in ("protected", "protect_failed"):
+            self._protecting.discard(VersionId(message["generation"], message["version"]))
+        if message["op"] in ("flushed", "flush_failed"):
+            self._flushing.pop(VersionId(message["generation"], message["version"]), None)
+        self._heard.append(message)
+
+    def lost(self, reason: str) -> None:
+        """See `agentline.Owner`. A successor commits what the agent had, and does its flushes."""
+        again = {i: what for i, what in self._pending.items() if i not in self._tried_again}
+        for id_ in again:
+            del self._pending[id_]
+        then = "another one commits what it had" if again else "the next commit starts one"
+        self._heard.append({"op": "problem", "error": f"{reason}; {then}"})
+        self._bury(reason)
+        for key, slot in again.values():
+            self._tried_again.add(key.id)
+            self._hand_over(key, slot)
+
+    def _bury(self, reason: str) -> None:
+        """What was handed over, or was to be, is not committed; a successor does the flushes."""
+        self._report_lost("failed", self._pending, reason)
+        self._report_lost("protect_failed", self._protecting, reason)
+        self._tried_again.difference_update(self._pending)
+        self._pending.clear()
+        self._protecting.clear()
+        self._asked = False
+        self._line.hang_up()
+        for order in self._flushing.values():
+            self._line.send({"op": "flush", "order": order.as_message()})
+
+    def gave_up(self, reason: str) -> None:
+        """See `agentline.Owner`: so nobody shall wait for a successor."""
+        self._report_lost("flush_failed", self._flushing, reason)
+        self._flushing.clear()
+        self._bury(reason)
+
+    def _report_lost(self, op: str, versions: Iterable[VersionId], reason: str) -> None:
+        for id_ in versions:
+            lost = {"op": op, "error": reason, "version": id_.version}
+            self._heard.append({**lost, "generation": id_.generation})

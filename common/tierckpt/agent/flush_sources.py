@@ -1,0 +1,186 @@
+"""Shards of the local level as sources for the persistent one, each level with its own modules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tierckpt.codecs.codec import Buffer
+from tierckpt.codecs.delta import Base, Chain
+from tierckpt.codecs.encoder import Encoder, Plain, cut
+from tierckpt.codecs.pipeline import Pipeline
+from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.ids import ShardKey
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.version_names import VersionName
+from tierckpt.format.version_records import ShardRecord
+from tierckpt.storage.local.encoded_files import open_encoded
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent.backend import WINDOW_BYTES
+from tierckpt.storage.persistent.shard_groups import ShardSource, Source
+
+from .shard_guard import sound_image
+
+
+@dataclass
+class UnfoldedSource:
+    """A shard that is encoded on the local level and goes on as it was. Holds a block."""
+
+    shard: int
+    manifest: bytes
+    most_bytes: int
+    plain: Plain
+    still_sealed: Callable[[], bool]
+    base: VersionName | None = None
+
+    def windows(self) -> Iterator[memoryview]:
+        """See `Source.windows`."""
+        for block in self.plain():
+            yield from _windows(block)
+
+    def is_stored_as(self, record: ShardRecord) -> bool:
+        """See `Source.is_stored_as`."""
+        return (record.manifest, record.nbytes) == (self.manifest, self.most_bytes)
+
+
+class EncodedSource:
+    """A shard that goes through modules. Holds a block. One thread."""
+
+    def __init__(
+        self,
+        sealed: bytes,
+        plain: Plain,
+        still_sealed: Callable[[], bool],
+        pipeline: Pipeline,
+        base: Base | None = None,
+    ) -> None:
+        self._sealed_bytes, self._plain, self._pipeline = sealed, plain, pipeline
+        self._sealed, self._refer_to = Manifest.decode(sealed), base
+        self.still_sealed = still_sealed
+        self.shard = self._sealed.shard
+        self.most_bytes = pipeline.most_bytes(self._sealed.image_bytes)
+        self._encoder: Encoder | None = None
+        self._complete = False
+
+    def windows(self) -> Iterator[memoryview]:
+        """See `Source.windows`. Every call encodes anew: nothing encrypted is ever made twice with
+        one nonce."""
+        self._complete = False
+        self._encoder = Encoder(self._pipeline, self._sealed_bytes, self._refer_to)
+        for block in self._encoder.stored(self._plain()):
+            yield from _windows(block)
+        self._complete = True
+
+    @property
+    def _done(self) -> Encoder:
+        assert self._encoder is not None, "asked for after the last window"
+        assert self._complete
+        return self._encoder
+
+    @property
+    def manifest(self) -> bytes:
+        """See `Source.manifest`."""
+        return self._done.manifest.encode()
+
+    @property
+    def base(self) -> VersionName | None:
+        """See `Source.base`."""
+        encoding = self._done.manifest.encoding
+        if encoding is None or encoding.base is None:
+            return None
+        return VersionName(encoding.base, self._sealed.shards, self._sealed.life)
+
+    @property
+    def made(self) -> Base | None:
+        """What later versions may refer to, if it was written now and is whole."""
+        return self._encoder.made if self._encoder is not None and self._complete else None
+
+    @property
+    def refers(self) -> bool:
+        """True when it was written now, and is not whole."""
+        return self._complete and self._done.made is None
+
+    def is_stored_as(self, record: ShardRecord) -> bool:
+        """See `Source.is_stored_as`. Encoded twice it may differ; what it was made of tells."""
+        try:
+            found = Manifest.decode(record.manifest)
+        except (CorruptShardError, FormatError):
+            return False
+        ours = (self._sealed.key, self._sealed.life, self._sealed.created_seconds)
+        return (
+            found.encoding is not None
+            and found.encoding.modules == self._pipeline.description
+            and (found.key, found.life, found.created_seconds) == ours
+        )
+
+
+def _windows(block: Buffer) -> Iterator[memoryview]:
+    with memoryview(block) as view:
+        for low in range(0, len(view), WINDOW_BYTES):
+            with view[low : low + WINDOW_BYTES] as window:
+                yield window
+
+
+@contextlib.contextmanager
+def open_source(
+    local: LocalStore, key: ShardKey, pipeline: Pipeline, base: Base | None
+) -> Iterator[Source]:
+    """A held local shard as a source for the persistent level, whose modules `pipeline` are.
+
+    `base`: what it may refer to there. Raises OSError, CorruptShardError, and what `Decoder`
+    raises.
+    """
+    data = local.read_manifest(key)
+    manifest = Manifest.decode(data)
+
+    def still() -> bool:
+        return local.read_manifest(key) == data
+
+    if manifest.encoding is not None:
+        decoder = open_encoded(local, manifest)
+        sealed, blocks = decoder.sealed_bytes, decoder.blocks
+        if pipeline:
+            yield EncodedSource(sealed, blocks, still, pipeline, base)
+        else:
+            nbytes = decoder.sealed.image_bytes
+            yield UnfoldedSource(key.shard, sealed, nbytes, blocks, still)
+        return
+    with sound_image(local, manifest) as image:
+        if pipeline:
+            plain = lambda: cut(image, manifest.header_bytes)  # noqa: E731
+            yield EncodedSource(data, plain, still, pipeline, base)
+        else:
+            yield ShardSource(key.shard, image, data, still)
+
+
+class Bases:
+    """What shards may refer to on the persistent level: whole versions that exist there. One
+    thread."""
+
+    def __init__(self, exists: Callable[[VersionName], bool]) -> None:
+        self._exists = exists
+        self._chains: dict[int, Chain] = {}
+        self._candidates: dict[int, Base] = {}
+        """Whole shards of versions that were not complete yet when they were written."""
+
+    def base_of(self, shard: int, full_every: int) -> Base | None:
+        """What the shard's next version may refer to."""
+        chain = self._chains.setdefault(shard, Chain())
+        candidate = self._candidates.get(shard)
+        if candidate is not None and self._exists(_name_of(candidate)):
+            chain.wrote(self._candidates.pop(shard))
+        base = chain.base_for_next(full_every)
+        return base if base is not None and self._exists(_name_of(base)) else None
+
+    def wrote(self, source: Source) -> None:
+        """The shard is durable there."""
+        if isinstance(source, EncodedSource):
+            if source.made is not None:
+                self._candidates[source.shard] = source.made
+            elif source.refers:
+                self._chains[source.shard].wrote(None)
+
+
+def _name_of(base: Base) -> VersionName:
+    return VersionName(base.manifest.id, base.manifest.shards, base.manifest.life)

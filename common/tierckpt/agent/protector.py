@@ -1,0 +1,351 @@
+"""The agent's part in the peer level: the node's shards, protected with those of other nodes.
+
+A version is protected when it is complete on the local level of all ranks, from the files there:
+every node's agent is told so by its first trainer, and they meet (`peer.Exchange`). Numpy is
+imported with this module, so only agents of jobs with a peer level pay for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tierckpt import _faults
+from tierckpt.erasure.codes import Code
+from tierckpt.erasure.groups import RedundancyGroup
+from tierckpt.errors import ConfigError
+from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.peer.address import Address, own_host
+from tierckpt.peer.errors import LEFT_OUT
+from tierckpt.peer.exchange import Exchange, Party, Shard
+from tierckpt.peer.read_server import Shelf
+from tierckpt.peer.transport import Transport
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory
+
+from .shard_guard import Held, open_shard
+
+Answer = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class PartySettings:
+    """One shard of this node, the group it is in, and where the other members' agents are."""
+
+    shard: int
+    ranks: tuple[int, ...]
+    n: int
+    k: int
+    m: int
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+
+    @staticmethod
+    def of(shard: int, group: RedundancyGroup, addresses: dict[int, Address]) -> PartySettings:
+        """`addresses` has the agent of every member's node, by rank."""
+        there = [addresses[rank] for rank in group.ranks]
+        code = group.code
+        return PartySettings(
+            shard,
+            group.ranks,
+            code.n,
+            code.k,
+            code.m,
+            tuple(address.host for address in there),
+            tuple(address.port for address in there),
+        )
+
+    def party(self) -> Party:
+        """As an exchange takes it."""
+        group = RedundancyGroup(self.ranks, Code(self.n, self.k, self.m))
+        pairs = zip(self.hosts, self.ports, strict=True)
+        addresses = tuple(Address(host, port) for host, port in pairs)
+        return Party(group, addresses, self.ranks.index(self.shard))
+
+    def as_message(self) -> dict[str, Any]:
+        """For the socket."""
+        return asdict(self)
+
+    @staticmethod
+    def of_message(values: dict[str, Any]) -> PartySettings:
+        """The inverse of `as_message`."""
+        lists = {name: tuple(values[name]) for name in ("ranks", "hosts", "ports")}
+        return PartySettings(**{**values, **lists})
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A version to be protected, by those who knew each other when that was ordered: a life that
+    begins meanwhile has other shards here, and other peers."""
+
+    directory: str
+    version: VersionId
+    shards: int
+    parties: list[PartySettings]
+    transport: Transport | None
+    lost: list[int] | None
+    answer: Answer
+
+    @property
+    def keys(self) -> list[ShardKey]:
+        """The node's shards."""
+        return [self.key(party) for party in self.parties]
+
+    def key(self, party: PartySettings) -> ShardKey:
+        return ShardKey(self.version, party.shard, self.shards)
+
+    def say(self, op: str, **more: Any) -> None:
+        id_ = self.version
+        self.answer({"op": op, "version": id_.version, "generation": id_.generation, **more})
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where to listen, and for whom; see `Protector.open`."""
+
+    secret: str
+    interface: str
+    port: int
+    towards: str
+    shelf: dict[str, str] | None
+
+
+class Protector:
+    """One a node and job. Any thread may call it; a thread of its own protects version by version,
+    all shards of the node at once."""
+
+    def __init__(self, held: Held, on_idle: Callable[[], None]) -> None:
+        self._held = held
+        self._on_idle = on_idle
+        self._lock = threading.Lock()
+        self._secret = b""
+        self._place: _Place | None = None
+        self._met: _Place | None = None
+        """That of the life in which agents met last. Where those of a later one do not, or not all
+        have heard of it when that ends, this is what they know each other by."""
+        self._shelf = Shelf()
+        self._transport: Transport | None = None
+        self._parties: list[PartySettings] = []
+        self._roster: dict[str, Any] = {}
+        """See `roster`."""
+        self._orders: list[_Order] = []
+        self._thread: threading.Thread | None = None
+
+    def open(
+        self,
+        secret: str,
+        interface: str,
+        port: int,
+        towards: str,
+        shelf: dict[str, str] | None = None,
+    ) -> Address:
+        """Listen for the agents of the life that has this secret. Exchanges of the life before are
+        given up, and its agents may only look. `shelf`: what is shown to whoever asks what is
+        here, the local level's `directory` and the job's memory (`root` and `job`).
+
+        Raises ConfigError when that is not possible.
+        """
+        with self._lock:
+            self._place = _Place(secret, interface, port, towards, shelf)
+            if shelf:
+                job = JobDirectory(Path(shelf["root"]), shelf["job"])
+                self._shelf.add(LocalStore(shelf["directory"]), job)
+            return self._listen()
+
+    def _listen(self) -> Address:
+        """With the lock held: at the place, unless it does already. Raises ConfigError."""
+        assert self._place is not None
+        place, secret = self._place, self._place.secret.encode()
+        if self._transport is None or self._secret != secret:
+            host = own_host(place.interface, place.towards)
+            self._transport = self._successor(secret, host, place.port)
+            self._secret = secret
+            self._transport.shelf = self._shelf
+        return self._transport.address
+
+    def _successor(self, secret: bytes, host: str, port: int) -> Transport:
+        """With the lock held: of the transport of the life before, and at its port where that will
+        do, as who has not met us in this life looks for us there. Raises ConfigError; what cannot
+        have another port is still there."""
+        before, former = self._transport, (self._met.secret.encode(),) if self._met else ()
+        if before is not None and before.address == Address(host, port or before.address.port):
+            before.close()
+            self._transport = None
+            with contextlib.suppress(ConfigError):
+                return Transport(secret, host, before.address.port, former=former)
+        made = Transport(secret, host, port, former=former)
+        if before is not None:
+            before.close()
+        return made
+
+    def _listen_again(self) -> None:
+        """With the lock held. A dead agent's port, which all know, may have been somebody's when
+        this one took its place; it may be free by now."""
+        if self._transport is None and self._place is not None:
+            with contextlib.suppress(ConfigError):
+                self._listen()
+
+    def know(
+        self, parties: list[PartySettings], roster: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Who protects the node's shards from now on, and where all agents of the job are."""
+        with self._lock:
+            self._parties, self._roster = parties, dict(roster)
+            self._met = self._place
+            if self._met is not None and self._transport is not None:
+                self._met = replace(self._met, port=self._transport.address.port)
+
+    def roster(self) -> dict[str, Any]:
+        """What `know` was told of all agents: an `absent.Roster`; empty before."""
+        return self._roster
+
+    def met_at(self) -> dict[str, Any]:
+        """Where those agents find this one, as `open` takes it; empty before. For `succeed`."""
+        with self._lock:
+            return asdict(self._met) if self._met is not None else {}
+
+    def succeed(self, where: dict[str, Any], roster: Mapping[str, Any]) -> None:
+        """Be to others what an agent was that made way, and said this: the life that has begun may
+        end before its own have met."""
+        with contextlib.suppress(ConfigError):  # for the life itself another port will do
+            self.open(**where)
+        self.know([], roster)
+
+    def order(
+        self,
+        directory: str,
+        version: VersionId,
+        shards: int,
+        lost: list[int] | None,
+        answer: Answer,
+    ) -> None:
+        """Protect the node's shards of a version; of versions that wait, the newest is enough.
+
+        But not of those that are mended: another node may be at it already, and would wait for us.
+
+        `lost`: the shards beside which parity is to be made, the same everywhere; None: all.
+        """
+        with self._lock:
+            self._listen_again()
+            met = (self._parties, self._transport)
+            order = _Order(directory, version, shards, *met, lost, answer)
+            if not order.keys:
+                order.say("protect_failed", error="the agents never met")
+                return
+            try:
+                self._have_thread()
+            except RuntimeError as error:  # as many as the system, or the container, allows
+                order.say("protect_failed", error=_text(error))
+                return
+            self._held.add(order.keys)
+            for older in [each for each in self._orders if each.lost is None]:
+                self._orders.remove(older)
+                self._held.discard(older.keys)
+                older.say("protect_failed", error="a newer one came", superseded=True)
+            self._orders.append(order)
+
+    def _have_thread(self) -> None:
+        """With the lock held, for which it waits then. Raises RuntimeError, and there is none."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="tierckpt-protector", daemon=True)
+            thread.start()
+            self._thread = thread  # after it: one that never ran would be waited for for ever
+
+    def busy(self) -> bool:
+        """True while something is protected, or waits."""
+        return self._thread is not None
+
+    def asked_at(self) -> float:
+        """When another node last read what is here (monotonic); -inf before."""
+        return self._shelf.asked_at
+
+    def close(self) -> None:
+        """Give the port back. Exchanges under way fail."""
+        with self._lock:
+            transport, self._transport, self._place = self._transport, None, None
+        if transport is not None:
+            transport.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._orders:
+                    self._thread = None
+                    break
+                order = self._orders.pop(0)
+            begin = time.perf_counter()
+            try:
+                nbytes, errors = _protect_all(order)
+            except Exception as error:  # whatever it is, it costs this version's redundancy only
+                nbytes, errors = 0, [_text(error)]
+            finally:
+                self._held.discard(order.keys)
+            if errors:
+                left_out = all(LEFT_OUT in text for text in errors)
+                order.say("protect_failed", error="; ".join(errors), superseded=left_out)
+            else:
+                seconds = time.perf_counter() - begin
+                order.say("protected", nbytes=nbytes, seconds=seconds)
+        self._on_idle()
+
+
+def _protect_all(order: _Order) -> tuple[int, list[str]]:
+    """Bytes of parity that were committed, and what went wrong."""
+    transport = order.transport
+    if transport is None:
+        return 0, ["the agents do not know each other"]
+    _faults.point("peer", op="begin", version=order.version.version)
+    written: list[int] = []
+    errors: list[str] = []
+
+    def protect(party: PartySettings) -> None:
+        try:
+            written.append(_protect(transport, party, order))
+        except Exception as error:
+            errors.append(f"{order.key(party)}: {_text(error)}")
+
+    threads = []
+    for party in order.parties:
+        thread = threading.Thread(target=protect, args=(party,), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the others' groups go on
+            errors.append(f"{order.key(party)}: {_text(error)}")
+        else:
+            threads.append(thread)
+    for thread in threads:
+        thread.join()
+    return sum(written), errors
+
+
+def _protect(transport: Transport, settings: PartySettings, order: _Order) -> int:
+    """One shard's part; returns the bytes of parity that were committed."""
+    party, make = settings.party(), None
+    if order.lost is not None:
+        make = [i for i, rank in enumerate(party.group.ranks) if rank in order.lost]
+        if not make:
+            return 0
+    store, key = LocalStore(order.directory), order.key(settings)
+    stored = store.read_manifest(key)
+    with open_shard(store, key) as (image, manifest):
+        shard = Shard(image, manifest, _unchanged(store, key, stored))
+        return Exchange(transport, party, shard, store, make).run().parity_bytes
+
+
+def _unchanged(store: LocalStore, key: ShardKey, manifest: bytes) -> Callable[[], bool]:
+    def still() -> bool:
+        with contextlib.suppress(OSError):
+            return store.read_manifest(key) == manifest
+        return False
+
+    return still
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,599 @@
+"""The agent: one process a node that owns everything after a slot is sealed.
+
+It takes sealed slots through the levels behind memory (today: `local`), so that the trainers'
+Python is never disturbed, and goes on when a trainer is killed: it finishes what was handed to it.
+A restarted trainer finds it where it was; it ends when all its trainers have said goodbye, or when
+those that were killed did not come back for `linger_seconds`. A flush under way is finished first,
+unless its store hangs, or a trainer of other surroundings comes, for whose agent this one makes
+way. It runs in a session of its own (launchers kill their workers' process groups) at low CPU and
+I/O priority, and imports neither torch nor numpy.
+
+Trainers reach it over a Unix socket in the job's private folder, one JSON object a message (see
+`packets`):
+
+    -> {"op": "hello", "protocol": 4, "desk": {...},             first; see DeskSettings, and
+        "surroundings": ..., "began": ...}                       `surroundings.fingerprint`; began:
+                                                                 when the trainer did (monotonic)
+    -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
+    -> {"op": "retire", "safe": [generation, version] or null,
+        "lineage": [[generation, version], ...], "keep": the same, "void": the same}
+    -> {"op": "flush", "order": {...}}                           see flusher.FlushOrder
+    -> {"op": "meet", "where": {...}}                            listen for other nodes' agents
+    -> {"op": "know", "parties": [...]}                          see protector.PartySettings
+    -> {"op": "succeed", "where": {...}, "roster": {...}}        one that made way, and said this
+    -> {"op": "protect", "version": ..., "generation": ..., "lost": [shard, ...] or null}
+    -> {"op": "ask"}                                             whether flushes get on
+    -> {"op": "bye", "abandoned": ...}                           this trainer ends of its own will;
+                                                                 abandoned: the job may come back
+    <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "listening" |
+        "protected" | "protect_failed" | "cleaned" | "problem", ...}
+    <- {"op": "unwelcome", "makes_way": true, "pid": ...,        by an agent of other surroundings,
+        "roster": ..., "where": ...,                             or another protocol, which ends
+        "given_up": [version, ...]}
+    <- {"op": "unwelcome", "outlived": true}                     to a trainer of an earlier life
+    <- {"op": "unwelcome"}                                       by earlier tierckpts: it lives on
+    <- {"op": "quiet", "seconds": ...}                           since the flush last got on
+    <- {"op": "bye", "last": ...}                                last: the agent ends now, too
+
+End of file from a trainer without a goodbye means that it was killed; one that abandoned its job
+is waited for likewise, where agents of other nodes may ask this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import platform
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierckpt.storage.memory.job_directory import JobDirectory, take_lock
+
+from . import environment as surroundings
+from . import protocol as packets
+from .flusher import Flusher, PersistentSettings
+from .session import Desk, DeskSettings
+from .shard_guard import Held
+
+if TYPE_CHECKING:
+    from .protector import Protector
+
+PROTOCOL = 4
+ACCEPT_AGAIN_SECONDS = 0.1
+FIRST_CLIENT_SECONDS = 30.0
+"""An agent that nobody speaks to ends after this; where its starter died before it could speak,
+after the time to linger if that is less."""
+STUCK_SECONDS = 1800.0
+"""A flush that does not get on for so long is given up when no trainer is left: its store hangs.
+Not less, as a large file's fsync may take its time."""
+LOOK_AGAIN_SECONDS = 5.0
+MOST_SECONDS = 3600.0
+"""At a time; the kernel counts milliseconds, and only 25 days of them."""
+FIRST_SECONDS = 2.0
+"""An agent that makes way waits so long for the node's first rank, to tell it whom it knows."""
+TAKEN = 3
+"""Exit status of an agent that found another one at its place."""
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What an agent is told at its start."""
+
+    root: str
+    """Of the job's folder in shared memory."""
+    folder: str
+    index: int = 0
+    """Number 1 is started when number 0 is there and does not answer, and so on."""
+    nice: int = 10
+    """Its own, not beside its starter's."""
+    linger_seconds: float = 60.0
+    module_path: tuple[str, ...] = ()
+    """Where it finds modules; empty: where its starter does, then. See `children`."""
+
+    def place(self) -> Place:
+        """Where it is found."""
+        return Place(JobDirectory(Path(self.root), self.folder), self.index)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the agent number `index` of a job on this node is found."""
+
+    job: JobDirectory
+    index: int
+
+    @property
+    def lock(self) -> Path:
+        """Held by the living agent."""
+        return self.job.path / f"agent{self.index}.lock"
+
+    @property
+    def address(self) -> Path:
+        """Of the socket that it listens at."""
+        return self.job.path / f"agent{self.index}.socket"
+
+    def owner(self) -> int | None:
+        """Process id of the agent that is here, or was until it was killed."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(self.lock.read_text())
+        return None
+
+    def connect(self) -> socket.socket | None:
+        """A connection to the agent that listens here, at once; None when there is none."""
+        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel.setblocking(False)
+        try:
+            with self._short() as name:
+                channel.connect(name)
+            if _peer_uid(channel) != os.getuid():
+                raise PermissionError("another user listens here")
+        except OSError:
+            channel.close()
+            return None
+        return channel
+
+    def listen(self) -> socket.socket:
+        """Become the listener; what a dead one left is replaced."""
+        self.address.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with self._short() as name:
+            listener.bind(name)
+        listener.listen(128)
+        return listener
+
+    @contextlib.contextmanager
+    def _short(self) -> Iterator[str]:
+        """The socket's path in less than the 108 bytes that the kernel takes."""
+        fd = os.open(self.job.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{fd}/{self.address.name}"
+        finally:
+            os.close(fd)
+
+
+Life = tuple[tuple[Any, str], float]
+"""A start of the job on this node: protocol and surroundings of its trainers, and when one of them
+began (monotonic)."""
+OUTLIVED = {"op": "unwelcome", "outlived": True}
+
+
+class Agent:
+    """Serves every trainer that comes, each at a desk (and in a thread) of its own."""
+
+    def __init__(self, linger_seconds: float, surroundings: str = "") -> None:
+        """`surroundings`: a fingerprint; only trainers of the same are served. Empty: all are."""
+        self.linger_seconds = linger_seconds
+        self._surroundings = surroundings
+        self.makes_way = False
+        """A life of other surroundings has begun: no more orders are taken, and this ends."""
+        self._leave_at = 0.0
+        """Until then the first rank of that life is waited for (monotonic)."""
+        self._given_up: list[int] = []
+        """Versions whose flush was given up for it."""
+        self._life: Life = ((PROTOCOL, surroundings), -math.inf)
+        """The newest that came."""
+        self._lock = threading.Lock()
+        self._desks: dict[tuple[str, int], threading.Thread] = {}
+        """Who serves the last trainer that came to a desk. One trainer of a shard at a time: a
+        killed one's work is finished before its successor's begins."""
+        self._seated: set[Desk] = set()
+        """Where trainers are served."""
+        self._newest: dict[tuple[str, int], Desk] = {}
+        """Of the last trainer that came for a shard."""
+        self._serving = 0
+        self._missed: dict[tuple[str, int], float] = {}
+        """Desks whose trainer was killed, and until when to wait for its successor."""
+        self._here: dict[str, tuple[int, ...]] = {}
+        """By directory: the node's ranks in the newest life that came."""
+        self.held = Held()
+        self._flushers: dict[PersistentSettings, Flusher] = {}
+        self._protector: Protector | None = None
+        self._woken, self._wake = socket.socketpair()
+
+    def serve(
+        self,
+        listener: socket.socket,
+        let_go: Callable[[], None] = lambda: None,
+        starter: int | None = None,
+    ) -> None:
+        """Accept trainers until there is nobody to serve, or to wait for, any more.
+
+        `starter` is a descriptor of the process that started this one; None: it is gone already.
+        `let_go` is called, perhaps several times, once that has ended or all trainers have gone,
+        whatever is still under way: who waits for their output is not to wait for this process.
+        """
+        nobody_before, looked_again = time.monotonic() + FIRST_CLIENT_SECONDS, False
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            if starter is not None:
+                selector.register(starter, selectors.EVENT_READ)
+            else:
+                nobody_before = self._orphaned(nobody_before)
+                let_go()
+            while True:
+                left = self._patience(nobody_before)
+                with self._lock:
+                    flushing, alone = bool(self._flushing()), not self._serving
+                    idle = list(self._flushers.values()) if alone else []
+                for flusher in idle:
+                    flusher.rest()
+                over = left is not None and left <= 0
+                if over and (looked_again or not flushing):
+                    return
+                if over:  # all of us may have been stopped, and the flusher goes on in a moment
+                    left = LOOK_AGAIN_SECONDS
+                looked_again = over
+                if alone and not nobody_before:
+                    let_go()
+                for key, _ in selector.select(None if left is None else min(left, MOST_SECONDS)):
+                    if key.fileobj is listener:
+                        if self._accept(listener):
+                            nobody_before = 0
+                    elif key.fileobj == starter:
+                        selector.unregister(key.fileobj)
+                        nobody_before = self._orphaned(nobody_before)
+                        let_go()
+                    else:
+                        self._woken.recv(1)
+
+    def _orphaned(self, nobody_before: float) -> float:
+        return min(nobody_before, time.monotonic() + self.linger_seconds)
+
+    def _patience(self, nobody_before: float) -> float | None:
+        """How long to wait for a trainer; None: until those that are here have gone."""
+        with self._lock:
+            if self.makes_way:
+                return None if self._serving else self._leave_at - time.monotonic()
+            if self._serving or self._protecting():
+                return None
+            stuck = [at + max(STUCK_SECONDS, self.linger_seconds) for at in self._flushing()]
+            return max([nobody_before, *self._awaited(), *stuck]) - time.monotonic()
+
+    def _awaited(self) -> list[float]:
+        """With the lock held: until when to wait for each trainer that may come back; as long from
+        when another node last read what it left."""
+        read = self._protector.asked_at() + self.linger_seconds if self._protector else 0.0
+        ends = [
+            max(end, read)
+            for (directory, shard), end in self._missed.items()
+            if shard in self._here.get(directory, (shard,))
+        ]
+        now = time.monotonic()
+        return [end for end in ends if end > now]  # the others come back no more
+
+    def _at_work(self) -> bool:
+        """With the lock held: something goes on that no trainer waits for."""
+        return self._protecting() or bool(self._flushing())
+
+    def _protecting(self) -> bool:
+        return self._protector is not None and self._protector.busy()
+
+    def _flushing(self) -> list[float]:
+        """When each flush that is under way last got on (monotonic)."""
+        return [f.went_on_at for f in self._flushers.values() if f.busy()]
+
+    def close(self) -> None:
+        """Give up what the agent itself holds."""
+        if self._protector is not None:
+            self._protector.close()
+        for flusher in self._flushers.values():
+            flusher.close()
+        self._woken.close()
+        self._wake.close()
+
+    def _accept(self, listener: socket.socket) -> bool:
+        """True when there is somebody to serve."""
+        try:
+            channel, _ = listener.accept()
+        except OSError:  # no descriptor is left, or they hung up
+            time.sleep(ACCEPT_AGAIN_SECONDS)
+            return False
+        if _peer_uid(channel) != os.getuid():
+            channel.close()
+            return False
+        try:
+            self.attend(channel)
+        except OSError:  # it finds itself hung up on, and tries again
+            return False
+        return True
+
+    def attend(self, channel: socket.socket) -> threading.Thread:
+        """Serve the trainer at the other end of `channel`, in a new thread; returns that.
+
+        Raises OSError when there may be no more threads; `channel` is closed then.
+        """
+        thread = threading.Thread(
+            target=self._attend, args=(channel,), name="tierckpt-desk", daemon=True
+        )
+        with self._lock:
+            self._serving += 1
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                self._serving -= 1
+            channel.close()
+            raise OSError(str(error)) from error
+        return thread
+
+    def _attend(self, channel: socket.socket) -> None:
+        made, said_goodbye = None, True
+        try:
+            with channel:
+                hello = _greeting(channel)
+                if hello is None:
+                    return
+                settings = _desk_of(hello)
+                if settings is None or not self._serves(hello):
+                    self._turn_away(hello, settings, channel)
+                    return
+                made = Desk(settings, channel, self)
+                before = self._sit_down(made)
+                said_goodbye = False  # until it does: it is waited for also if the desk breaks
+                made.say(**self._welcome(settings))
+                made.await_turn(before)
+                goodbye = made.serve()
+                if self.makes_way:
+                    made.say(**OUTLIVED)
+                if goodbye is not None:
+                    said_goodbye = not (goodbye.get("abandoned") and self._may_be_asked())
+                    with self._lock:
+                        others = self._serving > 1 or self._awaited() or self._at_work()
+                        last = said_goodbye and not others
+                    made.say(op="bye", last=last)
+        except ConnectionError:
+            pass
+        finally:
+            with self._lock:
+                self._serving -= 1
+                if made is not None:
+                    self._seated.discard(made)
+                    # Its successor may have come before its end was noticed.
+                    if not said_goodbye and self._newest[made.at] is made:
+                        self._missed[made.at] = time.monotonic() + self.linger_seconds
+            with contextlib.suppress(OSError):
+                self._wake.send(b"\0")
+
+    def _may_be_asked(self) -> bool:
+        """Whether to linger is of use: the agents of several nodes have met, and a life without
+        this node would ask. On the node itself slots and files are found without an agent."""
+        met = self._protector is not None and bool(self._protector.roster())
+        return met and self.linger_seconds > 0
+
+    def _serves(self, hello: dict[str, Any]) -> bool:
+        """Whether such a trainer is served here."""
+        life = _life_of(hello)
+        (protocol, theirs), _ = life
+        same = theirs == self._surroundings or not (theirs and self._surroundings)
+        with self._lock:
+            if self.makes_way or protocol != PROTOCOL or not same:
+                return False
+            self._life = max(self._life, life, key=_began)
+            return True
+
+    def _sit_down(self, desk: Desk) -> threading.Thread | None:
+        """Be the newest that serves its shard, in this thread; returns who did before."""
+        with self._lock:
+            self._seated.add(desk)
+            if self.makes_way:  # since that was looked at
+                self._given_up += desk.leave()
+            self._missed.pop(desk.at, None)
+            self._newest[desk.at] = desk
+            if desk.settings.ranks:
+                self._here[desk.settings.directory] = desk.settings.ranks
+            before = self._desks.get(desk.at)
+            self._desks[desk.at] = threading.current_thread()
+            return before
+
+    def _welcome(self, desk: DeskSettings) -> dict[str, Any]:
+        """To a trainer."""
+        return {"op": "welcome", "pid": os.getpid(), "roster": self._roster(desk)}
+
+    def _roster(self, desk: DeskSettings) -> dict[str, Any]:
+        """What is known of other nodes' agents: for the node's first trainer."""
+        return self._protector.roster() if desk.first and self._protector is not None else {}
+
+    # --- for trainers of other surroundings ----------------------------------------------------
+
+    def _turn_away(
+        self, hello: dict[str, Any], desk: DeskSettings | None, channel: socket.socket
+    ) -> None:
+        """Make way for a later life; a trainer of an earlier one is told that it is over."""
+        life = _life_of(hello)
+        with self._lock:
+            outlived = life[0] != self._life[0] and _began(life) < _began(self._life)
+            if not outlived:
+                self._life = max(self._life, life, key=_began)
+                self._make_way()
+        if outlived:
+            packets.send(channel, OUTLIVED)
+            return
+        what = {"makes_way": True, "pid": os.getpid(), "given_up": sorted({*self._given_up})}
+        roster = {} if desk is None else self._roster(desk)
+        where = self._protector.met_at() if roster and self._protector is not None else {}
+        packets.send(channel, {"op": "unwelcome", **what, "roster": roster, "where": where})
+        if desk is None or desk.speaks:
+            with self._lock:
+                self._leave_at = 0.0
+        if self._protector is not None:
+            self._protector.close()  # the port is the successor's
+
+    def _make_way(self) -> None:
+        """With the lock held: finish the commits under way, and give up all else. Of that nothing
+        is removed: it is left as if this process were killed. Who has not said yet who it is stays
+        connected, as it may be the one to be told."""
+        if self.makes_way:
+            return
+        self.makes_way = True
+        self._leave_at = time.monotonic() + FIRST_SECONDS
+        for flusher in self._flushers.values():
+            self._given_up += flusher.cancel()
+        for desk in self._seated:
+            self._given_up += desk.leave()
+
+    # --- what all desks share ------------------------------------------------------------------
+
+    def flusher(self, desk: DeskSettings) -> Flusher | None:
+        """One for all desks that flush to the same place."""
+        if desk.persistent is None:
+            return None
+        settings = PersistentSettings(**desk.persistent)
+        with self._lock:
+            self._check_stays()
+            return self._flushers.setdefault(settings, Flusher(settings, self.held, self._wake_up))
+
+    def protector(self) -> Protector:
+        """One for the node."""
+        from .protector import Protector  # and with it numpy
+
+        with self._lock:
+            self._check_stays()
+            if self._protector is None:
+                self._protector = Protector(self.held, self._wake_up)
+            return self._protector
+
+    def _check_stays(self) -> None:
+        """With the lock held: an order that a trainer gave just before is not begun any more."""
+        if self.makes_way:
+            raise RuntimeError("the agent makes way for a later start's")
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+
+def _greeting(channel: socket.socket) -> dict[str, Any] | None:
+    """What a trainer says first; None for anything else."""
+    try:
+        hello, _ = packets.receive(channel)
+        return hello if hello is not None and hello["op"] == "hello" else None
+    except (ValueError, KeyError):
+        return None
+
+
+def _life_of(hello: dict[str, Any]) -> Life:
+    """A trainer's. One that does not say when it began is of another tierckpt, and has just."""
+    began = hello.get("began")
+    what = (hello.get("protocol"), str(hello.get("surroundings", "")))
+    return what, float(began) if isinstance(began, int | float) else time.monotonic()
+
+
+def _began(life: Life) -> float:
+    return life[1]
+
+
+def _desk_of(hello: dict[str, Any]) -> DeskSettings | None:
+    """What a trainer says of itself; None where that is another tierckpt's."""
+    try:
+        return DeskSettings(**{**hello["desk"], "ranks": tuple(hello["desk"]["ranks"])})
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _peer_uid(channel: socket.socket) -> int:
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("iII", credentials)[1])
+
+
+def lower_priority(nice: int, pid: int = 0) -> None:
+    """Have a process of one thread (0: this one) give way to the training, on the CPU and on the
+    device. What the system refuses is let be."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, nice)
+    with contextlib.suppress(OSError):
+        _lower_session(nice, pid or os.getpid(), tries=1 if pid else 5)
+    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
+    if number is not None:
+        best_effort_lowest = 2 << 13 | 7
+        ctypes.CDLL(None, use_errno=True).syscall(number, 1, pid, best_effort_lowest)
+
+
+def _lower_session(nice: int, pid: int, tries: int) -> None:
+    """Where Linux groups processes by session (sched(7), autogroup), niceness counts within one
+    alone, and one process in a session of its own has as much of the CPU as all that train in
+    theirs. So the session is made nicer, too; only one that the process leads. Of such changes the
+    machine takes ten a second: with more `tries` this waits for its turn. Raises OSError."""
+    if os.getsid(pid) != pid:
+        return
+    for left in reversed(range(tries)):
+        with contextlib.suppress(BlockingIOError):
+            Path(f"/proc/{pid}/autogroup").write_text(str(nice))
+            return
+        if left:
+            time.sleep(0.1)
+
+
+def _let_go_of_output() -> None:
+    """Launchers wait until nobody holds their pipes any more, and notice only then that a rank has
+    ended. What trainers are told goes over their sockets: nothing but a traceback is lost."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (1, 2):
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
+
+
+def run(settings: AgentSettings, starter_pid: int) -> int:
+    """Be the agent; returns the exit status."""
+    place = settings.place()
+    try:
+        fd = take_lock(place.lock)
+    except FileNotFoundError:  # the job ended, and left nothing, before this process had begun
+        return 0
+    if fd is None:
+        return TAKEN
+    lower_priority(settings.nice)
+    listener = place.listen()
+    try:
+        agent = Agent(settings.linger_seconds, os.environ.pop(surroundings.VARIABLE, ""))
+        with contextlib.closing(agent), _process(starter_pid) as starter:
+            agent.serve(listener, _let_go_of_output, starter)
+    finally:
+        # Only the one who holds the lock may remove these, and the lock goes last.
+        listener.close()
+        place.address.unlink(missing_ok=True)
+        place.lock.unlink(missing_ok=True)
+        os.close(fd)
+        place.job.remove_if_unused()
+    return 0
+
+
+@contextlib.contextmanager
+def _process(pid: int) -> Iterator[int | None]:
+    """A descriptor that is readable when the process has ended; None when it has already."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        yield None
+        return
+    except (OSError, AttributeError):  # a kernel, C library or container without: as if it lived
+        fd = os.eventfd(0)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def main() -> None:
+    """Entry point of the process: settings, and who started it, in argv."""
+    # The agent ends when its trainers have: signals meant for the job must not cut a write short.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    settings = AgentSettings(**json.loads(sys.argv[1]))
+    sys.exit(run(settings, int(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

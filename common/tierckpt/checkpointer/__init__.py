@@ -1,0 +1,1 @@
+"""Checkpointer: orchestration of all the other parts."""

@@ -1,0 +1,218 @@
+"""What is checked when a checkpointer is attached: here, where it can still be mended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+from tierckpt._text import some
+from tierckpt.agent.client import AgentClient
+from tierckpt.agent.environment import module_path
+from tierckpt.agent.server import AgentSettings
+from tierckpt.agent.session import DeskSettings
+from tierckpt.config import Config
+from tierckpt.coordination.shown_once import said_by
+from tierckpt.errors import NodeHealthError
+from tierckpt.group import Group, Node
+from tierckpt.state import tree_codec
+from tierckpt.state.names import named_modules
+from tierckpt.state.training_state import TrainingState
+from tierckpt.storage import health
+from tierckpt.storage.memory import image_in_place
+from tierckpt.storage.memory.image_file import images_of
+from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of, rank_of
+from tierckpt.storage.memory.slot_pool import too_small
+
+
+def check_state(state: TrainingState) -> None:
+    """Raise UnsupportedStateError for what could not be taken later."""
+    state.refuse_odd_keys()
+    walk = state.walk()
+    state.entries(walk)
+    state.buffer_entries(walk)
+    arena = tree_codec.Arena()
+    state.pack_groups(arena.keep)
+    state.pack_remainders(arena)
+    # A loader that is asked begins to draw, and a restore may have it draw from somewhere else.
+    state.module_states.check()
+    objects = {**state.extra, **state.extra_per_rank}.items()
+    state.pack_extra({n: o for n, o in objects if not isinstance(o, DataLoader)}, arena)
+
+
+def left_out(state: TrainingState) -> str:
+    """Which buffers are no part of a `state_dict()`, in words; empty where there are none."""
+    names = [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in named_modules(state.model)
+        for name in sorted(module._non_persistent_buffers_set)
+        if module._buffers.get(name) is not None
+    ]
+    if not names:
+        return ""
+    return (
+        f"not persistent, hence in no checkpoint: {some(names)}. Buffers that "
+        "a resumed run cannot compute anew are to be registered with persistent=True"
+    )
+
+
+def own_ways(state: TrainingState) -> list[str]:
+    """What to know of modules that are saved in a way of their own, in words."""
+    return state.module_states.notes
+
+
+def job_directory(config: Config) -> JobDirectory:
+    """The job's folder in this node's shared memory."""
+    return JobDirectory.at(config.shm_dir, config.job_id or job_id_of(config.path), config.node)
+
+
+def lacking_room(
+    config: Config,
+    job: JobDirectory,
+    node: Node,
+    shard_bytes: int,
+    count: int,
+    in_place: bool = False,
+) -> str:
+    """In words and bytes, that memory will not do for `count` slots of each rank of this node;
+    empty when it will.
+
+    `shard_bytes` is an estimate while the optimizer has made no state yet. `in_place`: slots are
+    files of the local level.
+    """
+    place = config.directory if in_place else config.shm_dir
+    found = os.statvfs(place)
+    free = found.f_bavail * found.f_frsize
+    more = lacking_bytes(config, job, node, shard_bytes, count, in_place)
+    if more <= free:
+        return ""
+    ranks = len(node.ranks)
+    needs = f"{place} has {free} bytes free, and this node's ranks ({ranks}) need about {more} more"
+    if in_place:
+        return (
+            f"{needs} there for {count} slots each and the versions that they keep: some will not "
+            "be committed. Give it more memory, or set local_keep_last to less"
+        )
+    return f"{needs} for {count} slots each: {too_small(place)}"
+
+
+def lacking_bytes(
+    config: Config, job: JobDirectory, node: Node, shard_bytes: int, count: int, in_place: bool
+) -> int:
+    """How much more `count` slots of each rank of this node take than they hold already; 0 when
+    that is enough."""
+    files = image_in_place.most_files(config, count) if in_place else count
+    held = held_bytes(config, job, node, in_place)
+    return max(files * shard_bytes * len(node.ranks) - held, 0)
+
+
+def held_bytes(config: Config, job: JobDirectory, node: Node, in_place: bool) -> int:
+    """What slots of this node's ranks hold already: files of the local level, or shared memory."""
+    files = [(path, path.name) for path in job.segments()]
+    if in_place:
+        files = images_of(Path(config.directory), job.path)
+    held = 0
+    for path, slot in files:
+        with contextlib.suppress(FileNotFoundError):  # its rank has just replaced it
+            held += path.lstat().st_size if rank_of(slot) in node.ranks else 0
+    return held
+
+
+def shard_bytes(state: TrainingState, ranks: int) -> int:
+    """About how large one rank's shard is."""
+    walk = state.walk()
+    striped, own = walk.nbytes()
+    if not walk.state:
+        values = 1 + max(map(_values_to_come, state.optimizers.values()), default=0)
+        striped, own = values * striped, values * own
+    return striped // ranks + own + sum(b.nbytes for b in walk.buffers)
+
+
+def _values_to_come(optimizer: torch.optim.Optimizer) -> int:
+    """How many values it will keep for every value of a parameter: most keep two."""
+    options = optimizer.defaults
+    if isinstance(optimizer, torch.optim.SGD):
+        return int(bool(options.get("momentum")))
+    return 2 + int(bool(options.get("amsgrad")))
+
+
+def check_health(config: Config, state: TrainingState, group: Group, node: Node, count: int) -> str:
+    """What is wrong with the job's nodes, in words, by name; empty when all is well, or nobody
+    asked. Collective: each node's first rank looks. `count` slots of every rank there need room.
+
+    Raises NodeHealthError, on all ranks alike, when nodes that are not well are to be refused.
+    """
+    if config.health == "off":
+        return ""
+    name = config.node or socket.gethostname()
+    mine: list[str] = []
+    if node.first == group.rank:
+        needs, memory_bytes = _needs(config, shard_bytes(state, group.size), group, node, count)
+        processes = config.agent != "inline"
+        mine = health.examine(needs, memory_bytes, config.health_seconds, processes)
+    told = group.all_gather_object((name, mine))
+    unwell = NodeHealthError({name: problems for name, problems in told if problems})
+    if unwell.problems and config.health == "refuse":
+        raise said_by(unwell, 0, group.rank)
+    return str(unwell)
+
+
+def _needs(
+    config: Config, shard_bytes: int, group: Group, node: Node, count: int
+) -> tuple[list[health.Need], int]:
+    """What this node's directories and memory have to offer: the slots that are not there yet, and
+    one version on each level."""
+    job = job_directory(config)
+    in_place = image_in_place.expected(config)
+    slots_bytes = lacking_bytes(config, job, node, shard_bytes, count, in_place)
+    needs = [health.Need(config.shm_dir, 0 if in_place else slots_bytes)]
+    if config.uses("local"):
+        local_bytes = slots_bytes if in_place else shard_bytes * len(node.ranks)
+        needs.append(health.Need(config.directory, local_bytes, make=True))
+    if config.uses("persistent") and "://" not in config.persistent.path:
+        shared = (config.persistent.path, shard_bytes * group.size)
+        needs.append(health.Need(*shared, make=True, parents=False))
+    return needs, slots_bytes
+
+
+def agent_client(
+    config: Config,
+    group: Group,
+    job: JobDirectory,
+    node: Node,
+    surroundings: str,
+    may_start: bool = True,
+) -> AgentClient:
+    """This rank's way to the node's agent, which is not started yet; `surroundings` are those of
+    the node's first rank. `may_start`: this rank's are the same."""
+    persistent = None
+    if config.uses("persistent"):
+        persistent = dataclasses.asdict(config.persistent)
+        persistent.update(node=node.index, nodes=node.count, best=config.best)
+    return AgentClient(
+        AgentSettings(
+            root=str(job.root),
+            folder=job.path.name,
+            nice=config.agent_nice,
+            linger_seconds=config.agent_linger_seconds,
+            module_path=tuple(module_path()),
+        ),
+        DeskSettings(
+            directory=config.directory,
+            shard=group.rank,
+            shards=group.size,
+            keep_last=config.local.keep_last,
+            keep_every=config.local.keep_every,
+            persistent=persistent,
+            modules=config.local.modules,
+            ranks=node.ranks,
+        ),
+        inline=config.agent == "inline",
+        surroundings=surroundings,
+        may_start=may_start,
+    )

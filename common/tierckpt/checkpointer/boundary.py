@@ -1,0 +1,121 @@
+"""Rounds: at every boundary one round of votes is heard, and the next one begins.
+
+Between the two stands the decision which levels the version of this boundary goes to. It follows
+from what was heard, which all ranks heard alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierckpt.config import Config
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.reports import Reports
+from tierckpt.core.schedule import LEVELS, VOID, Schedule, Vote
+from tierckpt.core.tuning.autotune import UNKNOWN, Meter
+from tierckpt.format.ids import VersionId
+from tierckpt.halt.request_file import Reason
+from tierckpt.storage.memory.slot_pool import SlotPool
+
+from .tiers import Levels
+
+
+class Rounds:
+    """One rank's part. Training thread; waits for the agent only with `when_busy="wait"`."""
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        meter: Meter | None,
+        agreement: Agreement,
+        pool: SlotPool,
+        levels: Levels,
+        reports: Reports,
+    ) -> None:
+        """What it is given stays its owner's. `meter`: None where no interval is automatic."""
+        self._every = tuple(level for level in LEVELS if config.uses(level))
+        self._schedule, self._meter = schedule, meter
+        self._agreement, self._pool = agreement, pool
+        self._levels, self._agent, self._reports = levels, levels.agent, reports
+        self._last: tuple[VersionId, tuple[str, ...]] | None = None
+        """The version of the boundary before, and the levels that it was to go to."""
+        self._void: set[VersionId] = set()
+        """Versions of which all have heard that there are none."""
+
+    def hear(self) -> Vote:
+        """What all ranks agreed on since the last boundary, and what the agent said."""
+        self._levels.handover.take_stock()
+        agreed, broken = self._agreement.read()
+        if agreed.adapter == VOID and self._last is not None:
+            void, take = self._last
+            self._schedule.requested |= frozenset(take)
+            self._void |= {void} if take else set()
+        self._levels.onward.backlog.go_on()
+        if broken in self._void:
+            self._void.remove(broken)
+        elif broken is not None:
+            self._reports.lost(
+                broken.version, "the snapshot failed on some rank; it is void on all"
+            )
+        self._levels.collect()
+        return agreed
+
+    def decide(self, version: int, agreed: Vote, force: bool) -> tuple[str, ...]:
+        """The levels that the version goes to, none if it is not taken; `force`: to all."""
+        decision = self._schedule.decide(version, agreed)
+        if force:
+            return self._every
+        for change in decision.changes:
+            self._reports.interval(change)
+        for level, reason in decision.skipped:
+            self._reports.skipped(level, reason, level in decision.again)
+        if decision.wait:
+            self._agent.wait(None)
+            self._levels.collect()
+            if len(self._agreement.memory.open) > 1:  # votes are behind, and would stay so
+                self._levels.handover.wait()
+                self._agreement.settle()
+        return decision.take
+
+    def vote(
+        self,
+        newest: VersionId,
+        begin_seconds: float,
+        take: tuple[str, ...],
+        halt: tuple[Reason, bool],
+        adapter: int,
+        check: tuple[int, int, int, int] = (0, 0, 0, -1),
+        unchanged: int = 0,
+        own: Sequence[int] = (),
+    ) -> None:
+        """Cast this rank's vote at the boundary of `newest`.
+
+        Args:
+            newest: that version.
+            begin_seconds: when the boundary began, by `time.perf_counter()`.
+            take: what `decide` returned.
+            halt: what `Halting.vote` says.
+            adapter: what `Checkpointer.own_vote` says.
+            check: what `Replicas.vote` says.
+            unchanged: see `Vote`.
+            own: what `Replicas.row` says.
+        """
+        self._last = newest, take
+        if self._meter is not None:
+            busy, flushing = self._agent.busy() > 0, bool(self._agreement.persistent.open)
+            self._meter.boundary(begin_seconds, newest.version, take, busy, flushing)
+        self._agreement.launch(
+            newest,
+            slot_free=self._pool.has_room(self._agreement.needed(), self._agent.pinned()),
+            local_free=not self._agent.busy(),
+            figures=self._meter.figures() if self._meter is not None else UNKNOWN,
+            halt=halt,
+            adapter=adapter,
+            check=check,
+            unchanged=unchanged,
+            own=own,
+        )
+
+
+__all__ = ["Rounds"]

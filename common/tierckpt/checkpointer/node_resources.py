@@ -1,0 +1,177 @@
+"""Berth: a rank's place on its node, from attach to the end.
+
+In shared memory that is the job's folder, the lock which says that the rank lives, and the rank's
+slots, with what an earlier life left in them; on the local level, the node's claim on the directory
+that no other job has then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+from tierckpt.config import Config
+from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.settings_check import Roll
+from tierckpt.coordination.shown_once import said_by
+from tierckpt.errors import ConfigError
+from tierckpt.group import Group, Node
+from tierckpt.halt.controller import watched_directories
+from tierckpt.state.training_state import TrainingState
+from tierckpt.storage.local.directory_claim import Claims
+from tierckpt.storage.memory import image_in_place
+from tierckpt.storage.memory.job_directory import JobBusyError
+from tierckpt.storage.memory.slot_pool import SlotPool
+from tierckpt.storage.suspects import SuspectMarks
+
+from . import attach
+
+
+class Berth:
+    """Owns what it names. Training thread; `pool` has rules of its own."""
+
+    def __init__(
+        self, config: Config, group: Group, roll: Roll, slots: int, reports: Reports
+    ) -> None:
+        """Take it: `slots` of them, those adopted that are there. What dead jobs left is removed.
+
+        Collective. On all ranks alike, raises JobBusyError while another process has a rank's
+        place, or another job a directory; ConfigError where there is no place.
+        """
+        self._config, self._rank, self._reports = config, group.rank, reports
+        there = os.path.exists(config.directory)
+        self.directory_is_new = config.uses("local") and not there  # else nobody makes it
+        self.directory_is_another = False
+        """Than the life before had that left what is in memory here."""
+        self._is_first = roll.node(group.rank).first == group.rank
+        """Of its node's ranks."""
+        self._is_clear = False
+        self._claims: Claims | None = None
+        with contextlib.ExitStack() as undo:
+            refusals = group.all_gather_object(self._refusal(slots, roll, undo))
+            for refusal in filter(None, refusals):
+                raise said_by(refusal, 0, group.rank)
+            undo.pop_all()
+
+    def _refusal(
+        self, slots: int, roll: Roll, undo: contextlib.ExitStack
+    ) -> JobBusyError | ConfigError | None:
+        """Take this rank's place and its node's directory; why they are not to be had, else None.
+        The other ranks wait for it."""
+        try:
+            self._take(slots, roll.node(self._rank), undo)
+        except (JobBusyError, ConfigError) as error:
+            return error
+        except OSError as error:
+            return ConfigError(
+                f"rank {self._rank} cannot have its place in shared memory: {error}. Move what is "
+                f"in the way there out of {self.job.path}, which this job alone writes to"
+            )
+        taken = self._claim(roll, undo)
+        return JobBusyError(taken) if taken else None
+
+    def _take(self, slots: int, node: Node, undo: contextlib.ExitStack) -> None:
+        config, reports = self._config, self._reports
+        taken = os.path.exists(config.directory) and not os.path.isdir(config.directory)
+        if taken and config.uses("local"):
+            raise ConfigError(f"path: {config.directory} is a file; name a directory")
+        self.job = attach.job_directory(config)
+        try:
+            self.job.create()
+        except OSError as error:
+            raise ConfigError(
+                f"there is no place for slots in {self.job.root}: {error}. shm_dir must be a "
+                "directory that is there, in memory (/dev/shm), and writable"
+            ) from error
+        for job in self.job.remove_dead_jobs(config.memory.linger_seconds):
+            text = f"removed shared memory of the dead job {job}: nobody has lived there for"
+            reports.notice(f"{text} {config.memory.linger_seconds:g} s", logging.INFO)
+        local = os.path.realpath(config.directory) if config.uses("local") else ""
+        self.directory_is_another = self.job.last_local(self._rank) not in (None, local)
+        severity = logging.WARNING if self._is_first else logging.DEBUG
+        self._lock_fd = self.job.lock_rank(
+            self._rank,
+            on_wait=lambda text: reports.notice(text, severity),
+            watches=watched_directories(config, self._rank, node),
+            local=local,
+        )
+        undo.callback(self.job.remove_if_unused)
+        undo.callback(self._unlock)
+        place = image_in_place.place_for_slots(config)
+        self.pool = SlotPool(self.job, self._rank, slots, reports.notice_later, place)
+        undo.callback(lambda: self.pool.close(remove=False))
+        self.pool.adopt()
+
+    def _claim(self, roll: Roll, undo: contextlib.ExitStack) -> str:
+        """Once a node; why another job has the directory, else empty."""
+        node = roll.node(self._rank)
+        if node.first != self._rank or not self._config.uses("local"):
+            return ""
+        self._claims = Claims(
+            self._config.directory,
+            roll.token,
+            node.index,
+            self._reports.notice,
+            roll.launch,
+            self.job.path,
+            roll.starters,
+        )
+        undo.callback(self._claims.release)
+        return self._claims.stake()
+
+    @property
+    def left_elsewhere(self) -> set[Path]:
+        """Folders in memory, but this job's own, in which killed lives that had this node's
+        directory had their slots; each is told of to one node."""
+        return self._claims.told - {self.job.path} if self._claims else set()
+
+    def tell_of_room(self, state: TrainingState, group: Group, node: Node) -> None:
+        """Say where the slots are, if not here, and what they lack for `state`: once a node."""
+        if node.first != group.rank:
+            return
+        count, in_place = len(self.pool.slots), self.pool.in_place is not None
+        each_bytes = attach.shard_bytes(state, group.size)
+        if in_place:
+            self._reports.notice(image_in_place.told(self._config, count, each_bytes), logging.INFO)
+        lacking = attach.lacking_room(self._config, self.job, node, each_bytes, count, in_place)
+        if lacking:
+            self._reports.notice(lacking, logging.ERROR)
+
+    def clear(self, node: Node) -> None:
+        """Remove what earlier lives left here and none of this one's slots took over (they had more
+        slots, or more ranks on this node): all ranks have something newer. Once a life and node."""
+        if not self._is_clear:
+            first = node.first == self._rank
+            self._is_clear = not first or self.job.remove_surplus(node.ranks, len(self.pool.slots))
+
+    def leave(self, remove: bool) -> None:
+        """Give it up, when nobody is at work on a slot any more; with `remove` nothing stays."""
+        self.pool.close(remove)
+        self._release()
+        self._unlock(remove)
+        if remove:
+            marks = SuspectMarks(self.job.path)
+            marks.remove(marks.all())
+            self.job.remove_orphans()
+            self.job.remove_if_unused()
+
+    def let_go(self) -> None:
+        """Give it up before anything was put there: what was found stays, and nothing else."""
+        self.pool.close(remove=False)
+        self._release()
+        self._unlock()
+        self.job.remove_if_unused()
+
+    def _release(self) -> None:
+        if self._claims is not None:
+            self._claims.release()
+
+    def _unlock(self, remove: bool = True) -> None:
+        if remove:
+            self.job.lock_path(self._rank).unlink(missing_ok=True)
+        self.job.unlock_rank(self._rank, self._lock_fd)
+
+
+__all__ = ["Berth"]

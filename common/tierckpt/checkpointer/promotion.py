@@ -1,0 +1,147 @@
+"""Onward: what follows for other versions and levels once one is complete on all local disks.
+
+The ballots tell every rank at the same boundary (`agreement`). Older versions may go then, and the
+new one goes on from the nodes' disks, as in SCR: to other nodes and to the persistent level. The
+agents do all that; each is told here, by the ranks of its node, what to begin with and what to
+leave alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+from tierckpt.agent.client import AgentClient
+from tierckpt.agent.flusher import FlushOrder
+from tierckpt.config import Config
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.job_history import Lives
+from tierckpt.coordination.peer_setup import Peers
+from tierckpt.core.best import Best
+from tierckpt.core.schedule import DONE
+from tierckpt.format.ids import VersionId
+from tierckpt.group import Group, Node
+from tierckpt.replicas.drift import Spared
+from tierckpt.storage.memory.job_directory import JobDirectory
+
+from .backlog import Backlog
+
+Order = functools.partial[FlushOrder]
+"""How a node's agent is told to flush a version; what is about that version is still to come."""
+
+
+def flush_order(
+    config: Config, group: Group, node: Node, job: JobDirectory, host: str
+) -> Order | None:
+    """Of this rank's node; None when it is for another rank there to tell the agent."""
+    if node.first != group.rank:
+        return None
+    return functools.partial(
+        FlushOrder,
+        directory=config.directory,
+        here=node.ranks,
+        shards=group.size,
+        job=job.job,
+        node=f"{host}, {job.path}{_device_of(job)}",
+    )
+
+
+def _device_of(job: JobDirectory) -> str:
+    """Containers may share a host's name, and have memories of their own at the same path."""
+    with contextlib.suppress(OSError):
+        return f" on device {job.path.stat().st_dev:x}"
+    return ""
+
+
+class Onward:
+    """One rank's part. All ranks are told the same of versions, so all come to the same.
+
+    Training thread. Nothing here waits (but see `Backlog`), or is collective. What it is given
+    stays its owner's: it gives orders to the agent, and enters into the agreement's books what
+    becomes of the peer level.
+    """
+
+    def __init__(
+        self,
+        best: Best,
+        agent: AgentClient,
+        agreement: Agreement,
+        peers: Peers,
+        lives: Lives,
+        order: Order | None,
+        backlog: Backlog,
+        spared: Spared | None = None,
+    ) -> None:
+        """`best`: of the local level. `order`: see `flush_order`. `backlog` is asked to go on at
+        every boundary. `spared` hears what is complete there."""
+        self._best, self._agent, self._agreement = best, agent, agreement
+        self._peers, self._lives, self._order = peers, lives, order
+        self.backlog = backlog
+        self.spared = spared or Spared()
+        self._to_flush: dict[VersionId, int] = {}
+        """Versions under way to the persistent level, and the iteration that each is of."""
+        self.ordered: VersionId | None = None
+        """The last version that was to be flushed and could be."""
+
+    def restart(self) -> None:
+        """A life has begun that goes on from an earlier one's: its best versions stay."""
+        self._best.restart(self._lives.metrics())
+        self.backlog.restart()
+
+    def flush_when_safe(self, id_: VersionId, iteration: int) -> None:
+        """A version, of that iteration, is to go to the persistent level."""
+        self._to_flush[id_] = iteration
+
+    def awaits(self, id_: VersionId) -> bool:
+        """Whether the version is still to be flushed."""
+        return id_ in self._to_flush
+
+    def local_safe(self, safe: VersionId, largest_bytes: int, metric: float | None) -> None:
+        """A version is complete on all local levels: older ones may go, and it goes on.
+
+        `largest_bytes` is the size of its largest shard.
+        """
+        self._best.add(safe, metric)
+        self.spared.whole(safe)
+        self.retire()
+        self.protect(safe)
+        self._flush(safe, largest_bytes, metric)
+
+    def retire(self) -> None:
+        """It is known of one more version whether it is complete on all local levels."""
+        local, lineage = self._agreement.local, self._lives.lineage
+        void = [id_ for id_ in local.broken if id_ not in local.open]  # else it is tried again
+        # What peers can bring back stays until they can bring back something newer.
+        keep = self._agreement.peer.protected() | self._best.versions | self.backlog.versions
+        keep |= self.spared.versions
+        self._agent.retire(local.safe, lineage, keep, void)
+
+    def protect(self, safe: VersionId) -> None:
+        """A version that is complete on all local levels goes to the other nodes."""
+        if self._peers.ready:
+            self._agreement.open_peer(safe)
+            if not self._peers.protect(safe):
+                self._agreement.tell("peer", safe, DONE)
+
+    def _flush(self, safe: VersionId, largest_bytes: int, metric: float | None) -> None:
+        iteration = self._to_flush.pop(safe, None)
+        for id_ in [i for i in self._to_flush if i < safe]:
+            self._to_flush.pop(id_)  # it broke
+        if iteration is None:
+            return
+        self.ordered = safe
+        order = None
+        if self._order is not None:
+            order = self._order(
+                version=safe.version,
+                generation=safe.generation,
+                life=self._lives.name,
+                lineage=self._lives.lineage,
+                iteration=iteration,
+                largest_bytes=largest_bytes,
+                metric=metric,
+            )
+        self.backlog.add(safe, order)
+
+
+__all__ = ["Onward", "flush_order"]

@@ -1,0 +1,159 @@
+"""After a loss: redundancy restored, so that the next failure is survived too.
+
+A shard that was rebuilt is in the memory of the rank that made it, which is its own, and nowhere
+else. It puts it into a slot, and from there it goes the way of every version: the agent commits it,
+the ballots find the version complete on all nodes, and the agents protect it among themselves. So
+goes one whose file was damaged, and which is in a slot of its rank still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from tierckpt.core.restore_plan import RestorePlan
+from tierckpt.core.schedule import BROKEN, DONE
+from tierckpt.erasure.groups import RedundancyGroup
+from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.restore.shard_image import Image
+from tierckpt.storage.inventory import AGENT, Found, FoundParity
+from tierckpt.storage.memory.slot_pool import NoSlotError, SlotPool
+from tierckpt.storage.memory.slots import Slot, seal_area_bytes
+
+if TYPE_CHECKING:
+    from tierckpt.coordination.agreement import Agreement
+    from tierckpt.coordination.reports import Reports
+    from tierckpt.group import Group
+    from tierckpt.restore.restorer import Attempt
+
+    from .tiers import Levels
+
+
+def mend(
+    attempt: Attempt,
+    group: Group,
+    levels: Levels,
+    agreement: Agreement,
+    pool: SlotPool,
+    reports: Reports,
+) -> bool:
+    """Have a version that was loaded whole and protected again, if any of it was lost or damaged on
+    a disk, or was fetched from a node that is none of the job's; or if it is on all disks, and not
+    all of its parity is: a life before was killed before it had made that, or before it had mended.
+
+    False when that cannot be, and a new version is to be taken. Training thread; all ranks do the
+    same, and none waits for another.
+    """
+    id_ = attempt.plan.id
+    if any(source.place.level == AGENT for source in attempt.plan.sources):
+        return False  # that agent ends soon, and its node may be gone then
+    lacking = shards_to_mend(attempt.plan, levels.lives.found)
+    if lacking != frozenset() and not was_lost(attempt.plan, levels.lives.damaged):
+        return True  # it never was on all disks, or was another number of ranks'
+    if any(source.rebuilt for source in attempt.plan.sources) and not levels.peers.ready:
+        return True  # what it was made of still protects it, and nothing would a new version
+    if lacking is None:
+        return False
+    parities = parities_to_mend(attempt.plan, levels.peers.groups, levels.lives.parities)
+    if not lacking and not parities:
+        return True
+    levels.peers.mend(id_, parities)
+    if not lacking:
+        levels.onward.protect(id_)
+        return True
+    agreement.local.open.append(id_)
+    if group.rank not in lacking:
+        agreement.tell("local", id_, DONE)
+        return True
+    protected = agreement.memory.protected()
+    # Two slots with one version would leave none for the next.
+    slot = None if attempt.plan.sources[group.rank].rebuilt else pool.find(id_)
+    try:
+        if slot is None:
+            slot = keep(attempt.images[group.rank], pool, protected, levels.agent.pinned())
+    except (OSError, NoSlotError) as error:
+        agreement.tell("local", id_, BROKEN)
+        reports.not_committed_later(id_, f"what is to be mended cannot be kept: {error}")
+    else:
+        levels.handover.commit_sealed(id_, slot)
+    return True
+
+
+def was_lost(plan: RestorePlan, damaged: Collection[ShardKey]) -> bool:
+    """Whether any of the version was on a disk of the job's and is there no more.
+
+    Pure. What had to be rebuilt was; and so was what is fetched for some ranks alone, as only what
+    is on all disks goes to the persistent level. `damaged`: see `Lives`.
+    """
+    levels = plan.levels
+    apart = "persistent" in levels and len(levels) > 1
+    shards = {ShardKey(plan.id, source.shard, len(plan.sources)) for source in plan.sources}
+    return apart or any(s.rebuilt for s in plan.sources) or not shards.isdisjoint(damaged)
+
+
+def shards_to_mend(plan: RestorePlan, found: Sequence[Sequence[Found]]) -> frozenset[int] | None:
+    """Shards that are not on the disk of the node of their rank.
+
+    Pure: every rank comes to the same. `found` is what each rank saw that proved sound. None when
+    this version cannot be protected again and a new one has to be: it has another number of ranks,
+    or some rank's shard is on another node, and no longer in memory.
+    """
+    shards = len(plan.sources)
+    if shards != len(found):
+        return None
+    lacking = set()
+    for source in plan.sources:
+        key = ShardKey(plan.id, source.shard, shards)
+        here = {(f.key, f.life) for f in found[source.shard] if f.place.level == "local"}
+        if source.rebuilt or (key, plan.life) not in here:
+            if not (source.direct or source.rebuilt):
+                return None
+            lacking.add(source.shard)
+    return frozenset(lacking)
+
+
+def parities_to_mend(
+    plan: RestorePlan,
+    groups: Iterable[RedundancyGroup],
+    found: Sequence[Sequence[FoundParity]],
+) -> frozenset[int]:
+    """Shards beside which, at their ranks, there is no parity of the version as `groups` have it.
+
+    Pure. What is there is still good, and is left alone: made anew, it would be gone meanwhile.
+    """
+    damaged = {
+        p.key
+        for rebuilt in plan.rebuilds
+        for each in found
+        for p in each
+        if p.place.level == "local" and p.group == rebuilt.group and p.key not in rebuilt.left
+    }
+    lost = set()
+    for group in groups:
+        code = (group.ranks, group.code.k, group.code.m)
+        for rank in group.ranks:
+            key = ParityKey(plan.id, rank, len(plan.sources))
+            here = (p for p in found[rank] if p.place.level == "local")
+            there = {(p.key, p.life, (p.group, p.k, p.m)) for p in here}
+            if key in damaged or (key, plan.life, code) not in there:
+                lost.add(rank)
+    return frozenset(lost)
+
+
+def keep(image: Image, pool: SlotPool, protected: set[VersionId], pinned: set[str]) -> Slot:
+    """Copy a sound shard into a slot of this rank, sealed as it was when it was taken.
+
+    `protected` and `pinned` as in `SlotPool.choose`; raises what that raises.
+    """
+    manifest = image.manifest
+    seal_bytes = seal_area_bytes(manifest.data_blocks, len(manifest.lineage))
+    slot = pool.choose(protected, pinned, seal_bytes, manifest.image_bytes)
+    sealed = None
+    try:
+        with slot.image() as room:
+            room[: manifest.image_bytes] = image.view[: manifest.image_bytes]
+        slot.seal(manifest.encode())
+        sealed = manifest.id
+    finally:
+        pool.filled(slot, sealed)
+    return slot

@@ -1,0 +1,167 @@
+"""Levels: what is behind the slots, and what it hears of the life that this rank is in.
+
+`lives` tells what earlier starts of the job left there. This node's agent, and those of other
+nodes (`peers`), put there what this one takes: `handover` brings it to the agent, `onward` farther.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+from tierckpt.config import Config
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.former_nodes import Absent
+from tierckpt.coordination.job_history import Lives
+from tierckpt.coordination.peer_setup import Groups, Peers
+from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.settings_check import Roll
+from tierckpt.core.best import Best
+from tierckpt.format.ids import Lineage, VersionId
+from tierckpt.group import Group
+from tierckpt.replicas.drift import Drift, Spared
+from tierckpt.restored import Restored
+from tierckpt.storage.local.pins import LocalPins
+from tierckpt.storage.local.store import LocalStore
+
+from . import attach
+from .backlog import Backlog
+from .node_resources import Berth
+from .promotion import Onward, flush_order
+from .slot_handoff import Handover
+
+
+class Levels:
+    """One rank's way to them. Owns its parts; training thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        roll: Roll,
+        groups: Groups,
+        berth: Berth,
+        agreement: Agreement,
+        reports: Reports,
+    ) -> None:
+        """`groups`: see `redundancy_groups`. Nothing is started yet."""
+        self._config, self._group, self._node = config, group, roll.node(group.rank)
+        self._agreement, self._reports = agreement, reports
+        host, job = roll.hosts[group.rank], berth.job
+        surroundings = roll.surroundings[self._node.first]
+        alike = roll.surroundings[group.rank] == surroundings
+        self.agent = attach.agent_client(config, group, job, self._node, surroundings, alike)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.agent.close)
+            asks = config.uses("peer") and self._node.first == group.rank
+            self.absent = Absent(self.agent, roll.hosts, asks)
+            store = LocalStore(config.directory)
+            directory = (berth.directory_is_new, berth.directory_is_another)
+            self.lives = Lives(config, group, job, store, host, self.absent, *directory)
+            self.peers = Peers(config, group, roll, self.agent, groups)
+            self.onward = Onward(
+                Best(config.local.keep_best, config.best == "lowest"),
+                self.agent,
+                agreement,
+                self.peers,
+                self.lives,
+                flush_order(config, group, self._node, job, host),
+                Backlog(config, self.agent, agreement, reports.passed_over),
+                Spared(config.replica_check_steps > 0 and group.size > 1),
+            )
+            self.handover = Handover(group, berth.pool, self.agent, agreement, reports)
+            self.drift = Drift(
+                config,
+                group,
+                self._node,
+                job,
+                self.lives,
+                agreement,
+                self.onward.spared,
+                reports,
+            )
+            undo.pop_all()
+
+    def open(self) -> None:
+        """Find the agent, if there is one; it is started by `meet`. Where nodes are to meet, all
+        would wait for it there, so it is started now, beside a restore."""
+        if self.peers.slow_coding and self._group.rank == 0:
+            self._reports.notice(self.peers.slow_coding, logging.WARNING)
+        self._have_agent(self.agent.start if self.peers.groups else self.agent.find)
+
+    def _have_agent(self, have: Callable[[bool], None]) -> None:
+        if self._config.uses("local"):
+            try:
+                have(self._node.first == self._group.rank)
+            except OSError as error:
+                self._reports.notice(f"the agent could not be started: {error}", logging.ERROR)
+
+    def collect(self) -> None:
+        """Hear what the agent said."""
+        for message in self.agent.poll():
+            self._reports.hear(message)
+
+    # --- a life begins, on all ranks -----------------------------------------------------------
+
+    def begin_afresh(self) -> None:
+        """From nothing, although nobody looked whether there is something. Collective."""
+        self.lives.look()
+        self.lives.begin_afresh()
+        self.meet()
+        old = self.lives.newest()
+        if old is not None and self._group.rank == 0:
+            self._reports.notice(
+                f"{self._config.path} holds {old} of an earlier run, and restore() was not "
+                "called: this run starts afresh beside it. Its files are kept and will not be "
+                "restored any more; delete them, or call restore() before the first step",
+                logging.WARNING,
+            )
+
+    def go_on_from(self, lineage: Lineage, result: Restored) -> None:
+        """From the version that the live state is of. Collective."""
+        self.lives.go_on_from(lineage, result.version)
+        id_ = VersionId(result.generation, result.version)
+        self._pin_as_elsewhere(id_)
+        # Even when some shards came from elsewhere: those in memory may be the only ones.
+        memory = id_ if "memory" in result.levels else self.lives.newest("memory", id_)
+        # Until something newer is protected, what was rebuilt may have to be rebuilt again.
+        peer = id_ if "peer" in result.levels else self.lives.newest_protected(id_)
+        local, broken = self.lives.newest("local", id_), self.lives.incomplete()
+        persistent = self.lives.newest("persistent", id_)
+        ages_seconds = {"persistent": self.lives.age_seconds(persistent, id_)}
+        if "peer" not in result.levels:  # what was rebuilt is on its way there (see `mending`)
+            ages_seconds["local"] = self.lives.age_seconds(local, id_)
+        self._agreement.restart(memory, local, peer, broken, ages_seconds)
+        self.onward.restart()
+        self.onward.spared.restart(self.lives.newest_clean(id_, "local"))
+        self.meet()
+
+    def _pin_as_elsewhere(self, id_: VersionId) -> None:
+        """A version that is pinned on some node stays on all: one that has it only now, as what was
+        lost is made there again (see `mending`), has no mark of it."""
+        pins = {pin for each in self.lives.pins for pin in each if pin.version == id_}
+        mine = self.lives.pins[self._group.rank]
+        is_first = self._node.first == self._group.rank
+        if not (pins.difference(mine) and is_first and self._config.uses("local")):
+            return
+        try:
+            LocalPins(self._config.directory).pin([id_], any(pin.everywhere for pin in pins))
+        except OSError as error:
+            text = f"{id_} is pinned on other nodes, and could not be pinned here: {error}"
+            self._reports.notice(text, logging.ERROR)
+
+    def meet(self) -> None:
+        """The nodes' agents, which are started where there are none, meet under the name of the
+        life that has begun. Collective. Not before, where nobody waits for one: its start is 0.1 s
+        of work, and more of waiting for memory, beside a restore that wants the cores."""
+        self._have_agent(self.agent.start)
+        lives, absent = self.lives, self.absent.alive
+
+        def complain(text: str) -> None:
+            self._reports.notice(text, logging.ERROR)
+
+        self.peers.meet(lives.secret, lives.generation, absent, complain)
+
+
+__all__ = ["Levels"]

@@ -1,0 +1,352 @@
+"""`tierckpt list`, `verify` and `export`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierckpt._text import counted, size_text, some
+from tierckpt.errors import ConfigError, CorruptShardError, TierckptError
+from tierckpt.format.ids import ShardKey
+from tierckpt.offline.catalog import Row, rows_of, without_bare
+from tierckpt.offline.restorability import outlook
+from tierckpt.offline.survey import Survey, survey, why_elsewhere
+from tierckpt.restore.progress import Progress
+from tierckpt.storage.inventory import FoundParity, Place
+from tierckpt.storage.local.sibling_nodes import NODE
+
+from .columns import print_columns
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from tierckpt.offline.load import Saved
+
+MOST_TOLD = 8
+TITLES = ("version", "level", "shards", "size", "taken", "iteration", "metric", "")
+LEFT = ("level", "taken", "")
+PICKLES = (".pt", ".pth")
+
+
+# --- list ----------------------------------------------------------------------------------------
+
+
+def list_versions(args: argparse.Namespace, console: Console) -> None:
+    """A line for each version on each level. Raises ConfigError, at the end, where something could
+    not be looked at."""
+    there = without_bare(survey(args.path))
+    rows = rows_of(there)
+    if args.json:
+        told = {
+            "versions": [row.as_json() for row in rows],
+            "problems": there.troubles,
+            "memory": there.memory,
+        }
+        print(json.dumps(told, indent=1))
+    else:
+        _print_all(rows, there, args.path, console)
+    if there.unseen:
+        raise ConfigError("not all could be looked at: there may be more than is told here")
+
+
+def _print_all(rows: list[Row], there: Survey, paths: Sequence[str], console: Console) -> None:
+    where = ", ".join(paths)
+    if rows:
+        print_columns([TITLES, *map(_cells, rows)], LEFT, console)
+    elif there.troubles:
+        console.print(f"{where}: no checkpoints that can be read", soft_wrap=True)
+    else:
+        console.print(f"{where}: no checkpoints here", soft_wrap=True)
+    for text in there.troubles[:MOST_TOLD]:
+        console.print(f"cannot be read: {text}", soft_wrap=True)
+    if (more := len(there.troubles) - MOST_TOLD) > 0:
+        console.print(f"cannot be read: {more} more; --json has all of them", soft_wrap=True)
+    for text in outlook(there, [key for each in there.problems for key in each.keys]):
+        console.print(text, soft_wrap=True)
+    for text in _on_memory(rows, there, paths):
+        console.print(text, soft_wrap=True)
+    for text in there.beside:
+        console.print(text, soft_wrap=True)
+    for job in sorted({row.elsewhere for row in rows} - {""}):
+        console.print(f"not seen by a restart from here: {why_elsewhere(job)}", soft_wrap=True)
+    for what in dict.fromkeys(row.suspect for row in rows if row.suspect):
+        numbers = dict.fromkeys(f"v{row.version}" for row in rows if row.suspect == what)
+        text = f"suspect, as replicas differed when they were taken: {some(numbers, MOST_TOLD)}"
+        console.print(f"{text}: {what}", soft_wrap=True, markup=False)
+    if any(row.suspect for row in rows):
+        text = (
+            'with on_drift="stop", a restart takes the newest that is not suspect, if there is one'
+        )
+        console.print(text, soft_wrap=True, markup=False)
+    own = [row for row in rows if not row.elsewhere]
+    if own and not any(row.next for row in own):
+        text = "no version is complete here: a restart needs what is on other nodes, or levels"
+        console.print(text, soft_wrap=True)
+
+
+def _on_memory(rows: list[Row], there: Survey, paths: Sequence[str]) -> Iterator[str]:
+    """Where it was looked, and how to look elsewhere if there is nothing on any level."""
+    found = {str(Path(place).parent) for r in rows if r.level == "memory" for place in r.places}
+    if found:
+        yield f"in memory: {some(sorted(found))}"
+    elif there.memory:
+        yield f"nothing in memory: looked for {some(there.memory)}"
+    if there.memory and not rows:
+        yield (
+            "where the job has a job_id or a shm_dir of its own, TIERCKPT_JOB_ID and "
+            "TIERCKPT_SHM_DIR have to say so here, too"
+        )
+        if not any(NODE in path for path in paths):
+            yield f"where the job's path has {NODE} in it, give it with that here, too, in quotes"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        f"v{row.version}",
+        row.level,
+        f"{len(row.there)} of {row.shards}",
+        size_text(row.nbytes),
+        _time_text(row.created_seconds),
+        "" if row.iteration is None else str(row.iteration),
+        "" if row.metric is None else f"{row.metric:.6g}",
+        ", ".join(_notes(row)),
+    )
+
+
+def _notes(row: Row) -> list[str]:
+    notes = []
+    if row.next:
+        notes.append("a restart takes this")
+    elif row.elsewhere:
+        notes.append("not seen by a restart from here")
+    elif not row.is_past:
+        notes.append("of a life that a later one went back behind")
+    elif not row.restartable:
+        notes.append("not complete")
+    if row.missing and row.there:
+        noun = "shards" if row.missing[1:] else "shard"
+        notes.append(f"{noun} {some(row.missing, MOST_TOLD)} missing")
+    if row.parities:
+        notes.append(f"parity of {row.parities}")
+    if row.suspect:
+        notes.append("suspect")
+    if row.pinned:
+        notes.append("pinned")
+    if row.encoded:
+        notes.append("encoded")
+    return notes
+
+
+def _time_text(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+# --- verify --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Tally:
+    """Of one version on one level."""
+
+    copies: int = 0
+    nbytes: int = 0
+    bad: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    unchecked: str = ""
+    """Why the content of some could not be looked at."""
+
+    def text(self) -> str:
+        """How they are."""
+        if self.bad or self.unread:
+            told = [f"{len(self.bad)} DAMAGED"] if self.bad else []
+            told += [f"{len(self.unread)} cannot be read"] if self.unread else []
+            return ", ".join(told)
+        if self.unchecked:
+            return f"sound as stored; content not checked: {self.unchecked}"
+        return "sound"
+
+
+def verify_versions(args: argparse.Namespace, console: Console) -> None:
+    """Read every byte. Raises CorruptShardError where any is wrong, or nothing could be read."""
+    from tierckpt.offline.verify import is_there, verify
+
+    there = survey(args.path)
+    counts: dict[str, _Tally] = {}
+    bad: set[tuple[ShardKey, Place]] = set()
+    with closing(Progress(Progress.wanted(0, None))) as bar:
+        bar.begin("verifying")
+        for verdict in verify(there, bar, args.version):
+            key, place = verdict.copy.key, verdict.copy.place
+            if verdict.why and not is_there(verdict.copy, there):
+                continue
+            what = "parity" if isinstance(verdict.copy, FoundParity) else place.level
+            tally = counts.setdefault(f"{key.id} {what}", _Tally())
+            tally.copies += 1
+            tally.nbytes += verdict.nbytes
+            tally.unchecked = tally.unchecked or verdict.unchecked
+            if verdict.why:
+                bad.add((key, place))
+                told = tally.unread if verdict.unread else tally.bad
+                told.append(f"{key} in {place.where}: {verdict.why}")
+    for name, tally in counts.items():
+        files = counted(tally.copies, "copy", "copies")
+        text = f"{name}: {files}, {size_text(tally.nbytes) or '0 B'}: {tally.text()}"
+        console.print(text, soft_wrap=True)
+        for text in (*tally.bad, *tally.unread):
+            console.print(f"  {text}", soft_wrap=True)
+    lost = [*(key for key, _ in bad), *(key for each in there.problems for key in each.keys)]
+    for text in (*outlook(there, lost, bad), *_not_complete(there, args.version, lost)):
+        console.print(text, soft_wrap=True)
+    _judge(args, there, counts.values())
+
+
+def _not_complete(there: Survey, version: int | None, lost: Iterable[ShardKey]) -> Iterator[str]:
+    """What is no damage: a node has its own shards alone."""
+    ids = {copy.key.id for copy in there.copies} - {key.id for key in lost}
+    wanted = [id_ for id_ in sorted(ids) if version in (None, id_.version)]
+    parts = [id_ for id_ in wanted if there.plan(id_.version) is None]
+    if parts:
+        yield (
+            f"not complete here, though nothing is damaged: {some(parts, MOST_TOLD)}. To see all, "
+            "give the paths of all nodes, and the persistent_path"
+        )
+
+
+def _judge(args: argparse.Namespace, there: Survey, tallies: Iterable[_Tally]) -> None:
+    if there.troubles:
+        raise CorruptShardError(f"not all can be read: {'; '.join(there.troubles[:MOST_TOLD])}")
+    if not (every := list(tallies)):
+        which = "no checkpoints" if args.version is None else f"no v{args.version}"
+        raise ConfigError(f"{', '.join(args.path)}: {which} to verify")
+    copies = sum(tally.copies for tally in every)
+    if bad := sum(len(tally.bad) for tally in every):
+        raise CorruptShardError(f"damaged: {bad} of {counted(copies, 'copy', 'copies')}")
+    if unread := sum(len(tally.unread) for tally in every):
+        raise CorruptShardError(f"cannot be read: {unread} of {counted(copies, 'copy', 'copies')}")
+
+
+# --- export --------------------------------------------------------------------------------------
+
+
+def export_version(args: argparse.Namespace, console: Console) -> None:
+    """One version to one file, which appears when it is whole."""
+    out: Path = args.out
+    write = _writer_of(out)
+    if os.path.lexists(out) and not args.force:
+        raise ConfigError(f"{out} is there already; --force replaces it")
+    from tierckpt.offline.load import load
+    from tierckpt.offline.unknown_classes import import_named
+
+    import_named(args.modules)
+    alone = write is _write_safetensors
+    saved = load(args.path, args.version, model_only=alone, as_parts=alone)
+    temp = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        temp.touch()  # with the rights that any new file has here; safetensors makes a private one
+        rights = temp.stat().st_mode & 0o777
+        notices = write(saved, temp)
+        with temp.open("rb") as file:
+            os.fchmod(file.fileno(), rights)
+            os.fsync(file.fileno())
+        temp.replace(out)
+    except TierckptError:
+        raise
+    except FileNotFoundError as error:
+        raise ConfigError(f"{out} cannot be written: there is no directory {out.parent}") from error
+    except Exception as error:  # torch, and safetensors, have their own for a full disk
+        raise ConfigError(f"{out} cannot be written: {error}") from error
+    finally:
+        with suppress(OSError):
+            temp.unlink()
+    for text in saved.rejected:
+        console.print(f"passed over: {text}", soft_wrap=True)
+    levels = " and ".join(saved.levels)
+    nbytes = size_text(out.stat().st_size)
+    console.print(f"{out}: v{saved.version}, from {levels}, {nbytes}", soft_wrap=True)
+    if saved.suspect:
+        text = "is suspect, it may be the state of no rank, as replicas differed when it was taken"
+        console.print(f"v{saved.version} {text}: {saved.suspect}", soft_wrap=True, markup=False)
+    for text in notices:
+        console.print(text, soft_wrap=True)
+    if saved.unseen and args.version is None:
+        raise ConfigError(f"not all could be looked at: there may be more than v{saved.version}")
+
+
+def _writer_of(out: Path) -> Callable[[Saved, Path], list[str]]:
+    if out.suffix == ".safetensors":
+        return _write_safetensors
+    if out.suffix in PICKLES:
+        return _write_pickle
+    raise ConfigError(
+        f"{out}: its name says no format. .safetensors is the model alone; "
+        f"{' and '.join(PICKLES)} are all, as torch.save has it"
+    )
+
+
+def _write_safetensors(saved: Saved, out: Path) -> list[str]:
+    """The model, as `safetensors.torch.save_model` writes it and `load_model` reads it: what is
+    tied is there under one name, and the file's metadata has the others. Returns a notice of that.
+    """
+    import torch
+
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ConfigError(f"{error}: pip install safetensors, or export to a .pt file") from error
+    tensors, first, tied = dict[str, torch.Tensor](), dict[int, str](), dict[str, str]()
+    for name, tensor in saved.model.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(
+                f"{name} is no tensor (a module has it in its state_dict()), and safetensors has "
+                "tensors alone; export to a .pt file"
+            )
+        if id(tensor) in first:
+            tied[name] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        tensors[name] = tensor.contiguous()
+    facts = {"format": "pt", "version": str(saved.version), "iteration": str(saved.iteration)}
+    try:
+        save_file(tensors, out, {**tied, **facts})
+    except Exception:
+        _refuse_dtypes(tensors)
+        raise
+    if not tied:
+        return []
+    names = some([f"{name} is saved as {kept}" for name, kept in tied.items()])
+    return [f"tied weights: {names}. safetensors.torch.load_model(model, file) reads that"]
+
+
+def _refuse_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError for the first tensor that safetensors cannot write, with its name."""
+    from safetensors.torch import save
+
+    for name, tensor in tensors.items():
+        try:
+            save({name: tensor.flatten()[:0]})
+        except Exception as error:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{name} is of dtype {kind}, which this safetensors does not have; export to a "
+                ".pt file"
+            ) from error
+
+
+def _write_pickle(saved: Saved, out: Path) -> list[str]:
+    """What scripts that use `torch.save` have."""
+    import torch
+
+    several = set(saved.optimizers) != {"optimizer"}
+    optimizers = {"optimizers": saved.optimizers} if several else saved.optimizers
+    rest = {"extra": saved.extra, "extra_per_rank": saved.extra_per_rank}
+    facts = {"version": saved.version, "iteration": saved.iteration, "metric": saved.metric}
+    torch.save({"model": saved.model, **optimizers, **rest, **facts}, out)
+    return []

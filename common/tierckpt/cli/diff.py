@@ -1,0 +1,161 @@
+"""`tierckpt diff`: two versions compared, or how weights evolve over many."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any
+
+from tierckpt._text import some
+from tierckpt.errors import ConfigError
+from tierckpt.offline.survey import survey
+from tierckpt.restore.progress import Progress
+
+from .columns import print_columns
+from .version_targets import Target, range_of, targets_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tierckpt.offline.difference import Comparison, Difference, Numbers
+    from tierckpt.offline.stored_version import StoredVersion
+
+SHOWN = 20
+"""Lines, without `--all`."""
+TITLES = ("what differs", "elements", "largest", "relative", "norm", "")
+LEFT = ("what differs", "")
+
+
+def diff(args: argparse.Namespace, console: Console) -> int:
+    """1 where they differ, 0 where they do not. Raises what reading raises, and ConfigError."""
+    if args.plot is not None:
+        from tierckpt.offline import evolution
+
+        path, first, last = range_of(args.what)
+        drawn = evolution.draw(path, first, last, args.plot)
+        versions = some([f"v{version}" for version in drawn], 8)
+        console.print(f"{args.plot}: {versions}", soft_wrap=True)
+        return 0
+    targets = targets_of(args.what)
+    with ExitStack() as stack:
+        bar = stack.enter_context(closing(Progress(Progress.wanted(0, None))))
+        a, b, found = _compared(targets, bar, stack)
+    if args.json:
+        print(json.dumps(as_json(found, a, b), indent=1))
+    else:
+        for line in summary(found, a, b):
+            console.print(line, soft_wrap=True)
+        print_differences(found.differences, console, None if args.all else SHOWN)
+    return 0 if found.equal else 1
+
+
+def _compared(
+    targets: Sequence[Target], bar: Progress, stack: ExitStack
+) -> tuple[StoredVersion, StoredVersion, Comparison]:
+    """Once more with verified copies where one turns out to be damaged: another may be sound."""
+    from tierckpt.offline.difference import compare
+    from tierckpt.restore.shard_image import LOST
+
+    for verify in (False, True):
+        bar.begin("comparing")
+        a, b = (_opened(target, bar.advance, stack, verify) for target in targets)
+        try:
+            return a, b, compare(a, b)
+        except LOST:
+            if verify:
+                raise
+    raise AssertionError
+
+
+def _opened(
+    target: Target, on_read: Callable[[int], None], stack: ExitStack, verify: bool
+) -> StoredVersion:
+    from tierckpt.offline.stored_version import open_version
+
+    there = survey(target.path)
+    if target.version is None and there.unseen:
+        raise ConfigError(
+            f"{target.path}: not all could be looked at, so its newest version is not known; name "
+            f"one: {target.path}@VERSION. {'; '.join(there.troubles[:4])}"
+        )
+    found = open_version(target.path, target.version, on_read, there, verify)
+    stack.callback(found.close)
+    return found
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+def summary(found: Comparison, a: StoredVersion, b: StoredVersion) -> Iterator[str]:
+    """The lines before the table."""
+    yield f"A: {a.text()}"
+    yield f"B: {b.text()}"
+    if found.equal:
+        yield f"equal, bit for bit: {found.tensors} tensors, and all that is kept beside them"
+        return
+    names = {each.name for each in found.differences}
+    tensors = sum(name in a.names() or name in b.names() for name in names)
+    yield f"{tensors} of {found.tensors} tensors differ, and {len(names) - tensors} other values"
+
+
+def print_differences(
+    differences: Sequence[Difference], console: Console, most: int | None = None
+) -> None:
+    """A line for each; at most so many, and how many more there are."""
+    if not differences:
+        return
+    shown = differences[:most]
+    print_columns([TITLES, *map(_cells, shown)], LEFT, console)
+    if more := len(differences) - len(shown):
+        console.print(f"{more} more; --all shows them, --json is for programs", soft_wrap=True)
+
+
+def _cells(row: Difference) -> tuple[str, ...]:
+    of = f" (rank {some(row.ranks, 4)})" if row.ranks else ""
+    if row.numbers is None:
+        change = f"{row.a} -> {row.b}" if row.a or row.b else "differs"
+        text = {"values": change, "shape": f"shape {change}", "dtype": f"dtype {change}"}
+        return (row.name + of, "", "", "", "", text.get(row.what) or f"{row.what}: {row.a}")
+    found = row.numbers
+    return (
+        row.name + of,
+        f"{found.differing} of {found.elements}",
+        *map(_figure, (found.max_absolute, found.max_relative, found.norm)),
+        ", ".join(_oddities(found)),
+    )
+
+
+def _oddities(found: Numbers) -> Iterator[str]:
+    for name, (before, after) in (("NaN", found.nans), ("Inf", found.infs)):
+        if before or after:
+            yield f"{name}: {before} -> {after}"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def as_json(found: Comparison, a: StoredVersion, b: StoredVersion) -> dict[str, Any]:
+    """All of it, for other programs."""
+    return {
+        "equal": found.equal,
+        "a": _side(a),
+        "b": _side(b),
+        "tensors": found.tensors,
+        "differences": [each.as_json() for each in found.differences],
+    }
+
+
+def _side(version: StoredVersion) -> dict[str, Any]:
+    manifest = version.manifest
+    return {
+        "path": version.path,
+        "version": manifest.version,
+        "iteration": manifest.iteration,
+        "metric": manifest.metric,
+        "suspect": version.suspect,
+        "ranks": len(version.shards),
+        "levels": dict(version.levels),
+    }

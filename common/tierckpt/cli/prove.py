@@ -1,0 +1,283 @@
+"""`tierckpt prove`: is a script that is killed and started again the same, bit for bit?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import tempfile
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierckpt._text import some
+from tierckpt.coordination.proof_order import KEPT as KEPT_FOLDER
+from tierckpt.coordination.proof_order import SEED, Order
+from tierckpt.errors import ConfigError
+from tierckpt.proof import coverage, verdict
+from tierckpt.proof.coverage import Asked
+from tierckpt.proof.progress import Bar
+from tierckpt.proof.runs import ProveError, Run
+from tierckpt.proof.seed import link_all, version_in
+from tierckpt.proof.verdict import Departure, IncomparableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console
+
+KEPT = 2
+"""A job that begins afresh is compared with one that begins with its own version of this number, or
+the next one: so what nobody seeded (numpy's random stream) is no difference."""
+LEAST_BEFORE = 3
+"""Steps before the kill: two until all ranks know that a version is whole, and one more."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for."""
+
+    command: tuple[str, ...]
+    folder: Path
+    begin: int
+    """The version that all runs begin with; 0: the first one begins afresh."""
+    kill_after: int
+    steps: int
+    patience_seconds: float
+    console: Console
+
+    @property
+    def asked(self) -> Asked:
+        """Its numbers."""
+        return Asked(self.begin, self.kill_after, self.steps)
+
+    @property
+    def kill_at(self) -> int:
+        """The version at whose boundary the second run is killed."""
+        return self.begin + self.kill_after
+
+    @property
+    def seed(self) -> Path:
+        """What the second and later runs begin with, in folders as in a run's own."""
+        return self.folder / "undisturbed" / KEPT_FOLDER
+
+    def first(self) -> Run:
+        """The run that nobody disturbs."""
+        until = self.kill_at + self.steps
+        order = Order(self.folder / "undisturbed", until, None if self.begin else KEPT)
+        order.write()
+        if self.begin:
+            link_all(self.folder / SEED, order.folder / SEED)
+        run = self._carry_out(order)
+        began = {life.restored or 0 for record in run.records.values() for life in record.firsts()}
+        if began != {self.begin} and began != {0}:
+            raise ProveError(
+                f"{run.name} began at version {some(sorted(began))} and not at {self.begin}; "
+                f"see {run.log}"
+            )
+        return run
+
+    def again(self, name: str, until: int, kill: bool = False) -> Run:
+        """A run that begins with what the first one began with, or kept."""
+        taken = len([*self.folder.glob(f"{name}*")])
+        folder = self.folder / (f"{name}{taken + 1}" if taken else name)
+        order = Order(folder, until, None, self.kill_at if kill else None)
+        order.write()
+        if self.begin:
+            link_all(self.folder / SEED, order.folder / SEED)
+        else:
+            link_all(self.seed, order.folder)
+        return self._carry_out(order)
+
+    def _carry_out(self, order: Order) -> Run:
+        name = order.folder.name
+        with Bar(name, self.begin, order.until, self.console) as bar:
+            run = Run(f"the {name} run", order, self.command, self.patience_seconds, bar.step)
+            run.carry_out()
+        return run
+
+
+def prove(args: argparse.Namespace, console: Console) -> int:
+    """0 where it is exact, 1 where it is not. Raises ProveError, ConfigError where nothing can be
+    said."""
+    command = tuple(args.command[1:] if args.command[:1] == ["--"] else args.command)
+    if not command:
+        raise ConfigError("give the command that starts the job: tierckpt prove -- torchrun ...")
+    folder = _folder(args.dir)
+    keep = True
+    try:
+        begin = _seed(args.begin, folder)
+        least = LEAST_BEFORE if begin else KEPT + LEAST_BEFORE
+        if args.steps < 1 or args.kill_after < least:
+            raise ConfigError(
+                f"--steps is 1 or more, --kill-after {least} or more; they are {args.steps} and "
+                f"{args.kill_after}"
+            )
+        how = (args.kill_after, args.steps, args.patience)
+        with _ending_at_sigterm():
+            status = _judge(Plan(command, folder, begin, *how, console), args.epochs)
+        keep = status != 0 or args.dir is not None
+        return status
+    finally:
+        if keep and (folder / "undisturbed").exists():
+            console.print(f"logs, records and last versions: {folder}", soft_wrap=True)
+        elif args.dir is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """As at Ctrl-C: what was started is ended, too."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _folder(given: Path | None) -> Path:
+    if given is None:
+        return Path(tempfile.mkdtemp(prefix="tierckpt-prove-"))
+    folder = Path(os.path.abspath(given))
+    with suppress(FileNotFoundError):
+        if any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty; --dir makes a new folder, or takes an empty")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _seed(begin: str | None, folder: Path) -> int:
+    """Copy the version to begin with; returns its number, 0 for none."""
+    if begin is None:
+        return 0
+    from tierckpt.config import load_config
+    from tierckpt.proof.seed import copy_version
+
+    from .version_targets import Target, target_of
+
+    target = Target(load_config().path, int(begin)) if begin.isdecimal() else target_of(begin)
+    return copy_version(target.path, target.version, folder / SEED)
+
+
+# --- judging -------------------------------------------------------------------------------------
+
+
+def _judge(plan: Plan, epochs: bool) -> int:
+    calm = plan.first()
+    if epochs and (longer := _over_epochs(plan, calm)) is not plan:
+        calm.order.folder.rename(plan.folder / "pace")
+        plan, calm = longer, longer.first()
+    if not plan.begin and version_in(plan.seed) is None:
+        raise ProveError(f"{calm.name} kept no version to begin with; see {calm.log}")
+    killed = plan.again("killed", calm.order.until, kill=True)
+    if calm.records.keys() != killed.records.keys():
+        raise ProveError("the two runs do not have the same checkpointers")
+    try:
+        return max(_Judge(plan, job, calm, killed).judge() for job in calm.records)
+    except IncomparableError as error:
+        raise ProveError(f"{error} ({calm.log}, {killed.log})") from error
+
+
+def _over_epochs(plan: Plan, calm: Run) -> Plan:
+    """Whose kill has an epoch's end before it, and one after it; by the pace of that run."""
+    lives = [record.firsts()[0] for record in calm.records.values()]
+    found = [coverage.over_epochs(life, plan.asked) for life in lives if life.passes]
+    known = [each for each in found if each is not None]
+    if not known:
+        raise ProveError(f"--epochs: no DataLoader whose length is known was seen in {calm.name}")
+    longest = max(known, key=lambda each: each.kill_after + each.steps)
+    if longest == plan.asked:
+        return plan
+    how = f"--kill-after {longest.kill_after} --steps {longest.steps}"
+    plan.console.print(f"for an epoch to end before the kill and one after it: {how}")
+    return replace(plan, kill_after=longest.kill_after, steps=longest.steps)
+
+
+class _Judge:
+    """Of one checkpointer of the runs."""
+
+    def __init__(self, plan: Plan, job: str, calm: Run, killed: Run) -> None:
+        self._plan, self._job = plan, job
+        self._whole = calm.records[job].by_rank()
+        self._first = killed.records[job].by_rank()
+        self._last = killed.records[job].by_rank(-1)
+        ends = [life.last for life in (*self._whole.values(), *self._last.values())]
+        self._until = min(calm.order.until, *ends)
+        lives = killed.records[job].all_lives()
+        # One of several checkpointers carries it out.
+        at = max((life.killed or 0 for life in lives), default=0)
+        self._at = at or 1 + min(life.last for life in self._first.values())
+        if len(calm.records) > 1:
+            self._say(f"{calm.records[job].path}:")
+
+    def _say(self, text: str) -> None:
+        self._plan.console.print(text, soft_wrap=True)
+
+    def judge(self) -> int:
+        """The command's exit status, of this one."""
+        resumed = [life.restored or 0 for life in (*self._first.values(), *self._last.values())]
+        if not all(resumed):
+            self._say(f"not exact: {verdict.NOT_RESUMED}")
+            return 1
+        begun = max(life.restored or 0 for life in self._first.values())
+        resumed_from = max(life.restored or 0 for life in self._last.values())
+        how = f"resumed from step {begun}"
+        before = verdict.common_versions(self._first, begun, self._at - 1)
+        found = verdict.departure(self._whole, self._first, before)
+        if found is None:
+            how = f"killed with SIGKILL at step {self._at}, resumed from {resumed_from}"
+            after = verdict.common_versions(self._whole, resumed_from, self._until)
+            found = verdict.departure(self._whole, self._last, after)
+        if found is None and not after:
+            raise ProveError(f"no step after {resumed_from} was recorded")
+        if found is None:
+            self._say(self._exact(how, after))
+            first = self._whole[min(self._whole)]
+            gaps = coverage.gaps(first, after, self._plan.asked)
+            for text in (*gaps, *self._unsaved()):
+                self._say(text)
+            return 0
+        if self._differs_by_itself(found):
+            what, why = "not deterministic", verdict.NOT_DETERMINISTIC
+        else:
+            what, why = f"not exact, {how}", verdict.cause(found)
+        names = verdict.description(found)
+        self._say(f"{what}: step {found.version} is the first that differs, in {names}")
+        self._say(why)
+        for text in self._unsaved():
+            self._say(text)
+        return 1
+
+    def _unsaved(self) -> list[str]:
+        """What the script has and no checkpoint; each once."""
+        lives = (*self._whole.values(), *self._last.values())
+        texts = dict.fromkeys(text for life in lives for text in life.unsaved)
+        return [f"not in the checkpoints: {text}" for text in texts]
+
+    def _exact(self, how: str, versions: Sequence[int]) -> str:
+        tensors, values = verdict.count_of(self._last, versions[-1])
+        ranks = f"{len(self._whole)} rank{'s' if len(self._whole) > 1 else ''}"
+        first, last = versions[0], versions[-1]
+        steps = f"steps {first} to {last} are" if last > first else f"step {first} is"
+        return (
+            f"exact: {how}, {steps} bit for bit as in the run that was not killed ({ranks}, "
+            f"{tensors} tensors, {values} other values: random streams, options, objects)"
+        )
+
+    def _differs_by_itself(self, found: Departure) -> bool:
+        """Whether a run that began where the killed one did is not the same as that either, with
+        nobody killed; or else as the first one."""
+        if self._plan.begin and found.version < self._at:
+            return True  # both began with the same version, and nobody was killed yet
+        again = self._plan.again("control", found.version).records[self._job].by_rank()
+        other = self._first if found.version < self._at else self._whole
+        return verdict.departure(other, again, [found.version]) is not None
+
+
+__all__ = ["prove"]

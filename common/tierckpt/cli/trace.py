@@ -1,0 +1,176 @@
+"""`tierckpt trace`: merge, summary, plot."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tierckpt.tracing import chrome_trace
+from tierckpt.tracing.horovod_timeline import Names, agreement, read_horovod
+from tierckpt.tracing.spans import Timeline, TimelineError
+from tierckpt.tracing.summary import Hidden, SizeBucket, Stats, Summary, summarize
+from tierckpt.tracing.tierckpt_traces import read_trace
+
+
+def load(ours: Sequence[Path], horovod: Path | None) -> Timeline:
+    """All files on one axis, with notes on how well they fit. Raises TimelineError."""
+    timeline = Timeline()
+    writer: dict[int, Path] = {}
+    told: list[Names] = []
+    for path in ours:
+        recorded = read_trace(path)
+        rank = recorded.spans[0].rank
+        if rank in writer:
+            raise TimelineError(
+                f"{writer[rank]} and {path} are both of rank {rank}; give the files of one job"
+            )
+        writer[rank] = path
+        timeline.add(recorded.spans)
+        told += [] if recorded.reductions is None else [recorded.reductions]
+    if horovod is not None:
+        if told and not any(told):
+            raise TimelineError(
+                f"{horovod} has no reductions of these ranks: Horovod's rank 0 writes it, with "
+                "those of its own process set alone, and a job of one process reduces nothing"
+            )
+        _add_horovod(
+            timeline, horovod, {n: layers for names in told for n, layers in names.items()}
+        )
+    return timeline
+
+
+def _add_horovod(timeline: Timeline, path: Path, reductions: Names) -> None:
+    """As much of Horovod's timeline as the traces cover: theirs may be a part of the run."""
+    ours = timeline.of()
+    begin, end = min(s.begin_us for s in ours), max(s.end_us for s in ours)
+    spans = read_horovod(path, reductions)
+    found = [s for s in spans if s.begin_us >= begin and s.end_us <= end]
+    if not found:
+        raise TimelineError(
+            f"{path} has no allreduce from the time that the traces cover; are they of one run?"
+        )
+    timeline.add(found)
+    fit = agreement(timeline)
+    timeline.notes.append(f"Horovod: {fit.text()}")
+    if not fit.plausible:
+        timeline.notes.append(
+            f"Warning: {path} and the traces contradict each other: they are of different runs, or "
+            "a clock was set meanwhile"
+        )
+
+
+def merge(args: argparse.Namespace, console: Console) -> None:
+    """`tierckpt trace merge OUT`."""
+    timeline = load(args.ours, args.horovod)
+    chrome_trace.write(timeline, args.out)
+    console.print(
+        f"{args.out}: {len(timeline.of())} spans of {len(timeline.ranks())} rank(s); open it in "
+        "Perfetto or about:tracing",
+        soft_wrap=True,
+    )
+    _notes(timeline, console)
+
+
+def summary(args: argparse.Namespace, console: Console) -> None:
+    """`tierckpt trace summary`."""
+    timeline = load(args.ours, args.horovod)
+    if args.from_version is not None:
+        timeline = since(timeline, args.from_version)
+    found = summarize(timeline)
+    console.print(f"{found.ranks} rank(s), {found.steps} step(s) each")
+    for table in tables(found):
+        console.print(table)
+    _notes(timeline, console)
+
+
+def plot(args: argparse.Namespace, console: Console) -> None:
+    """`tierckpt trace plot OUT`."""
+    from tierckpt.tracing.plot import plot as draw
+
+    timeline = load(args.ours, args.horovod)
+    version = draw(timeline, args.out, args.version, args.ranks)
+    console.print(f"{args.out}: the step after v{version}", soft_wrap=True)
+    _notes(timeline, console)
+
+
+def since(timeline: Timeline, version: int) -> Timeline:
+    """Without what came before the boundary of that version. Raises TimelineError."""
+    begins = [s.begin_us for s in timeline.of("boundary") if s.version >= version]
+    if not begins:
+        raise TimelineError(f"no boundary of v{version} or later is in the traces")
+    later = Timeline(timeline.notes)
+    later.add(timeline.of(from_us=min(begins)))
+    return later
+
+
+def _notes(timeline: Timeline, console: Console) -> None:
+    for note in timeline.notes:
+        console.print(note, soft_wrap=True)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def tables(found: Summary) -> list[Table]:
+    """What `summary` prints."""
+    return [
+        *([_allreduces(found.buckets)] if found.buckets else []),
+        _durations({"between weight updates": found.gaps, **found.durations}),
+        _hidden(found.hidden),
+    ]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(columns[0])
+    for name in columns[1:]:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _cells(stats: Stats) -> list[str]:
+    return [f"{us / 1e3:.3f}" for us in (stats.min_us, stats.avg_us, stats.max_us)]
+
+
+def _allreduces(buckets: Sequence[SizeBucket]) -> Table:
+    columns = ("size", "count", "min ms", "avg ms", "max ms", "of it moving, avg ms")
+    table = _table("Allreduces, from launch to end", *columns)
+    for b in buckets:
+        size = f"{_size(b.above_bytes)} to {_size(b.upto_bytes)}"
+        count = str(b.latency.count)
+        table.add_row(size, count, *_cells(b.latency), f"{b.moving.avg_us / 1e3:.3f}")
+    return table
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes} {unit}"
+        nbytes //= 1024
+    return f"{nbytes} GiB"
+
+
+def _durations(durations: dict[str, Stats]) -> Table:
+    table = _table("Times", "what", "count", "min ms", "avg ms", "max ms")
+    for name, stats in durations.items():
+        if stats.count:
+            table.add_row(name, str(stats.count), *_cells(stats))
+    return table
+
+
+def _hidden(found: Hidden) -> Table:
+    table = _table("Copying, all ranks", "while", "ms", "share")
+    parts = {
+        "in all": found.copy_us,
+        "hidden under allreduces": found.communication_us,
+        "... while their data moves": found.moving_us,
+        "hidden under backward, as far as seen": found.backward_us,
+        "hidden, in all": found.computing_us,
+    }
+    for name, us in parts.items():
+        table.add_row(name, f"{us / 1e3:.3f}", f"{100 * found.share(us):.1f} %")
+    return table

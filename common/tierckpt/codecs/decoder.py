@@ -1,0 +1,134 @@
+"""A shard on its way back: stored blocks in, plain blocks out, any of them, by any thread."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+
+from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.encoding import Encoding
+from tierckpt.format.ids import ShardKey
+from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest, digest_at
+
+from .codec import Buffer
+from .encoder import where
+from .pipeline import Pipeline
+
+Read = Callable[[int, int], bytes]
+"""`read(offset, nbytes)`: a range of what is stored of a shard; less where it ends. Any thread."""
+OpenOther = Callable[[ShardKey], tuple[Manifest, Read]]
+"""Finds the same shard of another version on the same level."""
+
+
+class Decoder:
+    """One encoded shard. Any thread may ask for blocks; each call holds one."""
+
+    def __init__(self, manifest: Manifest, read: Read, open_other: OpenOther) -> None:
+        """Reads the sealed manifest, and with it proves that modules and keys are the right ones.
+
+        Raises what `read` and `open_other` raise; ModuleError; CorruptShardError or FormatError
+        when what is stored is not what the manifests say.
+        """
+        self._manifest, self._read = manifest, read
+        self.encoding = _encoding_of(manifest)
+        self._pipeline = Pipeline.of_description(self.encoding.modules)
+        self._base = self._open_base(open_other)
+        self.sealed_bytes = bytes(self._block(len(self.encoding.plain_bytes)))
+        """The manifest that the shard was sealed with."""
+        self.sealed = Manifest.decode(self.sealed_bytes)
+        total = self.encoding.plain_offsets[-1]
+        if (self.sealed.key, self.sealed.life, self.sealed.image_bytes) != (
+            manifest.key,
+            manifest.life,
+            total,
+        ):
+            raise CorruptShardError(f"{manifest.key} has the sealed manifest of another shard")
+
+    @property
+    def hides(self) -> bool:
+        """True when it is encrypted."""
+        return self._pipeline.hides
+
+    def _open_base(self, open_other: OpenOther) -> Decoder | None:
+        key = self._manifest.key
+        other = self.encoding.base_of(key)
+        if other is None:
+            return None
+        base, read = open_other(other)
+        theirs = _encoding_of(base)
+        if (base.key, base.life, theirs.base) != (other, self._manifest.life, None):
+            raise FormatError(f"{key} refers to {other}, which cannot be what was meant")
+        if theirs.plain_bytes != self.encoding.plain_bytes:
+            raise FormatError(f"{key} refers to {other}, which is cut in another way")
+        return Decoder(base, read, open_other)
+
+    def block(self, index: int) -> Buffer:
+        """One block of the image. Raises as the constructor does."""
+        source = self
+        if self._base is not None and not self.encoding.stored_bytes[index]:
+            source = self._base
+            if source._digest(index) != self._digest(index):
+                raise CorruptShardError(f"block {index} of {source._manifest.key} is another one")
+        block = source._block(index)
+        nbytes = self.encoding.plain_bytes[index]
+        if len(block) != nbytes:
+            raise CorruptShardError(
+                f"block {index} of {self._manifest.key} has {len(block)} bytes, not {nbytes}"
+            )
+        return block
+
+    def blocks(self) -> Iterator[Buffer]:
+        """All blocks of the image, in order."""
+        return (self.block(index) for index in range(len(self.encoding.plain_bytes)))
+
+    def bring(self, low: int, high: int, into: memoryview) -> None:
+        """Have bytes `[low, high)` of the image, and the rest of their blocks, in `into`, which has
+        room for all of it."""
+        begins = self.encoding.plain_offsets
+        for index in range(bisect_right(begins, low) - 1, len(begins) - 1):
+            if begins[index] >= high:
+                break
+            into[begins[index] : begins[index + 1]] = self.block(index)
+
+    def _block(self, index: int) -> Buffer:
+        """A block that is stored here; the one behind the image's is the sealed manifest."""
+        stored = stored_block(self._manifest, self.encoding, self._read, index)
+        return self._pipeline.decode(stored, where(self._manifest, index))
+
+    def _digest(self, index: int) -> bytes:
+        return digest_at(self._manifest.digests, index)
+
+
+def check_stored(manifest: Manifest, read: Read) -> int:
+    """Compare what is stored of an encoded shard with its digests; returns its bytes. That takes
+    neither modules nor keys, and says nothing of what they would make of it.
+
+    Raises what `read` raises; CorruptShardError and FormatError.
+    """
+    encoding = _encoding_of(manifest)
+    for index, nbytes in enumerate(encoding.stored_bytes):
+        if nbytes:  # else it is another version's, which has its own digests
+            stored_block(manifest, encoding, read, index)
+    return manifest.image_bytes
+
+
+def stored_block(manifest: Manifest, encoding: Encoding, read: Read, index: int) -> bytes:
+    """One block as it is stored. Raises as `check_stored`."""
+    begin, nbytes = encoding.offsets[index], encoding.stored_bytes[index]
+    stored = read(begin, nbytes)
+    if len(stored) != nbytes:
+        raise CorruptShardError(f"{manifest.key} is truncated: no bytes at {begin + len(stored)}")
+    if digest(stored) != digest_at(manifest.digests, index):
+        raise CorruptShardError(
+            f"stored bytes {begin} to {begin + nbytes} of {manifest.key} differ from their checksum"
+        )
+    return stored
+
+
+def _encoding_of(manifest: Manifest) -> Encoding:
+    if manifest.encoding is None:
+        raise FormatError(f"{manifest.key} is not encoded")
+    count = len(manifest.encoding.stored_bytes)
+    if len(manifest.digests) != count * DIGEST_BYTES:
+        raise FormatError(f"{manifest.key} has {len(manifest.digests)} bytes of digests")
+    return manifest.encoding

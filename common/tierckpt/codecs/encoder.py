@@ -1,0 +1,108 @@
+"""A shard on its way to a level: plain blocks in, stored blocks out, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from tierckpt.format.blocks import Block, blocks_of
+from tierckpt.format.encoding import Encoding
+from tierckpt.format.manifest import Manifest, digest, digest_at
+
+from .codec import Buffer, Where
+from .delta import Base, content_hash
+from .pipeline import Pipeline
+
+
+def cut(image: memoryview, header_bytes: int) -> Iterator[memoryview]:
+    """The blocks of an image that is in memory. Raises FormatError."""
+    low = 0
+    for block in blocks_of(image, header_bytes):
+        yield image[low : low + block.nbytes]
+        low += block.nbytes
+
+
+class Encoder:
+    """One shard, encoded once. One thread; buffers one block."""
+
+    def __init__(self, pipeline: Pipeline, sealed: bytes, base: Base | None = None) -> None:
+        """`sealed` is the manifest that the shard was sealed with. Blocks that did not change since
+        `base` are referred to, where it fits."""
+        self._pipeline, self._sealed_bytes, self._base = pipeline, sealed, base
+        self._sealed = Manifest.decode(sealed)
+        self._hashes: list[bytes] = []
+        self._lengths: list[int] = []
+        self._digests: list[bytes] = []
+        self._cut: list[Block] = []
+
+    def stored(self, plain: Iterable[Buffer]) -> Iterator[Buffer]:
+        """What is to be stored, one after the other; `plain` are all blocks of the image in order.
+
+        A block that was yielded is valid until the next one is asked for. Raises ModuleError, and
+        FormatError when the blocks are no shard.
+        """
+        for index, block in enumerate(plain):
+            if index == 0:
+                self._begin(block)
+            if self._pipeline.full_every:
+                self._hashes.append(content_hash(block))
+                if self._refer(index):
+                    continue
+            yield self._store(block, index)
+        if not self._base or 0 not in self._lengths:
+            self._base = None  # nothing is referred to: it is a whole version
+        yield self._store(self._sealed_bytes, len(self._cut))
+
+    def _begin(self, header: Buffer) -> None:
+        self._cut = blocks_of(header, self._sealed.header_bytes)
+        lengths = tuple(block.nbytes for block in self._cut)
+        if self._base and not self._base.fits(self._sealed, self._pipeline.description, lengths):
+            self._base = None
+
+    def _refer(self, index: int) -> bool:
+        """Take the base's block instead, if it is the same."""
+        if self._base is None or self._base.hashes[index] != self._hashes[index]:
+            return False
+        self._lengths.append(0)
+        self._digests.append(digest_at(self._base.manifest.digests, index))
+        return True
+
+    def _store(self, block: Buffer, index: int) -> Buffer:
+        size = self._cut[index].item_bytes if index < len(self._cut) else 1
+        stored = self._pipeline.encode(block, where(self._sealed, index, size))
+        self._lengths.append(len(stored))
+        self._digests.append(digest(memoryview(stored)))
+        return stored
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of what was stored, once it all was."""
+        encoding = Encoding(
+            self._pipeline.description,
+            tuple(block.nbytes for block in self._cut),
+            tuple(self._lengths),
+            self._base.manifest.id if self._base else None,
+        )
+        return replace(
+            self._sealed,
+            image_bytes=sum(self._lengths),
+            header_bytes=0,
+            rank_state_bytes=0,
+            digests=b"".join(self._digests),
+            encoding=encoding,
+        )
+
+    @property
+    def made(self) -> Base | None:
+        """What later versions may refer to; None when this one refers to another itself."""
+        return None if self._base else Base(self.manifest, tuple(self._hashes))
+
+
+def where(sealed: Manifest, index: int, item_bytes: int = 1) -> Where:
+    """The place of a block of this shard."""
+    m = sealed
+    return Where(m.job, m.life, m.generation, m.version, m.shard, m.shards, index, item_bytes)
+
+
+Plain = Callable[[], Iterator[Buffer]]
+"""The blocks of an image, from the first on at every call."""

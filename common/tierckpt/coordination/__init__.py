@@ -1,0 +1,1 @@
+"""Coordination: what ranks tell one another to decide alike."""

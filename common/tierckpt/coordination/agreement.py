@@ -1,0 +1,337 @@
+"""Agreement: how ranks come to know the same of every version, without waiting for each other.
+
+At every boundary each rank casts its vote, and reads what came of those of the boundary before.
+`policy` says what a vote is and what follows from it, `ballots` how they come together; this module
+keeps the books: the ledgers, this rank's own knowledge, and the vote under way.
+
+For the training thread, but for `tell` and `last_word`, which the copier thread calls too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from tierckpt.config import Config
+from tierckpt.core.best import as_vote, of_vote
+from tierckpt.core.schedule import BROKEN, DONE, PENDING, REMEMBERED, Ledger, Vote, superseded_by
+from tierckpt.core.tuning.autotune import UNKNOWN, Figures
+from tierckpt.format.ids import VersionId
+from tierckpt.group import Group
+from tierckpt.halt.request_file import Reason
+
+from .vote_exchange import Ballots, Cast, RankGoneError, Rows
+
+
+class _Ballot:
+    """A vote under way, and which versions its states are about."""
+
+    def __init__(
+        self,
+        pending: Cast,
+        memory: VersionId | None,
+        local: VersionId | None,
+        peer: VersionId | None,
+        flush: VersionId | None,
+    ) -> None:
+        self._pending = pending
+        self.memory = memory
+        self.local = local
+        self.peer = peer
+        self.flush = flush
+
+    def result(self) -> Vote:
+        """What all ranks agreed on, waiting for it. Any thread."""
+        return Vote.unpack(self._pending.wait())
+
+    def rows(self) -> Rows:
+        """What ranks gave along, likewise."""
+        return self._pending.rows()
+
+
+class Agreement:
+    """See the module's text. Every rank's is alike, but for what it was told."""
+
+    def __init__(
+        self,
+        group: Group,
+        ballots: Ballots,
+        config: Config,
+        on_local_safe: Callable[[VersionId, int, float | None], None],
+        on_local_broken: Callable[[], None],
+    ) -> None:
+        """Votes by `ballots`, which it closes. `on_local_safe` hears of every version that became
+        durable on all ranks, the size of its largest shard in bytes, and its metric;
+        `on_local_broken`, that one did not, and is in the ledger."""
+        self._group, self._ballots = group, ballots
+        self._config = config
+        self._on_local_safe, self._on_local_broken = on_local_safe, on_local_broken
+        self._ballot: _Ballot | None = None
+        self.rows: Rows = []
+        """What ranks gave along with the votes that were read last."""
+        self.turns = 0
+        """Votes cast since all ranks last were at the same place for sure."""
+        self._asked = False
+        self.close_asked = False
+        """The user wants the end; all ranks learn of it with every vote from now on."""
+        self._known: dict[str, dict[VersionId, int]] = {
+            level: {} for level in ("memory", "local", "peer", "persistent")
+        }
+        """By level: how the versions under way are doing here."""
+        self._shards: dict[VersionId, tuple[int, float | None]] = {}
+        """Bytes, and metric, of this rank's shards on their way to local."""
+        self.restart(None, None)
+
+    def restart(
+        self,
+        memory: VersionId | None,
+        local: VersionId | None,
+        peer: VersionId | None = None,
+        broken: Iterable[VersionId] = (),
+        ages_seconds: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Begin with these versions as safe, after a restore; `broken` ones are on local disks.
+        `ages_seconds`, by level: what has passed of its interval already."""
+        self.memory = Ledger(safe=memory)
+        self.local = Ledger(safe=local, broken=sorted(broken)[-REMEMBERED:])
+        self.peer = Ledger(safe=peer)
+        self.persistent = Ledger()
+        """Of flushes: what is open there some node may still be at. It tells nothing of what
+        exists there."""
+        now, ages = time.monotonic(), ages_seconds
+        self._since_memory = now
+        self._since_local = now - ages.get("local", 0.0)
+        self._since_persistent = now - ages.get("persistent", 0.0)
+        self._ballot = None
+
+    def open(self, id_: VersionId, levels: Iterable[str]) -> None:
+        """A version is being taken, on all ranks."""
+        self.memory.open.append(id_)
+        self._since_memory = time.monotonic()
+        if "local" in levels:
+            self.local.open.append(id_)
+            self._since_local = time.monotonic()
+        if "persistent" in levels:
+            self._since_persistent = time.monotonic()
+
+    def open_peer(self, id_: VersionId) -> None:
+        """A version that is complete on local is being protected by peers, on all ranks."""
+        self.peer.open.append(id_)
+
+    def open_flush(self, id_: VersionId) -> None:
+        """A version that is complete on local is being flushed, on all nodes."""
+        self.persistent.open.append(id_)
+
+    def forget(self, id_: VersionId) -> None:
+        """A version is to be taken again."""
+        for ledger in (self.memory, self.local):
+            ledger.open = [i for i in ledger.open if i != id_]
+
+    def ask(self) -> None:
+        """The user wants a checkpoint; all ranks learn of it with the next vote."""
+        self._asked = True
+
+    def tell(self, level: str, id_: VersionId, state: int) -> None:
+        """How a version is doing on this rank (DONE, BROKEN). Any thread."""
+        self._known[level][id_] = state
+
+    def tell_shard(self, id_: VersionId, nbytes: int, metric: float | None) -> None:
+        """How large this rank's shard is, of a version on its way to local, and the metric that
+        rank 0's manifest has of it. Any thread."""
+        self._shards[id_] = (nbytes, metric)
+
+    # --- voting --------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        newest: VersionId,
+        slot_free: bool,
+        local_free: bool,
+        halt: tuple[Reason, bool] = (Reason.NONE, False),
+        figures: Figures = UNKNOWN,
+        adapter: int = 0,
+        check: tuple[int, int, int, int] = (0, 0, 0, -1),
+        unchanged: int = 0,
+        own: Sequence[int] = (),
+    ) -> None:
+        """Cast this rank's vote; `newest` is the version of this boundary, too young to judge,
+        `halt` what `Halting.vote` says, `figures` what checkpoints cost here, and `check` what
+        `Replicas.vote` says, and `own` what all ranks are to read of it (see `Ballots`)."""
+        memory = next((v for v in self.memory.open if v != newest), None)
+        local = next((v for v in self.local.open if v != newest), None)
+        peer = next(iter(self.peer.open), None)
+        flush = next(iter(self.persistent.open), None)
+        nbytes, metric = (0, None) if local is None else self._shards.get(local, (0, None))
+        now, config = time.monotonic(), self._config
+        vote = Vote(
+            slot_free=int(slot_free),
+            local_free=int(local_free and all(map(self._is_broken, self.local.open))),
+            memory_state=self._state("memory", memory),
+            local_state=self._state("local", local),
+            memory_time_left=_time_left(config.memory.every_seconds, now - self._since_memory),
+            local_time_left=_time_left(config.local.every_seconds, now - self._since_local),
+            no_request=int(not self._asked and halt[0] is Reason.NONE),
+            persistent_time_left=_time_left(
+                config.persistent.every_seconds, now - self._since_persistent
+            ),
+            peer_state=self._state("peer", peer),
+            flush_state=self._state("persistent", flush),
+            less_bytes=-nbytes,
+            metric=as_vote(metric),
+            halt=halt[0],
+            unattended=int(halt[1]),
+            less_step_us=-figures.step_us,
+            less_memory_us=-figures.memory_us,
+            less_local_us=-figures.local_us,
+            less_local_steps=-figures.local_steps,
+            less_persistent_us=-figures.persistent_us,
+            less_persistent_steps=-figures.persistent_steps,
+            adapter=adapter,
+            no_close=int(not self.close_asked),
+            check=check[0],
+            check_complement=check[1],
+            place=check[2],
+            place_complement=check[3],
+            unchanged=unchanged,
+        )
+        self._asked = False
+        self.turns += 1
+        pending = self._ballots.all_reduce_min(vote.pack(), own)
+        self._ballot = _Ballot(pending, memory, local, peer, flush)
+
+    def _state(self, level: str, id_: VersionId | None) -> int:
+        return DONE if id_ is None else self._known[level].get(id_, PENDING)
+
+    def _is_broken(self, id_: VersionId) -> bool:
+        """True of a version that this rank does not write."""
+        return self._state("local", id_) == BROKEN
+
+    def undecided(self, level: str) -> list[VersionId]:
+        """Versions that are open there, and of which this rank was not told how they are doing."""
+        ledger: Ledger = getattr(self, level)
+        return [id_ for id_ in ledger.open if self._state(level, id_) == PENDING]
+
+    def read(self) -> tuple[Vote, VersionId | None]:
+        """What was agreed on since the last boundary, and the version that broke by it, if any."""
+        self.rows = []
+        if self._ballot is None:
+            return Vote(), None
+        try:
+            agreed, self.rows = self._ballot.result(), self._ballot.rows()
+        except RankGoneError:
+            self._group.barrier()  # fails as the script, or its launcher, knows it of this library
+            raise
+        broken = self.memory.resolve(agreed.memory_state, self._ballot.memory)
+        self.peer.resolve(agreed.peer_state, self._ballot.peer)
+        self.persistent.resolve(agreed.flush_state, self._ballot.flush)
+        told = (-agreed.less_bytes, of_vote(agreed.metric))
+        self._resolve_local(agreed.local_state, self._ballot.local, *told)
+        for known, ledger in (
+            (self._known["memory"], self.memory),
+            (self._known["local"], self.local),
+            (self._known["peer"], self.peer),
+            (self._known["persistent"], self.persistent),
+        ):
+            for id_ in list(known):  # the copier thread may add one any time
+                if id_ not in ledger.open:
+                    known.pop(id_, None)
+        for id_ in list(self._shards):
+            if id_ not in self.local.open:
+                self._shards.pop(id_, None)
+        return agreed, broken
+
+    def even_out(self) -> None:
+        """Collective: those whose iteration was cut short cast the votes that others wait for."""
+        self._ballots.even_out()
+
+    def void(self) -> None:
+        """Before a restart: what was voted on last is forgotten."""
+        self._ballot = None
+        self.turns = 0
+
+    def close(self) -> None:
+        """At the end: who still waits for a vote, here or on another rank, gives up."""
+        self._ballots.close()
+
+    def _resolve_local(
+        self, state: int, candidate: VersionId | None, largest_bytes: int, metric: float | None
+    ) -> None:
+        before = self.local.safe
+        if self.local.resolve(state, candidate) is not None:
+            self._on_local_broken()
+        elif self.local.safe is not None and self.local.safe != before:
+            self._on_local_safe(self.local.safe, largest_bytes, metric)
+
+    def settle(self) -> None:
+        """Learn the fate of everything that is open; what is not done by now is broken, but with
+        the other nodes and on the persistent level, which nobody waits for.
+
+        Collective and waiting: for the end, and for a save on demand.
+        """
+        farther = (("peer", self.peer), ("persistent", self.persistent))
+        ledgers = (("memory", self.memory), ("local", self.local), *farther)
+        mine: dict[str, dict[VersionId, int]] = {}
+        for level, ledger in ledgers:
+            # What is safe here may be open on a rank that has read one vote less.
+            known = {} if ledger.safe is None else {ledger.safe: DONE}
+            mine[level] = {**known, **{i: self._state(level, i) for i in ledger.open}}
+        everyone = self._group.all_gather_object({**mine, "shards": dict(self._shards)})
+        for level, ledger in (("memory", self.memory), ("local", self.local)):
+            for id_ in list(ledger.open):
+                state = min(theirs[level].get(id_, BROKEN) for theirs in everyone)
+                state = BROKEN if state == PENDING else state
+                if level == "local":
+                    told = [theirs["shards"].get(id_, (0, None)) for theirs in everyone]
+                    self._resolve_local(state, id_, max(nbytes for nbytes, _ in told), told[0][1])
+                else:
+                    ledger.resolve(state, id_)
+        for level, ledger in farther:
+            for id_ in list(ledger.open):
+                state = min(theirs[level].get(id_, PENDING) for theirs in everyone)
+                ledger.resolve(state, id_)
+        self._ballot = None
+
+    # --- what follows for slots ----------------------------------------------------------------
+
+    def protected(self, newest: VersionId) -> set[VersionId]:
+        """Versions in memory that must not be overwritten, by what is known at this boundary."""
+        return self.memory.protected() - {newest}
+
+    def last_word(self, protected: set[VersionId]) -> set[VersionId]:
+        """The same, after the vote of this very boundary. Copier thread; waits.
+
+        When that vote is complete, every rank has entered this iteration, so what it says of the
+        version before is final: sealed everywhere, it supersedes what is older; broken anywhere,
+        it is void itself.
+        """
+        ballot = self._ballot
+        if ballot is None or ballot.memory is None:
+            return protected
+        state = ballot.result().memory_state
+        if state == DONE:
+            return superseded_by(ballot.memory, protected)
+        return protected - {ballot.memory} if state == BROKEN else protected
+
+    def superseded_earlier(self, generation: int) -> bool:
+        """True when no slot of a life before that generation's is needed any more."""
+        safe = self.memory.safe
+        return safe is not None and safe.generation == generation
+
+    def needed(self) -> list[VersionId]:
+        """Versions whose slots are out of reach at the next boundary.
+
+        One vote is about one version. The next boundary's is about the oldest one then open, and
+        proves what is older superseded (see `last_word`): usually the newest one now. Where a vote
+        was lost, or one found a version still being copied, votes are behind; they come up again at
+        a boundary that takes none.
+        """
+        opened = self.memory.open
+        if not opened:
+            return [self.memory.safe] if self.memory.safe else []
+        decided = len(opened) > 1 and self._state("memory", opened[0]) != PENDING
+        return opened[1:] if decided else opened[:]
+
+
+def _time_left(interval_seconds: float, passed_seconds: float) -> int:
+    return int(not (interval_seconds > 0 and passed_seconds >= interval_seconds))

@@ -1,0 +1,197 @@
+"""Nodes that the job was on and is not on any more, whose agents still live.
+
+The job shrank, or a launcher left a node out because a process failed there; its agent lingers, and
+has shards in memory and on disk that nobody else has. Agents that met for the peer level know where
+all others are, and their successors in a restart ask those on whose nodes they are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tierckpt._text import some
+from tierckpt.agent.client import AgentClient
+from tierckpt.format.manifest import digest
+from tierckpt.group import Group
+from tierckpt.storage.inventory import Inventory, Place
+
+if TYPE_CHECKING:
+    from tierckpt.peer.read_client import RemoteNode
+
+    from .error_barrier import Together
+
+ROSTER_SECONDS = 5.0
+"""So long this node's agent may take to bid welcome, which is to say whom it knows."""
+CALLS = 16
+"""Nodes that a rank asks at once."""
+MOST_TOLD = 4
+"""Nodes that did not answer, with the reason."""
+MOST_LISTS = 16
+"""Different ones of what nodes know; more are not looked at."""
+
+Mark = tuple[int, str]
+"""A generation and a digest: tells one list of nodes from another, and the newer of two."""
+UNKNOWN: Mark = (0, "")
+"""Of no list."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A node's agent."""
+
+    host: str
+    """The node, as `hostid.host_id` names it."""
+    address: str
+    port: int
+    secret: str
+    """Of the life in which it met others last."""
+
+    @property
+    def node(self) -> str:
+        """For people."""
+        return self.host.partition("/")[0]
+
+    @property
+    def where(self) -> str:
+        """How places there are called."""
+        return f"agent of node {self.node}, {self.address} port {self.port}"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The agents of one life of the job, and those of lives before that it had to ask."""
+
+    generation: int
+    """Of the life."""
+    agents: tuple[Known, ...]
+
+    def as_message(self) -> dict[str, Any]:
+        """For the socket."""
+        return asdict(self)
+
+    @staticmethod
+    def of_message(values: dict[str, Any]) -> Roster:
+        """The inverse of `as_message`."""
+        return Roster(int(values["generation"]), tuple(Known(**each) for each in values["agents"]))
+
+    def without(self, hosts: Iterable[str]) -> Roster:
+        """Those of other nodes."""
+        here = set(hosts)
+        absent = tuple(each for each in self.agents if each.host not in here)
+        return Roster(self.generation, absent)
+
+    @property
+    def mark(self) -> Mark:
+        """The same wherever the same is known."""
+        return self.generation, digest(repr(self.agents).encode()).hex()
+
+
+class Absent:
+    """One rank's way to them; `look` is collective. Training thread, but for `open`."""
+
+    def __init__(self, agent: AgentClient, hosts: Sequence[str], asks: bool) -> None:
+        """`hosts`: every rank's node. `asks`: this rank speaks with the node's agent, which has a
+        peer level."""
+        self._agent, self._hosts, self._asks = agent, hosts, asks
+        self.alive: list[Known] = []
+        """Those that answered when all looked last; alike on all ranks."""
+        self.silent: list[str] = []
+        """The nodes that did not, and why; the first few. Alike on all ranks."""
+        self._down: dict[str, threading.Event] = {}
+        """Of these, by the name of their places: set where one has not answered since."""
+
+    def roster(self) -> Roster | None:
+        """What this node's agent knows of absent nodes; None where there are none, or it does not
+        say."""
+        if not self._asks:
+            return None
+        with contextlib.suppress(Exception):  # of whatever kind: the other ranks wait for this one
+            if told := self._agent.roster(ROSTER_SECONDS):
+                roster = Roster.of_message(told).without(self._hosts)
+                return roster if roster.agents else None
+        return None
+
+    def look(
+        self, group: Group | Together, roster: Roster | None, marks: Sequence[Mark]
+    ) -> list[list[Inventory]]:
+        """What those nodes have, by the rank that asked. `marks`: of every rank's roster. Of those
+        that differ, as nodes come from different lives, one rank each tells it, and each rank asks
+        its part of all that is known.
+
+        A node that does not answer is down, as most are that were left out; `silent` says which.
+        """
+        self.alive, self.silent = [], []
+        if {*marks} == {UNKNOWN}:
+            return [[] for _ in marks]
+        newest_first = sorted({*marks} - {UNKNOWN}, reverse=True)
+        tellers = [marks.index(mark) for mark in newest_first[:MOST_LISTS]]
+        told = group.all_gather_object(roster if group.rank in tellers else None)
+        known = dict.fromkeys(each for teller in tellers for each in told[teller].agents)
+        everyone = group.all_gather_object(_ask_all(list(known)[group.rank :: group.size]))
+        self.alive = [known for answers, _ in everyone for known, _ in answers]
+        self._down = {known.where: threading.Event() for known in self.alive}
+        self.silent = self._told_of_silent(why for _, whys in everyone for why in whys.items())
+        return [[inventory for _, inventory in answers] for answers, _ in everyone]
+
+    def _told_of_silent(self, whys: Iterable[tuple[Known, str]]) -> list[str]:
+        """A line for each node of which no agent answered, or for the first few."""
+        answered = {known.host for known in self.alive}
+        nodes: dict[str, list[str]] = {}
+        for known, why in whys:
+            if known.host not in answered:
+                nodes.setdefault(known.node, []).append(why)
+        lines = [
+            f"node {node}, which the job was on, does not tell what it has, and what it alone has "
+            f"counts as lost: {'; '.join(dict.fromkeys(reasons))}"
+            for node, reasons in sorted(nodes.items())
+        ]
+        more = sorted(nodes)[MOST_TOLD:]
+        rest = [f"nor do {len(more)} more nodes that it was on: {some(more)}"] if more else []
+        return lines[:MOST_TOLD] + rest
+
+    def open(self, place: Place) -> RemoteNode | None:
+        """One that answered, for what is at that place; the caller closes it. Any thread."""
+        for known in self.alive:
+            if known.where == place.where:
+                return _remote(known, self._down[place.where], place.in_memory)
+        return None
+
+
+def _ask_all(nodes: Sequence[Known]) -> tuple[list[tuple[Known, Inventory]], dict[Known, str]]:
+    """What those that answer have, and why the others do not. Raises nothing: the other ranks wait
+    for this one."""
+    answers: list[tuple[Known, Inventory]] = []
+    silent = {known: f"{known.where} was not asked: no more threads" for known in nodes}
+
+    def ask(known: Known) -> None:
+        try:
+            with contextlib.closing(_remote(known)) as node:
+                answers.append((known, node.inventory(known.host)))
+        except Exception as error:
+            kind = "" if isinstance(error, OSError) else f"{known.where}: {type(error).__name__}: "
+            silent[known] = f"{kind}{error}"
+        else:
+            del silent[known]
+
+    with (
+        contextlib.suppress(RuntimeError),  # no more threads
+        ThreadPoolExecutor(CALLS, "tierckpt-absent") as pool,
+    ):
+        for known in nodes:
+            pool.submit(ask, known)
+    return sorted(answers, key=lambda answer: answer[0].host), silent
+
+
+def _remote(
+    known: Known, down: threading.Event | None = None, in_memory: bool = False
+) -> RemoteNode:
+    from tierckpt.peer.address import Address
+    from tierckpt.peer.read_client import RemoteNode
+
+    address = Address(known.address, known.port)
+    return RemoteNode(known.where, address, known.secret.encode(), down, in_memory)

@@ -1,0 +1,172 @@
+"""Settings, alike on all ranks: they decide alike without talking, so all must start from the same.
+
+Who takes part in the job, and where, is found out along the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierckpt._host import host_id
+from tierckpt._text import some
+from tierckpt.agent.environment import fingerprint
+from tierckpt.codecs.pipeline import Pipeline
+from tierckpt.config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
+from tierckpt.errors import ConfigError, TierckptError, UnsupportedStateError
+from tierckpt.group import Group, Node
+from tierckpt.storage.files import file_lock
+from tierckpt.storage.local.launch import Launch, launch_of, smallest
+from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
+
+from .proof_order import redirected
+from .shown_once import said_by, same_on_all
+
+PLACES = ("path", "shm_dir", "events_dir", "trace_dir", "job_id", "node")
+OWN = frozenset((*PLACES, "peer_domain", "peer_interface", "peer_port"))
+"""Settings that may differ between ranks: a node's disk may have the node's name in its path."""
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Who takes part in the job, and where; by rank."""
+
+    hosts: tuple[str, ...]
+    """Nodes, as `hostid.host_id` names them."""
+    names: tuple[str, ...]
+    """Host names of their machines."""
+    domains: tuple[str, ...]
+    """What dies together."""
+    surroundings: tuple[str, ...] = ()
+    """See `surroundings.fingerprint`. Its node's first rank's count for an agent."""
+    token: str = ""
+    """Drawn for this attach, by rank 0."""
+    launch: Launch = field(default_factory=Launch)
+    """Of this rank's process."""
+    starters: tuple[str, ...] = ()
+    """Of all ranks: see `launch.Launch`."""
+
+    def node(self, rank: int) -> Node:
+        """The rank's node."""
+        return Node.of(self.hosts[rank], self.hosts)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others."""
+
+    trouble: str = ""
+    """Why its settings, or its state, cannot be used."""
+    compared: tuple[tuple[str, str], ...] = ()
+    where: tuple[str, str, str] = ("", "", "")
+    """Node, host name, domain."""
+    surroundings: str = ""
+    token: str = ""
+    """See `Roll`."""
+    starters: tuple[str, ...] = ()
+    kind: str = ConfigError.__name__
+    """Of the error that says so."""
+
+
+def agree_on_settings(
+    arguments: Mapping[str, Any], config_file: str | os.PathLike[str] | None, group: Group
+) -> tuple[Config, Roll]:
+    """Load this rank's settings, and compare them with the other ranks'. Collective.
+
+    Raises ConfigError on all ranks, naming those whose settings cannot be used (a key may be
+    missing on one node alone), or are not rank 0's. Where a rank comes to `refused` instead, an
+    error of that kind.
+    """
+    config = None
+    launch = Launch()
+    try:
+        config = redirected(load_config(arguments, config_file=config_file))
+        launch = launch_of(os.environ, in_use=_is_in_use(config))
+        host = host_id(config.node)
+        where = (host, socket.gethostname(), config.peer.domain or host)
+        compared, token = tuple(_compared(config)), secrets.token_hex(8)
+        mine = _Told("", compared, where, fingerprint(), token, launch.starters)
+    except ConfigError as error:
+        if group.size == 1:
+            raise
+        mine = _Told(str(error))
+    everyone: list[_Told] = group.all_gather_object(mine)
+    if (wrong := _wrong(everyone)) is not None:
+        raise said_by(wrong, 0, group.rank)
+    assert config is not None, "or this rank had trouble"
+    hosts, names, domains = zip(*(told.where for told in everyone), strict=True)
+    surroundings = tuple(told.surroundings for told in everyone)
+    starters = smallest(starter for told in everyone for starter in told.starters)
+    token = everyone[0].token
+    return config, Roll(hosts, names, domains, surroundings, token, launch, starters)
+
+
+def refused(error: TierckptError, group: Group) -> TierckptError:
+    """`error`, which says why this rank cannot take part at all, for it to raise. Collective, in
+    the place of `agree_on_settings`, which raises one that names it on the ranks that could."""
+    mine = _Told(str(error), kind=type(error).__name__)
+    everyone: list[_Told] = group.all_gather_object(mine)
+    return same_on_all(error, [told.trouble for told in everyone], group.rank)
+
+
+def _is_in_use(config: Config) -> bool:
+    """Whether this process has a rank's place in the job already: another one's, in a group of
+    other ranks."""
+    job = config.job_id or job_id_of(config.path)
+    return file_lock.any_held_in(JobDirectory.at(config.shm_dir, job, config.node).path)
+
+
+def _compared(config: Config) -> Iterable[tuple[str, str]]:
+    """What must be alike, by name, as text. Of keys it has the ids, of storage options a hash."""
+    for name in known_settings():
+        table, _, rest = name.partition("_")
+        value = getattr(getattr(config, table), rest) if table in TABLES else getattr(config, name)
+        if name.endswith("_modules") and value:
+            made = Pipeline.of_setting(value, name).description
+            told = [f"{m} {p}={v}" for m, each in made for p, v in each.items()]
+            value = ", ".join([value, *told])
+        elif name == STORAGE_OPTIONS and value:
+            value = hashlib.sha256(value.encode()).hexdigest()
+        if name not in OWN:
+            yield name, str(value)
+
+
+def _wrong(everyone: Sequence[_Told]) -> TierckptError | None:
+    """An error of the first that is wrong, and all that are wrong in the same way."""
+    for told in everyone:
+        if told.trouble:
+            kinds = {kind.__name__: kind for kind in (ConfigError, UnsupportedStateError)}
+            made: type[TierckptError] = kinds.get(told.kind, ConfigError)
+            return made(f"{_ranks(everyone, told)}: {told.trouble}")
+    ours = everyone[0]
+    for told in everyone:
+        if told.compared != ours.compared:
+            pairs = zip(told.compared, ours.compared, strict=True)
+            lines = [_difference(n, a, b) for (n, a), (_, b) in pairs if a != b]
+            who = _ranks(everyone, told)
+            return ConfigError(
+                f"{who} and rank 0 have different settings:\n" + "\n".join(lines) + "\n"
+                "All ranks need the same arguments, environment variables, file and keys."
+            )
+    return None
+
+
+def _difference(name: str, theirs: str, ours: str) -> str:
+    if name == STORAGE_OPTIONS:
+        return f"  {name}, which is not shown"
+    return f"  {name}={theirs} there, and {name}={ours} on rank 0"
+
+
+def _ranks(everyone: Sequence[_Told], wrong: _Told) -> str:
+    """Those that tell the same, by number."""
+    same = [
+        rank
+        for rank, told in enumerate(everyone)
+        if (told.trouble, told.compared) == (wrong.trouble, wrong.compared)
+    ]
+    return f"rank{'s' if same[1:] else ''} {some(same, 8)}"

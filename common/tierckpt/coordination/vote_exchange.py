@@ -1,0 +1,382 @@
+"""Ballots: how the votes of a boundary come together.
+
+Across nodes, by the group's asynchronous reduction. Where all ranks share a node, through a page of
+memory: each writes its vote into a row of its own, and who wants the result takes the minimum of
+all rows. That wakes no thread, so it takes nothing from the iteration, and a reader finds
+everything there but for ranks that are not so far yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import struct
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from tierckpt.group import Group, Node, Pending
+
+TURNS = 4
+"""Ballots whose rows are kept. No rank casts one before all have cast the one before the last, as
+it reads the last one first: two would do, and the copier thread may come late to one."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 1e-3
+PATIENCE_SECONDS = 1800.0
+"""As long as torch's collectives wait for a rank that lives and does not come."""
+OWN_WIDTH = 80
+"""Integers that a rank may give along with its vote."""
+_TOKEN_BYTES = 64
+_LINE_BYTES = 64
+_NAME = "tierckpt-ballots"
+
+
+Rows = list[tuple[int, ...]]
+"""What every rank gave along with its vote, in rank order."""
+LARGEST = (1 << 63) - 1
+
+
+class Cast(Pending, Protocol):
+    """A vote that was cast."""
+
+    def rows(self) -> Rows:
+        """What ranks gave along: waits as `wait` does. Empty where this rank gave nothing; empty
+        for a rank that gave nothing."""
+        ...
+
+
+class Ballots(Protocol):
+    """What `Agreement` votes by."""
+
+    def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
+        """Cast this rank's vote; see `Group.all_reduce_min`. Training thread.
+
+        `own`: OWN_WIDTH integers from 0 to 2^62 that all ranks are to read, of each rank its own.
+        In a turn either all ranks give some or none does.
+        """
+        ...
+
+    def even_out(self) -> None:
+        """Collective: a rank whose iteration was cut short may be a vote behind the others. It
+        casts one that says nothing, so that none waits for it, and the next votes are of the same
+        boundary."""
+        ...
+
+    def close(self) -> None:
+        """Not collective: this rank votes no more, and reads no more."""
+        ...
+
+
+class RankGoneError(RuntimeError):
+    """A rank has not voted, and will not: it let go, or its process ended."""
+
+
+class GroupBallots:
+    """By the group's reduction, which keeps its own books."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
+        """See Ballots. Columns of the other ranks are the largest number, so the minimum has
+        everyone's own."""
+        columns = [LARGEST] * (len(own) * self._group.size)
+        columns[len(own) * self._group.rank : len(own) * (self._group.rank + 1)] = own
+        return _Reduced(self._group.all_reduce_min([*values, *columns]), len(values), len(own))
+
+    def even_out(self) -> None:
+        """See Ballots. Horovod's group does it when it gathers; others match by order."""
+        self._group.all_gather_object(None)
+
+    def close(self) -> None:
+        """See Ballots."""
+
+
+class _Reduced:
+    """See Cast."""
+
+    def __init__(self, pending: Pending, width: int, own_width: int) -> None:
+        self._pending, self._width, self._own_width = pending, width, own_width
+
+    def wait(self) -> list[int]:
+        return self._pending.wait()[: self._width]
+
+    def rows(self) -> Rows:
+        if not self._own_width:
+            return []
+        columns = self._pending.wait()[self._width :]
+        size = self._own_width
+        return [tuple(columns[at : at + size]) for at in range(0, len(columns), size)]
+
+
+class SharedBallots:
+    """By a page of memory that all ranks have mapped.
+
+    A row is a turn, a vote, and a checksum of both: what was written in part, or in an order that
+    this processor shows otherwise, is not a vote yet. Beside the rows each rank has a byte, set
+    when it has let go. What a rank gives along has a row of its own, and its vote says that it is
+    there.
+    """
+
+    def __init__(
+        self, page: mmap.mmap, group: Group, width: int, processes: Mapping[int, int]
+    ) -> None:
+        """Owns `page`, and `processes`: a pidfd of every other rank's."""
+        self._group, self._width = group, width
+        self._page: mmap.mmap | None = page
+        self._processes = dict(processes)
+        self._close_processes = weakref.finalize(self, _close_all, self._processes)
+        self._pid = os.getpid()
+        self._open = threading.Lock()
+        """Held by who uses the page or the descriptors, or closes them."""
+        self._row = struct.Struct(f"<qq{width}q")
+        """Turn, how many numbers are given along, vote."""
+        self._own_row = struct.Struct(f"<q{OWN_WIDTH}q")
+        self._turn = 0
+        """Of this rank's last vote."""
+
+    def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
+        """See Ballots."""
+        turn = self._turn + 1
+        with self._opened() as page:
+            # It is there if an interrupt came right behind the writing: others may have read it.
+            if self._vote(page, turn, self._group.rank) is None:
+                if own:
+                    row = self._own_row.pack(turn, *own)
+                    self._write(page, self._own_place(turn, self._group.rank), row)
+                row = self._row.pack(turn, len(own), *values)
+                self._write(page, self._place(turn, self._group.rank), row)
+        self._turn = turn  # last: what an interrupt kept from being written was not cast
+        return _Pending(self, turn, bool(own))
+
+    def _write(self, page: mmap.mmap, at: int, row: bytes) -> None:
+        page[at : at + len(row) + 4] = row + _checksum(row)
+
+    def even_out(self) -> None:
+        """See Ballots."""
+        for _ in range(self._turn, max(self._group.all_gather_object(self._turn))):
+            self.all_reduce_min([0] * self._width)
+
+    def close(self) -> None:
+        """See Ballots."""
+        with self._open:
+            if self._page is not None:
+                if os.getpid() == self._pid:  # a child that was forked does not speak for us
+                    self._page[_TOKEN_BYTES + self._group.rank] = 1
+                self._page.close()
+            self._page = None
+            self._close_processes()
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[mmap.mmap]:
+        with self._open:
+            if self._page is None:
+                raise RuntimeError("the job ended before all ranks had voted")
+            yield self._page
+
+    def result(self, turn: int) -> tuple[list[int], Rows]:
+        """The minimum of all ranks' votes of that turn, waiting for them, and what they gave along.
+        Any thread.
+
+        Raises RankGoneError, TimeoutError when a rank that lives does not vote, and RuntimeError
+        when the ballots are closed.
+        """
+        votes: dict[int, tuple[list[int], tuple[int, ...]]] = {}
+        gone: set[int] = set()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            with self._opened() as page:
+                for rank in self._missing(votes):
+                    vote = self._vote(page, turn, rank)
+                    if vote is not None:
+                        votes[rank] = vote
+            missing = self._missing(votes)
+            if not missing:
+                everyone = [votes[rank] for rank in range(self._group.size)]
+                columns = zip(*(vote for vote, _ in everyone), strict=True)
+                return [min(column) for column in columns], [own for _, own in everyone]
+            gone.intersection_update(missing)  # it may have voted, and gone then
+            if gone:
+                raise RankGoneError(f"rank {min(gone)} was gone before it came to this boundary")
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank {missing[0]} has not come to this boundary in {PATIENCE_SECONDS:g} s"
+                )
+            time.sleep(pause)
+            with self._opened() as page:
+                gone = {rank for rank in missing if self._is_gone(page, rank)}
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _missing(self, votes: Container[int]) -> list[int]:
+        return [rank for rank in range(self._group.size) if rank not in votes]
+
+    def _is_gone(self, page: mmap.mmap, rank: int) -> bool:
+        """True for a rank that let go, or whose process is no more, reaped or not."""
+        if page[_TOKEN_BYTES + rank]:
+            return True
+        if rank not in self._processes:  # this one
+            return False
+        ends = select.poll()
+        ends.register(self._processes[rank], select.POLLIN)
+        return bool(ends.poll(0))
+
+    def _vote(
+        self, page: mmap.mmap, turn: int, rank: int
+    ) -> tuple[list[int], tuple[int, ...]] | None:
+        """With what was given along; None while it is not there."""
+        found = _read(page, self._place(turn, rank), self._row)
+        if found is None:
+            return None
+        cast, width, *values = found
+        if cast > turn:
+            raise RuntimeError(f"rank {rank}'s vote {turn} was asked for after its vote {cast}")
+        if cast < turn:
+            return None
+        if not width:
+            return values, ()
+        own = _read(page, self._own_place(turn, rank), self._own_row)
+        return (values, own[1:]) if own is not None and own[0] == turn else None
+
+    def _place(self, turn: int, rank: int) -> int:
+        size = self._group.size
+        return _head_bytes(size) + (turn % TURNS * size + rank) * _row_bytes(self._width)
+
+    def _own_place(self, turn: int, rank: int) -> int:
+        size = self._group.size
+        first = _head_bytes(size) + TURNS * size * _row_bytes(self._width)
+        return first + (turn % TURNS * size + rank) * _row_bytes(OWN_WIDTH)
+
+
+class _Pending:
+    """See Cast: any thread may wait, and again."""
+
+    def __init__(self, ballots: SharedBallots, turn: int, with_own: bool) -> None:
+        self._ballots, self._turn, self._with_own = ballots, turn, with_own
+        self._lock = threading.Lock()
+        self._result: tuple[list[int], Rows] | None = None
+
+    def wait(self) -> list[int]:
+        return self._wait()[0]
+
+    def rows(self) -> Rows:
+        return self._wait()[1] if self._with_own else []
+
+    def _wait(self) -> tuple[list[int], Rows]:
+        with self._lock:
+            if self._result is None:
+                self._result = self._ballots.result(self._turn)
+            return self._result
+
+
+def ballots_for(group: Group, node: Node, width: int) -> Ballots:
+    """What these ranks vote by, `width` integers a vote; the same kind on all ranks. Collective."""
+    if node.count > 1 or group.size == 1:
+        return GroupBallots(group)
+    return _on_shared_page(group, width) or GroupBallots(group)
+
+
+def _head_bytes(size: int) -> int:
+    return _TOKEN_BYTES + _whole_lines(size)
+
+
+def _row_bytes(width: int) -> int:
+    return _whole_lines(8 * (2 + width) + 4)
+
+
+def _read(page: mmap.mmap, at: int, shape: struct.Struct) -> tuple[int, ...] | None:
+    """What stands in a row; None where it is none yet."""
+    end = at + shape.size
+    row = page[at:end]
+    return shape.unpack(row) if page[end : end + 4] == _checksum(row) else None
+
+
+def _whole_lines(nbytes: int) -> int:
+    """Rounded up to cache lines, which no two ranks write to."""
+    return -(-nbytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def _on_shared_page(group: Group, width: int) -> SharedBallots | None:
+    """Ballots on zeros behind a token, mapped by all ranks; None on all where one cannot.
+
+    The page has no name, so a job that is killed leaves none behind. Ranks that do not see each
+    other's processes (each in a container of its own) cannot map it; or find another process's
+    file under that number, which its name and the token tell.
+    """
+    rows_bytes = _row_bytes(width) + _row_bytes(OWN_WIDTH)
+    nbytes = _head_bytes(group.size) + TURNS * group.size * rows_bytes
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    with contextlib.ExitStack() as only_now, contextlib.ExitStack() as unless_whole:
+        page, where = None, ""
+        if group.rank == 0:
+            with contextlib.suppress(OSError, AttributeError):  # the latter: an old C library
+                page, where = _make_page(nbytes, token, only_now)
+        told = group.all_gather_object((os.getpid(), where, token))
+        _, where, token = told[0]
+        page = page or _map_page(where, token, nbytes)
+        if page is not None:
+            unless_whole.callback(page.close)
+        pids = {rank: pid for rank, (pid, *_) in enumerate(told) if rank != group.rank}
+        # Now, when all are there: later a number may be another process's.
+        processes = _watch(pids, unless_whole) if page is not None else None
+        if not all(group.all_gather_object(processes is not None)):
+            return None
+        assert page is not None
+        assert processes is not None
+        unless_whole.pop_all()
+        return SharedBallots(page, group, width, processes)
+
+
+def _make_page(nbytes: int, token: bytes, until: contextlib.ExitStack) -> tuple[mmap.mmap, str]:
+    """A page, and where others find it until the end of `until`."""
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    until.callback(os.close, fd)
+    os.ftruncate(fd, nbytes)
+    page = mmap.mmap(fd, nbytes)
+    page[: len(token)] = token
+    return page, f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def _map_page(where: str, token: bytes, nbytes: int) -> mmap.mmap | None:
+    try:
+        if not where or not os.readlink(where).startswith(f"/memfd:{_NAME}"):
+            return None
+        fd = os.open(where, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        page = mmap.mmap(fd, nbytes)
+    except (OSError, ValueError):  # the latter: another file, and shorter
+        return None
+    finally:
+        os.close(fd)
+    if page[: len(token)] == token:
+        return page
+    page.close()
+    return None
+
+
+def _watch(pids: Mapping[int, int], until: contextlib.ExitStack) -> dict[int, int] | None:
+    """By rank, descriptors that are readable when the process has ended; None without such."""
+    found = {}
+    for rank, pid in pids.items():
+        try:
+            found[rank] = os.pidfd_open(pid)
+        except (OSError, AttributeError):
+            return None
+        until.callback(os.close, found[rank])
+    return found
+
+
+def _close_all(fds: dict[int, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
+
+
+def _checksum(row: bytes) -> bytes:
+    return zlib.crc32(row).to_bytes(4, "little")

@@ -1,0 +1,175 @@
+"""Which ranks protect one another: groups across failure domains.
+
+Pure, and the same on every rank that has the same list: nobody needs to talk. A failure domain is
+what dies together, told by a string: a node's name unless rack, switch or power is configured. No
+two members of a group are of one domain, so a domain that dies costs each group one member.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tierckpt._host import host_name
+from tierckpt._text import some
+from tierckpt.errors import ConfigError
+
+from .codes import Code
+from .gf256 import MOST_SYMBOLS
+
+GROUP_SIZE = 8
+"""Members of a group unless configured: XOR then costs 1/7 of a shard."""
+
+MOST_MEMBERS = 128
+"""Largest group size for partner and xor; left-overs may make a group half as large again."""
+
+FORMS = "none, partner, partner <copies>, xor, rs <k>+<m>"
+
+
+class TooFewDomainsError(ConfigError):
+    """The scheme is sound, and the job's ranks are too few, or crowd too much, for it."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a group's members protect one another. `str()` gives the form that `parse` takes.
+
+    `none`: not at all. `partner`: `m` whole copies on other members; survives any m losses in a
+    group, more if not adjacent, at m shards extra. `xor`: survives 1 at 1/(n-1), for a group of n.
+    `rs`: survives any m at m/k.
+    """
+
+    name: str
+    k: int = 0
+    """Data segments of a row; 0 for xor, where it is the group's size less one."""
+    m: int = 0
+    """How many lost members any group survives, whichever they are."""
+
+    @staticmethod
+    def parse(text: str) -> Scheme:
+        """The scheme that a user asked for. Raises ConfigError with the valid forms."""
+        words = text.strip().lower()
+        if words == "none":
+            return Scheme("none")
+        if words == "xor":
+            return Scheme("xor", 0, 1)
+        if match := re.fullmatch(r"partner(?:\s+([1-9]\d*))?", words):
+            scheme = Scheme("partner", 1, int(match[1] or 1))
+        elif match := re.fullmatch(r"rs\s+([1-9]\d*)\s*\+\s*([1-9]\d*)", words):
+            scheme = Scheme("rs", int(match[1]), int(match[2]))
+        else:
+            raise ConfigError(f"redundancy is {text!r}; valid: {FORMS}")
+        if scheme.least > MOST_SYMBOLS:
+            raise ConfigError(
+                f"redundancy is {text!r}: {scheme.least} segments a row; at most {MOST_SYMBOLS} "
+                "can be told apart, so use smaller numbers"
+            )
+        return scheme
+
+    def __str__(self) -> str:
+        if self.name == "rs":
+            return f"rs {self.k}+{self.m}"
+        return f"partner {self.m}" if self.name == "partner" else self.name
+
+    @property
+    def least(self) -> int:
+        """The fewest members that a group can have."""
+        return max(self.k, 1) + self.m
+
+    def code(self, members: int) -> Code:
+        """The code of a group with so many members, at least `least`. Not for `none`."""
+        return Code(members, self.k or members - 1, self.m)
+
+
+@dataclass(frozen=True)
+class RedundancyGroup:
+    """Ranks that protect one another; `ranks[i]` is the code's member i."""
+
+    ranks: tuple[int, ...]
+    code: Code
+
+
+def plan_groups(
+    domains: Sequence[str], scheme: Scheme, group_size: int = GROUP_SIZE
+) -> tuple[RedundancyGroup, ...]:
+    """Put every rank in exactly one group; `domains[r]` is the failure domain of rank r.
+
+    Domain after domain, ranks are dealt to the groups in turn, like cards. As there are at least
+    as many groups as the fullest domain has ranks, a domain's ranks get to different groups, and
+    two groups differ by one member at most. A group's members come from domains far from each
+    other in the order of ranks, where launchers put neighbours in a rack next to each other.
+
+    How many groups: as many as bring their size nearest to the one asked for, which is k + m for
+    rs and `group_size` for the others. Left-overs are spread over all groups: none is more than a
+    half larger, and none more than a third smaller unless the job is small or its ranks crowd in
+    one domain. A group of rs is never smaller than k + m, so that its code, the cost, and the
+    promise to survive any m losses are exactly those asked for (`codes` says how a ring longer than
+    k + m works); in a job of less than 2 (k + m) ranks the one group takes them all.
+
+    Every rank of a group stores the same; a node, in proportion to its ranks. O(n).
+
+    Raises TooFewDomainsError, with the arithmetic and what would work, when the ranks cannot be
+    grouped; ConfigError for a `group_size` that the scheme cannot have.
+    """
+    if scheme.name == "none" or not domains:
+        return ()
+    if not scheme.least <= group_size <= MOST_MEMBERS and scheme.name != "rs":
+        raise ConfigError(
+            f"the group size is {group_size}; {scheme} takes {scheme.least} to {MOST_MEMBERS}; "
+            "set one in this range"
+        )
+    wanted = scheme.least if scheme.name == "rs" else group_size
+    members = _by_domain(domains)
+    fullest = max(len(ranks) for ranks in members.values())
+    most = len(domains) // scheme.least
+    if fullest > most:
+        raise TooFewDomainsError(_cannot(scheme, members, len(domains), fullest))
+    nearest = (2 * len(domains) + wanted) // (2 * wanted)
+    count = max(fullest, min(nearest, most))
+    dealt = [rank for ranks in members.values() for rank in ranks]
+    hands = [tuple(dealt[first::count]) for first in range(count)]
+    return tuple(RedundancyGroup(ranks, scheme.code(len(ranks))) for ranks in hands)
+
+
+def _by_domain(domains: Sequence[str]) -> dict[str, list[int]]:
+    """Ranks of every domain; domains in the order of their first ranks."""
+    members: dict[str, list[int]] = {}
+    for rank, domain in enumerate(domains):
+        members.setdefault(domain, []).append(rank)
+    return members
+
+
+def _cannot(scheme: Scheme, members: dict[str, list[int]], ranks: int, fullest: int) -> str:
+    """Why, and what instead."""
+    least = scheme.least
+    if len(members) < least:
+        names = some([repr(host_name(name)) for name in members], 4)
+        why = (
+            f"the job has {len(members)} ({names}), and no two members of a group may die together"
+        )
+    else:
+        crowded = next(
+            host_name(name) for name, theirs in members.items() if len(theirs) == fullest
+        )
+        why = (
+            f"the job has {len(members)}, but {crowded!r} holds {fullest} of its {ranks} ranks; no "
+            f"two of them may share a group, so there must be {fullest} groups, and {ranks} ranks "
+            f"make them only {ranks // fullest} strong"
+        )
+    return (
+        f"{scheme} needs {least} failure domains per group: {why}. So use "
+        f"{', or '.join(_instead(scheme, ranks // fullest))}, or spread the ranks evenly over "
+        f"{least} domains or more"
+    )
+
+
+def _instead(scheme: Scheme, size: int) -> Iterable[str]:
+    """What groups of `size` members can do, nearest to `scheme` first."""
+    if size > scheme.m >= 1 and scheme.name == "rs":
+        yield str(Scheme("rs", size - scheme.m, scheme.m))
+    if size > 1 and scheme.name != "xor":
+        yield f"partner {min(size - 1, scheme.m)}"
+        yield "xor"
+    if size < 2:
+        yield "none"

@@ -1,0 +1,141 @@
+"""The arithmetic over windows of memory: outputs = matrix x sources, in place, by ISA-L or numpy.
+
+Both give the same bytes. ISA-L runs at the speed of memory, also where all coefficients are one and
+the product is a plain XOR. numpy comes near to it for XOR; other products it has to look up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .gf256 import Matrix, multiply
+from .isal import Isal
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Buffer: TypeAlias = memoryview | bytes | bytearray
+
+TILE_BYTES = 128 * 1024
+"""numpy goes over a tile once for each source, so it should stay in the core's own cache."""
+
+_Compute: TypeAlias = Callable[[list[Bytes], list[Bytes]], None]
+
+
+class Product:
+    """Multiplies windows by one matrix. Threads may share it, and run it at the same time.
+
+    `library` is what `isal.find()` found; None computes with numpy. Raises ValueError when `matrix`
+    is empty or ragged.
+    """
+
+    def __init__(self, matrix: Matrix, library: Isal | None) -> None:
+        """See the class."""
+        if not matrix or not matrix[0] or len({len(row) for row in matrix}) != 1:
+            raise ValueError(f"not a matrix: {matrix}")
+        self.matrix = matrix
+        self._library = library
+        self._parts: dict[tuple[tuple[int, ...], tuple[int, ...]], _Compute] = {}
+
+    def run(self, sources: Sequence[Buffer], outputs: Sequence[Buffer]) -> None:
+        """Overwrite `outputs` with their rows of the matrix times `sources`.
+
+        Buffers may differ in length and have any alignment. A source that is shorter than others
+        goes on as zeros; of an output's row so much is computed as the output is long. Outputs must
+        be writable and overlap no other buffer. No reference to a buffer is kept after return, no
+        Python object grows with the length, and the GIL is free while bytes are computed.
+
+        Raises ValueError when the matrix has another shape, or an output is read-only.
+        """
+        if (len(outputs), len(sources)) != (len(self.matrix), len(self.matrix[0])):
+            raise ValueError(
+                f"a matrix of {len(self.matrix)} x {len(self.matrix[0])} was given "
+                f"{len(outputs)} outputs and {len(sources)} sources"
+            )
+        ins, outs = [_array(s) for s in sources], [_array(o) for o in outputs]
+        if not all(out.flags.writeable for out in outs):
+            raise ValueError("an output is read-only")
+        # Where buffers end at different places, each stretch has a smaller matrix of its own.
+        low = 0
+        for high in sorted({a.size for a in (*ins, *outs)} - {0}):
+            rows = tuple(i for i, out in enumerate(outs) if out.size >= high)
+            columns = tuple(i for i, source in enumerate(ins) if source.size >= high)
+            targets = [outs[i][low:high] for i in rows]
+            if targets and columns:
+                self._part(rows, columns)([ins[i][low:high] for i in columns], targets)
+            else:
+                for target in targets:
+                    target.fill(0)
+            low = high
+
+    def _part(self, rows: tuple[int, ...], columns: tuple[int, ...]) -> _Compute:
+        """What computes these rows from these columns alone."""
+        if (rows, columns) not in self._parts:
+            matrix = tuple(tuple(self.matrix[r][c] for c in columns) for r in rows)
+            library = self._library
+            made = _by_numpy(matrix) if library is None else _by_isal(matrix, library)
+            self._parts[rows, columns] = made
+        return self._parts[rows, columns]
+
+
+def _array(buffer: Buffer) -> Bytes:
+    """The buffer's own bytes, as an array."""
+    view = memoryview(buffer).cast("B") if len(buffer) else memoryview(bytearray())
+    return np.asarray(view)
+
+
+def _by_isal(matrix: Matrix, library: Isal) -> _Compute:
+    tables = library.tables(matrix)
+
+    def compute(ins: list[Bytes], outs: list[Bytes]) -> None:
+        sources, targets = ([a.ctypes.data for a in arrays] for arrays in (ins, outs))
+        library.encode(tables, sources, targets, outs[0].size)
+
+    return compute
+
+
+def _by_numpy(matrix: Matrix) -> _Compute:
+    def compute(ins: list[Bytes], outs: list[Bytes]) -> None:
+        scratch = np.empty(TILE_BYTES // 2, np.uint16)
+        for low in range(0, outs[0].size, TILE_BYTES):
+            tiles = [source[low : low + TILE_BYTES] for source in ins]
+            for row, out in zip(matrix, outs, strict=True):
+                _sum(row, tiles, out[low : low + TILE_BYTES], scratch)
+
+    return compute
+
+
+def _sum(
+    row: Sequence[int], tiles: Sequence[Bytes], out: Bytes, scratch: NDArray[np.uint16]
+) -> None:
+    """`out` = sum of row[i] * tiles[i]."""
+    if len(row) > 1 and row[0] == row[1] == 1:
+        np.bitwise_xor(tiles[0], tiles[1], out=out)
+        row, tiles = row[2:], tiles[2:]
+    else:
+        out.fill(0)
+    for factor, tile in zip(row, tiles, strict=True):
+        term = tile if factor == 1 else _scaled(factor, tile, scratch)
+        np.bitwise_xor(out, term, out=out)
+
+
+def _scaled(factor: int, tile: Bytes, scratch: NDArray[np.uint16]) -> Bytes:
+    """factor * tile, in `scratch`."""
+    pairs, odd = divmod(tile.size, 2)
+    table = _table(factor)
+    # Every index is in the table; `clip` only says so to numpy, which otherwise makes a copy.
+    np.take(table, tile[: 2 * pairs].view(np.uint16), out=scratch[:pairs], mode="clip")
+    scaled = scratch.view(np.uint8)[: tile.size]
+    if odd:
+        scaled[-1] = multiply(factor, int(tile[-1]))
+    return scaled
+
+
+@cache
+def _table(factor: int) -> NDArray[np.uint16]:
+    """The products of all pairs of bytes: 128 KiB a coefficient, and there are at most 255."""
+    single = np.array([multiply(factor, value) for value in range(256)], np.uint16)
+    return (single[:, None] << 8 | single[None, :]).astype(np.uint16).reshape(-1)

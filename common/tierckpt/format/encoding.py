@@ -1,0 +1,81 @@
+"""What a manifest says of a shard that modules have changed. Pure."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from tierckpt.codecs.codec import Description
+
+from .blocks import runs, unrun
+from .ids import ShardKey, VersionId
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How to get the image back. Part of a manifest whose lengths and digests are of what is
+    stored; the manifest that the shard was sealed with is the last stored block."""
+
+    modules: Description
+    plain_bytes: tuple[int, ...]
+    """Length of every block of the image, in order."""
+    stored_bytes: tuple[int, ...]
+    """Length of every stored block, and of the sealed manifest's. 0: it is the block of the same
+    number of `base`, or without that one of no bytes."""
+    base: VersionId | None = None
+    """The version that unchanged blocks are of: of the same life, shard and cut, itself whole."""
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each stored block begins; and where the last one ends."""
+        return tuple(accumulate(self.stored_bytes, initial=0))
+
+    @cached_property
+    def plain_offsets(self) -> tuple[int, ...]:
+        """Where each block of the image begins; and where the image ends."""
+        return tuple(accumulate(self.plain_bytes, initial=0))
+
+    def base_of(self, key: ShardKey) -> ShardKey | None:
+        """What shard `key`, which is encoded so, refers to."""
+        return None if self.base is None else ShardKey(self.base, key.shard, key.shards)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest."""
+        lengths = array("I", self.stored_bytes)
+        if sys.byteorder == "big":
+            lengths.byteswap()
+        return {
+            "modules": self.modules,
+            "blocks": runs(self.plain_bytes),
+            "lengths": base64.b64encode(lengths.tobytes()).decode(),
+            "base": None if self.base is None else [self.base.generation, self.base.version],
+        }
+
+    @staticmethod
+    def of_json(values: Mapping[str, Any]) -> Encoding:
+        """The inverse of `as_json`. Raises ValueError, KeyError or TypeError."""
+        lengths = array("I")
+        lengths.frombytes(base64.b64decode(values["lengths"]))
+        if sys.byteorder == "big":
+            lengths.byteswap()
+        base = values["base"]
+        made = Encoding(
+            tuple((str(name), dict(parameters)) for name, parameters in values["modules"]),
+            tuple(int(n) for n in unrun(values["blocks"])),
+            tuple(lengths),
+            None if base is None else VersionId(int(base[0]), int(base[1])),
+        )
+        if len(made.stored_bytes) != len(made.plain_bytes) + 1 or not made.stored_bytes[-1]:
+            raise ValueError(f"{len(made.stored_bytes)} lengths for {len(made.plain_bytes)} blocks")
+        if made.base is None and any(
+            plain and not stored
+            for plain, stored in zip(made.plain_bytes, made.stored_bytes, strict=False)
+        ):
+            raise ValueError("blocks of another version, which is not named")
+        return made

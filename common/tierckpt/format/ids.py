@@ -1,0 +1,171 @@
+"""Names, versions and format constants that every part agrees on. Light: standard library only."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from tierckpt.errors import NewerFormatError
+
+FORMAT_MAJOR = 1
+FORMAT_MINOR = 0
+
+PAGE_BYTES = 4096
+"""Header and data lengths are multiples of this, as O_DIRECT wants them."""
+
+Lineage = tuple[tuple[int, int], ...]
+"""(generation, version it started from) of a generation and all its ancestors, oldest first."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def directory_of(path: str | os.PathLike[str]) -> str:
+    """The directory that a `file://` URL names; any other path, or URL, as it is."""
+    return os.fspath(path).removeprefix("file://")
+
+
+def check_version(text: str, what: str) -> None:
+    """Raise NewerFormatError when `text` ("major.minor") is of a newer major version than ours."""
+    major = int(str(text).split(".", maxsplit=1)[0])
+    if major > FORMAT_MAJOR:
+        raise NewerFormatError(
+            f"this {what} has format version {text}, this tierckpt reads up to {FORMAT_MAJOR}.x; "
+            "read it with the tierckpt that wrote it, or a newer one"
+        )
+
+
+@dataclass(frozen=True, order=True)
+class VersionId:
+    """A version, told apart from one of the same number in an earlier life of the job.
+
+    `generation` counts the lives: it is agreed by all ranks when they attach or restore, and is
+    larger than any that was found on any level. Ordered by generation first.
+    """
+
+    generation: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"v{self.version}"
+
+
+@dataclass(frozen=True, order=True)
+class ShardKey:
+    """Names a shard by what it holds, never by who wrote it; also its file name's stem."""
+
+    LETTER: ClassVar[str] = "s"
+    SUFFIX: ClassVar[str] = ".safetensors"
+    """Extension of the file with the bytes."""
+    NOUN: ClassVar[str] = "shard"
+
+    id: VersionId
+    shard: int
+    shards: int
+
+    @property
+    def stem(self) -> str:
+        """File name without extension."""
+        return (
+            f"v{self.id.version:010d}.g{self.id.generation:06d}"
+            f".{self.LETTER}{self.shard:05d}of{self.shards:05d}"
+        )
+
+    @classmethod
+    def parse(cls: type[Key], stem: str) -> Key | None:
+        """The inverse of `stem`; None when `stem` is something else's name."""
+        match = _STEM.fullmatch(stem)
+        if match is None or match["letter"] != cls.LETTER:
+            return None
+        version, generation, shard, shards = (int(g) for g in match.group(1, 2, 4, 5))
+        return cls(VersionId(generation, version), shard, shards)
+
+    def __str__(self) -> str:
+        return f"{self.id} {self.NOUN} {self.shard} of {self.shards}"
+
+
+class ParityKey(ShardKey):
+    """Names the parity that lies beside a shard: what its rank stores for the others of its group.
+
+    Never equal to a ShardKey, though its fields are the same.
+    """
+
+    LETTER: ClassVar[str] = "p"
+    SUFFIX: ClassVar[str] = ".parity"
+    NOUN: ClassVar[str] = "parity"
+
+
+Key = TypeVar("Key", bound=ShardKey)
+
+_STEM = re.compile(r"v(\d{10,})\.g(\d{6,})\.(?P<letter>[sp])(\d{5,})of(\d{5,})")
+
+
+def on_lineage(id_: VersionId, lineage: Sequence[tuple[int, int]]) -> bool:
+    """True when `id_` is a version of the newest generation of `lineage`, or in its past.
+
+    When a job was taken back to v5 and went on, the v12 of the life before is not its past.
+    """
+    if not lineage or id_.generation > lineage[-1][0]:
+        return True
+    return all(id_.version <= base for gen, base in lineage if gen > id_.generation)
+
+
+def newest_first(found: Iterable[tuple[VersionId, Lineage]]) -> list[VersionId]:
+    """Order versions for a restart, newest first, without those that are nobody's past."""
+    known = dict(found)
+    if not known:
+        return []
+    lineage = known[max(known)]
+    return sorted((i for i in known if on_lineage(i, lineage)), reverse=True)
+
+
+def newest_of_each(ids: Iterable[VersionId]) -> set[VersionId]:
+    """Of those of one number the newest, as it was taken again."""
+    return set({id_.version: id_ for id_ in sorted(ids)}.values())
+
+
+def retired(
+    held: Iterable[VersionId],
+    safe: VersionId | None,
+    lineage: Lineage,
+    keep_last: int,
+    keep_every: int,
+    void: Container[VersionId] = (),
+) -> list[VersionId]:
+    """Retention: which of the versions that are held may go.
+
+    `safe` is the newest version known to be complete on all ranks. It and everything newer stays,
+    whatever the policy; of what is not newer, the last `keep_last` and every multiple of
+    `keep_every` (0: none), but of those of one number the newest alone. What an ancestor wrote
+    after the version this life started from goes once `safe` is of this life. Lives that are no
+    ancestors (somebody started afresh in the same place) are never touched: nobody asked for their
+    end.
+
+    `void` are versions that are not complete on all ranks: they count for nothing, or a rank that
+    has its shard of one would give up a complete version for it. This life's go whatever is safe
+    (while one rank's disk is full, those of the others must not fill up); ancestors' go once
+    something newer is safe.
+    """
+    there = set(held)
+    worthless = {i for i in there if i in void}
+    gone = [i for i in worthless if i.generation == lineage[-1][0] or (safe and i < safe)]
+    if safe is None:
+        return sorted(gone)
+    ours = {generation for generation, _ in lineage}
+    whole = there - worthless
+    past = sorted((i for i in whole if i <= safe and i.generation in ours), reverse=True)
+    line = [i for i in past if on_lineage(i, lineage)]
+    newest = newest_of_each(line)
+    gone += [i for i in line if i not in newest]
+    line = [i for i in line if i in newest]
+    gone += [
+        i for i in line[max(keep_last, 1) :] if not (keep_every and i.version % keep_every == 0)
+    ]
+    if safe.generation == lineage[-1][0]:
+        gone += [i for i in past if not on_lineage(i, lineage)]
+    return sorted(gone)

@@ -1,0 +1,181 @@
+"""What the persistent level writes about shards: records of shards, of groups, of versions. Pure.
+
+Every record is a line of JSON and a line with its xxh3_128, as the shards' own manifests are. The
+same input gives the same bytes, so that two writers who finish a group at once write the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from tierckpt.errors import FormatError
+
+from . import checksummed_json
+from .ids import Lineage, VersionId
+from .version_names import VersionName
+
+
+def seal(kind: str, values: Mapping[str, Any]) -> bytes:
+    """`values` as a record of `kind` that carries its checksum."""
+    whole = {**checksummed_json.head_of(kind), **values}
+    return checksummed_json.with_check(
+        json.dumps(whole, separators=(",", ":"), sort_keys=True).encode()
+    )
+
+
+def unseal(kind: str, data: bytes) -> dict[str, Any]:
+    """The inverse of `seal`; what follows the record must be zeros.
+
+    Raises CorruptShardError when the bytes do not carry their own checksum, FormatError when they
+    are intact but of another kind or of a newer major version.
+    """
+    text = checksummed_json.checked(data.rstrip(b"\0"), f"{kind} record")
+    try:
+        values: dict[str, Any] = json.loads(text)
+        checksummed_json.check_head(values, kind, f"{kind} record")
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"not a {kind} record: {error!r}") from error
+    return values
+
+
+def fingerprint(data: bytes) -> str:
+    """Checksum of a small record, as text."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """Where one shard's bytes are, and their checksum as they are stored."""
+
+    shard: int
+    file: str
+    """Name in the version's folder."""
+    offset: int
+    nbytes: int
+    digest: str
+    """xxh3_128 of the stored bytes, in hexadecimal digits."""
+    manifest: bytes
+    """The shard's own manifest; the store does not look into it."""
+    base: str = ""
+    """Stem of the version that the shard refers to; empty: none."""
+
+    def as_row(self) -> list[Any]:
+        """As in the records."""
+        text = base64.b64encode(self.manifest).decode()
+        row: list[Any] = [self.shard, self.file, self.offset, self.nbytes, self.digest, text]
+        return [*row, self.base] if self.base else row
+
+    @staticmethod
+    def from_row(row: list[Any]) -> ShardRecord:
+        """The inverse of `as_row`. Raises ValueError or TypeError."""
+        shard, file, offset, nbytes, digest, text, *rest = row
+        (base,) = rest or [""]
+        manifest = base64.b64decode(text)
+        where = (int(shard), str(file), int(offset), int(nbytes), str(digest))
+        return ShardRecord(*where, manifest, str(base))
+
+
+def encode_shards(kind: str, records: Iterable[ShardRecord]) -> bytes:
+    """Records of several shards, in the order of their numbers."""
+    rows = [r.as_row() for r in sorted(records, key=lambda r: r.shard)]
+    return seal(kind, {"shards": rows})
+
+
+def decode_shards(kind: str, data: bytes) -> dict[int, ShardRecord]:
+    """The inverse of `encode_shards`, by shard number. Raises as `unseal`."""
+    try:
+        found = [ShardRecord.from_row(row) for row in unseal(kind, data)["shards"]]
+    except (KeyError, ValueError, TypeError) as error:
+        raise FormatError(f"not a {kind} record: {error!r}") from error
+    return {r.shard: r for r in found}
+
+
+@dataclass(frozen=True)
+class VersionFacts:
+    """What is known of a version before a byte is written: the same on every writer."""
+
+    job: str
+    lineage: Lineage
+    """The version's generation and its ancestors; see `naming.Lineage`."""
+    iteration: int
+    """Calls of `step()` by the user's loop."""
+    largest_bytes: int
+    """Length of the version's longest shard. The ranks agree on it (a maximum over all ranks)."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the user measured at the boundary, for keep-best. Not numbers: left out."""
+
+
+@dataclass(frozen=True)
+class VersionManifest:
+    """The record, written last, that makes a version exist."""
+
+    name: VersionName
+    facts: VersionFacts
+    per_group: int
+    groups: tuple[tuple[str, str], ...]
+    """File name of every group's record and its fingerprint, by number."""
+    nbytes: int
+    """Of all shards together."""
+    bases: tuple[VersionName, ...] = ()
+    """Versions that some shard refers to, in order."""
+
+    def encode(self) -> bytes:
+        """As the file's content."""
+        id_, facts = self.name.id, self.facts
+        metrics = {k: v for k, v in facts.metrics.items() if math.isfinite(v)}
+        return seal(
+            "version",
+            {
+                "version": id_.version,
+                "generation": id_.generation,
+                "shards": self.name.shards,
+                "life": self.name.life,
+                "job": facts.job,
+                "lineage": facts.lineage,
+                "iteration": facts.iteration,
+                "largest_bytes": facts.largest_bytes,
+                "metrics": metrics,
+                "shards_per_group": self.per_group,
+                "groups": self.groups,
+                "total_bytes": self.nbytes,
+                **({"bases": [name.stem for name in self.bases]} if self.bases else {}),
+            },
+        )
+
+    @staticmethod
+    def decode(data: bytes) -> VersionManifest:
+        """The inverse of `encode`. Raises as `unseal`."""
+        values = unseal("version", data)
+        try:
+            id_ = VersionId(int(values["generation"]), int(values["version"]))
+            facts = VersionFacts(
+                job=str(values["job"]),
+                lineage=tuple((int(g), int(v)) for g, v in values["lineage"]),
+                iteration=int(values["iteration"]),
+                largest_bytes=int(values["largest_bytes"]),
+                metrics={str(k): float(v) for k, v in values["metrics"].items()},
+            )
+            return VersionManifest(
+                name=VersionName(id_, int(values["shards"]), str(values["life"])),
+                facts=facts,
+                per_group=int(values["shards_per_group"]),
+                groups=tuple((str(n), str(f)) for n, f in values["groups"]),
+                nbytes=int(values["total_bytes"]),
+                bases=tuple(_name(stem) for stem in values.get("bases", ())),
+            )
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise FormatError(f"not a version record: {error!r}") from error
+
+
+def _name(stem: str) -> VersionName:
+    found = VersionName.parse(stem)
+    if found is None:
+        raise ValueError(f"{stem!r} names no version")
+    return found

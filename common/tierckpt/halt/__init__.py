@@ -1,0 +1,1 @@
+"""Halt: signals, requests and the end of an allocation."""

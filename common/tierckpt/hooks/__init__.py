@@ -1,0 +1,1 @@
+"""Hooks: where steps and backward passes begin and end."""

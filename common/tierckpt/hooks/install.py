@@ -1,0 +1,89 @@
+"""Hooks: what a checkpointer puts on the model and on optimizers, put up and taken down together.
+
+Before any step of any optimizer it is asked whose that is: one that was given (`iterations`), one
+that was not and changes the state (`strangers`), or none of our business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tierckpt.state.optimizers.counters import Counters
+from tierckpt.state.optimizers.nested import inside
+from tierckpt.state.training_state import TrainingState
+
+from .closures import Arguments
+from .custom_methods import OwnMethods
+from .iterations import Iterations
+from .step_hook import Stepwatch
+from .unregistered_optimizers import Strangers
+from .unsaved_objects import Unsaved
+
+if TYPE_CHECKING:
+    from tierckpt.tracing.recorder import Trace
+
+
+class Hooks:
+    """Owns them: `close` removes them. Training thread."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        state: TrainingState,
+        iterations: Iterations,
+        before_stranger: Callable[[], None],
+        before_change: Callable[[], None],
+        say: Callable[[str, int], None],
+        trace: Trace | None,
+        line: str,
+    ) -> None:
+        """`before_stranger` returns when an optimizer that was not given may change the state, and
+        `before_change`, a method, when something else than a step may; `say` takes text and
+        severity, each thing once. `line`: see `unsaved`."""
+        self._iterations = iterations
+        self._strangers = Strangers(state, before_stranger, say)
+        self._counters = Counters(state, say)
+        self.unsaved = Unsaved(state, self._strangers.found, line, say)
+        given, steppers = state.given.values(), state.steppers
+        with contextlib.ExitStack() as undo:
+            undo.callback(iterations.unwatch)
+            iterations.watch(model, steppers)
+            within = [inner for each in given for _, inner in inside(each)]
+            undo.callback(OwnMethods([*given, *within], state.hollow, before_change).close)
+            undo.callback(Stepwatch(self._before_any_step).close)
+            if trace is not None:  # behind the stepwatch: what is waited for there is no update
+                for hook in trace.watch({n: each[0] for n, each in steppers.items() if each}):
+                    undo.callback(hook.remove)
+            self._undo = undo.pop_all()
+
+    @property
+    def strangers(self) -> list[torch.optim.Optimizer]:
+        """Optimizers that were not given and step parameters of the model."""
+        return self._strangers.found()
+
+    def called(self) -> None:
+        """The loop called `step()`, of the checkpointer: the iteration is over."""
+        stepped = self._iterations.stepped
+        self._strangers.unstepped.boundary(stepped)
+        if stepped:
+            self._counters.boundary()
+
+    def close(self) -> None:
+        """Be called no more; may be called again."""
+        self._undo.close()
+
+    def _before_any_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        self.unsaved.step_begins()
+        if self._iterations.watches(optimizer):
+            return self._iterations.begins(optimizer, args, kwargs)
+        self._strangers.begins(optimizer)
+        return None
+
+
+__all__ = ["Hooks"]

@@ -1,0 +1,155 @@
+"""Stateful: objects of the process that have a state which a training may need, by their classes,
+and whether they are of this one.
+
+Nothing of theirs is called but loaders' and modules' plain attributes.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+from .object_reach import attributes_read, reached, vars_of
+
+SCHEDULES = re.compile(r"(?i:sched|anneal|plateau|warmup)|LR$|LR[A-Z]")
+"""Classes of schedulers that are none of torch's (timm's, Megatron's, one's own)."""
+AVERAGES = re.compile(r"EMA|Ema(?![a-z])|MovingAverage")
+"""Classes of averages that are none of torch's."""
+OWN = ("tierckpt", "ddp_ckpt", "horovod_ckpt")
+
+
+@dataclass
+class Found:
+    """What there is, of whatever training."""
+
+    schedulers: list[Any] = field(default_factory=list)
+    averages: list[Any] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+    """Those that give and take their place (torchdata's)."""
+
+
+def look() -> Found:
+    """Through all objects that Python's collector knows; takes what half a collection does."""
+    found = Found()
+    kinds: dict[type, list[Any] | None] = {}
+    for each in gc.get_objects():
+        kind = type(each)
+        if kind not in kinds:
+            kinds[kind] = _list_for(kind, found)
+        if (fitting := kinds[kind]) is not None:
+            fitting.append(each)
+    return found
+
+
+def _list_for(kind: type, found: Found) -> list[Any] | None:
+    if str(kind.__module__).partition(".")[0] in OWN or issubclass(kind, torch.optim.Optimizer):
+        return None
+    if issubclass(kind, AveragedModel):
+        return found.averages
+    if not all(callable(getattr(kind, n, None)) for n in ("state_dict", "load_state_dict")):
+        return None
+    if issubclass(kind, LRScheduler):
+        return found.schedulers
+    if issubclass(kind, DataLoader):
+        return found.loaders
+    names = [each.__name__ for each in kind.__mro__]
+    if any(map(AVERAGES.search, names)):
+        return found.averages
+    if issubclass(kind, torch.nn.Module) or hasattr(kind, "zero_grad"):
+        return None
+    schedules = callable(getattr(kind, "step", None)) and any(map(SCHEDULES.search, names))
+    return found.schedulers if schedules else None
+
+
+# --- schedulers ----------------------------------------------------------------------------------
+
+
+def steps_any(scheduler: Any, optimizers: Iterable[Any]) -> bool:
+    """Whether it holds one of these, or one that has parameter groups in common with one of them,
+    as Horovod's has with the one that it was made from."""
+    every = [*optimizers]
+    groups = {id(group) for each in every for group in getattr(each, "param_groups", ())}
+    held: list[Any] = []
+    for value in vars_of(scheduler).values():
+        held += value if isinstance(value, (list, tuple)) else [value]
+    return any(
+        any(value is each for each in every)
+        or (
+            isinstance(value, torch.optim.Optimizer)
+            and any(id(group) in groups for group in getattr(value, "param_groups", ()))
+        )
+        for value in held
+    )
+
+
+def is_stored(scheduler: Any, stored: set[int]) -> bool:
+    """Whether it is in `stored`, by `id()`; or has nothing but what is (a ChainedScheduler,
+    Accelerate's)."""
+    if id(scheduler) in stored:
+        return True
+    own = vars_of(scheduler)
+    members = own.get("_schedulers", ())
+    if members and not own.keys() - {"optimizer", "_schedulers", "_last_lr"}:
+        return all(id(each) in stored for each in members)
+    kind = type(scheduler)
+    names = attributes_read(kind, getattr(kind, "state_dict", None))
+    return bool(names) and all(id(own.get(name)) in stored for name in names or ())
+
+
+def outermost(schedulers: list[Any]) -> list[Any]:
+    """Without those that are in another one of them."""
+    return [
+        each
+        for each in schedulers
+        if not any(
+            reached(vars_of(other).values(), [each]) for other in schedulers if other is not each
+        )
+    ]
+
+
+# --- averages and loaders ------------------------------------------------------------------------
+
+
+def averages_any(averages: Any, model: torch.nn.Module) -> bool:
+    """Whether it has tensors of the shapes of this model's parameters (all, or the trained ones),
+    or of one of several in it, and is in none."""
+    if any(each is averages for each in model.modules()):
+        return False
+    every = [[*each.parameters()] for each in (model, *model.children())]
+    every += [[param for param in params if param.requires_grad] for params in every]
+    shapes = [[param.shape for param in params] for params in every]
+    held = [*vars_of(averages).values(), *vars_of(averages).get("_modules", {}).values()]
+    return any(found in shapes for found in map(_shapes, held) if found)
+
+
+def _shapes(value: Any) -> list[torch.Size]:
+    if isinstance(value, torch.nn.Module):
+        return [param.shape for param in value.parameters()]
+    members = [*value.values()] if isinstance(value, dict) else value
+    if not isinstance(members, (list, tuple)):
+        return []
+    tensors = [each for each in members if isinstance(each, torch.Tensor)]
+    return [each.shape for each in tensors] if len(tensors) == len(members) else []
+
+
+def trained_on(loaders: Iterable[Any]) -> Iterator[Any]:
+    """The one of these that is in the midst of a pass, and furthest, if there is any."""
+    amid = [
+        each
+        for each in loaders
+        if (begun := getattr(each, "_iterator", None)) is not None
+        and not getattr(begun, "_finished", True)
+    ]
+    if amid:
+        yield max(amid, key=lambda each: getattr(each._iterator, "_num_yielded", 0))
+
+
+__all__ = ["Found", "averages_any", "is_stored", "look", "outermost", "steps_any", "trained_on"]

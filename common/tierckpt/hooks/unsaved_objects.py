@@ -1,0 +1,234 @@
+"""Unsaved: objects that belong to the training, have a state, and were not given.
+
+A scheduler's place in its schedule, a scaler's scale, averaged weights: a run that goes on without
+what they had is another one, and nothing fails. Torch keeps no list of them, and an optimizer does
+not know its schedulers; they know it. So the process's objects are looked through once, at the
+first boundary, when a script has made and registered what it has; and again when an option of an
+optimizer's groups shows that a scheduler was made since. The scaler is the one that calls the step.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from tierckpt.state.extras import PlainValues
+from tierckpt.state.optimizers.nested import inside
+from tierckpt.state.training_state import TrainingState, optimizer_class
+
+from . import stateful_objects
+from .object_reach import reached
+
+MOST_FRAMES = 24
+"""Between a scaler and the optimizer whose step it calls there are wrappers and hooks."""
+MARKS = ("_wrapped_by_lr_sched", "_with_counter")
+"""Torch's schedulers put one on the `step` of their optimizer; the second one in older versions."""
+MOST_LOOKS = 8
+"""Some optimizers may change the keys of their groups for ever."""
+EXTRA, PER_RANK = "extra=", "extra_per_rank="
+
+Say = Callable[[str, int], None]
+_Ref = Callable[[], Any]
+
+
+class Unsaved:
+    """Looks for them, and says what to write. Training thread; nothing here is collective."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        strangers: Callable[[], Iterable[torch.optim.Optimizer]],
+        line: str,
+        say: Say,
+    ) -> None:
+        """`strangers` are optimizers beside the given ones that step the model's parameters; `line`
+        is how an object is given, with `{name}` and `{it}`; `say` takes text and severity."""
+        self._state, self._strangers, self._line, self._say = state, strangers, line, say
+        self._scalers: list[_Ref] = []
+        self._looks = 0
+        self._marks: list[Any] = []
+        self._reported: list[_Ref] = []
+        self.texts: list[str] = []
+        """The warnings so far."""
+        self.schedulers = 0
+        """So many were found, given or not."""
+
+    def step_begins(self) -> None:
+        """Any optimizer's: called in the midst of it."""
+        if self._looks:
+            return
+        frame = sys._getframe(1)
+        for _ in range(MOST_FRAMES):
+            if frame.f_code.co_name == "step":
+                scaler: Any = frame.f_locals.get("self")
+                if issubclass(type(scaler), torch.amp.GradScaler) and scaler.is_enabled():
+                    if not _has(self._scalers, scaler):
+                        self._scalers.append(_ref(scaler))
+                    return
+            if frame.f_back is None:
+                return
+            frame = frame.f_back
+
+    def boundary(self, speaks: bool) -> None:
+        """Look if it is the first one, or something shows that there is more to see; on the one
+        rank that `speaks`, as the others' objects are the same."""
+        try:
+            if self._is_due(speaks):
+                self._look()
+        except Exception as error:  # other libraries' objects are looked at
+            self._looks = MOST_LOOKS
+            text = f"what else has a state was not looked for: {error!r}"
+            self._say(text, logging.INFO)
+
+    def _is_due(self, speaks: bool) -> bool:
+        if self._looks >= MOST_LOOKS or (self._looks and not speaks):
+            return False
+        marks = [_marks_of(each) for each in self._state.given.values()]
+        if self._looks and marks == self._marks:
+            return False
+        self._looks, self._marks = self._looks + 1, marks
+        return speaks
+
+    def _look(self) -> None:
+        missing = self._missing()
+        if missing:
+            gc.collect()  # what is kept by a cycle alone is nobody's any more
+        for ref, name, text in missing:
+            if (each := ref()) is not None:
+                self._report(each, name, text)
+        if gc.get_freeze_count() and not self.schedulers:
+            self._say_of_hidden()
+
+    def _given(self) -> list[Any]:
+        every = (*self._state.extra.values(), *self._state.extra_per_rank.values())
+        return [each for each in every if not isinstance(each, PlainValues)]
+
+    def _missing(self) -> list[tuple[_Ref, str, str]]:
+        """What was not given: the object, a name for it, and what it does."""
+        found = stateful_objects.look()
+        ours = [*self._ours()]
+        schedulers = [each for each in found.schedulers if stateful_objects.steps_any(each, ours)]
+        self.schedulers = len(schedulers)
+        averages = [
+            e for e in found.averages if stateful_objects.averages_any(e, self._state.model)
+        ]
+        scalers = [each for ref in self._scalers if (each := ref()) is not None]
+        loaders = found.loaders if EXTRA in self._line else []
+        stored = reached(self._given(), [*schedulers, *scalers, *averages, *loaders])
+        if any(id(each) in stored for each in loaders):  # others are an evaluation's
+            loaders = []
+        lost = [each for each in schedulers if not stateful_objects.is_stored(each, stored)]
+        missing = [
+            (_ref(each), "scheduler", self._of_scheduler(each))
+            for each in stateful_objects.outermost(lost)
+        ]
+        for name, text, every in (
+            ("scaler", OF_SCALER, scalers),
+            ("averages", OF_MEAN, averages),
+            ("data", OF_LOADER, stateful_objects.trained_on(loaders)),
+        ):
+            missing += [(_ref(each), name, text) for each in every if id(each) not in stored]
+        return [each for each in missing if not _has(self._reported, each[0]())]
+
+    def _ours(self) -> Iterator[Any]:
+        """Optimizers whose steps change the model."""
+        for each in (*self._state.given.values(), *self._strangers()):
+            yield each
+            yield from (inner for _, inner in inside(each))
+
+    def _of_scheduler(self, scheduler: Any) -> str:
+        label, optimizer = next(
+            (
+                (label, each)
+                for label, each in self._state.given.items()
+                if stateful_objects.steps_any(scheduler, [each])
+            ),
+            ("", None),
+        )
+        whose = f"optimizer {label!r}, {optimizer_class(optimizer)}" if optimizer else SOME
+        return OF_SCHEDULER.format(whose=whose)
+
+    def _report(self, obj: Any, name: str, text: str) -> None:
+        self._reported.append(_ref(obj))
+        it = name_in_script(obj) or name
+        how = self._line.replace(EXTRA, PER_RANK) if text is OF_LOADER else self._line
+        line = how.format(name=it.rpartition(".")[2], it=it)
+        self._warn(f"{type(obj).__name__} {text} Give it along: {line}")
+
+    def _say_of_hidden(self) -> None:
+        """After gc.freeze() objects cannot be found; torch's mark is still there."""
+        marked = any(_marks_of(each)[0] for each in self._state.given.values())
+        if marked and not any(isinstance(each, LRScheduler) for each in self._given()):
+            line = self._line.format(name="scheduler", it="scheduler")
+            self._warn(f"A scheduler {OF_SCHEDULER.format(whose=SOME)} Give it along: {line}")
+
+    def _warn(self, text: str) -> None:
+        self.texts.append(text)
+        self._say(text, logging.WARNING)
+
+
+SOME = "an optimizer that steps parameters of the model"
+NOTHING = "and nothing that the checkpointer was given stores it:"
+OF_SCHEDULER = (
+    f"sets the learning rate of {{whose}}, {NOTHING} its place in the schedule is in no "
+    "checkpoint, so a resumed run begins the schedule anew."
+)
+OF_SCALER = (
+    f"scales the loss, {NOTHING} its scale is in no checkpoint, so a resumed run begins with the "
+    "first one, and skips other steps."
+)
+OF_MEAN = (
+    f"has averages of the model's weights, {NOTHING} they are in no checkpoint, so a resumed run "
+    "begins to average anew."
+)
+OF_LOADER = (
+    f"is in the midst of a pass, {NOTHING} its place in the data is in no checkpoint, so a resumed "
+    "run begins the epoch anew."
+)
+
+
+def _ref(obj: Any) -> _Ref:
+    """Weak, where the class has that."""
+    try:
+        return weakref.ref(obj)
+    except TypeError:
+        return lambda: obj
+
+
+def _has(refs: Iterable[_Ref], obj: Any) -> bool:
+    return any(ref() is obj for ref in refs)
+
+
+def _marks_of(optimizer: Any) -> tuple[bool, int]:
+    """What schedulers leave there: a mark, and options of their own in the groups."""
+    groups = getattr(optimizer, "param_groups", None) or [{}]
+    step = getattr(optimizer, "step", None)
+    step = getattr(step, "before", step)
+    return any(hasattr(step, mark) for mark in MARKS), len(groups[0])
+
+
+def name_in_script(obj: Any) -> str:
+    """The variable, or attribute of `self`, of the functions that are running that holds it; empty
+    where none does."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in stateful_objects.OWN:
+            names: dict[str, Any] = {**frame.f_globals, **frame.f_locals}
+            for name, value in names.items():
+                if value is obj and not name.startswith("_"):
+                    return name
+            for name, value in getattr(names.get("self"), "__dict__", {}).items():
+                if value is obj:
+                    return f"self.{name}"
+        frame = frame.f_back
+    return ""
+
+
+__all__ = ["Unsaved", "name_in_script"]

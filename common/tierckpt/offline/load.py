@@ -1,0 +1,326 @@
+"""A version's tensors, without the job that made it: `tierckpt.load`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tierckpt.coordination.error_barrier import Together
+from tierckpt.errors import RestoreError
+from tierckpt.format.layout import Piece
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.shard_summary import Contents
+from tierckpt.group import SingleGroup
+from tierckpt.restore.piece_writer import Filler
+from tierckpt.restore.progress import Progress
+from tierckpt.restore.restorer import Attempt, Restorer
+from tierckpt.restore.shard_image import Image
+from tierckpt.state import tree_codec
+from tierckpt.state.extras import EXTRA_STATES
+from tierckpt.state.modules.custom_states import MODULE_STATES, into_model
+from tierckpt.state.names import FIXED, path_of
+from tierckpt.state.optimizers.extra_state import put_together
+from tierckpt.state.training_state import NAMELESS
+from tierckpt.storage.inventory import Problem
+
+from .catalog import manifest_at
+from .survey import Survey, Where, job_of, survey, why_elsewhere
+from .unknown_classes import refuse_unknown
+
+TRIES = 5
+"""A job that goes on may retire a version while it is read; then there is a newer one."""
+
+
+@dataclass
+class Saved:
+    """One version, on the host. Everything is the caller's."""
+
+    version: int
+    """Completed optimizer steps."""
+    iteration: int
+    """What `restore()` would return."""
+    metric: float | None
+    """What was measured of it, see `Checkpointer.step`."""
+    model: dict[str, Any]
+    """For `model.load_state_dict`: what `model.state_dict()` gave, also where modules are saved in
+    a way of their own; names are as without any wrapper (DDP, `torch.compile`). Buffers are rank
+    0's. Tied weights are one tensor under all their names."""
+    optimizers: dict[str, dict[str, Any]]
+    """For each optimizer's `load_state_dict`; a single one is called `optimizer`. One inside of it
+    (its attribute `base_optimizer`) is called `optimizer.base_optimizer`, unless the `state_dict()`
+    of the outer one has its state, too. Empty if only the model was asked for."""
+    extra: dict[str, Any]
+    """What the `extra` objects' `state_dict()` returned."""
+    extra_per_rank: dict[str, Any]
+    """The same of rank 0's own."""
+    levels: dict[str, int]
+    """How many shards came from which level."""
+    rejected: tuple[str, ...]
+    """Copies that were not sound, could not be read, or were left out, and why."""
+    suspect: str = ""
+    """In what replicas differed, or may have, when it was taken: it may be the state of no rank."""
+    unseen: bool = False
+    """Some of it could not be looked at: there may be a newer version."""
+
+
+def load(
+    path: Where | Sequence[Where],
+    version: int | None = None,
+    *,
+    model_only: bool = False,
+    as_parts: bool = False,
+    progress: bool | None = None,
+) -> Saved:
+    """Read a checkpoint where there is no job, to evaluate it, to go on from its weights, to look.
+
+    Takes what a restart would take: the newest version that is complete and sound. Nothing is
+    changed, and no pickle is read. One process; on how many ranks it was made does not matter.
+
+    Args:
+        path: a job's `path`, its `persistent_path` (or URL), or several of them: of a job on
+            several nodes with a disk each, all of these that can be seen from here. What a killed
+            job left in this machine's memory is found, too.
+        version: this one, and no other.
+        model_only: leave out what optimizers keep, which takes its memory, too.
+        as_parts: where the class of a value (a member of an Enum, a named tuple, a tensor made of
+            tensors) is not imported here, have a `tierckpt.state.custom_values.Stranger` in its place: the name
+            of the class, and what the value is made of.
+        progress: show a bar on standard error; None: if that is a terminal.
+
+    Raises RestoreError when no such version is there, complete and sound, or, without `as_parts`,
+    when it has values of classes that are not imported here; ConfigError for a path that is none.
+    """
+    with closing(Progress(Progress.wanted(0, progress))) as bar:
+        for _ in range(TRIES):
+            saved = _load(path, version, model_only, bar)
+            if saved is not None:
+                if not as_parts:
+                    names = ("model", "optimizers", "extra", "extra_per_rank")
+                    parts = {name: getattr(saved, name) for name in names}
+                    refuse_unknown(parts, f"{_text(path)}: v{saved.version}")
+                return saved
+    raise RestoreError(
+        f"{_text(path)}: a job goes on there, and retired what was being read, {TRIES} times",
+        "Pin a version (tierckpt pin), and read that",
+    )
+
+
+def _load(
+    path: Where | Sequence[Where], version: int | None, model_only: bool, bar: Progress
+) -> Saved | None:
+    """None when what was read has changed meanwhile."""
+    there = survey(path)
+    unseen = bool(there.unseen)
+    leave_out_memory(there)
+    if version is None:
+        refuse_newer(there)
+    restorer = Restorer(
+        Together(SingleGroup()),
+        [there.found],
+        lambda text: None,  # they are in `rejected`
+        [there.parities],
+        bar,
+        there.open_far,
+    )
+    attempt = restorer.find(version)
+    if attempt is None:
+        raise RestoreError(nothing(path, version, there, restorer.rejected))
+    with closing(attempt):
+        assert attempt.contents is not None
+        mapped = {s: image for s, image in attempt.images.items() if _is_mapped(attempt, s)}
+        saved = _Reading(attempt, attempt.contents, model_only).saved()
+        saved.rejected = (*there.troubles, *restorer.rejected)
+        saved.suspect = there.suspicion(attempt.plan.id)
+        saved.unseen = unseen
+        return saved if _unchanged(attempt, mapped) else None
+
+
+def refuse_newer(there: Survey) -> None:
+    """Raise RestoreError where the newest version may be one that this release cannot read."""
+    newer = [each for each in there.problems if each.newer]
+    if newer:
+        raise RestoreError(f"a newer tierckpt was here: {newer[0].place.where}: {newer[0].why}")
+
+
+def leave_out_memory(there: Survey) -> None:
+    """What a restart would not take, or a living job changes faster than it is read; and say so."""
+    for job in sorted(there.living | there.elsewhere):
+        theirs = [each for each in there.found if job_of(each.place) == job]
+        if not theirs:
+            continue
+        there.found = [each for each in there.found if each not in theirs]
+        newest = max(theirs, key=lambda each: each.key.id)
+        lives = "its job lives, and changes its memory at any moment"
+        why = lives if job in there.living else why_elsewhere(job)
+        there.unseen.append(Problem(newest.place, f"{newest.key.id} is left out: {why}"))
+
+
+def _is_mapped(attempt: Attempt, shard: int) -> bool:
+    source = attempt.plan.sources[shard]
+    return source.place.mappable and not source.rebuilt
+
+
+def _unchanged(attempt: Attempt, mapped: Mapping[int, Image]) -> bool:
+    """True where the manifests of what is mapped are as they were: a writer removes them before it
+    changes the first byte (FORMAT.md), so what was copied is what was verified."""
+    return all(
+        manifest_at(image.manifest.key, attempt.plan.sources[shard].place) == image.manifest
+        for shard, image in mapped.items()
+    )
+
+
+def nothing(
+    path: Where | Sequence[Where], version: int | None, there: Survey, rejected: Iterable[str]
+) -> str:
+    """Why there is no such version, in words."""
+    what = "no version" if version is None else f"no v{version}"
+    known = sorted({each.key.id.version for each in there.found})
+    seen = f"; there are shards of {', '.join(f'v{v}' for v in known[-8:])}" if known else ""
+    why = "; ".join([*there.troubles, *rejected][:4])
+    return f"{_text(path)}: {what} is there, complete and sound{seen}{'. ' if why else ''}{why}"
+
+
+def _text(path: Where | Sequence[Where]) -> str:
+    if isinstance(path, str) or not isinstance(path, Sequence):
+        return str(path)
+    return ", ".join(map(str, path))
+
+
+class _Reading:
+    """One verified version on its way into new tensors."""
+
+    def __init__(self, attempt: Attempt, contents: Contents, model_only: bool) -> None:
+        self._attempt, self._contents, self._model_only = attempt, contents, model_only
+        self._manifest = Manifest.decode(contents.own.manifest)
+        self._tree = tree_codec.decode(contents.own.tree)
+        own = {spec.name: spec for spec in contents.own.specs}
+        specs = {n: s for n, s in {**contents.specs, **own}.items() if self._wanted(n)}
+        self._tensors = {name: tree_codec.empty(spec, "cpu") for name, spec in specs.items()}
+        self._filler = Filler(self._place_of)
+        self._tied: dict[str, str] = {}
+
+    def saved(self) -> Saved:
+        """Read it."""
+        attempt, contents = self._attempt, self._contents
+        if contents.missing:
+            raise RestoreError(f"{attempt.plan.id} is not whole: {'; '.join(contents.missing[:4])}")
+        attempt.courier.make_room(contents.outlines)
+        attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
+        attempt.visit(self._take, self._filler.wants)
+        if attempt.trouble:
+            raise RestoreError(f"{attempt.plan.id} could not be read to its end: {attempt.trouble}")
+        structure = {} if self._model_only else contents.structure
+        extra = dict(self._tree["extra"])
+        return Saved(
+            version=attempt.plan.id.version,
+            iteration=self._manifest.iteration,
+            metric=self._manifest.metric,
+            model=self._model(extra),
+            optimizers=_Optimizers(self._tensors, self._tree, structure).all(),
+            extra=extra,
+            extra_per_rank=dict(self._tree["extra_per_rank"]),
+            levels=attempt.plan.levels,
+            rejected=(),
+        )
+
+    def _wanted(self, name: str) -> bool:
+        return name.startswith(FIXED) or not self._model_only
+
+    def _take(self, shard: int, offset: int, window: memoryview) -> None:
+        self._filler.take(shard, offset, window)
+        if offset == 0 and self._filler.header is not None:
+            self._tied |= self._filler.header.tied
+
+    def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
+        if piece.own and shard != self._attempt.own_shard:
+            return None
+        return self._tensors.get(piece.spec.name)
+
+    def _model(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Also what modules have beside tensors (`get_extra_state`), which is among `extra`."""
+        found: dict[str, Any] = {
+            name.split("/", 1)[1]: tensor
+            for name, tensor in self._tensors.items()
+            if name.startswith(FIXED)
+        }
+        found |= {name: found[first] for name, first in self._tied.items() if first in found}
+        suffix = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+        for module, state in dict(extra.pop(EXTRA_STATES, {})).items():
+            found[f"{module}.{suffix}" if module else suffix] = state
+        record = extra.pop(MODULE_STATES, None)
+        return into_model(record, found, self._tensors) if record else found
+
+
+class _Optimizers:
+    """What each optimizer's `state_dict()` returned."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        told: Mapping[str, Any],
+        structure: Mapping[str, Any],
+    ) -> None:
+        self._tensors, self._tree, self._structure = tensors, told, structure
+        self._kept = {label: self._kept_by(label) for label in structure}
+
+    def all(self) -> dict[str, Any]:
+        """By label, but for those that another one's holds."""
+        nodes = self._tree.get("remainders", {})
+        parts = [(label, part) for label, node in nodes.items() for part in node["parts"]]
+        within = {part["of"] for label, part in parts if part["of"] != label}
+        return {
+            label: put_together(nodes[label], self) if label in nodes else self._plain(label)
+            for label in self._structure
+            if label not in within
+        }
+
+    def _kept_by(self, label: str) -> dict[str, dict[str, Any]]:
+        """By parameter."""
+        kept: dict[str, dict[str, Any]] = {}
+        for name, tensor in self._tensors.items():
+            if name.startswith(f"{label}/") and not name.startswith(FIXED):
+                path, key = path_of(name)
+                kept.setdefault(path, {})[key] = tensor
+        for full, values in self._tree["odd"].items():
+            if full.startswith(f"{label}/"):
+                mine = kept.setdefault(full.split("/", 1)[1], {})
+                mine.update({k: tree_codec.with_entries(v, mine) for k, v in values.items()})
+                mine.update(mine.pop(NAMELESS, {}))
+        return kept
+
+    def _plain(self, label: str) -> dict[str, Any]:
+        return {"state": self.states(label), "param_groups": self.groups(label)}
+
+    def _numbered(self, label: str) -> list[list[tuple[int, str]]]:
+        """Parameters as torch has it: numbers, in the order of the groups."""
+        found, numbered = [], 0
+        for names in self._structure[label]["groups"]:
+            found.append([*enumerate(names, numbered)])
+            numbered += len(names)
+        return found
+
+    def states(self, label: str) -> dict[int, dict[str, Any]]:
+        """See `Stored`."""
+        kept = self._kept[label]
+        pairs = (pair for group in self._numbered(label) for pair in group)
+        return {number: dict(kept[name]) for number, name in pairs if name in kept}
+
+    def groups(self, label: str) -> list[dict[str, Any]]:
+        """See `Stored`."""
+        both = zip(self._numbered(label), self._tree["groups"][label], strict=True)
+        return [{**options, "params": [n for n, _ in group]} for group, options in both]
+
+    def value(self, label: str, name: str, key: str) -> Any:
+        """See `Stored`."""
+        return self._kept[label][name][key]
+
+    def param(self, name: str) -> Any:
+        """See `Stored`."""
+        return self._tensors[f"model/{name}"]
+
+
+__all__ = ["Saved", "load"]

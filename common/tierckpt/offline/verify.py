@@ -1,0 +1,117 @@
+"""Every byte of what a survey found, compared with its checksum: `tierckpt verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from tierckpt.codecs.decoder import check_stored
+from tierckpt.core.restore_plan import Source
+from tierckpt.format.manifest import Manifest
+from tierckpt.peer.parity_file import ParityManifest, check_parity
+from tierckpt.restore.progress import Progress
+from tierckpt.restore.rebuild import reader_of
+from tierckpt.restore.shard_image import LOST, Image, in_memory
+from tierckpt.restore.shard_reader import READERS, Blame, Reads
+from tierckpt.storage.files.mapped_file import MappedFile
+from tierckpt.storage.inventory import Found, FoundParity
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import VersionName
+
+from .catalog import manifest_at
+from .survey import Copy, Survey
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On one copy of a shard, or of parity."""
+
+    copy: Copy
+    nbytes: int
+    why: str
+    """What is wrong with it; empty: nothing."""
+    unchecked: str = ""
+    """Why its content could not be looked at: a key or a module is missing here. What is stored is
+    sound all the same, unless `why` says otherwise."""
+    unread: bool = False
+    """`why` is about the way to it (no right, no network): its bytes may well be sound."""
+
+    @staticmethod
+    def of_error(copy: Copy, error: Exception) -> Verdict:
+        """On a copy that raised it."""
+        return Verdict(copy, 0, str(error), unread=Blame.of(copy.place, error) is not Blame.COPY)
+
+
+def verify(there: Survey, progress: Progress, version: int | None = None) -> Iterator[Verdict]:
+    """Read all copies, one after the other, newest version first."""
+    wanted = [c for c in there.copies if version is None or c.key.id.version == version]
+    with ThreadPoolExecutor(READERS, "tierckpt-verify") as pool:
+        for copy in sorted(wanted, key=lambda c: (c.key.id, c.place), reverse=True):
+            if isinstance(copy, FoundParity):
+                yield _of_parity(copy, progress)
+            else:
+                yield _of_shard(copy, there, pool, progress)
+
+
+def _of_shard(copy: Found, there: Survey, pool: ThreadPoolExecutor, progress: Progress) -> Verdict:
+    images: dict[int, Image] = {}
+    reads = Reads(pool, images, progress.advance, there.open_far, make_room=in_memory)
+    source = Source(copy.key.shard, copy.place, reader=0, direct=False)
+    try:
+        reads.open(copy.key.id, copy.key.shards, copy.life, [source])
+        failures = reads.finish()
+        nbytes = sum(len(image.view) for image in images.values())
+    finally:
+        for image in images.values():
+            image.close()
+    if failures and failures[0].undecodable:
+        return _as_stored(copy, there, failures[0].why)
+    if failures:
+        return Verdict(copy, nbytes, failures[0].why, unread=failures[0].blame is not Blame.COPY)
+    return Verdict(copy, nbytes, "")
+
+
+def _as_stored(copy: Found, there: Survey, unchecked: str) -> Verdict:
+    """By the digests of what is stored, for which it need not be decoded."""
+    key, place = copy.key, copy.place
+    try:
+        if place.level == "persistent":
+            with closing(there.open_far(place)) as far:
+                shard = far.open_shard(VersionName(key.id, key.shards, copy.life), key.shard)
+                nbytes = check_stored(Manifest.decode(shard.manifest), shard.read)
+        else:
+            store = LocalStore(place.where)
+            record = Manifest.decode(store.read_manifest(key))
+            nbytes = check_stored(record, partial(store.read, key))
+    except LOST as error:
+        return Verdict.of_error(copy, error)
+    return Verdict(copy, nbytes, "", unchecked)
+
+
+def _of_parity(copy: FoundParity, progress: Progress) -> Verdict:
+    store = LocalStore(copy.place.where)
+    try:
+        record = ParityManifest.decode(store.read_manifest(copy.key))
+        with closing(MappedFile(store.open_image(copy.key))) as file:
+            nbytes = check_parity(record, reader_of(file.view, file.bring))
+    except LOST as error:
+        return Verdict.of_error(copy, error)
+    progress.advance(nbytes)
+    return Verdict(copy, nbytes, "")
+
+
+def is_there(copy: Copy, there: Survey) -> bool:
+    """Whether it still is, as far as can be seen: a job that goes on retires what it no longer
+    needs."""
+    key, place = copy.key, copy.place
+    with suppress(*LOST):
+        if isinstance(copy, FoundParity):
+            return LocalStore(place.where).has(key)
+        if place.level != "persistent":
+            return manifest_at(key, place) is not None
+        with closing(there.open_far(place)) as store:
+            return store.exists(VersionName(key.id, key.shards, copy.life))
+    return True

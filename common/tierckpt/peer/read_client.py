@@ -1,0 +1,151 @@
+"""What an agent of another node lets us read (`shelf`), for a process that is no agent itself.
+
+It reads as a persistent level does: shards by version and number, in ranges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tierckpt.format.ids import ParityKey, ShardKey
+from tierckpt.storage.inventory import Inventory
+from tierckpt.storage.persistent import VersionName
+
+from .address import Address
+from .errors import PeerError
+from .read_server import MOST_BYTES, copy_of, listed
+from .wire import Link, greet, reach
+
+REACH_SECONDS = 2.0
+"""A node that does not take a call for so long, or says nothing then, counts as down: a restart
+waits for it."""
+STALL_SECONDS = 10.0
+"""Without a byte, in the middle of an answer."""
+
+
+class RemoteNode:
+    """One connection, made when it is needed. Any thread; one call at a time.
+
+    Methods raise ConnectionError when the agent cannot be reached, FileNotFoundError for what is
+    not there, EOFError for what is there only in part, OSError for what could not be read there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: Address,
+        secret: bytes,
+        down: threading.Event | None = None,
+        in_memory: bool = False,
+    ) -> None:
+        """`name` is what its places are called; `secret` is that of the life in which the agent met
+        others last. `down`, shared by all who ask this node: it has not answered one of them, and
+        is not asked any more, or each range would be waited for anew. Shards are those on its disk,
+        or else those `in_memory`."""
+        self.name, self._address, self._secret = name, address, secret
+        self._down, self._in_memory = down or threading.Event(), in_memory
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+
+    def inventory(self, host: str) -> Inventory:
+        """All that is there; `host` is the node."""
+        with self._connection() as link:
+            told = link.receive_record(_answer(link, {"op": "list"}))
+            try:
+                return listed(told, self.name, host)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConnectionError(f"{self.name} told what is no inventory: {error}") from error
+
+    def open_shard(self, name: VersionName, shard: int) -> RemoteFile:
+        """A shard of a version; nothing of it is checked."""
+        return self._open(ShardKey(name.id, shard, name.shards), self._in_memory)
+
+    def open_parity(self, key: ParityKey) -> RemoteFile:
+        """Parity; nothing of it is checked."""
+        return self._open(key)
+
+    def _open(self, key: ShardKey, in_memory: bool = False) -> RemoteFile:
+        with self._connection() as link:
+            head = _answer(link, {"op": "manifest", "stem": key.stem, "in_memory": in_memory})
+            return RemoteFile(self, key.stem, link.receive_record(head), in_memory)
+
+    def exists(self, name: VersionName) -> bool:
+        """Never known: a node has some of the shards."""
+        return False
+
+    def read(self, file: RemoteFile, offset: int, into: memoryview) -> None:
+        """Fill `into` from byte `offset` of a shard, or parity."""
+        copy = copy_of(file.manifest)
+        what = {"stem": file.stem, "copy": copy, "in_memory": file.in_memory}
+        for low in range(0, len(into), MOST_BYTES):
+            part = into[low : low + MOST_BYTES]
+            where = {"offset": offset + low, "length": len(part)}
+            with self._connection() as link:
+                head = _answer(link, {"op": "fetch", **what, **where})
+                if head.get("nbytes", 0) != len(part):
+                    raise EOFError(f"truncated: {self.name} has {file.stem} only in part")
+                link.receive_into(part)
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            self._hang_up()
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[Link]:
+        """To ask something; after an error of the other side's it is made anew."""
+        with self._lock:
+            try:
+                if self._down.is_set():
+                    raise ConnectionError(f"{self.name} did not answer before")
+                if self._link is None:
+                    self._link = reach(self._address, REACH_SECONDS)
+                    greet(self._link, self._secret, REACH_SECONDS)
+                    self._link.seconds = STALL_SECONDS
+                yield self._link
+            except BaseException as error:
+                self._hang_up()
+                if isinstance(error, PeerError):
+                    self._down.set()
+                    raise ConnectionError(f"{self.name}: {error}") from error
+                raise
+
+    def _hang_up(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One shard, or parity. Reading raises as the node's methods do."""
+
+    node: RemoteNode
+    stem: str
+    manifest: bytes
+    """Unchecked."""
+    in_memory: bool = False
+    """There, and not on disk."""
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """A range, unchecked."""
+        data = bytearray(nbytes)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from byte `offset` on, unchecked."""
+        self.node.read(self, offset, into)
+
+
+def _answer(link: Link, request: dict[str, Any]) -> dict[str, Any]:
+    """Ask, and return the head of the answer."""
+    link.send(request)
+    head = link.receive(link.seconds)
+    if "error" in head:
+        raise (FileNotFoundError if head.get("gone") else OSError)(f"{link.peer}: {head['error']}")
+    return head

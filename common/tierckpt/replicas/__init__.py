@@ -1,0 +1,1 @@
+"""Replicas: whether the state that all ranks share is equal on all ranks."""

@@ -1,0 +1,180 @@
+"""Drift: what follows for versions when replicas differ.
+
+Those that may be mosaics are marked, wherever they are, by a thread: a disk, or a store, that hangs
+keeps nobody. And retention always leaves one version alone that is known to be alike on all ranks:
+a round of looks may pass until a difference is seen, and all newer versions may be suspects then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shlex
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from tierckpt.config import Config
+from tierckpt.coordination.agreement import Agreement
+from tierckpt.coordination.job_history import Lives
+from tierckpt.coordination.reports import Reports
+from tierckpt.core.replica_check import Finding
+from tierckpt.format.ids import VersionId
+from tierckpt.group import Group, Node
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.persistent import PersistentStore
+from tierckpt.storage.suspects import SuspectMarks
+
+from .texts import Consequences
+
+MARKS_SECONDS = 10.0
+"""So long they are waited for where the job ends because of them."""
+
+
+class Spared:
+    """Which versions of the local level stay, whatever else is kept: the newest that is known to be
+    alike on all ranks, and one that is to follow it, of which that is not known yet. The same on
+    all ranks. Training thread."""
+
+    def __init__(self, active: bool = False) -> None:
+        """Not `active`: nobody looks at replicas, and none stays."""
+        self.version: VersionId | None = None
+        """The former."""
+        self._next: VersionId | None = None
+        self._newest: VersionId | None = None
+        self._active, self._drifted = active, False
+
+    def restart(self, version: VersionId | None) -> None:
+        """A life begins; `version` is the newest that is no suspect. It stays until another one is
+        known to be alike: ranks that differ from the first step on would leave nothing else."""
+        self.version = version if self._active else None
+        self._next, self._drifted = None, False
+        self._newest = None
+
+    def whole(self, id_: VersionId) -> None:
+        """One is complete on all local disks."""
+        if self._active and not self._drifted:
+            self._newest, self._next = id_, self._next or id_
+
+    def alike(self, generation: int, version: int) -> None:
+        """Up to this one all ranks were alike."""
+        last = VersionId(generation, version)
+        if self._newest is not None and self._newest <= last:
+            self._next = self._newest
+        if self._next is not None and self._next <= last:
+            self.version, self._next = self._next, None
+        self._drifted = False
+
+    def drifted(self) -> None:
+        """What was to follow may be a mosaic, and so may be what comes until all are alike."""
+        self._newest = self._next = None
+        self._drifted = True
+
+    @property
+    def versions(self) -> set[VersionId]:
+        """For retention."""
+        return {id_ for id_ in (self.version, self._next) if id_ is not None}
+
+
+class Drift:
+    """One rank's part. What it is given stays its owner's. Training thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        group: Group,
+        node: Node,
+        job: JobDirectory,
+        lives: Lives,
+        agreement: Agreement,
+        spared: Spared,
+        reports: Reports,
+    ) -> None:
+        self._config, self._group, self._job = config, group, job
+        self._is_first = node.first == group.rank
+        self._lives, self._agreement, self._spared = lives, agreement, spared
+        self._reports = reports
+        self._thread: threading.Thread | None = None
+
+    def alike(self, version: int) -> None:
+        """All ranks were alike at that version of this life."""
+        self._spared.alike(self._lives.generation, version)
+
+    def found(self, finding: Finding) -> Consequences:
+        """Mark what may be a mixture; returns what is marked, and which version is none."""
+        agreement, lives = self._agreement, self._lives
+        self._spared.drifted()
+        known = {*agreement.memory.open, *agreement.local.open, *agreement.persistent.open}
+        known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
+        clean = finding.clean if finding.clean is not None else lives.began_at
+        self._begin(known, clean, finding.text())
+        marked = f"Versions after v{clean} are marked as suspect"
+        if finding.clean is None:
+            marked = "Versions that were taken before that was known are marked as suspect"
+        return Consequences(marked, self._way_back(), lives.began_at > 0, lives.nodes)
+
+    def _way_back(self) -> str:
+        where = self._config.directory
+        if (clean := self._spared.version) is not None:
+            how = (
+                f"with restore(version={clean.version}); or with "
+                'on_drift="stop" (TIERCKPT_ON_DRIFT=stop), and restore() takes it by itself'
+            )
+            if self._config.on_drift == "stop":
+                how = 'and restore() takes it by itself, as on_drift is "stop"'
+            return (
+                f"v{clean.version} is the newest version on disk that is known to be alike on all "
+                f"ranks. Start the job again {how}"
+            )
+        return (
+            "no version on the nodes' disks is known to be alike on all ranks. What else there is, "
+            f"and what of it is suspect, is shown by: tierckpt list {shlex.quote(where)}"
+        )
+
+    def _begin(self, known: Iterable[VersionId], clean: int, text: str) -> None:
+        life = self._lives.name
+        suspects = {i for i in known if self._lives.is_own(i.generation) and i.version > clean}
+
+        def work() -> None:
+            try:
+                if self._is_first:
+                    self._mark_here(suspects, clean, text)
+                if self._group.rank == 0 and self._config.persistent.path:
+                    self._mark_there(clean, life, text)
+            except Exception as error:
+                why = f"versions that are suspect could not be marked: {error}"
+                self._reports.notice_later(why, logging.ERROR)
+
+        self._thread = threading.Thread(target=work, name="tierckpt-suspects", daemon=True)
+        with contextlib.suppress(RuntimeError):  # as many threads as the system allows
+            self._thread.start()
+
+    def _mark_here(self, known: set[VersionId], clean: int, text: str) -> None:
+        """In memory and on disk of this node, also what is still on its way there."""
+        in_memory = {manifest.id for _, manifest in self._job.sealed()}
+        on_disk = set[VersionId]()
+        if self._config.uses("local"):
+            keys = LocalStore(self._config.directory).keys()
+            on_disk = {key.id for key in keys}
+        every, is_own = in_memory | on_disk, self._lives.is_own
+        seen = {i for i in every if is_own(i.generation) and i.version > clean}
+        for folder in (self._job.path, Path(self._config.directory)):
+            SuspectMarks(folder).add(known | seen, text)
+
+    def _mark_there(self, clean: int, life: str, text: str) -> None:
+        """What is on its way there is marked by the agent that brings it."""
+        persistent = self._config.persistent
+        with contextlib.closing(PersistentStore(persistent.path, **persistent.options())) as store:
+            for name in store.versions():
+                of_us = self._lives.is_own(name.id.generation) and name.life == life
+                if of_us and name.id.version > clean:
+                    store.mark_suspect(name, text.encode())
+
+    def wait(self, timeout_seconds: float = MARKS_SECONDS) -> None:
+        """Return when the marks are there, or that takes too long."""
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(timeout_seconds)
+
+
+__all__ = ["Drift", "Spared"]

@@ -1,0 +1,1 @@
+"""Restore: from the versions that exist to the live training state."""

@@ -1,0 +1,326 @@
+"""Loading: a verified version compared with the live state, and then put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tierckpt.errors import StateTornError
+from tierckpt.format.layout import Piece, TensorSpec
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.shard_summary import Contents
+from tierckpt.state import tree_codec
+from tierckpt.state.custom_values import strangers
+from tierckpt.state.extras import PLAIN_VALUES, PlainValues, load_extra
+from tierckpt.state.modules.changing_buffers import ChangedBuffers
+from tierckpt.state.modules.custom_states import MODULE_STATES
+from tierckpt.state.names import FIXED, parameter_of, path_of
+from tierckpt.state.optimizers.put_back import Putback, Values
+from tierckpt.state.training_state import NAMELESS, TrainingState, optimizer_class
+
+from .piece_writer import Filler
+from .tensor_fill import NewTensors
+
+
+class Loader:
+    """Puts a verified version into the live state: compare, load every shard, finish."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        contents: Contents,
+        rank: int,
+        size: int,
+        new: NewTensors,
+        strict: bool = True,
+        began: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`strict`: what modules do not take back is an error. `began`: see `ChangedBuffers`."""
+        self.strict = strict
+        self.state = state
+        self._new = new
+        self.rank, self.size = rank, size
+        self.shards = len(contents.outlines)
+        self.structure = contents.structure
+        self.specs = contents.specs
+        self.own_specs = {spec.name: spec for spec in contents.own.specs}
+        self._missing = contents.missing
+        self._iteration = Manifest.decode(contents.own.manifest).iteration
+        self._filler = Filler(self._place_of)
+        self._shard_of: dict[str, int] = {}
+        """From which shard comes what was every rank's own."""
+        self._own: dict[str, None] = {}
+        """What came of that."""
+        state.refresh_names()  # layers may have been replaced since they were looked up
+        self._live = self._find_live()
+        self._changed = ChangedBuffers(
+            state.model,
+            state.first_buffers,
+            {n.removeprefix("buffer/"): s for n, s in self.own_specs.items() if is_buffer(n)},
+            began or {},
+        )
+        self._targets: dict[str, torch.Tensor] = {}
+        self._reordered: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(as it was saved, live) of tensors whose live memory order is another one."""
+        self.notices: list[str] = []
+        self._differs = False
+        """From the live state's structure."""
+
+    # --- comparing -----------------------------------------------------------------------------
+
+    def _find_live(self) -> dict[str, torch.Tensor]:
+        walk = self.state.walk()
+        live = {name: tensor for name, tensor, _ in self.state.entries(walk)}
+        live.update(dict(self.state.buffer_entries(walk)))
+        return live
+
+    def differences(self) -> list[str]:
+        """How the live state's structure differs from the checkpoint's; empty when it fits."""
+        found = list(self._missing)
+        saved = {**self.specs, **self.own_specs}
+        for name in sorted(saved.keys() | self._live.keys()):
+            spec, live = saved.get(name), self._live.get(name)
+            if not name.startswith(FIXED):
+                continue  # optimizer state is created and dropped as the checkpoint has it
+            if is_buffer(name) and name.removeprefix("buffer/") in self._changed.taken:
+                continue
+            if live is None and spec is not None:
+                found.append(f"{name} {_shown(spec)} is in the checkpoint, not in the model")
+            elif spec is None:
+                found.append(f"{name} is in the model, not in the checkpoint")
+            elif live is not None and not _same(spec, live):
+                now = tree_codec.spec_of(live, name)
+                found.append(f"{name} is {_shown(spec)} in the checkpoint, {_shown(now)} live")
+        found += self._optimizer_differences()
+        self._differs = bool(found)
+        return found
+
+    def _optimizer_differences(self) -> list[str]:
+        found = []
+        live = self.state.structure()
+        for label in sorted(self.structure.keys() | live.keys()):
+            if label not in live or label not in self.structure:
+                where = "checkpoint" if label in self.structure else "live state"
+                found.append(f"optimizer {label!r} is only in the {where}")
+                continue
+            old, new = self.structure[label], live[label]
+            if old["class"] != new["class"]:
+                found.append(f"{label} was a {old['class']}, now it is a {new['class']}")
+            if len(old["groups"]) != len(new["groups"]):
+                found.append(
+                    f"{label} had {len(old['groups'])} param group(s), now {len(new['groups'])}"
+                )
+            for i, (a, b) in enumerate(zip(old["groups"], new["groups"], strict=False)):
+                if a != b:
+                    gone, come = sorted(set(a) - set(b)), sorted(set(b) - set(a))
+                    found.append(
+                        f"{label} group {i}: "
+                        + (f"without {', '.join(gone)} " if gone else "")
+                        + (f"with new {', '.join(come)}" if come else "")
+                        + ("parameters in another order" if not gone and not come else "")
+                    )
+        return found
+
+    def extra_differences(self, saved: Mapping[str, Any]) -> list[str]:
+        """The same for the user's objects. Plain values may be on one side only: else what an
+        elastic job wrote would not restore in another one, nor the other way round."""
+        have, want = set(saved["extra"]), set(self.state.extra)
+        if MODULE_STATES not in want:
+            have.discard(MODULE_STATES)
+        if self._told_of_values(saved):
+            have, want = have - {PLAIN_VALUES}, want - {PLAIN_VALUES}
+        have, want = have | set(saved["extra_per_rank"]), want | set(self.state.extra_per_rank)
+        found = [f"extra {n!r} is in the checkpoint, not given now" for n in sorted(have - want)]
+        found += [f"extra {n!r} is given, not in the checkpoint" for n in sorted(want - have)]
+        parts = ("groups", "odd", "remainders", "extra", "extra_per_rank")
+        every = {k: saved[k] for k in parts if k in saved}
+        found += [
+            f"{path} is a {kind.replace(':', '.')}, and that class is not imported here"
+            for path, kind in strangers(every)
+        ]
+        return found + self.state.module_states.differences(saved["extra"].get(MODULE_STATES))
+
+    def _told_of_values(self, saved: Mapping[str, Any]) -> bool:
+        """False where what has the name of the plain values is something else, on either side."""
+        live = self.state.extra.get(PLAIN_VALUES)
+        told = saved["extra"].get(PLAIN_VALUES)
+        return isinstance(live, PlainValues | None) and isinstance(told, dict | None)
+
+    def _left_values(self, saved: Mapping[str, Any]) -> list[str]:
+        """Which plain values are on one side only. They are alike on all ranks: rank 0 says it."""
+        if self.rank or not self._told_of_values(saved):
+            return []
+        live, told = self.state.extra.get(PLAIN_VALUES), saved["extra"].get(PLAIN_VALUES)
+        given, had = live.names if live else (), told or {}
+        it = f"the checkpoint, of iteration {self._iteration},"
+        found = []
+        if kept := ", ".join(name for name in given if name not in had):
+            why = "was not written by an elastic job" if told is None else "was made without them"
+            found.append(f"plain values stay as they are ({kept}): {it} {why}")
+        if gone := ", ".join(str(name) for name in had if name not in given):
+            why = "this job is not elastic" if live is None else "TorchState was not given them"
+            found.append(f"plain values of {it} are not loaded ({gone}): {why}")
+        return found
+
+    # --- loading -------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Find or make a place for every tensor; memory for new optimizer state is taken here."""
+        for name, spec in {**self.specs, **self.own_specs}.items():
+            live = self._live.get(name)
+            if not name.startswith(FIXED) and not self._param_fits(path_of(name)[0]):
+                continue
+            if live is not None and _same(spec, live):
+                if tree_codec.spec_of(live, name).stride != spec.stride or not tree_codec.is_dense(
+                    live
+                ):
+                    self._reordered.append((tree_codec.empty(spec, "cpu"), live))
+                    live = self._reordered[-1][0]
+                self._targets[name] = live
+            elif not name.startswith(FIXED):
+                self._targets[name] = self._make(name, spec)
+            elif is_buffer(name) and name.removeprefix("buffer/") in self._changed.taken:
+                self._targets[name] = self._changed.make(name.removeprefix("buffer/"), spec)
+
+    def choose_shards(self) -> None:
+        """What ranks had each of their own is to come from this rank's own shard, but for
+        parameters (and their state) that ranks have alike now: who differed then must not begin
+        like that. The first change: of what the live state counts as alike."""
+        own, assumed = {parameter_of(name) for name in self.own_specs}, self.state.assumed_alike
+        params = [p for p in self.state.walk().params if id(p) in assumed]
+        self.state.keep_apart(p for p in params if self.state.name_of(p) in own)
+        walk = self.state.walk()
+        alike = {self.state.name_of(p) for p in walk.params if id(p) not in walk.own_params}
+        mine = self.rank % self.shards
+        self._shard_of = {
+            name: 0 if parameter_of(name) in alike else mine for name in self.own_specs
+        }
+
+    def _param_fits(self, parameter: str) -> bool:
+        """False when the state that an optimizer kept for the parameter is no use to it now."""
+        saved, live = self._saved_param(parameter), self._live.get(f"model/{parameter}")
+        return live is not None and (saved is None or _same(saved, live))
+
+    def _saved_param(self, parameter: str) -> TensorSpec | None:
+        name = f"model/{parameter}"
+        return self.specs.get(name) or self.own_specs.get(name)
+
+    def _param_of(self, name: str) -> torch.Tensor | None:
+        return self._live.get(f"model/{path_of(name)[0]}")
+
+    def _make(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        """Optimizer state lives with its parameter, unless it was on the host already then."""
+        param = self._param_of(name)
+        saved_param = self._saved_param(path_of(name)[0])
+        assert param is not None
+        on_host = spec.device == "cpu" and saved_param is not None and saved_param.device != "cpu"
+        return self._new.make(spec, "cpu" if on_host else param.device)
+
+    def load_window(self, shard: int, offset: int, window: memoryview) -> None:
+        """Copy what a part of a shard has of its pieces into place: see `Filler.take`."""
+        self._filler.take(shard, offset, window)
+
+    def wants(self, shard: int, low: int, high: int) -> bool:
+        """Whether `load_window` has any use for these bytes: see `Filler.wants`."""
+        return self._filler.wants(shard, low, high)
+
+    def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
+        name = piece.spec.name
+        target = self._targets.get(name)
+        if target is None or (piece.own and shard != self._shard_of[name]):
+            return None
+        if piece.own:
+            self._own[name] = None
+        return None if self._new.has(shard, piece) else target
+
+    def finish(self, saved: dict[str, Any]) -> None:
+        """Buffers that are others now, optimizer structure, options, the user's objects."""
+        for temp, live in self._reordered:
+            live.copy_(temp)
+        taken = {f"buffer/{name}": name for name in self._changed.taken}
+        self._changed.finish({n: self._targets[f] for f, n in taken.items() if f in self._targets})
+        values: dict[str, Values] = {}
+        for label, optimizer in self.state.optimizers.items():
+            if label not in self.structure:
+                continue
+            if other := self._of_another_kind(label, optimizer, saved):
+                self.notices.append(other)
+            else:
+                values[label] = self._values_of(label, saved)
+        putback = Putback(self.state, saved, values, whole=not self._differs)
+        putback.put()
+        self.notices += putback.notices
+        per_rank = saved["extra_per_rank"] if self.shards == self.size else {}
+        for which, told in (("extra", saved["extra"]), ("extra_per_rank", per_rank)):
+            for name, obj in getattr(self.state, which).items():
+                if name in told:
+                    _give(obj, told[name], f"{which}[{name!r}]")
+        self._finish_modules(saved["extra"].get(MODULE_STATES))
+        self.notices += self._left_values(saved)
+        if self.shards != self.size and saved["extra_per_rank"]:
+            names = ", ".join(sorted(saved["extra_per_rank"]))
+            self.notices.append(
+                f"the checkpoint is of {self.shards} rank(s), this job has {self.size}: per-rank "
+                f"objects were left as they are: {names}"
+            )
+
+    def _finish_modules(self, record: dict[str, Any] | None) -> None:
+        wrong, complaints = self.state.module_states.load(record)
+        if wrong and self.strict:
+            raise StateTornError("; ".join([*wrong, *complaints]))
+        self.notices += [f"accepted (strict=False): {text}" for text in wrong] + complaints
+
+    def _of_another_kind(
+        self, label: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+    ) -> str:
+        """Where it could not step with what is stored, why that is left out; else empty. (Adam's
+        state is good for AdamW, which has the same options.)"""
+        was, now = self.structure[label]["class"], optimizer_class(optimizer)
+        theirs = {name for options in saved["groups"][label] for name in options}
+        ours = {name for group in optimizer.param_groups for name in group}
+        if was == now or theirs == ours - {"params", "param_names"}:
+            return ""
+        return (
+            f"optimizer {label!r} is a {now}, and the checkpoint's a {was}: its state and options "
+            "were left out"
+        )
+
+    def _values_of(self, label: str, saved: dict[str, Any]) -> Values:
+        wanted: Values = {}
+        live_of = {id(temp): live for temp, live in self._reordered}
+        for name in (*self.specs, *self._own):
+            if name.startswith(f"{label}/") and name in self._targets:
+                path, key = path_of(name)
+                target = self._targets[name]
+                wanted.setdefault(path, {})[key] = live_of.get(id(target), target)
+        for full, values in saved["odd"].items():
+            path = full.split("/", 1)[1]
+            if full.startswith(f"{label}/") and self._param_fits(path):
+                found = wanted.setdefault(path, {})
+                found.update({k: tree_codec.with_entries(v, found) for k, v in values.items()})
+                found.update(found.pop(NAMELESS, {}))
+        return wanted
+
+
+def is_buffer(name: str) -> bool:
+    """Whether an entry is a buffer."""
+    return name.startswith("buffer/")
+
+
+def _give(obj: Any, value: Any, name: str) -> None:
+    try:
+        load_extra(obj, value)
+    except Exception as error:
+        kind, why = type(obj).__name__, f"{type(error).__name__}: {error}"
+        raise StateTornError(f"{name}, a {kind}, did not take its state ({why})") from error
+
+
+def _same(spec: TensorSpec, live: torch.Tensor) -> bool:
+    now = tree_codec.spec_of(live, spec.name)
+    return (spec.shape, spec.dtype) == (now.shape, now.dtype)
+
+
+def _shown(spec: TensorSpec) -> str:
+    return f"{spec.dtype}{list(spec.shape)}"

@@ -1,0 +1,194 @@
+"""Rebuilding lost shards at a restart, by all ranks together.
+
+Whoever has what survived broadcasts it, window by window. Each lost shard is made by one rank,
+which holds it and shows it to the others when it is loaded. What a rank holds of all this is the
+shards that it makes, and windows.
+
+Sources are still being checked meanwhile. What is made of them is checked, too, so nothing damaged
+gets through; the checks of the sources say which of them it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, wait
+
+from tierckpt.core.restore_plan import ParitySource, Rebuild, RestorePlan
+from tierckpt.errors import CorruptShardError
+from tierckpt.format.ids import ParityKey
+from tierckpt.peer.parity_file import ParityManifest, Read, check_parity
+from tierckpt.peer.rebuild import Rebuilding
+
+from .broadcast import Courier, clear
+from .parity_image import ParityFile, open_parity
+from .shard_image import Bring, Image, OpenStore, in_memory
+from .shard_reader import Failure, OnRead
+
+
+class Parities:
+    """The parities that a plan needs: those that this rank reads, and what is made with all.
+
+    Training thread; `pool` is the caller's.
+    """
+
+    def __init__(
+        self,
+        plan: RestorePlan,
+        courier: Courier,
+        pool: Executor,
+        open_store: OpenStore,
+        on_read: OnRead = lambda nbytes: None,
+    ) -> None:
+        """`open_store`: for what is on no node of the job's. `on_read` hears of bytes read, from
+        any thread."""
+        self._plan, self._courier, self._pool, self._on_read = plan, courier, pool, on_read
+        self._open_store = open_store
+        self._mine: dict[ParityKey, tuple[ParityManifest, ParityFile]] = {}
+        self._room: dict[int, Image] = {}
+        """For the shards that are made here."""
+        self._begun: list[tuple[Rebuild, Rebuilding, dict[int, Read], dict[int, Read]]] = []
+        """With what reads the shards and the parities of the group."""
+        self._failures: list[Failure] = []
+        self._checks: list[tuple[ParitySource, Future[None]]] = []
+        self._close: list[Callable[[], None]] = []
+
+    def open(self) -> None:
+        """Map this rank's, and begin to check them."""
+        for source in (s for each in self._plan.rebuilds for s in each.parities):
+            if source.reader == self._courier.rank:
+                try:
+                    self._open(source)
+                except Exception as error:
+                    self._failures.append(Failure.of(source.key, source.place, error))
+
+    def opened(self) -> bool:
+        """False when one could not be mapped."""
+        return not self._failures
+
+    def finish(self) -> list[Failure]:
+        """Wait until this rank's are checked; returns those that are not what they should be, or
+        could not be read. Raises nothing, whatever came out: the other ranks wait for this one."""
+        for source, check in self._checks:
+            error = check.exception()
+            if error is not None:
+                self._failures.append(Failure.of(source.key, source.place, error))
+        return self._failures
+
+    def _open(self, source: ParitySource) -> None:
+        record, file = open_parity(source.key, source.place, self._open_store)
+        self._close.append(file.close)
+        for index in source.segments:  # while others are still opened
+            file.ask(index * record.segment_bytes, (index + 1) * record.segment_bytes)
+        if len(file.view) < record.image_bytes:  # or this rank would fail while all exchange
+            raise CorruptShardError(
+                f"truncated: {source.key} has {len(file.view)} of {record.image_bytes} bytes"
+            )
+        self._mine[source.key] = (record, file)
+        self._checks.append((source, self._pool.submit(self._check, source, record, file)))
+
+    def _check(self, source: ParitySource, record: ParityManifest, file: ParityFile) -> None:
+        self._on_read(check_parity(record, reader_of(file.view, file.bring), source.segments))
+
+    def records(self) -> list[tuple[ParityKey, bytes]]:
+        """The manifests of this rank's, for the others."""
+        return [(key, record.encode()) for key, (record, _) in self._mine.items()]
+
+    def make_room(self, records: Mapping[ParityKey, bytes], images: Mapping[int, Image]) -> str:
+        """Take the memory for what this rank makes, before any rank waits for another; returns why
+        there is none, in words. `images`: of what this rank has read, by shard."""
+        for each in self._plan.rebuilds:
+            record = ParityManifest.decode(records[each.parities[0].key])
+            views: dict[int, memoryview] = {}
+            for shard in each.lost:
+                if self._plan.sources[shard].reader != self._courier.rank:
+                    continue
+                member = each.group.index(shard)
+                manifest = record.manifests[member]
+                try:
+                    self._room[shard] = in_memory(manifest)
+                except (OSError, MemoryError) as error:
+                    return f"no memory for shard {shard} ({manifest.image_bytes} bytes): {error}"
+                views[member] = self._room[shard].view
+            left = [member for member, shard in enumerate(each.group) if shard not in each.lost]
+            made = Rebuilding(record, left, [s.member for s in each.parities], views)
+            self._begun.append((each, made, self._shards(each, images), self._parities(each)))
+        return ""
+
+    def rebuild(self, images: dict[int, Image], trouble: list[str]) -> list[Failure]:
+        """Make this rank's part of what is lost, into `images`. Collective; after `make_room`.
+
+        Returns the parities of groups of which something came out wrong here: one of them is
+        damaged, or a shard that it was made with. Raises nothing of its own, as the others would
+        wait: what failed for another reason is added to `trouble`, in words.
+        """
+        suspected = []
+        for each, begun, shards, parities in self._begun:
+            made = {shard: self._room[shard] for shard in each.lost if shard in self._room}
+            try:
+                begun.run(shards, parities)
+            except CorruptShardError as error:
+                suspected += [Failure(s.key, s.place, str(error)) for s in each.parities]
+            except Exception as error:
+                if self._courier.broken:
+                    raise
+                trouble.append(f"shards {sorted(made)}: {type(error).__name__}: {error}")
+            else:
+                images.update(made)
+                for shard in made:
+                    self._room.pop(shard)
+        return suspected
+
+    def _shards(self, each: Rebuild, images: Mapping[int, Image]) -> dict[int, Read]:
+        readers = {s.shard: s.reader for s in self._plan.sources}
+        return {
+            member: self._broadcast(readers[shard], self._image(shard, images))
+            for member, shard in enumerate(each.group)
+            if shard not in each.lost
+        }
+
+    def _parities(self, each: Rebuild) -> dict[int, Read]:
+        return {s.member: self._broadcast(s.reader, self._parity(s.key)) for s in each.parities}
+
+    def _image(self, shard: int, images: Mapping[int, Image]) -> Read:
+        def read(offset: int, into: memoryview) -> None:
+            image = images[shard]  # not there where the rebuild failed that was to make it
+            reader_of(image.view, image.touch)(offset, into)
+
+        return read
+
+    def _parity(self, key: ParityKey) -> Read:
+        def read(offset: int, into: memoryview) -> None:
+            _, file = self._mine[key]
+            reader_of(file.view, file.bring)(offset, into)
+
+        return read
+
+    def _broadcast(self, reader: int, read: Read) -> Read:
+        """A range, from the rank that has it to all; they ask for the same ones in one order."""
+
+        def read_together(offset: int, into: memoryview) -> None:
+            if reader == self._courier.rank:
+                try:
+                    read(offset, into)
+                except Exception:  # told by the check of this source, as damage is
+                    clear(into)
+            self._courier.broadcast(into, reader)
+
+        return read_together
+
+    def close(self) -> None:
+        """Unmap, when nobody checks any more; what was made is `images`'."""
+        wait([check for _, check in self._checks])
+        self._mine.clear()
+        for image in self._room.values():
+            image.close()
+        for close in self._close:
+            close()
+
+
+def reader_of(view: memoryview, touch: Bring) -> Read:
+    def read(offset: int, into: memoryview) -> None:
+        touch(offset, offset + len(into))
+        into[:] = view[offset : offset + len(into)]
+
+    return read

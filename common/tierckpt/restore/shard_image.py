@@ -1,0 +1,268 @@
+"""A stored shard's bytes, wherever they are: mapped from a slot or a file, or fetched.
+
+Nothing here is checked but that the manifest is the right one; `reading` checks the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from tierckpt.codecs.codec import ModuleError
+from tierckpt.codecs.decoder import Decoder, Read
+from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.ids import ShardKey
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.files.mapped_file import MappedFile
+from tierckpt.storage.inventory import FAR, Place
+from tierckpt.storage.local.encoded_files import open_encoded
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.slots import Slot
+from tierckpt.storage.persistent import PersistentError, PersistentStore, VersionName
+
+LOST = (
+    OSError,
+    EOFError,
+    ImportError,
+    CorruptShardError,
+    FormatError,
+    ModuleError,
+    PersistentError,
+)
+"""What reading raises where a copy is as good as lost, to all ranks or to the one that reads."""
+
+
+Part = tuple[int, int, memoryview]
+"""A shard, an offset in it, and the bytes from there on."""
+Bring = Callable[[int, int], None]
+
+
+class Stored(Protocol):
+    """A shard as it lies somewhere far; see `persistent.reader.ShardReader`."""
+
+    @property
+    def manifest(self) -> bytes: ...
+
+    def read(self, offset: int, nbytes: int) -> bytes: ...
+
+    def read_into(self, offset: int, into: memoryview) -> None: ...
+
+
+class FarStore(Protocol):
+    """Where shards are fetched from: the persistent level, or an agent (`peer.remote`)."""
+
+    def open_shard(self, name: VersionName, shard: int) -> Stored: ...
+
+    def exists(self, name: VersionName) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+OpenStore = Callable[[Place], FarStore]
+"""Opens what is at a place far away."""
+MakeRoom = Callable[[Manifest, Callable[[], None]], "Image"]
+"""For a shard; the second follows on closing it."""
+
+
+def open_persistent(place: Place) -> FarStore:
+    """As a store opens that needs no settings."""
+    return PersistentStore(place.where)
+
+
+def already_there(low: int, high: int) -> None:
+    """What is in memory needs no bringing, and what is mapped no forgetting."""
+
+
+class Image:
+    """One shard's bytes, mapped or received."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        view: memoryview,
+        close: Callable[[], None],
+        bring: Bring = already_there,
+        touch: Bring = already_there,
+        forget: Bring = already_there,
+        rest: Bring = already_there,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.manifest = manifest
+        self.view = view
+        self.bring = bring
+        """`bring(low, high)`: have these bytes in `view`; to be called once for each range, by any
+        thread. Raises what `open_image` raises."""
+        self.touch = touch
+        """`touch(low, high)`, before bytes of a mapped file are looked at that may not have been
+        brought yet: as often as you like, by any thread. Raises OSError."""
+        self.forget = forget
+        """`forget(low, high)`: nobody looks at these bytes any more, nor at any before them; memory
+        that they alone take goes back to the system."""
+        self.rest = rest
+        """`rest(low, high)`: nobody looks at these bytes before `touch`; by any thread."""
+        self.settle = settle
+        """`settle()`, when all is brought: what was put aside can be had again. Raises
+        SetAsideError."""
+        self._close = close
+
+    def close(self) -> None:
+        """Unmap."""
+        self.view.release()
+        self._close()
+
+
+class SetAsideError(Exception):
+    """What was fetched is in a file of ours and cannot be had again. It is no copy's fault."""
+
+
+def open_image(
+    key: ShardKey,
+    place: Place,
+    life: str = "",
+    open_store: OpenStore = open_persistent,
+    make_room: MakeRoom | None = None,
+) -> Image:
+    """Map the shard, or make room for it; `Image.bring` gets its bytes. `open_store` opens what is
+    far. What has to be fetched or decoded goes where `make_room` says: `in_memory`.
+
+    Raises what is in LOST.
+    """
+    make_room = make_room or in_memory
+    if place.level in FAR:
+        return _fetch(key, place, life, open_store, make_room)
+    if place.level == "memory":
+        slot = Slot.open(Path(place.where))
+        if slot is None:
+            raise FileNotFoundError(f"slot {place.where} is gone")
+        try:
+            data = slot.manifest_bytes()
+            if data is None or (manifest := Manifest.decode(data)).key != key:
+                raise CorruptShardError(f"slot {place.where} no longer holds {key}")
+            if slot.image_bytes < manifest.image_bytes:
+                raise CorruptShardError(f"the image of {key} in slot {place.where} is cut short")
+            return Image(manifest, slot.image(), slot.close)
+        except BaseException:
+            slot.close()
+            raise
+    store = LocalStore(place.where)
+    manifest = Manifest.decode(store.read_manifest(key))
+    if manifest.encoding is not None:
+        return _decoded(open_encoded(store, manifest), lambda: None, make_room)
+    try:
+        file = MappedFile(store.open_image(key))
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"its data file {key.stem}{key.SUFFIX} is missing; its manifest is there"
+        ) from None
+    return Image(manifest, file.view, file.close, file.bring, file.bring)
+
+
+def _fetch(
+    key: ShardKey, place: Place, life: str, open_store: OpenStore, make_room: MakeRoom
+) -> Image:
+    """Room for the shard, and how to fill it."""
+    shared = open_store(place)
+    name = VersionName(key.id, key.shards, life)
+
+    def other(base: ShardKey) -> tuple[Manifest, Read]:
+        found = shared.open_shard(VersionName(base.id, base.shards, life), base.shard)
+        return Manifest.decode(found.manifest), found.read
+
+    try:
+        with _missing_here_or_anywhere(shared, name):
+            reader = shared.open_shard(name, key.shard)
+        manifest = Manifest.decode(reader.manifest)
+        if manifest.key != key:
+            raise CorruptShardError(f"{place.where} has {manifest.key} in the place of {key}")
+        if manifest.encoding is not None:
+            image = _decoded(Decoder(manifest, reader.read, other), shared.close, make_room)
+        else:
+            image = make_room(manifest, shared.close)
+    except BaseException:
+        shared.close()
+        raise
+    decode = image.bring
+
+    def bring(low: int, high: int) -> None:
+        with _missing_here_or_anywhere(shared, name):
+            if manifest.encoding is not None:
+                decode(low, high)
+            else:
+                reader.read_into(low, image.view[low:high])
+
+    image.bring = bring
+    return image
+
+
+@contextlib.contextmanager
+def _missing_here_or_anywhere(shared: FarStore, name: VersionName) -> Iterator[None]:
+    """What is not found is damage where this rank sees the version, whose manifest names it; else
+    it is FileNotFoundError still: perhaps another rank sees it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if shared.exists(name):
+            raise CorruptShardError(f"a part of it is missing: {error}") from error
+        raise
+
+
+def _decoded(decoder: Decoder, close: Callable[[], None], make_room: MakeRoom) -> Image:
+    """Room for an encoded shard, and how to fill it."""
+    image = make_room(decoder.sealed, close)
+
+    def bring(low: int, high: int) -> None:
+        decoder.bring(low, high, image.view)
+
+    image.bring = bring
+    return image
+
+
+def in_memory(manifest: Manifest, then: Callable[[], None] = lambda: None) -> Image:
+    """Room for a shard in memory of this process, zeros at first; `then` follows on closing it."""
+    room = mmap.mmap(-1, manifest.image_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def forget(low: int, high: int) -> None:
+        begin, end = (offset - offset % mmap.PAGESIZE for offset in (low, high))
+        if end > begin:
+            room.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def close() -> None:
+        with contextlib.suppress(BufferError):  # somebody still has a part of it: freed with that
+            room.close()
+        then()
+
+    return Image(manifest, memoryview(room), close, forget=forget)
+
+
+def in_file(manifest: Manifest, folder: Path, then: Callable[[], None] = lambda: None) -> Image:
+    """Room in a file without a name in `folder`: of memory it takes what is being looked at, and
+    what the system can spare. Raises OSError where there is no room for it, or no such folder."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, manifest.image_bytes)  # or a full disk is SIGBUS
+        room = mmap.mmap(file.fileno(), manifest.image_bytes)
+        own = os.dup(file.fileno())
+    mapped = MappedFile(room)
+
+    def rest(low: int, high: int) -> None:
+        begin = low - low % mmap.PAGESIZE
+        if high > begin:
+            room.madvise(mmap.MADV_DONTNEED, begin, high - begin)  # of a shared file: lost to none
+
+    def settle() -> None:
+        try:
+            os.fsync(own)  # pages that could not be written come back as if they had been
+        except OSError as error:
+            raise SetAsideError(f"what was fetched cannot be kept in {folder}: {error}") from error
+
+    def close() -> None:
+        mapped.close()
+        os.close(own)
+        then()
+
+    view = mapped.view
+    return Image(manifest, view, close, touch=mapped.bring, forget=rest, rest=rest, settle=settle)

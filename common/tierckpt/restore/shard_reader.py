@@ -1,0 +1,301 @@
+"""A rank's share of what a restart reads: opened, brought and checked by threads, every byte once.
+
+The threads hash what they bring while it is in the core's cache, and call nothing collective, so
+the training thread may rebuild lost shards meanwhile, together with the other ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import zip_longest
+from typing import NamedTuple
+
+from tierckpt.codecs.codec import ModuleError
+from tierckpt.core.restore_plan import Source
+from tierckpt.errors import CorruptShardError
+from tierckpt.format.ids import ShardKey, VersionId
+from tierckpt.format.manifest import digest, digest_at
+from tierckpt.format.shard_file import ShardHeader, decode_header
+from tierckpt.storage.inventory import AGENT, FAR, Place
+
+from .shard_image import LOST, Image, MakeRoom, OpenStore, Part, open_image, open_persistent
+
+READERS = 4
+"""Threads of a rank: enough that one's waiting for storage is another's hashing."""
+RUN_BYTES = 8 * 1024 * 1024
+"""Brought and checked at once; whole blocks."""
+
+
+class Blame(Enum):
+    """What it is that failed when a copy could not be read."""
+
+    COPY = "copy"
+    """Its bytes: nobody can use it."""
+    SIGHT = "sight"
+    """The way from this rank to it: others may read it."""
+    RANK = "rank"
+    """This rank, which has no memory or no descriptors, or met a mistake of ours or of a client:
+    it says nothing of any copy, and nothing that is tried next would go better."""
+
+    @staticmethod
+    def of(place: Place, error: BaseException) -> Blame:
+        """By what was raised."""
+        if not isinstance(error, LOST) or _lacks_room(error):
+            return Blame.RANK
+        if isinstance(error, ImportError):
+            return Blame.SIGHT
+        if not isinstance(error, OSError):
+            return Blame.COPY
+        # All who see a copy on a node's disk see the same disk.
+        of_the_disk = isinstance(error, FileNotFoundError) or error.errno == errno.EIO
+        return Blame.COPY if of_the_disk and place.level not in FAR else Blame.SIGHT
+
+
+def _lacks_room(error: BaseException | None) -> bool:
+    """True also where it is said by what a store made of it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__
+    return False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A copy (of a shard, or of parity) that could not be read, and why."""
+
+    key: ShardKey
+    place: Place
+    why: str
+    undecodable: bool = False
+    """A key or a module is missing here: with it the copy may well be sound."""
+    blame: Blame = Blame.COPY
+    node: str = field(default_factory=socket.gethostname)
+    """That it was found on."""
+    gone: bool = False
+    """It is not there: perhaps not any more, and something newer is (see `Restorer`)."""
+    silent: bool = False
+    """The agent that has it does not answer, whatever it is asked for."""
+
+    @staticmethod
+    def of(key: ShardKey, place: Place, error: BaseException) -> Failure:
+        """What `error` makes of a copy."""
+        why = str(error) if isinstance(error, LOST) else f"{type(error).__name__}: {error}"
+        blame, undecodable = Blame.of(place, error), isinstance(error, ModuleError)
+        silent = place.level == AGENT and isinstance(error, ConnectionError)
+        return Failure(key, place, why, undecodable, blame, gone=_is_gone(error), silent=silent)
+
+
+def _is_gone(error: BaseException) -> bool:
+    """True also where a network file system says so in its own way."""
+    stale = isinstance(error, OSError) and error.errno == errno.ESTALE
+    return stale or isinstance(error, FileNotFoundError)
+
+
+OnRead = Callable[[int], None]
+Kept = dict[tuple[ShardKey, Place, str], tuple[Image, ShardHeader]]
+"""What was fetched and is sound, by shard, place and life."""
+
+
+class Run(NamedTuple):
+    """Blocks that lie side by side."""
+
+    low: int
+    """In the shard, bytes."""
+    first: int
+    """Number of the first block; block 0 is the header."""
+    block_bytes: tuple[int, ...]
+
+    @property
+    def high(self) -> int:
+        """Where it ends."""
+        return self.low + sum(self.block_bytes)
+
+
+Opened = tuple[ShardKey, Place, Future[tuple[Image, ShardHeader]]]
+
+
+def _give_up(opening: Future[tuple[Image, ShardHeader]], taken: Image | None) -> None:
+    """Close what was opened, or will be, unless it was taken."""
+    if opening.cancel() or opening.exception() is not None:
+        return
+    image, _ = opening.result()
+    if image is not taken:
+        image.close()
+
+
+class Reads:
+    """What one rank reads of a version. One thread calls; `pool` is the caller's, as are images."""
+
+    def __init__(
+        self,
+        pool: Executor,
+        images: dict[int, Image],
+        on_read: OnRead = lambda nbytes: None,
+        open_store: OpenStore = open_persistent,
+        kept: Kept | None = None,
+        make_room: MakeRoom | None = None,
+    ) -> None:
+        """Images come into `images`, by shard; `on_read` hears of bytes read, from any thread.
+        What is in `kept` is taken from there, and not fetched again; what is fetched goes where
+        `make_room` says, see `open_image`."""
+        self._pool, self._images, self._on_read = pool, images, on_read
+        self._open_store, self._kept = open_store, {} if kept is None else kept
+        self._make_room = make_room
+        self.on_open: Callable[[ShardHeader], None] = lambda header: None
+        """Is called with each header before the rest of that shard is read, and raises nothing."""
+        self._checks: list[tuple[ShardKey, Place, list[Future[None]]]] = []
+        self.headers: dict[int, ShardHeader] = {}
+        """Of the shards that could be opened; checked."""
+
+    def open(self, version: VersionId, shards: int, life: str, sources: Iterable[Source]) -> None:
+        """Open the shards, and begin to read them. What cannot be opened is told by `finish`."""
+        opened: list[Opened] = []
+        try:
+            self._open(version, shards, life, sources, opened)
+        except BaseException:
+            for key, _, opening in opened:
+                _give_up(opening, self._images.get(key.shard))
+            raise
+
+    def _open(
+        self,
+        version: VersionId,
+        shards: int,
+        life: str,
+        sources: Iterable[Source],
+        opened: list[Opened],
+    ) -> None:
+        """What is being opened is in `opened`, whatever comes out."""
+        for source in sources:
+            key = ShardKey(version, source.shard, shards)
+            there = self._kept.pop((key, source.place, life), None)
+            if there is not None:
+                self._images[key.shard], self.headers[key.shard] = there
+                self.on_open(self.headers[key.shard])
+                self._checks.append((key, source.place, []))
+                continue
+            how = (life, self._open_store, self._make_room)
+            opening = self._pool.submit(_open, key, source.place, *how)
+            opened.append((key, source.place, opening))
+        for key, place, opening in opened:
+            checks: list[Future[None]] = []
+            try:
+                image, header = opening.result()
+            except Exception as error:
+                checks.append(_failed(error))
+            else:
+                self._images[key.shard], self.headers[key.shard] = image, header
+                self._on_read(header.header_bytes)
+                self.on_open(header)
+                checks += [self._pool.submit(self._check, image, run) for run in runs_of(header)]
+            self._checks.append((key, place, checks))
+
+    def opened(self) -> bool:
+        """False when something could not be opened."""
+        return len(self.headers) == len(self._checks)
+
+    def sound(self) -> Iterator[Part]:
+        """What is read, in order, each part as soon as it is checked; of a shard with damage, what
+        is before that. Raises OSError where it cannot be looked at any more."""
+        for key, _, checks in self._checks:
+            if (header := self.headers.get(key.shard)) is not None:
+                yield from _checked(key.shard, self._images[key.shard], header, checks)
+
+    def finish(self) -> list[Failure]:
+        """Wait until all is read; returns what could not be, each with its first damage. Raises
+        nothing, whatever came out: the other ranks wait for this one."""
+        failures = []
+        for key, place, checks in self._checks:
+            errors = [error for each in checks if (error := each.exception()) is not None]
+            if not errors:
+                errors = _settled(self._images[key.shard])
+            failures += [Failure.of(key, place, error) for error in errors[:1]]
+        return failures
+
+    def _check(self, image: Image, run: Run) -> None:
+        """Bring some blocks and compare them with their digests."""
+        offset, digests = run.low, image.manifest.digests
+        image.bring(offset, run.high)
+        for number, nbytes in enumerate(run.block_bytes, run.first):
+            if digest(image.view[offset : offset + nbytes]) != digest_at(digests, number):
+                raise CorruptShardError(
+                    f"bytes {offset} to {offset + nbytes} differ from their checksum"
+                )
+            offset += nbytes
+        image.rest(run.low, run.high)
+        self._on_read(sum(run.block_bytes))
+
+
+def _checked(
+    shard: int, image: Image, header: ShardHeader, checks: Iterable[Future[None]]
+) -> Iterator[Part]:
+    """`checks` are of all runs, or none, where all was checked before."""
+    yield shard, 0, image.view[: header.header_bytes]
+    for run, check in zip_longest(runs_of(header), checks):
+        if check is not None and check.exception() is not None:
+            return
+        image.touch(run.low, run.high)
+        yield shard, run.low, image.view[run.low : run.high]
+
+
+def runs_of(header: ShardHeader) -> Iterator[Run]:
+    """All blocks of a shard, in runs of RUN_BYTES or a little less."""
+    low, first, blocks = header.header_bytes, 1, list[int]()
+    for number, nbytes in enumerate(header.block_bytes, 1):
+        if blocks and sum(blocks) + nbytes > RUN_BYTES:
+            yield Run(low, first, tuple(blocks))
+            low, first, blocks = low + sum(blocks), number, []
+        blocks.append(nbytes)
+    if blocks:
+        yield Run(low, first, tuple(blocks))
+
+
+def _open(
+    key: ShardKey, place: Place, life: str, open_store: OpenStore, make_room: MakeRoom | None
+) -> tuple[Image, ShardHeader]:
+    """A shard with its header checked. Raises what `open_image` raises, and what a check does."""
+    image = open_image(key, place, life, open_store, make_room)
+    try:
+        return image, check_header(image)
+    except BaseException:
+        image.close()
+        raise
+
+
+def check_header(image: Image) -> ShardHeader:
+    """Bring the header, compare it with its digest and with the manifest, and decode it.
+
+    Raises CorruptShardError or FormatError.
+    """
+    manifest, view = image.manifest, image.view
+    if len(view) < manifest.image_bytes:
+        raise CorruptShardError(f"truncated: {len(view)} of {manifest.image_bytes} bytes")
+    end = manifest.header_bytes
+    image.bring(0, end)
+    if digest(view[:end]) != digest_at(manifest.digests, 0):
+        raise CorruptShardError(f"bytes 0 to {end} (the header) differ from their checksum")
+    header = decode_header(view[:end])
+    lengths = (len(header.block_bytes), end + header.data_bytes)
+    if lengths != (manifest.data_blocks, manifest.image_bytes):
+        raise CorruptShardError("the header and the manifest do not belong together")
+    return header
+
+
+def _settled(image: Image) -> list[BaseException]:
+    try:
+        image.settle()
+    except Exception as error:
+        return [error]
+    return []
+
+
+def _failed(error: Exception) -> Future[None]:
+    failed: Future[None] = Future()
+    failed.set_exception(error)
+    return failed

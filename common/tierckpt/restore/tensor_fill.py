@@ -1,0 +1,135 @@
+"""Tensors that a restore has to make: their memory taken, and filled, in time.
+
+A freshly started optimizer has no state yet, so most of what is loaded goes into new memory, and
+the kernel clears each page of it when it is touched first: that takes longer than to copy into it.
+What a rank's own headers name is known as soon as they are read, and its thread has nothing to do
+until the rest is. Shards are striped: almost every large tensor is named in each of them.
+
+Where the shards are in memory there is nothing to wait for: a page is touched by copying what
+belongs there, which is one way to memory, where touching first makes two.
+
+Nobody sees a new tensor before all of the version is verified, so it may be filled while that is
+still under way, and thrown away with a version that proves damaged. What is live has to wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Iterable
+
+import torch
+
+from tierckpt.format.layout import Piece, TensorSpec
+from tierckpt.format.shard_file import ShardHeader
+from tierckpt.snapshot.copy_plan import as_bytes
+from tierckpt.state import tree_codec
+from tierckpt.state.names import FIXED, path_of
+from tierckpt.state.training_state import TrainingState
+from tierckpt.storage.files.mapped_file import populate
+
+from .piece_writer import Filler
+from .shard_image import Part
+
+LARGE_BYTES = 256 * 1024
+"""Below it memory comes out of the allocator's heap, and most of that was touched before."""
+
+
+class NewTensors:
+    """Makes optimizer state that is not in the live optimizer. One thread calls, but for `fill`."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._made: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
+        self._before: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
+        """At the last try."""
+        self._live: dict[str, torch.Tensor] = {}
+        """By name, what there is already; nothing where nothing is wanted."""
+        self._untouched: list[torch.Tensor] = []
+        self._given: dict[str, TensorSpec] = {}
+        """Of those that the caller has."""
+        self._filled: dict[int, int] = {}
+        """By shard: up to where in its data they have what is theirs."""
+
+    def begin(self, wanted: bool) -> None:
+        """Another version, or another try; what was made for the one before is there for it. If it
+        is not `wanted`, nothing of this one is foreseen."""
+        self._live = {}
+        with contextlib.suppress(Exception):
+            if wanted:
+                self._live = {n: tensor for n, tensor, _ in self._state.entries(self._state.walk())}
+        self._before, self._made = self._made, {}
+        self._given, self._filled, self._untouched = {}, {}, []
+
+    def foresee(self, header: ShardHeader) -> None:
+        """Make the large ones on the host that this shard has pieces of. Before threads bring pages
+        of the shard: who maps memory waits for all who do that, and for their disk.
+
+        Guesses: what is not asked for later goes with this object. It never raises, as its rank
+        would be alone with that: what is wrong here is met, and told, by the loading.
+        """
+        with contextlib.suppress(Exception):
+            for spec in (piece.spec for piece in header.pieces):
+                if not self._wanted(spec):
+                    continue
+                made, tensor = self._before.pop(spec.name, (None, None))
+                if tensor is None or made != spec:
+                    tensor = tree_codec.empty(spec, "cpu")
+                    self._untouched.append(tensor)
+                self._made[spec.name] = spec, tensor
+
+    def foreseen(self, touch: bool) -> None:
+        """That was all: what was made before and these shards do not have goes now. `touch` what is
+        new, where there is something to wait for meanwhile. Never raises, as `foresee`."""
+        new, self._untouched, self._before = self._untouched, [], {}
+        with contextlib.suppress(Exception):
+            for tensor in new if touch else ():
+                touch_memory(as_bytes(tree_codec.flat(tensor)))
+
+    def fill(self, parts: Iterable[Part]) -> None:
+        """Copy what `parts` have of them into place: of the version begun last, that may prove
+        damaged still. The parts of a shard come in order, the whole header first. Never raises,
+        as `foresee`. Any thread, for shards of its own."""
+        if not self._made:
+            return
+        filler = Filler(self._place_of)
+        with contextlib.suppress(Exception):
+            for shard, offset, window in parts:
+                filler.take(shard, offset, window)
+                assert filler.header is not None
+                self._filled[shard] = offset + len(window) - filler.header.header_bytes
+
+    def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
+        spec, tensor = self._made.get(piece.spec.name, (None, None))
+        return tensor if spec == piece.spec and not piece.own else None
+
+    def has(self, shard: int, piece: Piece) -> bool:
+        """True where the tensor that `make` gave has that piece already."""
+        within = piece.offset + piece.nbytes <= self._filled.get(shard, 0)
+        return within and not piece.own and self._given.get(piece.spec.name) == piece.spec
+
+    def _wanted(self, spec: TensorSpec) -> bool:
+        if spec.nbytes < LARGE_BYTES or spec.name.startswith(FIXED):
+            return False
+        param = self._live.get(f"model/{path_of(spec.name)[0]}")
+        return (
+            spec.name not in self._live
+            and param is not None
+            and param.device.type == spec.device == "cpu"
+            and self._made.get(spec.name, (None,))[0] != spec
+        )
+
+    def make(self, spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
+        """A tensor of which nothing is filled but what it `has`; the caller's."""
+        self._given.pop(spec.name, None)
+        foreseen, tensor = self._made.pop(spec.name, (None, None))
+        if tensor is not None and foreseen == spec and tensor.device == torch.device(device):
+            self._given[spec.name] = spec
+            return tensor
+        return tree_codec.empty(spec, device)
+
+
+def touch_memory(tensor: torch.Tensor) -> None:
+    """Have the kernel give all of a byte tensor's pages; what is in them is lost."""
+    if not populate(tensor.data_ptr(), tensor.nbytes):
+        tensor[:: mmap.PAGESIZE].zero_()

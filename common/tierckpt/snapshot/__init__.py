@@ -1,0 +1,1 @@
+"""Snapshot: one version, copied into a slot while training goes on."""

@@ -1,0 +1,62 @@
+"""Unmoved: whether a sealed version is still what is live, bit for bit.
+
+What is stored by a save on demand, and at the end, is the state of that moment. Where the version
+of the last boundary is that, it need not be taken again.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tierckpt.format.layout import BLOCK_BYTES
+from tierckpt.format.manifest import Manifest, digest, digest_at
+from tierckpt.format.shard_file import rank_state_blocks
+from tierckpt.state.tree_codec import EncodedTree
+
+from .copy_plan import Plan, copy_parts
+
+
+def is_unmoved(
+    plan: Plan, encoded: EncodedTree, manifest: Manifest, image: memoryview | bytes
+) -> bool:
+    """Whether the live state, as `plan` and `encoded` have it, is what `manifest` and `image` hold.
+
+    Nothing may change or be copied meanwhile, and `plan.buffers` are staged. Takes what is in
+    `encoded`. Reads all of this rank's part of the state, once, and needs memory for one block.
+    """
+    start, low = manifest.header_bytes, manifest.header_bytes + plan.layout.nbytes
+    room_bytes = manifest.image_bytes - low
+    if encoded.nbytes != manifest.rank_state_bytes or room_bytes < encoded.nbytes:
+        return False
+    scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    there = memoryview(image)
+    # What is small changes most often, so it comes first.
+    return (
+        _same_tree(encoded, there[low : low + room_bytes], scratch)
+        and plan.encoded_header(room_bytes) == there[:start]
+        and _same_blocks(plan, manifest, scratch)
+    )
+
+
+def _same_tree(encoded: EncodedTree, there: memoryview, scratch: torch.Tensor) -> bool:
+    low = 0
+    for nbytes in rank_state_blocks(len(there)):
+        part = scratch[:nbytes]
+        encoded.copy(low, part)
+        if part.numpy().data != there[low : low + nbytes]:
+            return False
+        low += nbytes
+    return True
+
+
+def _same_blocks(plan: Plan, manifest: Manifest, scratch: torch.Tensor) -> bool:
+    for index, block in enumerate(plan.layout.blocks):
+        part = scratch[: block.nbytes]
+        copy_parts(part, *plan.source(index))
+        # The header's digest is the first.
+        if digest(part.numpy().data) != digest_at(manifest.digests, 1 + index):
+            return False
+    return True
+
+
+__all__ = ["is_unmoved"]

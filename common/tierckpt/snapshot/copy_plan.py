@@ -1,0 +1,333 @@
+"""What a snapshot copies: from which live tensors, block by block, and where to.
+
+A `Plan` outlives the snapshots that follow it. What goes round at every boundary is a few C loops
+over lists that were made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+from operator import attrgetter, eq, is_
+from typing import Any
+
+import torch
+
+from tierckpt.format.layout import BLOCK_BYTES, Layout, TensorSpec, plan_layout
+from tierckpt.format.shard_file import encode_header
+from tierckpt.state import tree_codec
+from tierckpt.state.modules import changing_buffers
+from tierckpt.state.names import named_buffers
+from tierckpt.state.training_state import TrainingState, Walk
+from tierckpt.storage.memory.slots import Slot
+
+Part = Callable[[int, int], torch.Tensor]
+"""Bytes of elements `[low, high)` of a piece."""
+
+
+HEADERS = 4
+"""Headers that are kept, for as many lengths of the rank's tree."""
+
+
+def _growth_bytes(rank_state_bytes: int) -> int:
+    """Room for the tree to grow. From step to step the small ones vary by digits, and lists of
+    metrics grow: a header of another length takes time to make, and its slot may not fit."""
+    return min(rank_state_bytes // 4, 64 * 1024) + rank_state_bytes // 64
+
+
+class Plan:
+    """A layout together with the live tensors behind it: what to copy, from where.
+
+    Good until the state's structure changes, or a tensor moves or is another one in its memory: see
+    `fits`. Everything that a boundary does with it runs in C loops over lists made here, so that
+    thousands of small tensors do not become a stall.
+    """
+
+    def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
+        state.refuse_odd_keys()
+        entries = state.entries(walk)
+        own = [(n, t) for n, t, p in entries if id(p) in walk.own_params]
+        entries = [entry for entry in entries if id(entry[2]) not in walk.own_params]
+        specs = [tree_codec.spec_of(t, n) for n, t, _ in entries]
+        self.buffers = _Buffers([*state.buffer_entries(walk), *own])
+        self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
+        self.structure, self._tied = state.structure(), state.tied()
+        self.has_odd = bool(walk.odd)
+        self.odd = walk.odd
+        """As it was when `fits` was asked last."""
+        self.began = changing_buffers.changed(state.first_buffers, state.model)
+        self.shared = state.shared(walk)
+        self.device = next((t.device for t in walk.tensors if t.is_cuda), torch.device("cpu"))
+        self._containers = state.containers()
+        self._keys, self._values = _keys(self._containers), list(_values(self._containers))
+        # Of odd state, what optimizers keep is looked at in another way.
+        of_modules = sum(map(len, state.module_containers()))
+        self._settled = of_modules if self.has_odd else len(self._values)
+        self._own = own
+        self._buffer_slots, self._held = state.buffer_slots(), state.live_buffers()
+        self._counted = [(n, t) for n, t, _ in entries if not t.is_inference()]
+        self._counted_tensors = [t for _, t in self._counted]
+        self._tensors = walk.tensors
+        self._state_keys = [key for *_, key in walk.state]
+        self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._params, self._param_kinds = walk.params, _known_kinds(walk.params)
+        self._state = [t for t, *_ in walk.state]
+        self._state_kinds = _known_kinds(self._state)
+        self._outlived = False
+        self._groups, self._members = state.group_sizes(), state.group_members()
+        self._headers: dict[int, tuple[bytes, int]] = {}
+        self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.own]
+        self.striped_blocks = {i for i, b in enumerate(self.layout.blocks) if not b.own}
+        self.blocks_of: dict[int, list[int]] = {}
+        """Striped blocks by `id()` of the parameter whose layer they belong to."""
+        self._sources = self._find_sources(specs, entries)
+        self._block_sources: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+
+    def _find_sources(
+        self,
+        specs: list[TensorSpec],
+        entries: list[tuple[str, torch.Tensor, torch.Tensor]],
+    ) -> list[torch.Tensor | Part]:
+        """Every piece's bytes: a view, or a function that copies where no view is possible."""
+        live = {s.name: (t, p) for s, (_, t, p) in zip(specs, entries, strict=True)}
+        sources: list[torch.Tensor | Part] = []
+        owners: list[int | None] = []
+        for piece in self.layout.pieces:
+            name, low, high = piece.spec.name, piece.start, piece.stop
+            if piece.own:
+                sources.append(as_bytes(self.buffers.staged[name]))
+                owners.append(None)
+                continue
+            tensor, param = live[name]
+            owners.append(id(param))
+            if tree_codec.is_dense(tensor):
+                sources.append(as_bytes(tree_codec.flat(tensor)[low:high]))
+            else:  # e.g. strided with gaps: made row-major when it is copied
+                sources.append(_row_major(tensor, low))
+        for index, block in enumerate(self.layout.blocks):
+            for part in block.parts:
+                owner = owners[part[0]]
+                blocks = self.blocks_of.setdefault(owner, []) if owner is not None else []
+                if not blocks or blocks[-1] != index:
+                    blocks.append(index)
+        return sources
+
+    def fits(self, state: TrainingState) -> bool:
+        """True while the very same tensors are where they were when the plan was made, and as they
+        were. (What an optimizer keeps is looked at more closely by `state_stands`.)"""
+        now = state.containers()
+        if self._outlived or not _same_objects(now, self._containers) or _keys(now) != self._keys:
+            return False
+        return (
+            all(map(is_, islice(_values(now), self._settled), self._values))
+            and (not self.has_odd or self._odd_fits(state))
+            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
+            and all(map(eq, _kinds(self._params), self._param_kinds))
+            and state.group_sizes() == self._groups
+            and _same_objects(state.group_members(), self._members)
+            and self._buffers_fit(state)
+        )
+
+    def _odd_fits(self, state: TrainingState) -> bool:
+        """Numbers among the state are other objects with every step, and lists have tensors."""
+        walk = state.walk()
+        self.odd = walk.odd
+        return (
+            _same_objects(walk.tensors, self._tensors)
+            and [key for *_, key in walk.state] == self._state_keys
+        )
+
+    def _buffers_fit(self, state: TrainingState) -> bool:
+        """Follows buffers that were replaced by others like them, of the same names."""
+        slots, held = state.buffer_slots(), state.live_buffers()
+        if slots is self._buffer_slots and _same_objects(held, self._held) and self.buffers.stand():
+            return True
+        if not self.buffers.follow([*named_buffers(state.model), *self._own]):
+            return False
+        self._buffer_slots, self._held = slots, held
+        return True
+
+    def state_stands(self) -> bool:
+        """True while the optimizers' tensors have the shapes, strides and types that they had; else
+        the plan fits no more. That these change where the tensor stays takes some doing, and to
+        look takes longer than all else of `fits`: so it is done by the thread that copies."""
+        self._outlived = not all(map(eq, _kinds(self._state), self._state_kinds))
+        return not self._outlived
+
+    def counters(self) -> list[int]:
+        """Autograd's version counters of all striped tensors: a cheap check for torn copies."""
+        return list(map(_version_counter, self._counted_tensors))
+
+    def changed_since(self, counters: list[int]) -> list[str]:
+        """Names of the tensors whose counters have moved."""
+        both = zip(self._counted, counters, self.counters(), strict=True)
+        return [name for (name, _), then, now in both if then != now]
+
+    def header(self, rank_state_bytes: int) -> tuple[bytes, int]:
+        """The shard's header and the length of its data, with some room for the tree to grow."""
+        growth_bytes = _growth_bytes(rank_state_bytes)
+        for room in self._headers:
+            if rank_state_bytes <= room <= rank_state_bytes + 4 * growth_bytes:
+                return self._headers[room]
+        if len(self._headers) == HEADERS:
+            del self._headers[next(iter(self._headers))]
+        room = rank_state_bytes + growth_bytes
+        self._headers[room] = self._encode_header(room)
+        return self._headers[room]
+
+    def encoded_header(self, room_bytes: int) -> bytes:
+        """The header of a shard with that room for the tree, which is made anew."""
+        return self._encode_header(room_bytes)[0]
+
+    def _encode_header(self, room_bytes: int) -> tuple[bytes, int]:
+        return encode_header(self.layout, room_bytes, self.structure, self._tied)
+
+    def source(self, block: int) -> tuple[list[torch.Tensor], list[int]]:
+        """The bytes of a block, in order, and their lengths."""
+        known = self._block_sources.get(block)
+        if known is not None:
+            return known
+        parts, views = [], True
+        for index, low, high in self.layout.blocks[block].parts:
+            piece, source = self.layout.pieces[index], self._sources[index]
+            if not isinstance(source, torch.Tensor):
+                views = False
+                parts.append(source(low, high))
+                continue
+            size = piece.spec.itemsize_bytes
+            whole = high - low == piece.stop - piece.start
+            parts.append(source if whole else source[low * size : high * size])
+        found = (parts, [p.numel() for p in parts])
+        if views:
+            self._block_sources[block] = found
+        return found
+
+
+_version_counter = attrgetter("_version")
+
+
+def _keys(containers: list[dict[Any, Any]]) -> list[Any]:
+    return list(chain.from_iterable(containers))
+
+
+def _values(containers: list[dict[Any, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(map(dict.values, containers))
+
+
+def _same_objects(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and all(map(is_, now, then))
+
+
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+
+
+def _kinds(tensors: list[torch.Tensor]) -> Iterable[tuple[Any, ...]]:
+    """What can change of a tensor while it stays in its memory (`.data = `, `t_()`)."""
+    return zip(
+        map(_shape, tensors),
+        map(torch.Tensor.stride, tensors),
+        map(_dtype, tensors),
+        strict=True,
+    )
+
+
+def _known_kinds(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """For later; few objects, as a core's cache would not hold one for each tensor."""
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    return [known.setdefault(kind, kind) for kind in _kinds(tensors)]
+
+
+class _Buffers:
+    """The staging memory of buffers, and of all else that is every rank's own: one tensor per dtype
+    and device, filled by one call each."""
+
+    def __init__(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.specs = [tree_codec.spec_of(t, n) for n, t in named]
+        self._live = [t for _, t in named]
+        self.staged: dict[str, torch.Tensor] = {}
+        """By name, flat in memory order."""
+        self._batches: list[tuple[torch.Tensor, list[int]]] = []
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, tensor in enumerate(self._live):
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
+        for (dtype, device), members in kinds.items():
+            sizes = [self._live[i].numel() for i in members]
+            staging = torch.empty(sum(sizes), dtype=dtype, device=device)
+            self._batches.append((staging, members))
+            for i, part in zip(members, staging.split(sizes), strict=True):
+                self.staged[named[i][0]] = part
+        self._look()
+
+    def _look(self) -> None:
+        self._pointers = list(map(torch.Tensor.data_ptr, self._live))
+        self._kinds = _known_kinds(self._live)
+        self._flat = [tree_codec.flat(t) for t in self._live]
+        self._views = all(
+            f.data_ptr() == p for f, p in zip(self._flat, self._pointers, strict=True)
+        )
+
+    def stand(self) -> bool:
+        """True while those that are known are where and as they were."""
+        return list(map(torch.Tensor.data_ptr, self._live)) == self._pointers and all(
+            map(eq, _kinds(self._live), self._kinds)
+        )
+
+    def follow(self, named: list[tuple[str, torch.Tensor]]) -> bool:
+        """Take these in their place, if they are like them; False when the layout changed."""
+        if [tree_codec.spec_of(t, n) for n, t in named] != self.specs:
+            return False
+        self._live = [t for _, t in named]
+        self._look()
+        return True
+
+    def stage(self) -> None:
+        """Copy the buffers aside, on their own devices."""
+        if not self._views:  # some are not dense: their flat form is a copy
+            self._flat = [tree_codec.flat(t) for t in self._live]
+        for staging, members in self._batches:
+            torch.cat([self._flat[i] for i in members], out=staging)
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """A 1-d tensor's memory as uint8, shared."""
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def _row_major(tensor: torch.Tensor, start: int) -> Part:
+    """Of the piece that begins at element `start`."""
+    return lambda low, high: as_bytes(tree_codec.row_major(tensor, start + low, start + high))
+
+
+def copy_parts(target: torch.Tensor, parts: list[torch.Tensor], sizes: list[int]) -> None:
+    """Copy what `Plan.source` returned to `target`, which is as long."""
+    if len(parts) == 1:
+        target.copy_(parts[0])
+    else:
+        torch._foreach_copy_(list(target.split(sizes)), parts)
+
+
+class Binding:
+    """A slot as the copier sees it: one byte tensor over its image."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.view = slot.image()
+        self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
+
+    def copy_block(self, plan: Plan, block: int, start: int) -> memoryview:
+        """Copy one block to `start` bytes past its offset (the header's length); returns it."""
+        layout_block = plan.layout.blocks[block]
+        low = start + layout_block.offset
+        target = self.tensor.narrow(0, low, layout_block.nbytes)
+        copy_parts(target, *plan.source(block))
+        return self.view[low : low + layout_block.nbytes]
+
+    def copy_tree(
+        self, encoded: tree_codec.EncodedTree, begin: int, end: int, block: int
+    ) -> memoryview:
+        """Copy one block of the rank's tree and of the zeros behind it, which take the bytes from
+        `begin` to `end`; returns it."""
+        low = begin + block * BLOCK_BYTES
+        high = min(low + BLOCK_BYTES, end)
+        encoded.copy(low - begin, self.tensor[low:high])
+        return self.view[low:high]

@@ -1,0 +1,556 @@
+"""Snapshot: one version on its way from live tensors into a slot.
+
+The recipe, and who does what:
+
+1. *boundary* (training thread): `Plan.stage` copies buffers and small state aside.
+2. *release* (training thread): blocks whose layer is being allreduced may be copied. The first one
+   wakes the copier: at the boundary it would only be in the forward pass's way (but while there
+   are slots to be made, which takes longer). When nothing was released for a second (an evaluation
+   follows the boundary), the copier releases what is left by itself.
+3. *bind* (copier thread): wait until some slot may be overwritten, and claim it.
+4. *copy* (copier thread): each block is copied and, still in the core's cache, hashed; those of
+   the rank's tree when no other may be.
+5. *barrier* (training thread, before the optimizer's step): everything is released; the training
+   thread copies blocks too instead of only waiting for the copier; returns when nothing is left
+   that the optimizer could tear.
+6. *seal* (whoever copied the last block): digests, manifest, seal.
+
+Any failure makes the snapshot FAILED, never the training: it is then never sealed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tierckpt import _faults
+from tierckpt._text import some
+from tierckpt.format.ids import Lineage, VersionId
+from tierckpt.format.manifest import Manifest, digest
+from tierckpt.format.shard_file import rank_state_blocks
+from tierckpt.state import tree_codec
+from tierckpt.state.names import parameter_of
+from tierckpt.storage.memory.slots import Slot
+
+from .copy_plan import Binding, Plan
+
+if TYPE_CHECKING:
+    from tierckpt.tracing.recorder import Trace
+
+_log = logging.getLogger("tierckpt")
+
+BIND_PATIENCE_SECONDS = 30.0
+"""The barrier waits this long for a slot, then lets the training go on without the snapshot."""
+
+QUIET_SECONDS = 1.0
+"""Where no layer is released for so long, the copier does not wait for any."""
+
+JOIN_PATIENCE_SECONDS = 10.0
+
+
+class SnapshotError(Exception):
+    """Why a snapshot failed; ends up in an event, not in the training loop."""
+
+
+class Phase(Enum):
+    """A snapshot's life."""
+
+    OPEN = "open"
+    SEALED = "sealed"
+    FAILED = "failed"
+
+
+@dataclass
+class Clock:
+    """Seconds spent on one snapshot, by what."""
+
+    boundary: float = 0.0
+    """Training thread, at the boundary."""
+    barrier: float = 0.0
+    """Training thread, before the optimizer's step."""
+    copy: float = 0.0
+    """Copying, all threads."""
+    checksum: float = 0.0
+    """Hashing what was copied, all threads."""
+    sealed_after: float = 0.0
+    """From the boundary to the seal."""
+
+    def as_dict(self) -> dict[str, float]:
+        """For events."""
+        stall = self.boundary + self.barrier
+        return {**self.__dict__, "stall": stall}
+
+
+@dataclass
+class Head:
+    """What the manifest says besides the bytes."""
+
+    job: str
+    version: int
+    generation: int
+    life: str
+    lineage: Lineage
+    iteration: int
+    calls: int | None = None
+    metric: float | None = None
+    complete: VersionId | None = None
+    suspect: str = ""
+
+
+@dataclass
+class Snapshot:
+    """See the module's text. Methods say which thread calls them."""
+
+    head: Head
+    plan: Plan
+    levels: tuple[str, ...]
+    """Levels the version goes to once sealed: `memory`, and perhaps `local`."""
+    node: dict[str, Any]
+    """The packed rank tree."""
+    arena: tree_codec.Arena
+    """The tensors in it."""
+    choose_slot: Callable[[int, int], Slot]
+    """(blocks, image bytes) -> an unsealed slot of that size. Copier thread; may wait or raise."""
+    on_done: Callable[[Snapshot], None]
+    """Called once, by the thread that sealed or failed it."""
+    clock: Clock = field(default_factory=Clock)
+    phase: Phase = Phase.OPEN
+    error: str = ""
+    slot: Slot | None = None
+    manifest: Manifest | None = None
+    started_seconds: float = field(default_factory=time.monotonic)
+    trace: Trace | None = None
+    """Who records when what happened, if anybody does."""
+    begin: Callable[[Snapshot], None] | None = None
+    """Has a copier `run` it; called once, by `start`."""
+    starts_at_once = False
+    """At the boundary, not with the first block that is released."""
+
+    def __post_init__(self) -> None:
+        blocks = self.plan.layout.blocks
+        self.overwritten = False
+        """It failed, as somebody changed what was being copied."""
+        self._changed = threading.Condition()
+        self._todo: deque[int] = deque(self.plan.own_blocks)
+        self._held = set(self.plan.striped_blocks)
+        self._tree_todo: deque[int] = deque()
+        """Blocks of the tree, whose numbers follow the others'; none before there is a slot."""
+        self._left = len(blocks)
+        self._in_flight = 0
+        """Threads that are at work on the slot."""
+        self._reporting = self._reported = False
+        self._digests: list[bytes] = [b""] * len(blocks)
+        self._binding: Binding | None = None
+        self._counters = self.plan.counters()
+        self._header = b""
+        self._data_bytes = 0
+        self._tree: tree_codec.EncodedTree | None = None
+        self._tree_bytes = 0
+
+    # --- training thread -----------------------------------------------------------------------
+
+    def release(self, params: Iterable[torch.Tensor]) -> None:
+        """The layers of these parameters may be copied from now on."""
+        blocks = self.plan.blocks_of
+        self._release([b for p in params for b in blocks.get(id(p), ())])
+
+    def release_all(self) -> None:
+        """Everything may be copied from now on."""
+        self._let_all_copy()
+        self.start()
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        self._let_copy(blocks)
+        self.start()
+
+    def _let_copy(self, blocks: Iterable[int]) -> None:
+        """Any thread: a block is handed out once, whoever comes first."""
+        with self._failing_where_cut_short(), self._changed:
+            fresh = []
+            for block in blocks:
+                if block in self._held:
+                    self._held.remove(block)
+                    fresh.append(block)
+            if fresh:
+                self._todo.extend(fresh)
+                self._changed.notify_all()
+
+    def _let_all_copy(self) -> None:
+        with self._changed:
+            self._let_copy(sorted(self._held))
+
+    def start(self) -> None:
+        """Wake the copier, if that was not done yet."""
+        begin = self._take_begin()
+        if begin is not None:
+            begin(self)
+
+    def _take_begin(self) -> Callable[[Snapshot], None] | None:
+        """Any thread: to have it copied is left to one of those who ask."""
+        with self._changed:
+            begin, self.begin = self.begin, None
+            return begin
+
+    def barrier(self) -> None:
+        """Return when the optimizer may change the tensors: sealed, or given up."""
+        begin = time.perf_counter()
+        with self._failing_where_cut_short():
+            self._release_rest()
+            while self.work():
+                pass
+            with self._changed:
+                self._changed.wait_for(lambda: self._reported or self.phase is Phase.FAILED)
+        self.clock.barrier += time.perf_counter() - begin
+        self._record("barrier", begin)
+
+    @contextlib.contextmanager
+    def _failing_where_cut_short(self) -> Iterator[None]:
+        """A block that an interrupt (Ctrl-C) took out of our hands would be waited for for ever."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _release_rest(self) -> None:
+        """The barrier's beginning: release all, and see that there is a slot to copy to."""
+        _faults.point("barrier", version=self.head.version)
+        self.release_all()
+        with self._changed:
+            bound = self._changed.wait_for(
+                lambda: self._binding is not None or self.phase is not Phase.OPEN,
+                BIND_PATIENCE_SECONDS,
+            )
+        if not bound:
+            self.fail(SnapshotError("no slot could be claimed in time; another rank is stuck"))
+
+    def wait_done(self, timeout_seconds: float | None = None) -> bool:
+        """Return when it is sealed or has failed, and `on_done` has heard of it; False when that
+        took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._reported, timeout_seconds)
+
+    # --- copier thread, and the training thread inside the barrier ------------------------------
+
+    def _enter(self) -> bool:
+        """Before anything that touches the slot; False when it is over."""
+        with self._changed:
+            if self.phase is not Phase.OPEN:
+                return False
+            self._in_flight += 1
+            return True
+
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Around what touches it, behind `_enter`."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Behind it: the slot is given back after the last one left."""
+        with self._changed:
+            self._in_flight -= 1
+        self._report()
+
+    def bind(self) -> None:
+        """Claim a slot and void what it held; copier thread only."""
+        if not self._enter():
+            return
+        with self._leaving():
+            if not self.plan.state_stands():
+                raise SnapshotError(
+                    "an optimizer's tensor was given another shape, stride or dtype in place; the "
+                    "next version has it as it is"
+                )
+            self._tree = tree_codec.EncodedTree(self.node, self.arena)
+            self._tree_bytes = self._tree.nbytes
+            self._header, self._data_bytes = self.plan.header(self._tree_bytes)
+            others = len(self.plan.layout.blocks)
+            blocks = others + len(rank_state_blocks(self._data_bytes - self.plan.layout.nbytes))
+            begin = time.perf_counter()
+            self.slot = self.choose_slot(blocks, len(self._header) + self._data_bytes)
+            self._record("slot", begin)
+            _faults.point("refill", version=self.head.version)
+            binding = Binding(self.slot)
+            with self._changed:
+                if self.phase is Phase.OPEN:
+                    self._tree_todo.extend(range(others, blocks))
+                    self._digests += [b""] * (blocks - others)
+                    self._left += blocks - others
+                    self._binding = binding
+                    self._changed.notify_all()
+
+    def work(self) -> bool:
+        """Copy one released block, or else one of the tree, if there is one."""
+        return self._work(self._todo) or self._work(self._tree_todo)
+
+    def _work(self, todo: deque[int]) -> bool:
+        """Copy a block of these, if there is one."""
+        entered = False
+        try:
+            with self._changed:
+                binding = self._binding
+                if self.phase is not Phase.OPEN or not todo or binding is None:
+                    return False
+                self._in_flight += 1
+                entered = True  # from here on, an interrupt is the version's end
+                block = todo.popleft()
+            self._copy_and_digest(binding, block)
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise  # a KeyboardInterrupt in the barrier
+        finally:
+            if entered:
+                self._leave()
+        return True
+
+    def _copy_and_digest(self, binding: Binding, block: int) -> None:
+        begin = time.perf_counter()
+        copied = self._copy(binding, block)
+        middle = time.perf_counter()
+        found = digest(copied)
+        with self._changed:
+            self._digests[block] = found
+            self.clock.copy += middle - begin
+            self.clock.checksum += time.perf_counter() - middle
+            self._left -= 1
+            last = self._left == 0
+        self._record_copy(block, begin)
+        if last:
+            self._seal()
+
+    def _copy(self, binding: Binding, block: int) -> memoryview:
+        number = block - len(self.plan.layout.blocks)
+        if number < 0:
+            _faults.point("copy", version=self.head.version, block=block)
+            return binding.copy_block(self.plan, block, len(self._header))
+        _faults.point("tree", version=self.head.version, block=number)
+        assert self._tree is not None
+        low, high = self._tree_range()
+        return binding.copy_tree(self._tree, low, high, number)
+
+    def _tree_range(self) -> tuple[int, int]:
+        """Where in the image the tree begins and its padding ends."""
+        start = len(self._header)
+        return start + self.plan.layout.nbytes, start + self._data_bytes
+
+    def run(self) -> None:
+        """Copier thread: bind, then copy whatever is released until the snapshot is done."""
+        self.bind()
+        while self.phase is Phase.OPEN:
+            if not self.work():
+                self._await_release()
+
+    def run_if_quiet(self) -> bool:
+        """Copier thread, with nothing else to do: `run`, if nobody had that done since the
+        boundary, which is a while ago."""
+        if time.monotonic() - self.started_seconds < QUIET_SECONDS or self._take_begin() is None:
+            return False
+        self._release_quietly()
+        self.run()
+        return True
+
+    def _await_release(self) -> None:
+        """Copier thread: until there may be something to copy. Not for long: where no layer comes
+        (an evaluation; a validation of 20 minutes, in which the node may be taken), it is all."""
+        with self._changed:
+            if not self._nothing_to_do() or self._changed.wait(QUIET_SECONDS):
+                return
+        self._release_quietly()
+
+    def _nothing_to_do(self) -> bool:
+        """With the lock held."""
+        return not (self._todo or self._tree_todo) and self.phase is Phase.OPEN
+
+    def _release_quietly(self) -> None:
+        """Release what is held, on the copier's thread.
+
+        Right at any time: nothing that is striped changes before the barrier, and that returns only
+        when all blocks are copied, whoever released them. Nor does it matter when the barrier comes
+        meanwhile: what was handed out here is in the queue that it empties.
+        """
+        self._let_all_copy()
+
+    def _seal(self) -> None:
+        """With everything copied, by the thread that copied the last block."""
+        begin = time.perf_counter()
+        self._check_before_seal()
+        self._write_head()
+        _faults.point("seal", version=self.head.version)
+        assert self.slot is not None
+        assert self.manifest is not None
+        self.slot.seal(self.manifest.encode())
+        _faults.point("sealed", version=self.head.version)
+        self.clock.sealed_after = time.monotonic() - self.started_seconds
+        self._record("seal", begin)
+        self._end(Phase.SEALED)
+
+    def _check_before_seal(self) -> None:
+        self._check_counters()
+
+    def _check_counters(self) -> None:
+        """Raise SnapshotError when somebody changed what was being copied."""
+        if self.plan.counters() != self._counters:
+            names = self.plan.changed_since(self._counters)
+            self.overwritten = True
+            raise SnapshotError(
+                f"{some(names)}: changed between the boundary and the optimizer's step (the "
+                "version counters moved); change weights before the boundary, i.e. before step() "
+                "of the checkpointer. What the forward pass itself changes is to be a buffer, or "
+                f"named in the setting forward_changes='{_parameters(names)}': it is copied at "
+                "the boundary"
+            )
+
+    def _write_head(self) -> None:
+        """The header, and the manifest over all that is there."""
+        binding = self._binding
+        assert binding is not None
+        start = len(self._header)
+        binding.view[:start] = self._header
+        digests = [digest(self._header), *self._digests]
+        self.manifest = Manifest(
+            job=self.head.job,
+            version=self.head.version,
+            generation=self.head.generation,
+            life=self.head.life,
+            lineage=self.head.lineage,
+            iteration=self.head.iteration,
+            calls=self.head.calls,
+            shard=self.plan.layout.rank,
+            shards=self.plan.layout.ranks,
+            image_bytes=start + self._data_bytes,
+            header_bytes=start,
+            rank_state_bytes=self._tree_bytes,
+            digests=b"".join(digests),
+            created_seconds=time.time(),
+            metric=self.head.metric,
+            complete=self.head.complete,
+            suspect=self.head.suspect,
+        )
+
+    def _record_copy(self, block: int, begin_seconds: float) -> None:
+        if block >= len(self.plan.layout.blocks):
+            self._record("tree", begin_seconds)
+        elif self.trace is not None:
+            self.trace.copied(self.head.version, self.plan, (block,), begin_seconds)
+
+    def _record(self, kind: str, begin_seconds: float) -> None:
+        """For the trace: something lasted from then until now."""
+        if self.trace is not None:
+            now = time.perf_counter()
+            self.trace.span(kind, begin_seconds, now, version=self.head.version)
+
+    def fail(self, error: BaseException) -> None:
+        """Give the snapshot up. Any thread."""
+        self._end(Phase.FAILED, f"{type(error).__name__}: {error}")
+        self._report()
+
+    def _end(self, phase: Phase, error: str = "") -> None:
+        with self._changed:
+            if self.phase is Phase.OPEN:
+                self.phase, self.error = phase, error
+                self._binding = None
+                self._changed.notify_all()
+
+    def _report(self) -> None:
+        """Call `on_done`, once, when it is over and nobody is at work on the slot any more."""
+        with self._changed:
+            if self.phase is Phase.OPEN or self._in_flight or self._reporting:
+                return
+            self._reporting = True
+        self._tree, self.node, self.arena = (
+            None,
+            {},
+            tree_codec.Arena(),
+        )  # as large as the state, perhaps
+        try:
+            self.on_done(self)
+        except Exception:  # the training may be what waits here, or what called
+            _log.exception("the end of v%d could not be told", self.head.version)
+        finally:
+            with self._changed:
+                self._reported = True
+                self._changed.notify_all()
+
+
+def _parameters(names: Iterable[str]) -> str:
+    """Those that entries of these names belong to, as a setting."""
+    return ", ".join(dict.fromkeys(map(parameter_of, names)))
+
+
+class Work(Protocol):
+    """What a copier carries out."""
+
+    def run(self) -> None:
+        """Until it is done."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """`run` raised."""
+        ...
+
+
+class Copier(threading.Thread):
+    """The thread that copies; one in a training process. What it is given is done in order."""
+
+    def __init__(self) -> None:
+        super().__init__(name="tierckpt-copier", daemon=True)
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._expected: weakref.ref[Snapshot] | None = None
+        self.start()
+
+    def submit(self, work: Work) -> None:
+        """Queue a snapshot, or a look at replicas."""
+        self._queue.put(work)
+
+    def expect(self, snapshot: Snapshot) -> None:
+        """One was begun, and may be submitted at once, later, or not for long: see `QUIET_SECONDS`.
+        Nobody is woken: the training thread has no time for that."""
+        self._expected = weakref.ref(snapshot)
+
+    def close(self) -> None:
+        """End the thread after what is queued."""
+        self._queue.put(None)
+        self.join(JOIN_PATIENCE_SECONDS)  # it is a daemon; another rank may never answer it
+
+    def run(self) -> None:
+        """The loop."""
+        while True:
+            try:
+                work = self._queue.get(timeout=QUIET_SECONDS)
+            except queue.Empty:
+                self._look_at_expected()
+                continue
+            if work is None:
+                return
+            _carry_out(work, work.run)
+
+    def _look_at_expected(self) -> None:
+        snapshot = self._expected() if self._expected is not None else None
+        if snapshot is not None:
+            _carry_out(snapshot, snapshot.run_if_quiet)
+
+
+def _carry_out(work: Work, part: Callable[[], object]) -> None:
+    try:
+        part()
+    except Exception as error:  # e.g. in `on_done`: that version is lost, not the thread
+        work.fail(error)

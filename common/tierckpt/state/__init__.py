@@ -1,0 +1,1 @@
+"""State: the live training state as names, values and bytes."""

@@ -1,0 +1,157 @@
+"""Objects that give and take their state, beside model and optimizers: the users' `extra`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierckpt.errors import UnsupportedStateError
+
+from . import tree_codec
+from .names import named_modules
+
+EXTRA_STATES = "modules' extra state"
+"""What `ExtraStates` is called among the `extra` objects."""
+PLAIN_VALUES = "attributes"
+"""What `PlainValues` is called among them. Only elastic jobs have it: a checkpoint with it restores
+without it, and the other way round; see `Loader`."""
+Generator = torch.Generator | np.random.Generator
+
+
+def named_objects(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What was given as `extra` or `extra_per_rank`. Raises UnsupportedStateError for what is no
+    mapping, or has an object without a way to give and take its state."""
+    if not isinstance(given or {}, Mapping):
+        raise UnsupportedStateError(
+            f"{argument} is a {type(given).__name__}; give a dict of names and objects, "
+            f"{argument}={{'name': object}}"
+        )
+    objects = dict(given or {})
+    for name, obj in objects.items():
+        check_extra(argument, name, obj)
+    return objects
+
+
+def check_extra(argument: str, name: str, obj: Any) -> None:
+    """Raise UnsupportedStateError when `obj` has no way to give and take its state."""
+    if isinstance(obj, Generator):
+        return
+    if not (
+        callable(getattr(obj, "state_dict", None))
+        and callable(getattr(obj, "load_state_dict", None))
+    ):
+        raise UnsupportedStateError(
+            f"{argument}[{name!r}] is a {type(obj).__name__} without state_dict() and "
+            "load_state_dict(); give it both, or wrap it in an object that has them."
+        )
+
+
+def generator_state(obj: Generator) -> dict[str, Any]:
+    """Its state, which `load_extra` takes."""
+    if isinstance(obj, torch.Generator):
+        return {"generator": obj.get_state()}
+    return {"bit_generator": obj.bit_generator.state}
+
+
+def pack_extra(name: str, obj: Any, arena: tree_codec.Arena) -> Any:
+    """What `load_extra` takes, with its tensors in `arena`."""
+    path = f"extra[{name!r}]"
+    if isinstance(obj, Generator):
+        return tree_codec.pack(generator_state(obj), path, arena.keep)
+    if isinstance(obj, torch.amp.GradScaler):
+        return _pack_scaler(obj, arena)
+    return tree_codec.pack(obj.state_dict(), path, arena.keep)
+
+
+def _pack_scaler(scaler: torch.amp.GradScaler, arena: tree_codec.Arena) -> Any:
+    """GradScaler.state_dict() without its `.item()`s, which would make the CPU wait for the GPU.
+
+    Falls back to state_dict() where torch's internals are not what is expected here.
+    """
+    scale = getattr(scaler, "_scale", None)
+    tracker = getattr(scaler, "_growth_tracker", None)
+    if not scaler.is_enabled() or scale is None or tracker is None:
+        return tree_codec.pack(scaler.state_dict(), "extra[GradScaler]", arena.keep)
+    return {
+        "scale": arena.keep_item(scale),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "_growth_tracker": arena.keep_item(tracker),
+    }
+
+
+def load_extra(obj: Any, value: Any) -> None:
+    """Give `obj` back what `pack_extra` took from it."""
+    if isinstance(obj, torch.Generator):
+        obj.set_state(value["generator"])
+    elif isinstance(obj, np.random.Generator):
+        obj.bit_generator.state = value["bit_generator"]
+    else:
+        obj.load_state_dict(value)
+
+
+class ExtraStates:
+    """What modules have in their `state_dict()` beside parameters and buffers: see
+    `torch.nn.Module.get_extra_state`. One of the `extra` objects; false where no module has any."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        plain = torch.nn.Module.get_extra_state
+        self._modules = {
+            name: module
+            for name, module in named_modules(model)
+            if type(module).get_extra_state is not plain
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By the module's name."""
+        return {name: module.get_extra_state() for name, module in self._modules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Into the modules that are still there."""
+        for name, module in self._modules.items():
+            if name in state:
+                module.set_extra_state(state[name])
+
+
+class PlainValues:
+    """An elastic state's plain values (`epoch=0`), which are attributes of `owner`, as one of the
+    `extra` objects."""
+
+    def __init__(self, owner: object, names: Iterable[str]) -> None:
+        self._owner = owner
+        self.names = tuple(names)
+
+    def check(self) -> None:
+        """Raise UnsupportedStateError, with the attribute's name, for what cannot be stored."""
+        for name, value in self.state_dict().items():
+            tree_codec.pack(value, f"TorchState's attribute {name!r}", tree_codec.Arena().keep)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As they are now, by name; the caller does not change them."""
+        return {name: getattr(self._owner, name) for name in self.names}
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Set those that are still there; what `values` has not stays as it is."""
+        for name in self.names:
+            if name in values:
+                setattr(self._owner, name, values[name])
+
+
+__all__ = [
+    "EXTRA_STATES",
+    "PLAIN_VALUES",
+    "ExtraStates",
+    "PlainValues",
+    "check_extra",
+    "generator_state",
+    "load_extra",
+    "named_objects",
+    "pack_extra",
+]

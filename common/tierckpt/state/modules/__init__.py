@@ -1,0 +1,1 @@
+"""Modules: what modules save beyond parameters and buffers."""

@@ -1,0 +1,281 @@
+"""What a model's `state_dict()` has beside parameters, buffers and `get_extra_state`.
+
+A module may be saved in a way of its own: it overrides `_save_to_state_dict` or `state_dict`, or
+has hooks, which add, leave out, rename or change entries. Such modules are asked for every version;
+of all others torch's own code says what they give, and nothing is asked.
+
+What is asked for is compared with what is stored anyway. A tensor that is stored is referred to
+(`tree.Entry`), whatever its key; the rest is stored by value, and given back through the module's
+own `load_state_dict`, as torch would.
+
+Not thread-safe: used by the thread that trains.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Collection, Mapping
+from itertools import repeat
+from operator import contains
+from typing import Any
+
+import torch
+
+from tierckpt._text import some
+from tierckpt.errors import StateTornError, UnsupportedStateError
+from tierckpt.format.manifest import digest
+from tierckpt.state import tree_codec
+from tierckpt.state.names import under_every_name
+
+from .custom_state import Entries, Place, is_inside, mapped
+from .kinds import loads, saves
+
+MODULE_STATES = "modules' own state"
+"""What `ModuleStates` is called among the `extra` objects."""
+
+LARGE_BYTES = 2**20
+"""What is stored by value for modules is copied at the boundary: more than this is reported."""
+
+_SAVE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
+
+Record = dict[str, dict[str, Any]]
+"""By the module's name: `given` (see `Place.compare`), `left_out` (keys), torch's `metadata` where
+it says more than that the version is 1, and `devices` of what was not on the host."""
+
+
+class ModuleStates:
+    """All modules of a model that are saved, or loaded, in a way of their own. One of the `extra`
+    objects; false where there are none."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._savers: list[Place] = []
+        """Asked for every version."""
+        self._loaders: list[Place] = []
+        """Those that do something of their own when they are loaded."""
+        self._packs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        """Records that may be the same the next time, see `Place.kept`, and nodes made of them."""
+        self.notes: list[str] = []
+        """See `check`."""
+        self._modules = [*model.modules()]
+        self._types = list(map(type, self._modules))
+        hooks = [getattr(module, kind) for module in self._modules for kind in _SAVE_HOOKS]
+        self._without_hooks = [held for held in hooks if not held]
+        self._attributes = [vars(m) for m in self._modules if "state_dict" not in vars(m)]
+        self._find({id(module): (saves(module), loads(module)) for module in self._modules})
+
+    def _find(self, ways: Mapping[int, tuple[str, bool]]) -> None:
+        if not any(saves or loads for saves, loads in ways.values()):
+            return
+        stored = Entries(self._model).stored
+        asked: list[str] = []
+        for name, module in under_every_name("", self._model):
+            saves, loads = ways[id(module)]
+            if loads:
+                self._loaders.append(Place(name, module, True, stored))
+            if saves and not any(is_inside(name, outer) for outer in asked):
+                self._savers.append(Place(name, module, saves == "whole", stored))
+                asked += [name] if saves == "whole" else []
+
+    def __bool__(self) -> bool:
+        return bool(self._savers or self._loaders)
+
+    def stand(self) -> bool:
+        """False where a module is saved in another way than when this was made, as far as can be
+        seen at a boundary: a hook was registered, a method replaced, a class changed."""
+        return (
+            not any(self._without_hooks)
+            and list(map(type, self._modules)) == self._types
+            and not any(map(contains, self._attributes, repeat("state_dict")))
+        )
+
+    def state_dict(self) -> Record:
+        """What has to be stored beside parameters, buffers and extra state; shares its tensors."""
+        return {place.name: place.record() for place in self._savers}
+
+    def pack(self, keep: tree_codec.KeepTensor) -> Any:
+        """The same as `tree.pack` has it; what cannot be packed is reported with its module."""
+        found = {}
+        for place in self._savers:
+            record, last = place.record(), self._packs.get(place.name)
+            if last is not None and record is last[0]:
+                found[place.name] = last[1]
+                continue
+            found[place.name] = _packed(place, record, keep)
+            if place.kept is not None:
+                self._packs[place.name] = record, found[place.name]
+        return found
+
+    def load_state_dict(self, record: Mapping[str, Any]) -> None:
+        """Raises StateTornError where what is there after that is not what `record` has."""
+        wrong, complaints = self.load(record)
+        if wrong:
+            raise StateTornError("; ".join([*wrong, *complaints]))
+
+    def load(self, record: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
+        """After parameters, buffers and extra state. Returns, in words, where `state_dict()` gives
+        something else now than it gave then; and what torch complained of on the way. `record` is
+        None where a version has none."""
+        entries, told = Entries(self._model), record or {}
+        wanted = {
+            name: {key: _facts(value, entries) for key, value in each["given"].items()}
+            for name, each in told.items()
+        }  # made now: a module may change what it is given
+        complaints = [
+            place.load({n: r for n, r in told.items() if is_inside(n, place.name)}, entries)
+            for place in self._to_be_loaded(told, entries)
+        ]
+        wrong = [
+            self._unlike(place, wanted[place.name], told[place.name]["left_out"], entries)
+            for place in self._savers
+            if place.name in told
+        ]
+        return [*filter(None, wrong)], [*filter(None, complaints)]
+
+    def _to_be_loaded(self, record: Mapping[str, Any], entries: Entries) -> list[Place]:
+        """None of them inside another one."""
+        told = {name for name, each in record.items() if _values(each["given"])}
+        found = [*self._loaders]
+        for saver in self._savers:
+            if saver.name in told:
+                found.append(Place(saver.name, saver.module, True, entries.stored))
+        chosen: list[Place] = []
+        for place in sorted(found, key=lambda each: (each.name.count("."), len(each.name))):
+            if not any(is_inside(place.name, outer.name) for outer in chosen):
+                chosen.append(place)
+        return chosen
+
+    @staticmethod
+    def _unlike(
+        place: Place, wanted: Mapping[str, str], left_out: Collection[str], entries: Entries
+    ) -> str:
+        """What `state_dict()` gives otherwise now, in words; empty where it is as it was."""
+        try:
+            now = place.record()
+            given = {key: _facts(value, entries) for key, value in now["given"].items()}
+        except UnsupportedStateError as error:
+            return str(error)
+        live = place.tensors()
+        differ = set(left_out) ^ set(now["left_out"])
+        for key in wanted.keys() | given.keys():
+            mine = given[key] if key in given else _facts(live.get(key), entries)
+            theirs = wanted[key] if key in wanted else _facts(live.get(key), entries)
+            if mine != theirs:
+                differ.add(key)
+        if not differ:
+            return ""
+        return (
+            f"{place} did not take what its state_dict() gave (it gives other values now for "
+            f"{some(sorted(map(str, differ)))})"
+        )
+
+    def differences(self, record: Mapping[str, Any] | None) -> list[str]:
+        """What a version has and no module here takes, or the other way round, in words."""
+        here = {place.name for place in self._savers}
+        found = [
+            f"{key}, which module {name!r} has in its state_dict(), is in the checkpoint, not in "
+            "the model"
+            for name, each in (record or {}).items()
+            if name not in here
+            for key in _values(each["given"])
+        ]
+        if record is None:
+            found += [
+                f"{key}, which {place} has in its state_dict(), is in the model, not in the "
+                "checkpoint"
+                for place in self._savers
+                for key in _values(place.record()["given"])
+            ]
+        return found
+
+    def check(self) -> None:
+        """Raise UnsupportedStateError, with the module's name, for what cannot be stored; what
+        users should know of the rest is in `notes` then."""
+        found = self.notes
+        for place in self._savers:
+            kept = _Sizes()
+            record = place.record()
+            once = _packed(place, record, kept)  # before it is called again, and changes it
+            again = _packed(place, place.record(), kept)
+            if once != again:
+                keys = [str(k) for k in record["given"] if once["given"] != again["given"]]
+                raise UnsupportedStateError(
+                    f"{place}: its state_dict() gives other values when it is called again "
+                    f"({some(keys)}). Let it return what the module has, and change that in the "
+                    "forward pass; or leave it out of state_dict()."
+                )
+            values = _values(record["given"])
+            nbytes = kept.nbytes // 2
+            if nbytes > LARGE_BYTES:
+                found.append(
+                    f"{place} has {nbytes} bytes in its state_dict() that are no parameter or "
+                    f"buffer ({some(values)}): they are copied at the boundary, on every rank"
+                )
+            if values and not self._takes(place):
+                found.append(
+                    f"{place} has {some(values)} in its state_dict(), and nothing that takes it "
+                    "back (load_state_dict() calls it unexpected, or takes it for a parameter): a "
+                    "restore will be refused unless it is as it was then. Override "
+                    "_load_from_state_dict(), or register a load_state_dict pre-hook"
+                )
+
+    def _takes(self, place: Place) -> bool:
+        near = [each.name for each in self._loaders]
+        return any(is_inside(n, place.name) or is_inside(place.name, n) for n in near)
+
+
+class _Sizes:
+    """A `tree.KeepTensor` that keeps digests, and counts bytes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def __call__(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        tree_codec.refuse_tensor(tensor, path)
+        self.nbytes += tensor.nbytes
+        raw = tensor.detach().cpu().contiguous().reshape(-1)
+        data = raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b""
+        return {tree_codec.TAG: [str(tensor.dtype), list(tensor.shape), digest(data).hex()]}
+
+
+def _packed(place: Place, record: dict[str, Any], keep: tree_codec.KeepTensor) -> dict[str, Any]:
+    given = {
+        key: tree_codec.pack(value, f"{place}: state_dict()[{key!r}]", keep)
+        for key, value in record["given"].items()
+        if isinstance(key, str)
+    }
+    if len(given) < len(record["given"]):
+        odd = next(key for key in record["given"] if not isinstance(key, str))
+        raise UnsupportedStateError(f"{place}: its state_dict() has {odd!r} as a key; use text.")
+    rest = {key: value for key, value in record.items() if key != "given"}
+    return {"given": given, **tree_codec.pack(rest, f"{place}: state_dict()._metadata", keep)}
+
+
+def _facts(value: Any, entries: Entries) -> str:
+    """Equal where values are equal bit for bit, on whatever device."""
+    return json.dumps(tree_codec.pack(entries.resolved(value), "it", _Sizes()), sort_keys=True)
+
+
+def _values(given: Mapping[Any, Any]) -> list[str]:
+    """Keys of what is more than a tensor that is stored anyway."""
+    return [str(key) for key, value in given.items() if not isinstance(value, tree_codec.Entry)]
+
+
+def into_model(record: Mapping[str, Any], model: dict[str, Any], entries: Mapping[str, Any]) -> Any:
+    """`model`, which has all that is stored under its own name, as `state_dict()` gave it; with
+    torch's metadata. `entries` are tensors by the names under which they are stored."""
+    found: Any = collections.OrderedDict(model)
+    found._metadata = {}
+    for each in record.values():
+        for key in each["left_out"]:
+            found.pop(key, None)
+        for key, value in each["given"].items():
+            found[key] = mapped(
+                value, lambda v: entries[v.key] if isinstance(v, tree_codec.Entry) else v
+            )
+        found._metadata.update(each["metadata"])
+    return found
+
+
+__all__ = ["MODULE_STATES", "ModuleStates", "into_model"]

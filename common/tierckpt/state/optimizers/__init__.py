@@ -1,0 +1,1 @@
+"""Optimizers: what optimizers keep beyond torch's `state` and `param_groups`."""

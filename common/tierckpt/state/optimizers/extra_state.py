@@ -1,0 +1,389 @@
+"""Remainders: what an optimizer's `state_dict()` has beside what is stored by name.
+
+What it keeps for each parameter and the options of its groups are stored by name. Its own
+`state_dict()` may say more: a warm-up counter, what a hook adds, state under a key that is no
+parameter, the whole of an optimizer inside it. That is the remainder. It is taken at the boundary,
+like an `extra` object, and goes back through the optimizer's own `load_state_dict()`.
+
+A `state_dict()` is taken apart here: what is stored anyway is replaced by a reference to it, an
+`Entry`, so that a remainder is as small as what is left over. With its references resolved it is
+the very dict again.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from tierckpt.errors import UnsupportedStateError
+from tierckpt.state import tree_codec
+from tierckpt.state.tree_codec import Entry
+
+from .nested import class_name
+
+Optimizers = Mapping[str, torch.optim.Optimizer]
+Unstored = frozenset[tuple[str, int | str, str]]
+"""What cannot be stored by name, but in a `state_dict()` that has something else in its place: of a
+parameter's state (label, `id()` of the parameter, key), or of a group's options (label, number of
+the group in digits, key)."""
+_TORCHS = torch.optim.Optimizer.state_dict
+_NO_OPTIONS = ("params",)
+BARE = "~all"
+"""The only key of what is no dict."""
+
+
+def has_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """True where `state_dict()` may have more than torch's: it is overridden, or has hooks."""
+    held = vars(optimizer)
+    return (
+        type(optimizer).state_dict is not _TORCHS
+        or "state_dict" in held
+        or bool(held.get("_optimizer_state_dict_post_hooks"))
+        or bool(held.get("_optimizer_state_dict_pre_hooks"))
+    )
+
+
+def loads_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """True where `load_state_dict()` may do more than torch's: what it sets may be in no
+    `state_dict()`, as it follows from the state."""
+    base, held = torch.optim.Optimizer, vars(optimizer)
+    theirs = [kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("torch.")]
+    return (
+        "load_state_dict" in held
+        or any("load_state_dict" in vars(k) or "__setstate__" in vars(k) for k in theirs)
+        or type(optimizer).load_state_dict is not base.load_state_dict
+        or bool(held.get("_optimizer_load_state_dict_pre_hooks"))
+        or bool(held.get("_optimizer_load_state_dict_post_hooks"))
+    )
+
+
+def without_parameter(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Keys of its state that are no tensors."""
+    state: dict[Any, Any] = optimizer.state
+    return [key for key in state if not isinstance(key, torch.Tensor)]
+
+
+def indices(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """The number of each parameter in torch's state_dict(), group by group."""
+    known: dict[int, int] = {}
+    found, start = [], 0
+    for group in optimizer.param_groups:
+        for number, param in enumerate(group["params"], start):
+            known.setdefault(id(param), number)
+        start += len(group["params"])
+        found.append([known[id(param)] for param in group["params"]])
+    return found
+
+
+class Member:
+    """One optimizer as it is now, as its `state_dict()` would show it."""
+
+    def __init__(self, label: str, optimizer: torch.optim.Optimizer) -> None:
+        self.label, self.optimizer = label, optimizer
+        self.indices = indices(optimizer)
+        self.states: dict[int, Any] = {}
+        """By index, the live dicts."""
+        self.params: dict[int, torch.Tensor] = {}
+        for numbers, group in zip(self.indices, optimizer.param_groups, strict=True):
+            for number, param in zip(numbers, group["params"], strict=True):
+                self.params[number] = param
+                if param in optimizer.state:
+                    self.states[number] = optimizer.state[param]
+
+
+class Taker:
+    """Takes `state_dict()`s apart, at one boundary."""
+
+    def __init__(
+        self,
+        optimizers: Optimizers,
+        name_of: Callable[[torch.Tensor], str],
+        unstored: Unstored = frozenset(),
+    ) -> None:
+        """`unstored`: what cannot be stored by name."""
+        self._optimizers, self._name_of, self._unstored = optimizers, name_of, unstored
+        self._members: dict[str, Member] = {}
+        self._known: dict[int, Entry] | None = None
+        self._parts: list[dict[str, Any]] = []
+        self._moved: list[torch.Tensor] = []
+        self._own = ""
+
+    def taken(self, label: str) -> dict[str, Any] | None:
+        """What is left over of one optimizer's, with tensors in it; None if nothing is.
+
+        Raises UnsupportedStateError where its state_dict() fails, or is none.
+        """
+        optimizer = self._optimizers[label]
+        self._own = label
+        self._parts, self._moved = [], []
+        told = _asked(label, optimizer)
+        shown = self._dict(told)
+        if told.keys() == {"state", "param_groups"} and all(
+            isinstance(each, Entry) and self._plain(each) for each in shown.values() if each
+        ):
+            return None
+        return {
+            "shown": shown,
+            "parts": self._parts,
+            "moved": self._moved,
+            "through": self._through(),
+        }
+
+    def _through(self) -> dict[str, list[Any]]:
+        """What of all optimizers is not stored by name, and so is in such a dict alone."""
+        found: dict[str, list[Any]] = {"groups": [], "state": []}
+        for label, where, key in self._unstored:
+            if isinstance(where, str):
+                found["groups"].append([label, int(where), key])
+                continue
+            params = self._member(label).params.values()
+            found["state"] += [[label, self._name_of(p), key] for p in params if id(p) == where]
+        return found
+
+    def _plain(self, entry: Entry) -> bool:
+        """True for a reference to all that is stored of this optimizer, and nothing else."""
+        kind, _, number = entry.key.partition(" ")
+        part = self._parts[int(number)] if kind == "part" else {}
+        return part.get("of") == self._own and not (part["more"] or part["without"])
+
+    def _member(self, label: str) -> Member:
+        if label not in self._members:
+            self._members[label] = Member(label, self._optimizers[label])
+        return self._members[label]
+
+    def _all_members(self) -> Iterator[Member]:
+        yield self._member(self._own)
+        yield from (self._member(label) for label in self._optimizers if label != self._own)
+
+    # --- one value -----------------------------------------------------------------------------
+
+    def _show(self, value: Any) -> Any:
+        """`value` with references in the place of what is stored anyway."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if kind in (dict, OrderedDict):
+            return self._dict(value)
+        if kind is list and (part := self._groups(value)):
+            return part
+        if kind in (list, tuple):
+            return kind(map(self._show, value))
+        return value
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        if known := self._find().get(id(value)):
+            return known
+        if value.device.type == "cpu":
+            return value
+        self._moved.append(value)
+        return Entry(f"moved {len(self._moved) - 1}")
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        for member in self._all_members():
+            if part := self._states(value, member):
+                return part
+        return type(value)((self._key(k), self._show(v)) for k, v in value.items())
+
+    def _key(self, key: Any) -> Any:
+        """A parameter may be one."""
+        known = self._find().get(id(key)) if isinstance(key, torch.Tensor) else None
+        return key if known is None else known
+
+    def _find(self) -> dict[int, Entry]:
+        """What is stored by name, by `id()`. Made when first needed, which for a counter is never:
+        it goes over all tensors."""
+        if self._known is None:
+            self._known = found = {}
+            for label in self._optimizers:
+                member = self._member(label)
+                for number, param in member.params.items():
+                    name = self._name_of(param)
+                    found[id(param)] = Entry(f"param {name}")
+                    for key, each in _items(member.states.get(number)):
+                        stored = isinstance(key, str) and "/" not in key
+                        if stored and isinstance(each, torch.Tensor):
+                            found[id(each)] = Entry(f"value {label}/{name}/{key}")
+        return self._known
+
+    def _left_out(self, label: str, param: torch.Tensor, key: Any) -> bool:
+        return bool(self._unstored) and (label, id(param), key) in self._unstored
+
+    # --- what torch's own state_dict() has -----------------------------------------------------
+
+    def _states(self, value: dict[Any, Any], member: Member) -> Entry | None:
+        """A reference, if these are the states of an optimizer's parameters by index."""
+        live = member.states
+        same = {k for k, v in value.items() if type(k) is int and live.get(k, value) is v}
+        if self._unstored:
+            kept = [(k, live[k], member.params[k]) for k in same]
+            same -= {k for k, v, p in kept if any(self._left_out(member.label, p, n) for n in v)}
+        if not same:
+            return None
+        more = {self._key(k): self._show(v) for k, v in value.items() if k not in same}
+        return self._part("states", member, more, [k for k in live if k not in value])
+
+    def _groups(self, value: list[Any]) -> Entry | None:
+        """A reference, if these are an optimizer's groups."""
+        if not all(type(each) is dict and "params" in each for each in value):
+            return None
+        for member in self._all_members():
+            groups = member.optimizer.param_groups
+            if len(groups) != len(value) or not groups:
+                continue
+            if any(v["params"] != n for v, n in zip(value, member.indices, strict=True)):
+                continue
+            more: dict[Any, Any] = {}
+            without: list[Any] = []
+            for number, (told, group) in enumerate(zip(value, groups, strict=True)):
+                lost = {
+                    k for owner, n, k in self._unstored if (owner, n) == (member.label, str(number))
+                }
+                other = {
+                    k: v
+                    for k, v in told.items()
+                    if k != "params" and (k in lost or not _same(group, k, v))
+                }
+                if other:
+                    more[number] = {k: self._show(v) for k, v in other.items()}
+                without += [[number, key] for key in group if key not in told]
+            return self._part("groups", member, more, without)
+        return None
+
+    def _part(self, kind: str, member: Member, more: dict[Any, Any], without: list[Any]) -> Entry:
+        self._parts.append({"kind": kind, "of": member.label, "more": more, "without": without})
+        return Entry(f"part {len(self._parts) - 1}")
+
+
+def _asked(label: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    name = f"optimizer {label!r}, a {class_name(optimizer)}"
+    if not has_its_own(optimizer):  # as torch's would have it, of what is not stored by name
+        member = Member(label, optimizer)
+        others = {key: optimizer.state[key] for key in without_parameter(optimizer)}
+        groups: list[dict[str, Any]] = [
+            {**{k: v for k, v in group.items() if k not in _NO_OPTIONS}, "params": numbers}
+            for numbers, group in zip(member.indices, optimizer.param_groups, strict=True)
+        ]
+        return {"state": {**member.states, **others}, "param_groups": groups}
+    try:
+        told = optimizer.state_dict()
+    except Exception as error:
+        raise UnsupportedStateError(
+            f"{name}: its state_dict() raised {type(error).__name__}: {error}. Whether all of its "
+            "state is stored cannot be known"
+        ) from error
+    whole: dict[str, Any] = told if type(told) in (dict, OrderedDict) else {BARE: told}
+    return whole
+
+
+def _items(values: Any) -> Any:
+    return values.items() if isinstance(values, Mapping) else ()
+
+
+def _same(group: Mapping[str, Any], key: str, value: Any) -> bool:
+    """True where a group's option is what is stored of it."""
+    if key not in group:
+        return False
+    live = group[key]
+    if live is value:
+        return True
+    plain = (bool, int, float, str, types.NoneType)
+    return type(live) in plain and type(live) is type(value) and live == value
+
+
+# --- and back ------------------------------------------------------------------------------------
+
+
+class Stored(Protocol):
+    """What is stored by name, for who puts a state_dict() together again."""
+
+    def states(self, label: str) -> dict[int, dict[str, Any]]:
+        """Of an optimizer's parameters, by index."""
+
+    def groups(self, label: str) -> list[dict[str, Any]]:
+        """Its options, with the parameters' numbers as `params`."""
+
+    def value(self, label: str, name: str, key: str) -> Any:
+        """One of what it keeps for a parameter."""
+
+    def param(self, name: str) -> Any:
+        """A parameter."""
+
+
+def packed(found: dict[str, Any], label: str, arena: tree_codec.Arena) -> Any:
+    """What `taken` returned, for the rank tree. Raises UnsupportedStateError, with the way to it
+    and a way out, for what cannot be stored."""
+    try:
+        return tree_codec.pack(found, f"optimizer {label!r}: state_dict()", arena.keep)
+    except UnsupportedStateError as error:
+        text = str(error).replace("state_dict()['shown']", "state_dict()")
+        raise UnsupportedStateError(text) from error
+
+
+def put_together(node: dict[str, Any], stored: Stored) -> Any:
+    """The `state_dict()` that a remainder, decoded, was taken from; it need not be a dict."""
+
+    def resolve(entry: Entry) -> Any:
+        kind, _, rest = entry.key.partition(" ")
+        if kind == "part":
+            return part(node["parts"][int(rest)])
+        if kind == "moved":
+            return node["moved"][int(rest)]
+        if kind == "param":
+            return stored.param(rest)
+        label, name = rest.split("/", 1)
+        return stored.value(label, *name.rsplit("/", 1))
+
+    def part(each: dict[str, Any]) -> Any:
+        more = tree_codec.map_entries(each["more"], resolve)
+        if each["kind"] == "states":
+            states: dict[Any, Any] = {**stored.states(each["of"]), **more}
+            return {k: v for k, v in states.items() if k not in each["without"]}
+        groups = stored.groups(each["of"])
+        for number, group in enumerate(groups):
+            group.update(more.get(number, {}))
+        for number, key in each["without"]:
+            groups[number].pop(key, None)
+        return groups
+
+    found = tree_codec.map_entries(node["shown"], resolve)
+    return found[BARE] if found.keys() == {BARE} else found
+
+
+def same(one: Any, other: Any) -> bool:
+    """True for two values that are equal bit for bit, and of the same types."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return _same_tensors(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(v, other[k]) for k, v in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(repr(one) == repr(other))
+
+
+def _same_tensors(one: Any, other: Any) -> bool:
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    a, b = (each.detach().cpu().contiguous().view(-1) for each in (one, other))
+    return not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+__all__ = [
+    "Member",
+    "Stored",
+    "Taker",
+    "has_its_own",
+    "indices",
+    "loads_its_own",
+    "packed",
+    "put_together",
+    "same",
+    "without_parameter",
+]

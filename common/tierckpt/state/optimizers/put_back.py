@@ -1,0 +1,294 @@
+"""Putback: what a version has of the optimizers, put into them.
+
+An optimizer that has more in its `state_dict()` than what is stored by name, or whose
+`load_state_dict()` does more than torch's, gets all of it through that method, as after
+`torch.load`. It may have cast, copied or dropped what it was given. So afterwards state and options
+are made what the version has, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tierckpt.errors import StateTornError, UnsupportedStateError
+from tierckpt.state.custom_values import cloned, is_made_of_tensors, same_type
+from tierckpt.state.training_state import TrainingState, optimizer_class
+
+from .extra_state import (
+    Taker,
+    has_its_own,
+    indices,
+    loads_its_own,
+    put_together,
+    same,
+    without_parameter,
+)
+from .nested import Aliases
+
+Values = dict[str, dict[str, Any]]
+"""What an optimizer keeps, by the parameter's name and key."""
+
+
+class Putback:
+    """Of one version. Training thread; the live optimizers are changed by `put` alone."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        saved: Mapping[str, Any],
+        values: Mapping[str, Values],
+        whole: bool = True,
+    ) -> None:
+        """`saved` is the decoded rank tree; `values`, by optimizer, what was stored by name, and
+        those alone are put. Not `whole`: of another structure, of which what fits is put."""
+        self._whole = whole
+        self._state, self._saved, self._values = state, saved, values
+        self._nodes: Mapping[str, Any] = saved.get("remainders", {})
+        self.notices: list[str] = []
+
+    @functools.cached_property
+    def _params(self) -> dict[str, torch.Tensor]:
+        return self._state.params_by_name()
+
+    def put(self) -> None:
+        """Put all of it. Raises StateTornError for an optimizer that does not take it."""
+        truth = dict(self._values)
+        aliases = [Aliases(given) for given in self._state.given.values()]
+        # What is inside of another one comes after it in the state, and before it here.
+        for label in reversed([label for label in self._state.optimizers if label in truth]):
+            optimizer = self._state.optimizers[label]
+            if has_its_own(optimizer) or loads_its_own(optimizer):
+                truth[label] = cloned(truth[label])  # what is given may be changed
+                self._load(label, optimizer)
+        for each in aliases:
+            each.mend()
+        for label, values in truth.items():
+            self._replace(label, self._state.optimizers[label], values)
+        for label in truth:
+            self._check(label, self._state.optimizers[label])
+
+    def _load(self, label: str, optimizer: torch.optim.Optimizer) -> None:
+        """Through its own `load_state_dict()`."""
+        node = self._nodes.get(label)
+        if node is None and has_its_own(optimizer) and "remainders" not in self._saved:
+            return  # of an older tierckpt: `_check` says what it lacks
+        told = {"state": self.states(label), "param_groups": self.groups(label)}
+        held = _Held(optimizer)
+        try:
+            optimizer.load_state_dict(told if node is None else put_together(node, self))
+        except Exception as error:
+            it = f"optimizer {label!r}, a {optimizer_class(optimizer)}"
+            why = f"{type(error).__name__}: {error}"
+            if node is not None and self._whole:
+                raise StateTornError(f"{it}, did not take its state ({why})") from error
+            self.notices.append(
+                f"{it}: its load_state_dict() failed ({why}). Its state and options were put in "
+                "place all the same; what that method sets beside them is as it was"
+            )
+        held.put_back()
+
+    def _replace(self, label: str, optimizer: torch.optim.Optimizer, values: Values) -> None:
+        node = self._nodes.get(label)
+        # What another one's state_dict() had for it was loaded with that.
+        through = [t for each in self._nodes.values() for t in each["through"]["state"]]
+        kept = {(name, key) for owner, name, key in through if owner == label}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = self._state.name_of(param)
+                leave = {key for owner, key in kept if owner == name}
+                _replace_state(optimizer, param, values.get(name, {}), leave)
+        self._join(label, optimizer)
+        self._replace_others(label, optimizer, node)
+        self._replace_options(label, optimizer)
+
+    def _join(self, label: str, optimizer: torch.optim.Optimizer) -> None:
+        """Tensors that parameters had in common are one again."""
+        told = [each for each in self._saved.get("shared", ()) if each[0] == label]
+        for _, key, names in told:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            kept = [
+                optimizer.state[p]
+                for p in params
+                if key in optimizer.state.get(p, ())
+                and (names is None or self._state.name_of(p) in names)
+            ]
+            for each in kept[1:]:
+                each[key] = kept[0][key]
+
+    def _replace_others(self, label: str, optimizer: torch.optim.Optimizer, node: Any) -> None:
+        """State under keys that are no parameters."""
+        others: dict[Any, Any] = optimizer.state
+        if node is not None and (has_its_own(optimizer) or loads_its_own(optimizer)):
+            return  # it was loaded
+        before = {key: others.pop(key) for key in without_parameter(optimizer)}
+        if node is None:
+            return
+        known = {number for numbers in indices(optimizer) for number in numbers}
+        for key, value in put_together(node, self)["state"].items():
+            if key not in known:
+                others[key] = _beside(before.get(key), value)
+
+    def _replace_options(self, label: str, optimizer: torch.optim.Optimizer) -> None:
+        first = self._state.first_options[label]
+        through = [t for each in self._nodes.values() for t in each["through"]["groups"]]
+        kept = {(number, key) for owner, number, key in through if owner == label}
+        groups = zip(optimizer.param_groups, self._saved["groups"][label], strict=False)
+        for number, (group, options) in enumerate(groups):
+            for key in group.keys() - options.keys() - first:
+                if (number, key) not in kept:
+                    del group[key]
+            for key, value in options.items():
+                if (number, key) not in kept:
+                    group[key] = _beside(group.get(key), value)
+
+    def _check(self, label: str, optimizer: torch.optim.Optimizer) -> None:
+        """Say what did not come back."""
+        if not (has_its_own(optimizer) or label in self._nodes):
+            return
+        it = f"optimizer {label!r}, a {optimizer_class(optimizer)}"
+        try:
+            taker = Taker(self._state.optimizers, self._state.name_of)
+            now = taker.taken(label) or {}
+        except UnsupportedStateError as error:
+            self.notices.append(str(error))
+            return
+        told = self._nodes.get(label) or {}
+        lost = _lost(told.get("shown", {}), now.get("shown", {}))
+        if not lost and not same(told.get("parts", []), now.get("parts", [])):
+            lost = ["state", "param_groups"]
+        if not lost:
+            return
+        names = ", ".join(map(repr, lost))
+        if "remainders" not in self._saved:
+            why = "the version was written by an older tierckpt, which did not store that"
+        else:
+            why = "its load_state_dict() did not bring it back"
+        self.notices.append(f"{it}: {names} of its state_dict() is not what it was then: {why}")
+
+    # --- for `put_together` --------------------------------------------------------------------
+
+    def states(self, label: str) -> dict[int, dict[str, Any]]:
+        """See `Stored`."""
+        optimizer, values = self._state.optimizers[label], self._values.get(label, {})
+        found = {}
+        for numbers, group in zip(indices(optimizer), optimizer.param_groups, strict=True):
+            for number, param in zip(numbers, group["params"], strict=True):
+                if (name := self._state.name_of(param)) in values:
+                    found[number] = dict(values[name])
+        return found
+
+    def groups(self, label: str) -> list[dict[str, Any]]:
+        """See `Stored`."""
+        numbers = indices(self._state.optimizers[label])
+        told = zip(self._saved["groups"][label], numbers, strict=False)
+        return [{**options, "params": each} for options, each in told]
+
+    def value(self, label: str, name: str, key: str) -> Any:
+        """See `Stored`."""
+        return self._values[label][name][key]
+
+    def param(self, name: str) -> torch.Tensor:
+        """See `Stored`."""
+        return self._params[name]
+
+
+class _Held:
+    """The dicts of an optimizer's groups, the list of them, and its state, which torch's
+    `load_state_dict()` replaces. A scheduler that was made for the optimizer inside of Horovod's
+    has these very dicts, and would go on with others' options."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._held = optimizer, vars(optimizer)
+        self._list, self._state = optimizer.param_groups, optimizer.state
+        self._groups = list(self._list)
+
+    def put_back(self) -> None:
+        """With what they have now."""
+        now: list[dict[str, Any]] = self._optimizer.param_groups
+        if len(now) != len(self._groups):
+            return
+        for was, group in zip(self._groups, now, strict=True):
+            _become(was, group)
+        if "param_groups" in self._held:  # else it is another optimizer's
+            self._list[:] = self._groups
+            self._optimizer.param_groups = self._list
+        if "state" in self._held and type(self._optimizer.state) is type(self._state):
+            _become(self._state, self._optimizer.state)
+            self._optimizer.state = self._state
+
+
+def _become(was: dict[Any, Any], now: dict[Any, Any]) -> None:
+    if was is not now:
+        values = dict(now)
+        was.clear()
+        was.update(values)
+
+
+def _lost(told: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
+    """Keys, beside torch's own, that are in one alone or differ."""
+    keys = [key for key in {**told, **now} if key not in ("state", "param_groups")]
+    return [k for k in keys if k not in told or k not in now or not same(told[k], now[k])]
+
+
+def _replace_state(
+    optimizer: torch.optim.Optimizer,
+    param: torch.Tensor,
+    values: dict[str, Any],
+    leave: set[str],
+) -> None:
+    """Make `values` all of the parameter's state, but for what is to be left."""
+    if not values and not leave:
+        optimizer.state.pop(param, None)
+        return
+    kept = optimizer.state.setdefault(param, {})
+    for key in set(kept) - set(values) - leave:
+        del kept[key]
+    for key, value in values.items():
+        kept[key] = _placed(kept.get(key), value, param)
+
+
+def _placed(live: Any, value: Any, param: torch.Tensor) -> Any:
+    """What is to be kept; the live tensor, if it can have the value, as others may know it."""
+    if isinstance(value, torch.Tensor):
+        return _into(live, value)
+    return _on_device(value, param)
+
+
+def _into(live: Any, value: torch.Tensor) -> torch.Tensor:
+    if live is value or not isinstance(live, torch.Tensor) or type(live) is not type(value):
+        return value
+    if is_made_of_tensors(value):
+        return value
+    then, now = ((t.shape, t.dtype, t.stride(), t.device) for t in (value, live))
+    if then != now or live.requires_grad:
+        return value
+    live.copy_(value)
+    return live
+
+
+def _beside(live: Any, value: Any) -> Any:
+    """A value that came from the host, where its predecessor is."""
+    if not (isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return value
+    if (live.shape, live.dtype) != (value.shape, value.dtype):
+        return value.to(live.device)
+    live.copy_(value)
+    return live
+
+
+def _on_device(value: Any, param: torch.Tensor) -> Any:
+    """Tensors in lists go to the parameter's device; plain ones are where they should be."""
+    if isinstance(value, (list, tuple)):
+        moved = (
+            v.to(param.device) if isinstance(v, torch.Tensor) else _on_device(v, param)
+            for v in value
+        )
+        return same_type(value, moved)
+    return value
+
+
+__all__ = ["Putback", "Values"]

@@ -1,0 +1,562 @@
+"""The training state: which tensors and values make it up, under which names.
+
+Three kinds, kept apart because they change at different times and belong to different ranks:
+
+- *striped* tensors: parameters and optimizer state. The same on every rank, changed only by the
+  optimizer's step, so they can be copied any time before the next one.
+- *own* tensors: BatchNorm statistics and other buffers. Changed by the forward pass, and not the
+  same on every rank until DDP broadcasts them, so every rank stores its own, copied at the
+  boundary. So are parameters that ranks may not have alike: embeddings with `max_norm`, whose rows
+  the forward pass scales as it looks them up, and those whose gradients are not reduced.
+- the *rank tree*: learning rates, RNG streams, `extra` objects. Small, copied at the boundary.
+
+Not thread-safe: used by the thread that trains.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
+from operator import is_
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+
+from tierckpt.errors import ConfigError, UnsupportedStateError
+from tierckpt.state.modules import changing_buffers
+from tierckpt.state.modules.custom_states import MODULE_STATES, ModuleStates
+from tierckpt.state.optimizers.extra_state import Taker, has_its_own, packed, without_parameter
+from tierckpt.state.optimizers.nested import class_name, expand
+
+from . import tree_codec
+from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
+from .names import named_buffers, named_parameters, other_names, unwrap
+from .validate import (
+    ORDER,
+    refuse_odd_keys,
+    refuse_optimizer,
+    refuse_same_names,
+    refuse_several_gpus,
+    stands_for_some,
+    unstorable,
+)
+
+_GROUP_KEYS_NOT_STORED = ("params", "param_names")
+CODE = (FunctionType, BuiltinFunctionType, type)
+NAMELESS = "~keys"
+"""Where of a parameter's state that goes which has another key than text without a slash."""
+HEAVY_BYTES = 16 * 2**20
+"""Of tensors copied at a boundary: some 3 ms."""
+FEW = 1000
+"""Parameters of an optimizer whose `state_dict()` may be called at every boundary."""
+
+
+@dataclass
+class Walk:
+    """All tensors of the state, as they are now, in an order that only structure decides."""
+
+    params: list[torch.Tensor]
+    state: list[tuple[torch.Tensor, torch.Tensor, int, str]]
+    """Optimizer state: (tensor, its parameter, optimizer index, key)."""
+    odd: list[tuple[torch.Tensor, int, str, Any]]
+    """Optimizer state that is no tensor: (parameter, optimizer index, key, packed value)."""
+    buffers: list[torch.Tensor]
+    own_params: set[int]
+    """`id()`s of parameters that are, with their optimizer state, every rank's own."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters, then optimizer state."""
+        return [*self.params, *(s[0] for s in self.state)]
+
+    def nbytes(self) -> tuple[int, int]:
+        """Of parameters and optimizer state: what is striped, and every rank's own."""
+        of_param = [(p, p) for p in self.params] + [(t, p) for t, p, _, _ in self.state]
+        own = sum(t.nbytes for t, p in of_param if id(p) in self.own_params)
+        return sum(t.nbytes for t, _ in of_param) - own, own
+
+
+class TrainingState:
+    """Names and finds everything that a checkpoint holds. Holds references, copies nothing."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        extra: Mapping[str, Any] | None = None,
+        extra_per_rank: Mapping[str, Any] | None = None,
+        reduced: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """`reduced`: see `Checkpointer.reduced`."""
+        self.model = unwrap(model)
+        for given in optimizers.values():
+            refuse_optimizer(given)
+        self.given = dict(optimizers)
+        """As the user has them."""
+        found = expand(optimizers)
+        self.optimizers = found.optimizers
+        """Those whose state is stored: also what is inside of others, see `inside`."""
+        self.steppers, self.hollow, self.outer = found.steppers, found.hollow, found.outer
+        """See `inside.Expanded`."""
+        self.extra = named_objects("extra", extra)
+        self.extra_per_rank = named_objects("extra_per_rank", extra_per_rank)
+        self.torn = False
+        """A restore began to change it and did not get to its end."""
+        self.looks = 0
+        """How often its structure was looked up (again)."""
+        self._forward_changes: tuple[str, ...] = ()
+        self._modules: list[torch.nn.Module] = []
+        self._buffer_slots: list[tuple[dict[str, Any], str]] = []
+        self._buffer_dicts: list[dict[str, Any]] = []
+        self._buffer_names: tuple[list[Any], ...] = ()
+        self._names: dict[int, str] = {}
+        self._of_model: dict[int, str] = {}
+        self._orphans: list[str] = []
+        self._with_others: set[str] = set()
+        """Optimizers that keep state under keys that are no parameters."""
+        self._unstored: set[tuple[str, int | str, str]] = set()
+        """See `remainder.Unstored`."""
+        self._beside_bytes, self._told_heavy = 0, False
+        self._nothing_left: dict[str, tuple[int, int]] = {}
+        """Optimizers with a `state_dict()` of their own that had nothing beside what is stored:
+        `looks` at that time, and boundaries since."""
+        self.assumed_alike: set[int] = set()
+        """`id()`s of those of `reduced` that nobody trains, and so nobody reduces: alike, unless a
+        version has them as every rank's own."""
+        self._reduced = None if reduced is None else {id(p): p for p in reduced}
+        self.first_options = {
+            label: {*_GROUP_KEYS_NOT_STORED}.union(*optimizer.param_groups)
+            for label, optimizer in self.optimizers.items()
+        }
+        """Keys that param groups had at the start. Others belong to the version that has them."""
+        self.first_buffers = changing_buffers.kinds_of(self.model)
+        """See `changingbuffers`."""
+        self.refresh_names()
+
+    def refresh_names(self) -> None:
+        """Look the modules and parameter names up again; after a structural change."""
+        self.looks += 1
+        self._modules = list(self.model.modules())
+        self._buffer_names = ()
+        self._find_extra_states()
+        before = self._of_model
+        self._of_model = {id(p): n for n, p in named_parameters(self.model)}
+        self._names = dict(self._of_model)
+        for label, optimizer in self.optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                for i, param in enumerate(group["params"]):
+                    self._names.setdefault(id(param), f"{label}.group{g}.param{i}")
+            self._with_others.discard(label)
+            if without_parameter(optimizer):
+                self._with_others.add(label)
+        here, held = self._of_model, self._names
+        self._orphans += [n for i, n in before.items() if i in held and i not in here]
+
+    def new_orphans(self) -> list[str]:
+        """What parameters were called that optimizers still step, and the model has no more; each
+        is told once."""
+        found, self._orphans = self._orphans, []
+        return found
+
+    def _find_extra_states(self) -> None:
+        self.module_states = ModuleStates(self.model)
+        if MODULE_STATES in self.extra and self.module_states:
+            raise ConfigError(f"extra[{MODULE_STATES!r}]: the checkpoint needs that name itself")
+        found = ExtraStates(self.model)
+        if isinstance(self.extra.get(EXTRA_STATES, found), ExtraStates):  # else: the user's own
+            self.extra[EXTRA_STATES] = found
+            if not found:
+                del self.extra[EXTRA_STATES]
+
+    def look_again(self) -> None:
+        """At a boundary: follow modules that are saved in another way since they were looked at."""
+        if not self.module_states.stand():
+            self._find_extra_states()
+
+    # --- walking -------------------------------------------------------------------------------
+
+    def walk(self) -> Walk:
+        """Collect the tensors. For a new layout only: see `containers` for the quick look."""
+        params = {id(p): p for m in self._modules for p in m._parameters.values() if p is not None}
+        state: list[tuple[torch.Tensor, torch.Tensor, int, str]] = []
+        odd: list[tuple[torch.Tensor, int, str, Any]] = []
+        for index, optimizer in enumerate(self.optimizers.values()):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    params.setdefault(id(param), param)
+                    for key, value in _told(optimizer.state.get(param, _NOTHING)):
+                        if isinstance(value, torch.Tensor) and tree_codec.is_plain(value):
+                            state.append((value, param, index, key))
+                            continue
+                        # LBFGS keeps lists of tensors: striped like any, the list is odd.
+                        entries = tree_codec.Entries()
+                        try:
+                            node = tree_codec.pack(value, key, entries)
+                            for path, tensor in entries.found:
+                                tree_codec.refuse_tensor(tensor, path)
+                        except UnsupportedStateError as error:
+                            self._left_to_state_dict(index, param, key, error)
+                            continue
+                        state += [(tensor, param, index, path) for path, tensor in entries.found]
+                        odd.append((param, index, key, node))
+        own = {id(p) for p in (*_renormed(self._modules), *self._not_reduced(params.values()))}
+        own.update(id(p) for p in params.values() if self._forward_changes_it(p))
+        held = {id(b): b for b in self.live_buffers() if b is not None}
+        return Walk(list(params.values()), state, odd, list(held.values()), own)
+
+    def _left_to_state_dict(
+        self, index: int, param: torch.Tensor, key: str, error: UnsupportedStateError
+    ) -> None:
+        """It cannot be stored by name: an optimizer's own `state_dict()` may say it in another way.
+        Raises UnsupportedStateError where it has none."""
+        label, optimizer = [*self.optimizers.items()][index]
+        if not has_its_own(optimizer):
+            what = f"state[{self.name_of(param)!r}][{key!r}]"
+            raise unstorable(optimizer, what, error) from error
+        self._unstored.add((label, id(param), key))
+
+    def drop_gradients(self) -> None:
+        """As in a process that has just begun: the next backward pass would add to what is left of
+        an iteration that a restore has undone."""
+        modules = (p for m in self._modules for p in m._parameters.values() if p is not None)
+        groups = (
+            group for optimizer in self.optimizers.values() for group in optimizer.param_groups
+        )
+        for param in (*modules, *(p for group in groups for p in group["params"])):
+            param.grad = None
+
+    def forward_changes(self, patterns: str) -> None:
+        """Say which parameters the forward pass changes: see `Config.forward_changes`. Raises
+        ConfigError for a pattern that is none's name."""
+        self._forward_changes = tuple(filter(None, map(str.strip, patterns.split(","))))
+        for pattern in self._forward_changes:
+            if not any(fnmatchcase(name, pattern) for name in self._names.values()):
+                raise ConfigError(
+                    f"forward_changes: {pattern!r} is the name of no parameter; there are "
+                    f"{', '.join([*self._names.values()][:5])}, ..."
+                )
+
+    def _forward_changes_it(self, param: torch.Tensor) -> bool:
+        patterns = self._forward_changes
+        return bool(patterns) and any(fnmatchcase(self.name_of(param), p) for p in patterns)
+
+    def keep_apart(self, params: Iterable[torch.Tensor]) -> None:
+        """From now on these are every rank's own; for a new layout."""
+        for param in params:
+            if self._reduced is not None:
+                self._reduced.pop(id(param), None)
+            self.assumed_alike.discard(id(param))
+
+    def _not_reduced(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those whose gradients, and so whose values, may differ between ranks."""
+        if self._reduced is None:
+            return []
+        return [p for p in params if id(p) not in self._reduced]
+
+    def cuda_device(self) -> torch.device | None:
+        """The CUDA device that is trained on, if there is one."""
+        if not torch.cuda.is_initialized():
+            return None
+        found = (p.device for module in self._modules for p in module.parameters() if p.is_cuda)
+        return next(found, None)
+
+    def containers(self) -> list[dict[Any, Any]]:
+        """The dicts that hold all `Walk.tensors`, in an order that only structure decides.
+
+        A plan stays good while these and what is in them are the very same objects; looking that
+        up costs some 30 nanoseconds a tensor, a walk twenty times as much.
+        """
+        found = self.module_containers()
+        for label, optimizer in self.optimizers.items():
+            if label in self._with_others:
+                kept: dict[Any, Any] = optimizer.state
+                found += [v for k, v in kept.items() if isinstance(k, torch.Tensor)]
+            else:
+                found += optimizer.state.values()
+        return found
+
+    def module_containers(self) -> list[dict[Any, Any]]:
+        """Those of them, the first ones, that are modules'."""
+        found: list[dict[Any, Any]] = [m._parameters for m in self._modules]
+        found += [m._modules for m in self._modules]
+        return found
+
+    def live_buffers(self) -> list[torch.Tensor | None]:
+        """What is in the `buffer_slots`; the same tensor several times where it is shared."""
+        return [held.get(name) for held, name in self.buffer_slots()]
+
+    def buffer_slots(self) -> list[tuple[dict[str, Any], str]]:
+        """Where persistent buffers are; the very same list as long as these places are the same."""
+        dicts = [m._buffers for m in self._modules]
+        left_out = [m._non_persistent_buffers_set for m in self._modules]
+        names = (list(chain.from_iterable(dicts)), list(map(len, dicts)), left_out)
+        if names != self._buffer_names or not all(map(is_, dicts, self._buffer_dicts)):
+            self._buffer_dicts = dicts
+            self._buffer_names = (*names[:2], list(map(set, left_out)))
+            each = zip(dicts, left_out, strict=True)
+            self._buffer_slots = [(held, n) for held, out in each for n in held if n not in out]
+        return self._buffer_slots
+
+    # --- naming (at layout time only) ----------------------------------------------------------
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """Fully qualified name of a parameter, without wrappers' prefixes."""
+        name = self._names.get(id(param))
+        if name is None:
+            self.refresh_names()
+            name = self._names[id(param)]
+        return name
+
+    def params_by_name(self) -> dict[str, torch.Tensor]:
+        """The inverse of `name_of`: all parameters that there are."""
+        groups = (g for o in self.optimizers.values() for g in o.param_groups)
+        params: tuple[torch.Tensor, ...] = (
+            *self.model.parameters(),
+            *(p for g in groups for p in g["params"]),
+        )
+        return {self.name_of(param): param for param in params}
+
+    def held_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Names of those of the state's parameters that an optimizer, any one, has."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        mine = {id(p) for p in self.model.parameters()}
+        mine.update(
+            id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]
+        )
+        return [self.name_of(p) for p in held if id(p) in mine]
+
+    def keeps_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True for one that was given, and for a wrapper that shares such a one's state."""
+        state = getattr(optimizer, "state", None)
+        return any(o is optimizer or o.state is state for o in self.optimizers.values())
+
+    def entries(self, walk: Walk) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, tensor, parameter that it belongs to) of all `walk.tensors`, and checks them."""
+        labels = list(self.optimizers)
+        named = [(f"model/{self.name_of(p)}", p, p) for p in walk.params]
+        named += [(f"{labels[i]}/{self.name_of(p)}/{k}", t, p) for t, p, i, k in walk.state]
+        refuse_same_names(name for name, *_ in named)
+        for name, tensor, _ in named:
+            tree_codec.refuse_in_place(tensor, name)
+        devices = [(name, tensor.device) for name, tensor, _ in named]
+        devices += [(f"buffer/{n}", b.device) for n, b in named_buffers(self.model)]
+        refuse_several_gpus(devices)
+        return named
+
+    def buffer_entries(self, walk: Walk) -> list[tuple[str, torch.Tensor]]:
+        """(name, tensor) of all persistent buffers, and checks them."""
+        names = {id(b): n for n, b in named_buffers(self.model)}
+        named = [(f"buffer/{names[id(b)]}", b) for b in walk.buffers]
+        for name, tensor in named:
+            tree_codec.refuse_in_place(tensor, name)
+        return named
+
+    def structure(self) -> dict[str, Any]:
+        """What changes only when the layout does: optimizer classes and groups' members."""
+        return {
+            label: {
+                "class": class_name(optimizer),
+                "groups": [[self.name_of(p) for p in g["params"]] for g in optimizer.param_groups],
+            }
+            for label, optimizer in self.optimizers.items()
+        }
+
+    def tied(self) -> dict[str, str]:
+        """See `modulenames.other_names`."""
+        return other_names(self.model)
+
+    def group_sizes(self) -> list[int]:
+        """How many parameters are in each group, of all optimizers."""
+        return [len(g["params"]) for o in self.optimizers.values() for g in o.param_groups]
+
+    def group_members(self) -> list[torch.Tensor]:
+        """Which, one group after the other."""
+        return [p for o in self.optimizers.values() for g in o.param_groups for p in g["params"]]
+
+    def refuse_odd_keys(self) -> None:
+        """Raise UnsupportedStateError for optimizer state that `walk` passes over."""
+        for optimizer in self.optimizers.values():
+            refuse_odd_keys(optimizer)
+
+    # --- the rank tree -------------------------------------------------------------------------
+
+    def group_odd(
+        self, odd: Sequence[tuple[torch.Tensor, int, str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """A walk's odd state by parameter: numbers, None, lists of tensors (LBFGS)."""
+        labels = list(self.optimizers)
+        grouped: dict[str, dict[str, Any]] = {}
+        for param, index, key, node in odd:
+            grouped.setdefault(f"{labels[index]}/{self.name_of(param)}", {})[key] = node
+        return grouped
+
+    def pack_groups(self, keep: tree_codec.KeepTensor) -> dict[str, Any]:
+        """Options of every param group (learning rate, betas, ...)."""
+        return {
+            label: [
+                self._pack_group(label, number, group, keep)
+                for number, group in enumerate(optimizer.param_groups)
+            ]
+            for label, optimizer in self.optimizers.items()
+        }
+
+    def _pack_group(
+        self, label: str, number: int, group: Mapping[str, Any], keep: tree_codec.KeepTensor
+    ) -> dict[str, Any]:
+        """Functions and classes are code, of the script that is started again, and no state."""
+        found = {}
+        for key, value in group.items():
+            if key in _GROUP_KEYS_NOT_STORED or isinstance(value, CODE):
+                continue
+            try:
+                found[key] = tree_codec.pack(
+                    value, f"{label}.param_groups[{number}][{key!r}]", keep
+                )
+            except UnsupportedStateError as error:
+                optimizer = self.optimizers[label]
+                if not has_its_own(optimizer):
+                    what = f"param_groups[{number}][{key!r}]"
+                    raise unstorable(optimizer, what, error) from error
+                self._unstored.add((label, str(number), key))
+        return {tree_codec.TAG: "dict", "v": [*found.items()]} if tree_codec.TAG in found else found
+
+    def pack_remainders(self, arena: tree_codec.Arena) -> dict[str, Any]:
+        """What optimizers' own `state_dict()`s have beside what is stored by name: see `remainder`.
+
+        Most have nothing, and are not asked. One that is asked and has nothing, and thousands of
+        parameters, is asked again when the structure changed, and after 1, 2, 4, ... boundaries.
+        """
+        before = sum(tensor.nbytes for tensor in arena.tensors)
+        found = {label: packed(left, label, arena) for label, left in self.remainders().items()}
+        self._beside_bytes = sum(tensor.nbytes for tensor in arena.tensors) - before
+        return found
+
+    def new_heavy(self) -> str:
+        """How much of these was packed last, if that is much; said once."""
+        if self._beside_bytes < HEAVY_BYTES or self._told_heavy:
+            return ""
+        self._told_heavy = True
+        return f"{self._beside_bytes / 1e6:.0f} MB"
+
+    def remainders(self) -> dict[str, dict[str, Any]]:
+        """The same, live."""
+        found = {}
+        taker: Taker | None = None
+        for label, optimizer in self.optimizers.items():
+            told = label in self._with_others or any(label == each for each, *_ in self._unstored)
+            if not told and not self._may_have_more(label, optimizer):
+                continue
+            taker = taker or Taker(self.optimizers, self.name_of, frozenset(self._unstored))
+            if (left := taker.taken(label)) is not None:
+                found[label] = left
+                self._nothing_left.pop(label, None)
+            elif label not in self._nothing_left or self._nothing_left[label][0] != self.looks:
+                self._nothing_left[label] = (self.looks, 0)
+        return found
+
+    def shared(self, walk: Walk) -> list[list[Any]]:
+        """Which tensors parameters have in common in an optimizer's state (quantile maps): the
+        optimizer's label, the key, and the parameters' names, or None where it is all of them."""
+        labels = list(self.optimizers)
+        holders: dict[tuple[int, str, int], list[torch.Tensor]] = {}
+        having: Counter[tuple[int, str]] = Counter()
+        for tensor, param, index, key in walk.state:
+            holders.setdefault((index, key, id(tensor)), []).append(param)
+            having[index, key] += 1
+        found: list[list[Any]] = []
+        for (index, key, _), params in holders.items():
+            if len(params) > 1:
+                every = len(params) == having[index, key]
+                names = None if every else [self.name_of(param) for param in params]
+                found.append([labels[index], key, names])
+        return found
+
+    def _may_have_more(self, label: str, optimizer: torch.optim.Optimizer) -> bool:
+        if not has_its_own(optimizer):
+            return False
+        looks, boundaries = self._nothing_left.get(label, (-1, 0))
+        if looks != self.looks:
+            return True
+        self._nothing_left[label] = (looks, boundaries + 1)
+        few = sum(len(group["params"]) for group in optimizer.param_groups) <= FEW
+        return few or not boundaries & (boundaries + 1)
+
+    def pack_extra(self, which: Mapping[str, Any], arena: tree_codec.Arena) -> dict[str, Any]:
+        """The `state_dict()`s of the user's objects."""
+        return {name: pack_extra(name, obj, arena) for name, obj in which.items()}
+
+    def pack_module_states(self, arena: tree_codec.Arena) -> dict[str, Any]:
+        """What goes along with them; empty where no module has any."""
+        found = self.module_states.pack(arena.keep)
+        return {MODULE_STATES: found} if found else {}
+
+
+_NOTHING: dict[str, Any] = {}
+
+
+def _told(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """By name, in order. Those that have none that can be a part of an entry's go together."""
+    named = {key: value for key, value in values.items() if isinstance(key, str) and "/" not in key}
+    found = sorted(named.items())
+    if len(named) < len(values):
+        found.append((NAMELESS, {k: v for k, v in values.items() if k not in named}))
+    return found
+
+
+def value_of(values: Mapping[Any, Any], key: str) -> Any:
+    """What `Walk` calls so, of what an optimizer keeps of a parameter; None if there is none."""
+    return dict(_told(values)).get(key) if key == NAMELESS else values.get(key)
+
+
+def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """Weights that the forward pass changes in place: rows longer than `max_norm` are scaled.
+
+    Each rank looks up rows of its own, so these are not alike on all ranks, nor, with a weight
+    decay, is what an optimizer keeps for them.
+    """
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    found = [m for m in modules if isinstance(m, kinds) and m.max_norm is not None]
+    return [w for m in found if (w := m._parameters.get("weight")) is not None]
+
+
+def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
+    """Class name; adapters' dynamic subclasses carry the name of the class they wrap."""
+    return class_name(optimizer)
+
+
+def label_optimizers(
+    optimizers: torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | Mapping[str, torch.optim.Optimizer],
+) -> dict[str, torch.optim.Optimizer]:
+    """Names for one optimizer, several, or a dict of them; the names go into the checkpoint.
+
+    Raises ConfigError for names that cannot be, UnsupportedStateError for what is no optimizer,
+    and where there is none: versions are numbered by their steps, and none would ever be made.
+    """
+    if isinstance(optimizers, torch.optim.Optimizer) or stands_for_some(optimizers):
+        return {"optimizer": optimizers}  # type: ignore[dict-item]
+    if isinstance(optimizers, Mapping):
+        for label in optimizers:
+            if not label or "/" in str(label):
+                raise ConfigError(f"optimizer name {label!r}: it must be text without '/'")
+            if label in ("model", "buffer"):
+                raise ConfigError(f"optimizer name {label!r} is taken; choose another one")
+        labelled = dict(optimizers)
+    elif isinstance(optimizers, torch.nn.Module) or not isinstance(optimizers, Iterable):
+        raise UnsupportedStateError(
+            f"the optimizer is a {type(optimizers).__name__}; give a torch.optim.Optimizer, a list "
+            f"of them, or a dict of names and optimizers. {ORDER}"
+        )
+    else:
+        labelled = {f"optimizer{i}": o for i, o in enumerate(optimizers)}
+    if not labelled:
+        raise UnsupportedStateError(
+            f"the {type(optimizers).__name__} of optimizers has none in it: checkpoints are taken "
+            "between the steps of optimizers. Give all those that train the model"
+        )
+    return labelled

@@ -1,0 +1,541 @@
+"""Trees: nested Python values with tensors in them, as JSON and tensors, and back. No pickle.
+
+What `state_dict()` of a scheduler, scaler, sampler or metric returns is such a tree, and so is
+the state of the random number generators. Exact: NaN, infinities, big integers, tuples, dicts
+with any scalar keys, bytes and arrays come back as they were. Anything else is refused with the
+path to it, since code found in a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import collections
+import enum
+import json
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierckpt.errors import FormatError, UnsupportedStateError
+from tierckpt.format.layout import TensorSpec
+
+from .custom_values import (
+    FACTORIES,
+    Parts,
+    find,
+    is_made_of_tensors,
+    is_named_tuple,
+    made_default,
+    made_member,
+    made_tuple,
+    name_of,
+    same_type,
+    taken_apart,
+)
+
+TAG = "~"
+"""Key of a dict that stands for something JSON has no word for."""
+
+INLINE_BYTES = 16 * 1024
+"""Arrays up to this size go into the JSON itself."""
+
+KeepTensor = Callable[[torch.Tensor, str], dict[str, Any]]
+"""Called with a tensor and its path; keeps it somewhere and returns the node to stand for it."""
+
+
+def pack(value: Any, path: str, keep: KeepTensor) -> Any:
+    """`value` as JSON-able nodes; shares nothing mutable with it. Raises UnsupportedStateError."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+    if isinstance(value, torch.Tensor):
+        if _is_quantized(value):
+            return _pack_quantized(value, path, keep)
+        return _pack_subclass(value, path, keep) if is_made_of_tensors(value) else keep(value, path)
+    if kind is list:
+        return [pack(v, f"{path}[{i}]", keep) for i, v in enumerate(value)]
+    if kind is dict and all(type(k) is str and k != TAG for k in value):
+        return {k: pack(v, f"{path}[{k!r}]", keep) for k, v in value.items()}
+    packer = _PACKERS.get(kind)
+    if packer is not None:
+        return packer(value, path, keep)
+    if isinstance(value, np.generic):
+        node = _pack_array(np.asarray(value), path, keep)
+        return {**node, TAG: "scalar"}
+    if isinstance(value, enum.Enum) and find(name_of(kind), enum.Enum) is kind:
+        return {TAG: "enum", "kind": name_of(kind), "v": pack(value.value, path, keep)}
+    if is_named_tuple(value) and find(name_of(kind), tuple) is kind:
+        fields, members = list(value._fields), _sequence(value, path, keep)
+        return {TAG: "namedtuple", "kind": name_of(kind), "fields": fields, "v": members}
+    raise UnsupportedStateError(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored without "
+        "pickle. Let state_dict() return numbers, strings, tensors, arrays and containers of "
+        "them, or leave the object out and rebuild it at start."
+    )
+
+
+def unpack(node: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+    """The inverse of `pack`; `tensor` turns the nodes that `keep` returned into tensors."""
+    if isinstance(node, list):
+        return [unpack(v, tensor) for v in node]
+    if not isinstance(node, dict):
+        return node
+    if TAG not in node:
+        return {k: unpack(v, tensor) for k, v in node.items()}
+    kind = node[TAG]
+    if kind == "entry":
+        return Entry(node["v"])
+    if kind in ("tensor", "item"):
+        value = tensor(node)
+        return value.item() if kind == "item" else value
+    unpacker = _UNPACKERS.get(kind)
+    if unpacker is None:
+        raise FormatError(f"a tree holds a node of unknown kind {kind!r}")
+    return unpacker(node, tensor)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Stands in a decoded tree for a tensor that is an entry of the shards, under this key."""
+
+    key: str
+
+
+class Entries:
+    """A `KeepTensor` that keeps (path, tensor) in `found`, to be stored as entries. Paths have no
+    slash, as they become the last part of an entry's name. Arrays are no entries, whatever their
+    size: they go into the JSON."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, torch.Tensor]] = []
+
+    def __call__(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        """See `KeepTensor`."""
+        path = path.replace("/", r"\x2f")  # as repr could have written it, in no other key's place
+        self.found.append((path, tensor))
+        return {TAG: "entry", "v": path}
+
+
+def map_entries(value: Any, change: Callable[[Entry], Any]) -> Any:
+    """An unpacked `value` with `change` of each `Entry` in its place."""
+    if isinstance(value, Entry):
+        return change(value)
+    if isinstance(value, Parts):
+        inner = map_entries(value.inner, change)
+        return replace(value, inner=inner, context=map_entries(value.context, change)).made()
+    if isinstance(value, collections.defaultdict):
+        pairs = ((map_entries(k, change), map_entries(v, change)) for k, v in value.items())
+        return collections.defaultdict(value.default_factory, pairs)
+    if isinstance(value, dict):
+        items = {map_entries(k, change): map_entries(v, change) for k, v in value.items()}
+        return type(value)(items)
+    if isinstance(value, collections.deque):
+        return collections.deque((map_entries(v, change) for v in value), value.maxlen)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return same_type(value, (map_entries(v, change) for v in value))
+    return value
+
+
+def with_entries(value: Any, tensors: dict[str, Any]) -> Any:
+    """The same with the tensors themselves, which leave `tensors`."""
+    return map_entries(value, lambda entry: tensors.pop(entry.key))
+
+
+class Later:
+    """A node of a packed tree that is worked out when the tree is encoded.
+
+    `make` returns what belongs in its place, from values that nobody changes any more; it runs on
+    the thread that encodes. For what costs more to write down than to keep.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+
+class Arena:
+    """Keeps clones of the tensors of a tree, on their own devices: nothing is read back here."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def keep(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        """Clone `tensor`; see `KeepTensor`."""
+        refuse_tensor(tensor, path)
+        self.tensors.append(tensor.detach().clone())
+        return {TAG: "tensor", "v": len(self.tensors) - 1}
+
+    def keep_item(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """Like `keep`, for a tensor whose `.item()` is the value to store."""
+        self.tensors.append(tensor.detach().clone())
+        return {TAG: "item", "v": len(self.tensors) - 1}
+
+
+class EncodedTree:
+    """A packed tree and its arena's tensors as bytes: 8 bytes of length, JSON, raw tensor data.
+
+    This is the safetensors arrangement, with the tree in place of its header. The bytes are made
+    where they belong, by `copy`; what the arena kept is in memory once, and each tensor of it no
+    longer than until all of it was copied. Any thread may copy, several at a time.
+    """
+
+    def __init__(self, node: Any, arena: Arena) -> None:
+        """Takes the tensors out of `arena`."""
+        tensors, arena.tensors = arena.tensors, []
+        specs = [spec_of(tensor, "") for tensor in tensors]
+        table = [[s.dtype, s.shape, s.stride, s.device] for s in specs]
+        document = {"tree": node, "tensors": table}
+        text = json.dumps(document, separators=(",", ":"), default=_made).encode()
+        head = bytearray(len(text).to_bytes(8, "little") + text)
+        parts = [torch.frombuffer(head, dtype=torch.uint8)]
+        parts += [flat(tensor).view(torch.uint8) for tensor in tensors]
+        self._parts = dict(enumerate(parts))
+        """Those of which something is left to be copied."""
+        self._left = [part.numel() for part in parts]
+        self._bounds = list(accumulate(self._left, initial=0))
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+        return self._bounds[-1]
+
+    def copy(self, low: int, target: torch.Tensor) -> None:
+        """Bytes from number `low` on to the whole of `target`, with zeros behind the last one.
+
+        Each byte may be copied once. Holds the interpreter no longer than it takes to find them.
+        """
+        high = low + target.numel()
+        index = bisect_right(self._bounds, low) - 1
+        while index < len(self._left) and (start := self._bounds[index]) < high:
+            begin, end = max(low, start), min(high, self._bounds[index + 1])
+            if begin < end:
+                source = self._parts[index][begin - start : end - start]
+                target[begin - low : end - low].copy_(source)
+                self._let_go(index, end - begin)
+            index += 1
+        if high > self.nbytes:
+            target[max(0, self.nbytes - low) :].zero_()
+
+    def _let_go(self, index: int, copied_bytes: int) -> None:
+        with self._lock:
+            self._left[index] -= copied_bytes
+            if not self._left[index]:
+                del self._parts[index]
+
+
+def _made(node: Any) -> Any:
+    if isinstance(node, Later):
+        return node.make()
+    raise TypeError(f"a packed tree holds a {type(node).__name__}")
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """The inverse of `EncodedTree`, with all tensors on the CPU. Raises FormatError."""
+    try:
+        length = int.from_bytes(bytes(data[:8]), "little")
+        header = json.loads(bytes(data[8 : 8 + length]))
+        tensors = []
+        offset = 8 + length
+        for dtype, shape, stride, device in header["tensors"]:
+            spec = TensorSpec(
+                "", dtype, tuple(shape), stride and tuple(stride), dtype_of(dtype).itemsize, device
+            )
+            target = empty(spec, "cpu")
+            if spec.nbytes:
+                raw = np.frombuffer(data, np.uint8, spec.nbytes, offset)
+                flat(target).view(torch.uint8).numpy()[:] = raw
+            tensors.append(target)
+            offset += spec.nbytes
+        return unpack(header["tree"], lambda n: tensors[n["v"]])
+    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise FormatError(f"not an encoded tree: {error!r}") from error
+
+
+# --- tensors as specs and flat memory ------------------------------------------------------------
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype of that name. Raises FormatError for a name this torch does not have."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+    return dtype
+
+
+def spec_of(tensor: torch.Tensor, name: str) -> TensorSpec:
+    """Shape, dtype and memory order of `tensor`."""
+    return TensorSpec(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        stride=None if tensor.is_contiguous() or not is_dense(tensor) else tensor.stride(),
+        itemsize_bytes=tensor.element_size(),
+        device=tensor.device.type,
+    )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True when the elements fill one gapless range of memory, each once, in any order."""
+    expected = 1
+    for stride, size in sorted(_strides(tensor)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """1-d view in memory order; a row-major *copy* when the tensor is not dense."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous() or not is_dense(tensor):
+        return tensor.reshape(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def row_major(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """A copy, 1-d, of elements `[low, high)` in row-major order, of a tensor that is not dense.
+
+    Copies at most two rows more than these elements are in, not the whole tensor.
+    """
+    tensor = tensor.detach()
+    while tensor.dim() > 1:
+        row = tensor[0].numel()
+        first, last = low // row, (high - 1) // row
+        low, high = low - first * row, high - first * row
+        if first != last:
+            return tensor[first : last + 1].reshape(-1)[low:high].contiguous()
+        tensor = tensor[first]
+    return tensor[low:high].contiguous()
+
+
+def empty(spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
+    """An uninitialised tensor as `spec` says, strides included."""
+    dtype = dtype_of(spec.dtype)
+    if spec.stride is None:
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
+
+
+def _strides(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    return list(zip(tensor.stride(), tensor.shape, strict=True))
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True for most of those that `refuse_tensor` takes, and for none that it takes not but for how
+    its memory is laid out."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
+    """Raise UnsupportedStateError for tensors whose bytes cannot be taken as they are."""
+    reason = ""
+    if type(tensor) not in PLAIN:
+        kind = type(tensor)
+        if kind.__name__ == "DTensor":
+            reason = "a DTensor (a shard of a tensor). Use torch.distributed.checkpoint for FSDP "
+            reason += "and tensor-parallel models; this package is for replicated ones"
+        elif "Uninitialized" in kind.__name__:
+            reason = "not initialised yet. Run one forward pass before attaching"
+        else:
+            reason = f"a {kind.__module__}.{kind.__qualname__}, a tensor subclass with its own "
+            reason += "storage. Store its plain tensors through a state_dict of your own (extra=)"
+    elif tensor.layout is not torch.strided:
+        reason = f"of layout {tensor.layout}. Keep it dense, or in an extra state_dict as the "
+        reason += "dense tensors it is made of"
+    elif tensor.is_nested:
+        reason = "nested (several tensors in one). Store those it is made of (unbind())"
+    elif tensor.is_meta:
+        reason = "on the meta device and has no data. Materialise the model before attaching"
+    elif any(stride == 0 and size > 1 for stride, size in _strides(tensor)):
+        reason = "expanded (several elements share memory); make it a real tensor with .clone()"
+    elif tensor.is_quantized:
+        reason = "quantized. Store int_repr(), scales and zero points as plain tensors"
+    if reason:
+        raise UnsupportedStateError(f"{path} is {reason}.")
+
+
+def refuse_in_place(tensor: torch.Tensor, path: str) -> None:
+    """As `refuse_tensor`, of those whose own memory is copied and loaded into."""
+    refuse_tensor(tensor, path)
+    for lazy, way_out in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
+        if lazy:
+            raise UnsupportedStateError(
+                f"{path} is a view whose memory holds other values than its own (a conjugate or a "
+                f"negation that torch leaves for later); make it a real tensor with .{way_out}()."
+            )
+
+
+# --- the kinds JSON has no word for --------------------------------------------------------------
+
+
+def _items(value: Any, path: str, keep: KeepTensor) -> list[Any]:
+    return [
+        [pack(k, f"{path} key", keep), pack(v, f"{path}[{k!r}]", keep)] for k, v in value.items()
+    ]
+
+
+def _sequence(value: Any, path: str, keep: KeepTensor) -> list[Any]:
+    return [pack(v, f"{path}[{i}]", keep) for i, v in enumerate(value)]
+
+
+def _ordered_set(value: Any, path: str, keep: KeepTensor) -> list[Any]:
+    # By repr: members need not be comparable with each other.
+    return _sequence(sorted(value, key=lambda v: (type(v).__name__, repr(v))), path, keep)
+
+
+def _pack_array(value: np.ndarray, path: str, keep: KeepTensor) -> dict[str, Any]:
+    if value.dtype.hasobject:
+        raise UnsupportedStateError(f"{path} is a numpy array of Python objects; convert it first")
+    text = _dtype_text(value.dtype)
+    if _dtype_of_text(text) != value.dtype:
+        raise UnsupportedStateError(
+            f"{path} is a numpy array of type {value.dtype!r}, which has no name of its own in "
+            "numpy; convert it first"
+        )
+    node = {TAG: "array", "dtype": text, "shape": list(value.shape)}
+    if value.nbytes <= INLINE_BYTES or isinstance(keep, Entries):
+        return {**node, "b": base64.b64encode(value.tobytes()).decode()}
+    # As bytes: numpy has types that torch lacks (strings, dates, structures, long doubles).
+    raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return {**node, "v": keep(torch.from_numpy(raw if raw.flags.writeable else raw.copy()), path)}
+
+
+def _unpack_array(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> np.ndarray:
+    raw = base64.b64decode(node["b"]) if "b" in node else tensor(node["v"]).numpy()
+    return np.frombuffer(raw, dtype=_dtype_of_text(node["dtype"])).reshape(node["shape"]).copy()
+
+
+_WHOLE_BYTES = (torch.qint8, torch.quint8, torch.qint32)
+
+
+def _is_quantized(value: torch.Tensor) -> bool:
+    return type(value) in PLAIN and value.is_quantized and value.dtype in _WHOLE_BYTES
+
+
+def _pack_quantized(value: torch.Tensor, path: str, keep: KeepTensor) -> dict[str, Any]:
+    node = {TAG: "quantized", "v": keep(value.int_repr(), path)}
+    if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return {**node, "scale": repr(value.q_scale()), "zero_point": value.q_zero_point()}
+    return {
+        **node,
+        "scale": keep(value.q_per_channel_scales(), path),
+        "zero_point": keep(value.q_per_channel_zero_points(), path),
+        "axis": value.q_per_channel_axis(),
+    }
+
+
+def _unpack_quantized(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> torch.Tensor:
+    if "axis" not in node:
+        return torch._make_per_tensor_quantized_tensor(
+            tensor(node["v"]), float(node["scale"]), node["zero_point"]
+        )
+    ints, scales, zero_points = (tensor(node[key]) for key in ("v", "scale", "zero_point"))
+    return torch._make_per_channel_quantized_tensor(ints, scales, zero_points, node["axis"])
+
+
+def _pack_subclass(value: torch.Tensor, path: str, keep: KeepTensor) -> dict[str, Any]:
+    """A tensor made of tensors, which are kept in its place."""
+    parts = taken_apart(value)
+    return {
+        TAG: "subclass",
+        "kind": parts.kind,
+        "inner": {name: pack(each, f"{path}.{name}", keep) for name, each in parts.inner.items()},
+        "context": pack(parts.context, f"the context of {path}", keep),
+        "size": list(parts.size),
+        "stride": list(parts.stride),
+    }
+
+
+def _unpack_subclass(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> Any:
+    inner = {name: unpack(each, tensor) for name, each in node["inner"].items()}
+    context = unpack(node["context"], tensor)
+    parts = Parts(node["kind"], inner, context, tuple(node["size"]), tuple(node["stride"]))
+    waits = any(isinstance(each, (Entry, Parts)) for each in inner.values())
+    return parts if waits else parts.made()
+
+
+def _pack_default(value: Any, path: str, keep: KeepTensor) -> dict[str, Any]:
+    factory = value.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if name is not None and FACTORIES.get(name) is not factory:
+        raise UnsupportedStateError(
+            f"{path} is a defaultdict of {factory!r}, which is code; convert it to a dict first"
+        )
+    return {TAG: "defaultdict", "factory": name, "v": _items(value, path, keep)}
+
+
+def _dtype_text(dtype: np.dtype) -> str:
+    """As in the header of an .npy file; numpy's short name would forget a structure's fields."""
+    return dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
+
+
+def _dtype_of_text(text: str) -> np.dtype:
+    descr: Any = ast.literal_eval(text) if text.startswith("[") else text
+    return np.lib.format.descr_to_dtype(descr)
+
+
+def _unpack_items(node: dict[str, Any], tensor: Callable[..., torch.Tensor]) -> list[Any]:
+    return [(unpack(k, tensor), unpack(v, tensor)) for k, v in node["v"]]
+
+
+_PACKERS: dict[type, Callable[[Any, str, KeepTensor], dict[str, Any]]] = {
+    dict: lambda v, p, k: {TAG: "dict", "v": _items(v, p, k)},
+    collections.OrderedDict: lambda v, p, k: {TAG: "odict", "v": _items(v, p, k)},
+    collections.Counter: lambda v, p, k: {TAG: "counter", "v": _items(v, p, k)},
+    collections.deque: lambda v, p, k: {
+        TAG: "deque",
+        "v": _sequence(v, p, k),
+        "maxlen": v.maxlen,
+    },
+    tuple: lambda v, p, k: {TAG: "tuple", "v": _sequence(v, p, k)},
+    set: lambda v, p, k: {TAG: "set", "v": _ordered_set(v, p, k)},
+    frozenset: lambda v, p, k: {TAG: "frozenset", "v": _ordered_set(v, p, k)},
+    torch.Size: lambda v, _p, _k: {TAG: "size", "v": list(v)},
+    torch.dtype: lambda v, _p, _k: {TAG: "dtype", "v": str(v).removeprefix("torch.")},
+    torch.device: lambda v, _p, _k: {TAG: "device", "v": str(v)},
+    complex: lambda v, _p, _k: {TAG: "complex", "v": [repr(v.real), repr(v.imag)]},
+    bytes: lambda v, _p, _k: {TAG: "bytes", "v": base64.b64encode(v).decode()},
+    bytearray: lambda v, _p, _k: {TAG: "bytearray", "v": base64.b64encode(v).decode()},
+    np.ndarray: _pack_array,
+    collections.defaultdict: _pack_default,
+    Entry: lambda v, _p, _k: {TAG: "entry", "v": v.key},
+}
+
+_UNPACKERS: dict[str, Callable[[dict[str, Any], Callable[..., torch.Tensor]], Any]] = {
+    "float": lambda n, _t: float(n["v"]),
+    "dict": lambda n, t: dict(_unpack_items(n, t)),
+    "odict": lambda n, t: collections.OrderedDict(_unpack_items(n, t)),
+    "counter": lambda n, t: collections.Counter(dict(_unpack_items(n, t))),
+    "deque": lambda n, t: collections.deque(unpack(n["v"], t), n["maxlen"]),
+    "tuple": lambda n, t: tuple(unpack(n["v"], t)),
+    "set": lambda n, t: set(unpack(n["v"], t)),
+    "frozenset": lambda n, t: frozenset(unpack(n["v"], t)),
+    "size": lambda n, _t: torch.Size(n["v"]),
+    "dtype": lambda n, _t: dtype_of(n["v"]),
+    "device": lambda n, _t: torch.device(n["v"]),
+    "complex": lambda n, _t: complex(float(n["v"][0]), float(n["v"][1])),
+    "bytes": lambda n, _t: base64.b64decode(n["v"]),
+    "bytearray": lambda n, _t: bytearray(base64.b64decode(n["v"])),
+    "array": _unpack_array,
+    "quantized": _unpack_quantized,
+    "scalar": lambda n, t: _unpack_array(n, t)[()],
+    "enum": lambda n, t: made_member(n["kind"], unpack(n["v"], t)),
+    "namedtuple": lambda n, t: made_tuple(n["kind"], n["fields"], [unpack(v, t) for v in n["v"]]),
+    "defaultdict": lambda n, t: made_default(n["factory"], _unpack_items(n, t)),
+    "subclass": _unpack_subclass,
+}

@@ -1,0 +1,147 @@
+"""What cannot be checkpointed, and what to do instead: each raises UnsupportedStateError."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tierckpt.errors import UnsupportedStateError
+from tierckpt.state.optimizers.nested import METHODS, class_name, inside, is_hollow
+
+ORDER = (
+    "Mind the order: Checkpointer(model, optimizer), and wrap(optimizer, model), "
+    "install(optimizer, model)."
+)
+
+
+def refuse_optimizer(optimizer: Any) -> None:
+    """For one that has not the same state on all ranks, or cannot be held back."""
+    each = (optimizer, *(inner for _, inner in inside(optimizer)))
+    kinds = {kind.__name__ for one in each for kind in type(one).__mro__}
+    if "PostLocalSGDOptimizer" in kinds:
+        raise UnsupportedStateError(
+            "PostLocalSGDOptimizer lets ranks train apart between its averagings: weights and "
+            "momentum differ from rank to rank, and this package is for replicated state. Train "
+            "with the optimizer inside it (its attribute 'optim') and DDP's own allreduce, or save "
+            "each rank's state by itself."
+        )
+    if "ZeroRedundancyOptimizer" in kinds:
+        raise UnsupportedStateError(
+            "ZeroRedundancyOptimizer keeps a different part of its state on every rank, and this "
+            "package is for replicated state. Use the inner optimizer class directly, or "
+            "torch.distributed.checkpoint."
+        )
+    if all(map(is_hollow, each)):
+        _refuse_hollow(optimizer)
+
+
+def _refuse_hollow(optimizer: Any) -> None:
+    """One whose steps torch calls no hooks for, and with none inside."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedStateError(
+            f"{name} is not a torch.optim.Optimizer, and none is in its attributes; its step could "
+            "not be held back until the copies are complete. Give the checkpointer the "
+            "torch.optim.Optimizer whose step() it calls"
+        )
+    raise UnsupportedStateError(
+        f"{name} was made without torch.optim.Optimizer's __init__, so its "
+        "step could not be held back until the copies are complete. Let its __init__ call "
+        "super().__init__(params, defaults), or give the checkpointer another one, if that makes "
+        "the steps."
+    )
+
+
+def stands_for_some(optimizer: Any) -> bool:
+    """True for what is no torch.optim.Optimizer, and steps those that are in its attributes."""
+    if isinstance(optimizer, (torch.nn.Module, Mapping, list, tuple)):
+        return False
+    return bool(inside(optimizer)) and all(callable(getattr(optimizer, n, None)) for n in METHODS)
+
+
+def refuse_odd_keys(optimizer: torch.optim.Optimizer) -> None:
+    """State of a parameter that has no names at all."""
+    kept: dict[Any, Any] = optimizer.state
+    for owner, values in kept.items():
+        if isinstance(owner, torch.Tensor) and not isinstance(values, dict):
+            raise UnsupportedStateError(
+                f"{class_name(optimizer)} keeps a {type(values).__name__} as the state of a "
+                "parameter; let it keep a dict there, {'name': value}"
+            )
+
+
+def unstorable(
+    optimizer: torch.optim.Optimizer, what: str, error: UnsupportedStateError
+) -> UnsupportedStateError:
+    """For what an optimizer keeps and a checkpoint cannot, with the way out."""
+    why = str(error).split(". ")[0].split(" is ", 1)[-1]
+    return UnsupportedStateError(
+        f"{class_name(optimizer)}.{what} is {why}. Two hooks of the optimizer let it be stored: "
+        "register_state_dict_post_hook, where a copy of the state_dict gets numbers, strings, "
+        "tensors or containers of them in its place, and register_load_state_dict_pre_hook, where "
+        "it is made of these again (docs/models.md shows both)"
+    )
+
+
+def refuse_same_names(names: Iterable[str]) -> None:
+    """Two tensors of one name: only one of them would come back."""
+    name, times = max(Counter(names).items(), key=lambda item: item[1], default=("", 1))
+    if times > 1:
+        raise UnsupportedStateError(
+            f"{times} tensors of the state are called {name}; give those that keep them other "
+            "names, or keys"
+        )
+
+
+def refuse_model(model: torch.nn.Module) -> None:
+    """Raise UnsupportedStateError for what is none, and for sharded models; the text names the
+    module."""
+    if not isinstance(model, torch.nn.Module):
+        raise UnsupportedStateError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module. {ORDER}"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedStateError(
+                f"module {name or '(root)'!r} is a ScriptModule, whose tensors are not Python's. "
+                "Give the module that torch.jit.script() was given, which has the same parameters, "
+                "train with what that returned, and call step(); buffers are to be changed in "
+                "place alone, as those that are replaced in a script are its own."
+            )
+        kinds = {c.__name__ for c in type(module).__mro__}
+        if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
+            raise UnsupportedStateError(
+                f"module {name or '(root)'!r} is sharded by FSDP; this package is for replicated "
+                "models (DDP, Horovod). Use torch.distributed.checkpoint for it."
+            )
+
+
+def refuse_several_gpus(named: Sequence[tuple[str, torch.device]]) -> None:
+    """Raise UnsupportedStateError when tensors of the state, by name, are on two GPUs.
+
+    Copies of a snapshot are ordered behind the training's work by the streams of one device.
+    """
+    first = next(((name, device) for name, device in named if device.type == "cuda"), None)
+    for name, device in named:
+        if first is not None and device.type == "cuda" and device != first[1]:
+            raise UnsupportedStateError(
+                f"{first[0]} is on {first[1]}, {name} on {device}; this package is for one GPU a "
+                "process. Start one process per GPU (torchrun --nproc-per-node), each with the "
+                "whole model on its own; for a model that one GPU cannot hold use "
+                "torch.distributed.checkpoint."
+            )
+
+
+__all__ = [
+    "ORDER",
+    "refuse_model",
+    "refuse_odd_keys",
+    "refuse_optimizer",
+    "refuse_same_names",
+    "refuse_several_gpus",
+    "stands_for_some",
+    "unstorable",
+]

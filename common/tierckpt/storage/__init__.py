@@ -1,0 +1,1 @@
+"""Storage: bytes on this machine and in stores. No torch."""

@@ -1,0 +1,1 @@
+"""Files: durable writes, locks, mapped and unbuffered files."""

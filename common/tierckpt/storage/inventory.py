@@ -1,0 +1,333 @@
+"""Inventory before a restart: what is left, and where. `restoreplan` says which of it to use."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from tierckpt.config import PersistentConfig
+from tierckpt.errors import CorruptShardError, FormatError, NewerFormatError, TierckptError
+from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.local.pins import LocalPins, Pin
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory
+
+from .persistent import PersistentStore
+from .suspects import SuspectMarks, persistent_suspects
+
+AGENT = "agent"
+"""Level of what the agent of a node shows that is none of the job's any more, see `absent`."""
+LEVELS = ("memory", "local", "peer", AGENT, "persistent")
+"""Cheapest first."""
+FAR = frozenset((AGENT, "persistent"))
+"""Levels of which a shard has to be fetched; any rank may."""
+EVERYWHERE = "*"
+"""Host of what every node can read."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """One copy of one shard."""
+
+    level: str
+    host: str
+    where: str
+    """Path of the segment, directory of the store, address of the persistent one, or an agent."""
+    encoded: bool = False
+    """On the local level: modules have changed it."""
+    in_memory: bool = False
+    """Behind an agent: in a slot of its node, and not on its disk."""
+
+    @property
+    def mappable(self) -> bool:
+        """True when its bytes are there as soon as it is opened."""
+        return self.level not in FAR and not self.encoded
+
+
+@dataclass(frozen=True)
+class Found:
+    """A shard that some rank sees, by its manifest; its data was not looked at."""
+
+    key: ShardKey
+    place: Place
+    lineage: Lineage
+    life: str = ""
+    metric: float | None = None
+    """Of the version, in a local shard 0's manifest."""
+    complete: VersionId | None = None
+    """A version that was on all ranks' disks when this shard was taken."""
+    created_seconds: float | None = None
+    """When that was, by the clock of its rank; None where its manifest was not read."""
+    suspect: str = ""
+    """What its manifest, or a mark on the persistent level, says of replicas that differed."""
+
+
+@dataclass(frozen=True)
+class FoundParity:
+    """Parity that some rank sees, by its manifest."""
+
+    key: ParityKey
+    place: Place
+    lineage: Lineage
+    life: str
+    group: tuple[int, ...]
+    """The members' shard numbers, in the order of the ring."""
+    k: int
+    m: int
+
+
+class Problem(NamedTuple):
+    """Why something cannot be used, or seen."""
+
+    place: Place
+    why: str
+    newer: bool = False
+    """It is of a newer format."""
+    keys: tuple[ShardKey, ...] = ()
+    """What exists there by its name, though what its manifest says cannot be used."""
+
+    @staticmethod
+    def of(
+        place: Place, error: Exception, what: str = "", keys: tuple[ShardKey, ...] = ()
+    ) -> Problem:
+        """What `error` makes of it; `what` comes first, where the place says too little."""
+        why = str(error).removeprefix(f"{place.where}: ")  # errors of a store begin so
+        return Problem(place, f"{what}{why}", isinstance(error, NewerFormatError), keys)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What one rank sees."""
+
+    found: tuple[Found, ...]
+    problems: tuple[Problem, ...]
+    """Manifests that were read and cannot be used, and why."""
+    unseen: tuple[Problem, ...]
+    """What could not be looked at, be it a level or one manifest, and why."""
+    generation: int
+    """The newest generation seen, also in what is not restorable."""
+    host: str = ""
+    """The node's."""
+    token: str = ""
+    """Random; of rank 0's are made the name and the secret of the life that begins now."""
+    parities: tuple[FoundParity, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    """On this node's local level."""
+    suspects: tuple[tuple[VersionId, str], ...] = ()
+    """Versions that are marked as suspect on this node, and what the marks say."""
+
+    def plus(self, others: Iterable[Inventory]) -> Inventory:
+        """With what this rank was told of other nodes."""
+        all_ = [self, *others]
+        return replace(
+            self,
+            found=tuple(f for each in all_ for f in each.found),
+            problems=tuple(p for each in all_ for p in each.problems),
+            unseen=tuple(p for each in all_ for p in each.unseen),
+            parities=tuple(p for each in all_ for p in each.parities),
+            suspects=tuple(s for each in all_ for s in each.suspects),
+            generation=max(each.generation for each in all_),
+        )
+
+
+def take_inventory(
+    job: JobDirectory, store: LocalStore, host: str, persistent: PersistentConfig | None = None
+) -> Inventory:
+    """Look at memory and disk of this machine, and at the persistent level if it is given (one
+    rank's look is enough). Reads manifests only. What fails is told in `unseen`, whatever it is:
+    the other ranks wait for what this one saw."""
+    found: list[Found] = []
+    problems: list[Problem] = []
+    unseen: list[Problem] = []
+    keys: list[ShardKey] = []
+    parities: list[FoundParity] = []
+    pins: tuple[Pin, ...] = ()
+    suspects = dict[VersionId, str]()
+    with _told(Place("memory", host, str(job.path)), unseen):
+        look_at_memory(job, host, found, problems, unseen)
+        suspects |= SuspectMarks(job.path).all()
+    disk = Place("local", host, str(store.directory))
+    with _told(disk, unseen):
+        disk = replace(disk, where=str(store.directory.resolve()))
+        keys = look_at_local(store, disk, found, problems, unseen)
+    with _told(disk, unseen):
+        parities = look_at_parities(store, disk, problems, unseen)
+        pins = LocalPins(store.directory).pins()
+        suspects |= SuspectMarks(store.directory).all()
+    if persistent is not None and persistent.path:
+        with _told(Place("persistent", EVERYWHERE, persistent.path), unseen):
+            look_at_persistent(persistent, found, problems, unseen)
+    there = [*keys, *(f.key for f in found), *(p.key for p in parities)]
+    return Inventory(
+        tuple(found),
+        tuple(problems),
+        tuple(unseen),
+        max((key.id.generation for key in there), default=0),
+        host,
+        secrets.token_hex(24),
+        tuple(parities),
+        pins,
+        tuple(suspects.items()),
+    )
+
+
+def nothing_seen(host: str, error: Exception) -> Inventory:
+    """Of a rank that could not look at all."""
+    why = f"{type(error).__name__}: {error}"
+    unseen = Problem(Place("memory", host, f"node {host}"), why)
+    return Inventory((), (), (unseen,), 0, host, secrets.token_hex(24))
+
+
+@contextlib.contextmanager
+def _told(place: Place, unseen: list[Problem]) -> Iterator[None]:
+    """What is raised is one place that could not be seen; what was found there before counts."""
+    try:
+        yield
+    except Exception as error:
+        unseen.append(Problem.of(place, error, _kind_of(error)))
+
+
+def look_at_memory(
+    job: JobDirectory,
+    host: str,
+    found: list[Found],
+    problems: list[Problem],
+    unseen: list[Problem],
+) -> None:
+    """Add the slots of this machine."""
+    for path, m in job.sealed():
+        place = Place("memory", host, str(path))
+        seal = (m.lineage, m.life, None, m.complete, m.created_seconds)
+        found.append(Found(m.key, place, *seal, m.suspect))
+    for path, error in job.damaged():
+        told = unseen if isinstance(error, OSError) else problems
+        told.append(Problem.of(Place("memory", host, str(path)), error))
+
+
+def look_at_local(
+    store: LocalStore,
+    disk: Place,
+    found: list[Found],
+    problems: list[Problem],
+    unseen: list[Problem],
+) -> list[ShardKey]:
+    """Add the files of this machine; returns all that are named, readable or not."""
+    try:
+        keys = store.keys()
+    except NotADirectoryError:
+        return []  # said at attach; there is nothing in there
+    except OSError as error:
+        unseen.append(Problem.of(disk, error))
+        return []
+    for key in keys:
+        try:
+            manifest = Manifest.decode(store.read_manifest(key))
+            if manifest.key != key:
+                raise FormatError(f"the manifest of {key} says it is {manifest.key}")
+            if manifest.encoding and (base := manifest.encoding.base_of(key)) not in (None, *keys):
+                raise FormatError(f"{key} refers to {base}, which is not there")
+        except FileNotFoundError:
+            continue  # retired by an agent of the life before while we looked
+        except OSError as error:
+            unseen.append(Problem.of(replace(disk, where=f"{disk.where}/{key.stem}"), error))
+        except (CorruptShardError, FormatError) as error:
+            where = replace(disk, where=f"{disk.where}/{key.stem}")
+            problems.append(Problem.of(where, error, keys=(key,)))
+        else:
+            place = replace(disk, encoded=manifest.encoding is not None)
+            told = (manifest.lineage, manifest.life, manifest.metric, manifest.complete)
+            since = (manifest.created_seconds, manifest.suspect)
+            found.append(Found(key, place, *told, *since))
+    return keys
+
+
+def look_at_parities(
+    store: LocalStore, place: Place, problems: list[Problem], unseen: list[Problem]
+) -> list[FoundParity]:
+    """What this node keeps for the shards of others."""
+    found = []
+    try:
+        keys = store.parities()
+    except OSError:
+        return []  # said of the shards already
+    if keys:
+        from tierckpt.peer.parity_file import ParityManifest  # and with it numpy
+    for key in keys:
+        try:
+            record = ParityManifest.decode(store.read_manifest(key))
+            if record.key != key:
+                raise FormatError(f"the manifest of {key} says it is {record.key}")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            unseen.append(Problem.of(place, error, f"{key}: "))
+        except (CorruptShardError, FormatError) as error:
+            problems.append(Problem.of(place, error, f"{key}: ", (key,)))
+        else:
+            made = (record.lineage, record.life, record.group, record.k, record.m)
+            found.append(FoundParity(key, place, *made))
+    return found
+
+
+def look_at_persistent(
+    persistent: PersistentConfig,
+    found: list[Found],
+    problems: list[Problem],
+    unseen: list[Problem],
+) -> None:
+    """Add what the persistent level has. A version's manifest is there only when all shards are."""
+    place = Place("persistent", EVERYWHERE, persistent.path)
+    root = Path(persistent.path)
+    try:
+        absent = "://" not in persistent.path and not root.exists() and not root.parent.is_dir()
+    except OSError as error:  # a mount that is dead
+        unseen.append(Problem.of(place, error))
+        return
+    if absent:
+        why = f"{root.parent} is not there; make it, unless it should have been mounted"
+        unseen.append(Problem(place, why))
+        return
+    try:
+        store = PersistentStore(persistent.path, **persistent.options())
+    except Exception as error:  # on one rank alone, so that it must not end here
+        unseen.append(Problem.of(place, error, _kind_of(error)))
+        return
+    try:
+        suspects = persistent_suspects(store)
+        for name in store.versions():
+            keys = tuple(ShardKey(name.id, shard, name.shards) for shard in range(name.shards))
+            try:
+                manifest = store.read_manifest(name)
+                lineage = manifest.facts.lineage
+                if lacking := [base for base in manifest.bases if not store.exists(base)]:
+                    raise FormatError(f"it refers to {lacking[0]}, which is not there")
+            except FileNotFoundError as error:  # retired meanwhile
+                problems.append(Problem.of(place, error, f"{name}: "))
+            except OSError as error:
+                unseen.append(Problem.of(place, error, f"{name}: "))
+            except (CorruptShardError, FormatError) as error:
+                problems.append(Problem.of(place, error, f"{name}: ", keys))
+            else:
+                said = suspects.get(name, "")
+                found += [Found(key, place, lineage, name.life, suspect=said) for key in keys]
+        for name in store.obstructed():
+            why = f"{name}: a directory is in the place of its manifest"
+            unseen.append(Problem(place, why))
+    except FileNotFoundError:
+        pass  # nothing was ever flushed
+    except Exception as error:  # also a client's own: the other ranks wait for what is told here
+        unseen.append(Problem.of(place, error, _kind_of(error)))
+    finally:
+        with contextlib.suppress(Exception):
+            store.close()
+
+
+def _kind_of(error: Exception) -> str:
+    """Its name, where the text says too little without."""
+    told = isinstance(error, (OSError, ImportError, TierckptError))
+    return "" if told else f"{type(error).__name__}: "

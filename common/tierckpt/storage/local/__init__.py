@@ -1,0 +1,1 @@
+"""Local: the node-local level, its folder and its files."""

@@ -1,0 +1,134 @@
+"""What a claim's file says (see `claims`), and how it is looked at, whoever's it is. Standard
+library only."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pwd
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from tierckpt._host import host_id
+from tierckpt.storage.files import durable, file_lock
+from tierckpt.storage.files.regular_file import open_plain
+
+PREFIX = ".claim."
+MOST_BYTES = 1 << 16
+UNKNOWN = "a machine that it does not tell"
+GONE = frozenset({errno.ENOENT, errno.ESTALE})
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a claim's file says. What a later tierckpt adds is passed over."""
+
+    host: str = UNKNOWN
+    pid: int = 0
+    since_seconds: float = field(default_factory=time.time)
+    """Unix time."""
+    machine: str = ""
+    """And boot: where the kernel that keeps the lock is the same."""
+    launch: str = ""
+    """What the launcher calls what it started, for people; or empty."""
+    memory: str = ""
+    """Folder that has the job's slots on that machine."""
+    user: str = ""
+    job: str = ""
+    attempt: int = 0
+    starters: tuple[str, ...] = ()
+    """See `launch.Launch`: of the process that made the claim."""
+    everyone: tuple[str, ...] = ()
+    """Those of all ranks of its life."""
+
+    def encode(self) -> bytes:
+        """As the file has it."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(content: bytes) -> Claim:
+        """Raises ValueError, TypeError for what is none."""
+        values = json.loads(content)
+        known = {each.name: values[each.name] for each in fields(Claim) if each.name in values}
+        for name in ("starters", "everyone"):
+            known[name] = tuple(known.get(name, ()))
+        return Claim(**known)
+
+    def text(self) -> str:
+        """For people."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_seconds))
+        process = f"process {self.pid} on {self.host}" if self.pid else self.host
+        whose = f", of user {self.user}" if self.user else ""
+        return f"{process}{whose}, since {since}" + (
+            f", started by {self.launch}" if self.launch else ""
+        )
+
+
+def opened(path: Path) -> tuple[int, bool]:
+    """A descriptor, and whether it may be written to: another user's may perhaps only be read."""
+    how = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(path, os.O_RDWR | how), True
+    except OSError as error:
+        if error.errno not in durable.NO_RIGHT:
+            raise
+        return os.open(path, os.O_RDONLY | how), False
+
+
+def unreadable(path: Path) -> Claim | None:
+    """Somebody's, of whom no more is known than whose file it is; None where it is just gone."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return Claim()
+    return replace(Claim(), user=user_name(found.st_uid), since_seconds=found.st_mtime)
+
+
+def user_name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
+
+
+def is_claimed(directory: str | os.PathLike[str]) -> bool:
+    """Whether a living process has a claim there, as far as locks tell. Raises OSError. Not for the
+    directory that this process has claimed."""
+    for name in os.listdir(directory):
+        if name.startswith(PREFIX):
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(Path(directory, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    if not file_lock.free(fd):
+                        return True
+                finally:
+                    os.close(fd)
+    return False
+
+
+def memory_told(directory: str | os.PathLike[str]) -> set[Path]:
+    """Folders in this machine's memory of the jobs whose claims are here, dead ones' too. None in a
+    trainer's own process: the kernel drops its lock when it closes a claim that it has read."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in [] if file_lock.any_held() else os.listdir(directory):
+            if name.startswith(PREFIX):
+                with contextlib.suppress(OSError), open_plain(Path(directory, name)) as file:
+                    found |= memory_of(file.read(MOST_BYTES))
+    return found
+
+
+def memory_of(content: bytes) -> set[Path]:
+    """The folder that a claim's file tells of, if that is in this machine's memory."""
+    with contextlib.suppress(ValueError, TypeError):
+        claim = Claim.decode(content)
+        return {Path(claim.memory)} if claim.memory and claim.machine == host_id() else set()
+    return set()
+
+
+__all__ = ["Claim", "is_claimed", "memory_of", "memory_told", "opened", "unreadable", "user_name"]

@@ -1,0 +1,393 @@
+"""The `local` level's store: shard and parity files in one directory of a node-local file system.
+
+`<stem>.safetensors` is a shard, `<stem>.encoded` one that modules have changed, `<stem>.parity`
+parity; `<stem>.manifest` makes any of them exist. Every method that takes a key takes a ShardKey or
+a ParityKey, and does the same for both. What is true at every instant, also when the process is
+killed or the machine loses power:
+
+- a manifest is there only when its shard is complete and on the device;
+- names beginning with a dot are work in progress and are never data.
+
+Files retired by retention are kept for reuse (one of each kind), since overwriting an allocated
+file is measurably faster than growing a new one. Standard library only, so that the agent stays
+small. One writer per shard index and kind, any number of readers, all in any thread or process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierckpt import _faults
+from tierckpt.errors import CorruptShardError
+from tierckpt.format.ids import Key, ParityKey, ShardKey
+from tierckpt.storage.files import durable
+from tierckpt.storage.files.direct_file import LockedFile, unlocked
+from tierckpt.storage.files.regular_file import open_plain
+
+KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
+MANIFEST_SUFFIX = ".manifest"
+ENCODED_SUFFIX = ".encoded"
+"""In place of ShardKey's, when modules have changed the shard."""
+_NAMED = re.compile(rf"\.[{''.join(kind.LETTER for kind in KINDS)}](\d{{5,}})of")
+
+
+@dataclass(frozen=True)
+class CommitTimes:
+    """Where a commit's time went."""
+
+    write_seconds: float
+    """Opening, writing and fsync of the shard."""
+    commit_seconds: float
+    """Renames and the manifest."""
+    direct: bool
+    """True when the page cache was bypassed."""
+
+
+class LocalStore:
+    """See the module's text. Every method may raise OSError; nothing committed is then lost."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self._created = False
+
+    def create(self) -> None:
+        """Make the directory, durably, and what it is in; nothing when it was made, or found, and
+        is still there."""
+        if not self._created or not self.directory.is_dir():
+            durable.make(self.directory)
+            self._created = True
+
+    # --- writing -------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        key: ShardKey,
+        image: memoryview,
+        manifest: bytes,
+        still_sealed: Callable[[], bool] = lambda: True,
+    ) -> CommitTimes:
+        """Make the shard exist, durably. After an OSError it does not, and older ones still do.
+
+        `image` must not change meanwhile; its length is a multiple of PAGE_BYTES. `still_sealed` is
+        asked after the last byte was read: False means it did change, and is an OSError.
+        """
+        begin = time.perf_counter()
+        with self.draft(key, len(image)) as draft:
+            draft.write(image, 0)
+            return draft.finish(manifest, still_sealed, begin)
+
+    def commit_file(
+        self,
+        key: ShardKey,
+        image: Path,
+        manifest: bytes,
+        still_sealed: Callable[[], bool] = lambda: True,
+    ) -> CommitTimes:
+        """As `commit`, where the bytes are those of a file in this directory: it gets the shard's
+        name besides its own, and nothing is copied.
+
+        What other processes wrote to mappings of the file is made durable by fsync: nothing to do
+        on tmpfs; on DAX the kernel writes back the lines of the CPU's cache. That holds however
+        the file was mapped; flushing from user space, as libpmem does, would want the writer's
+        mapping to have been made with MAP_SYNC, and would save this process one system call.
+        """
+        begin = time.perf_counter()
+        with self.draft(key, image.stat().st_size, file=image) as draft:
+            return draft.finish(manifest, still_sealed, begin)
+
+    def draft(
+        self, key: ShardKey, nbytes: int = 0, encoded: bool = False, file: Path | None = None
+    ) -> Draft:
+        """Begin what `commit` does in one go: a file of `nbytes` that is written piece by piece.
+
+        An earlier one of this very key stops existing now: it could only be a try of ours. One that
+        a living process is at (an agent that was passed over, whose disk hangs) is left alone, and
+        is an OSError: two at once would take each other's files.
+        `encoded`: modules have changed the bytes; their number is told to `Draft.sync`. `file`: it
+        has the bytes already, and must not be written to.
+        """
+        return Draft(self, key, nbytes, encoded, file)
+
+    def retire(self, key: ShardKey, reuse: bool = True) -> None:
+        """Make the shard not exist; with `reuse`, its file is kept for that if none is yet."""
+        self._unlink(self._manifest(key))
+        self.sync_directory()  # before the data changes its name: never a manifest without data
+        spare, data = self._spare(key), self._data(key)
+        if data.exists():  # else it is somebody's: by a hard link, or another user's altogether
+            found = data.stat()
+            reuse = reuse and found.st_nlink == 1 and found.st_uid == os.geteuid()
+            reuse = reuse and unlocked(data)  # a life that hangs may have it open still
+        if not reuse or spare.exists():
+            self._unlink(data)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                self._rename(data, spare)
+
+    def drop_spare(self, shard: int) -> None:
+        """Remove the files that were kept for reuse."""
+        for kind in KINDS:
+            self._spare_of(kind, shard).unlink(missing_ok=True)
+
+    def clean(self, shard: int) -> list[str]:
+        """Remove what writers of `shard` and its parity left half-done when they were killed.
+
+        Returns the names. Files that a living writer (the agent of a trainer that was just killed)
+        still has open are locked, and left alone.
+        """
+        return [name for kind in KINDS for name in self._clean(kind, shard)]
+
+    def _clean(self, kind: type[ShardKey], shard: int) -> list[str]:
+        removed = []
+        mine = f"*.{kind.LETTER}{shard:05d}of*"
+        for path in self.directory.glob(f".{mine}"):
+            stem = path.name.removeprefix(".").removesuffix(".manifest.tmp")
+            if _has_writer(self._files(stem, kind)):
+                continue  # it is about to rename this manifest
+            if path != self._spare_of(kind, shard) and unlocked(path):
+                with contextlib.suppress(FileNotFoundError, PermissionError):
+                    path.unlink()
+                    removed.append(path.name)
+        found = [p for suffix in _suffixes(kind) for p in self.directory.glob(f"{mine}{suffix}")]
+        for path in found:
+            key = kind.parse(path.stem)
+            # In this order: a writer that lets go of the lock has made its manifest before.
+            if key and unlocked(path) and not os.path.lexists(self._manifest(key)):
+                with contextlib.suppress(FileNotFoundError, PermissionError):
+                    path.unlink()
+                    removed.append(path.name)
+        return removed
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def keys(self) -> list[ShardKey]:
+        """Every shard that exists here; an empty list when the directory does not."""
+        return self._keys(ShardKey)
+
+    def parities(self) -> list[ParityKey]:
+        """Every parity that exists here; an empty list when the directory does not."""
+        return self._keys(ParityKey)
+
+    def _keys(self, kind: type[Key]) -> list[Key]:
+        try:
+            names = os.listdir(self.directory)
+        except FileNotFoundError:
+            return []
+        keys = [
+            kind.parse(n.removesuffix(MANIFEST_SUFFIX))
+            for n in names
+            if n.endswith(MANIFEST_SUFFIX)
+        ]
+        return sorted(k for k in keys if k is not None)
+
+    def read_manifest(self, key: ShardKey) -> bytes:
+        """The manifest's bytes, unchecked."""
+        with open_plain(self._manifest(key)) as file:
+            return file.read()
+
+    def open_image(self, key: ShardKey) -> mmap.mmap:
+        """The bytes, mapped, unchecked; writes to the map stay private. Close it.
+
+        Raises CorruptShardError for an empty file, which cannot be mapped.
+        """
+        with open_plain(self._data(key)) as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise CorruptShardError(f"truncated: {self._data(key)} is empty")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def shards_named(self) -> set[int]:
+        """Numbers of all shards that something here is of, be it half-done or kept for reuse."""
+        try:
+            found = map(_NAMED.search, os.listdir(self.directory))
+        except FileNotFoundError:
+            return set()
+        return {int(match[1]) for match in found if match is not None}
+
+    def has(self, key: ShardKey) -> bool:
+        """True when it exists here."""
+        return self._manifest(key).exists()
+
+    def is_bare(self, key: ShardKey) -> bool:
+        """True when the manifest is here without the bytes: no operation of ours leaves that."""
+        return not self._data(key).exists() and self.has(key)
+
+    def read(self, key: ShardKey, offset: int, nbytes: int) -> bytes:
+        """A range of the bytes, unchecked; less where the file ends."""
+        with open_plain(self._data(key), buffering=0) as file:
+            return os.pread(file.fileno(), nbytes, offset)
+
+    # --- file operations, each with its fault point --------------------------------------------
+
+    def _data(self, key: ShardKey) -> Path:
+        """The bytes' file: the one that is there, or the one that would be."""
+        plain, *others = self._files(key.stem, type(key))
+        return next((path for path in others if path.exists()), plain)
+
+    def _files(self, stem: str, kind: type[ShardKey]) -> list[Path]:
+        """What the bytes' file may be called, `kind`'s own name first."""
+        return [self.directory / f"{stem}{suffix}" for suffix in _suffixes(kind)]
+
+    def _manifest(self, key: ShardKey) -> Path:
+        return self.directory / f"{key.stem}{MANIFEST_SUFFIX}"
+
+    def _spare(self, key: ShardKey) -> Path:
+        return self._spare_of(type(key), key.shard)
+
+    def _spare_of(self, kind: type[ShardKey], shard: int) -> Path:
+        return self.directory / f".spare.{kind.LETTER}{shard:05d}of"
+
+    def take_spare(self, shard: int, path: Path, kind: type[ShardKey] = ShardKey) -> None:
+        """Have a file that was kept for reuse, if there is one, at `path`, which is in here. One of
+        another user, who had the job before, is removed, where it can be: it is that one's room,
+        and may not be ours to write to."""
+        _faults.point("file", op="take_spare")
+        spare = self._spare_of(kind, shard)
+        with contextlib.suppress(FileNotFoundError):
+            if spare.lstat().st_uid == os.geteuid():
+                os.rename(spare, path)
+            else:
+                with contextlib.suppress(PermissionError):
+                    spare.unlink()
+
+    def _write_manifest(self, temp: Path, final: Path, content: bytes) -> None:
+        """Atomically and durably create `final`, after all names that were changed before.
+
+        A journal that makes the manifest's bytes durable makes those names so on the way: then the
+        folder's first sync finds nothing to do. In the other order it would be one commit more.
+        """
+        try:
+            _faults.point("file", op="open_manifest")
+            with temp.open("wb") as file:
+                durable.share(file.fileno(), self.directory)
+                _faults.point("file", op="write_manifest")
+                file.write(content)
+                file.flush()
+                _faults.point("file", op="fsync_manifest")
+                os.fsync(file.fileno())
+            self.sync_directory()
+            self._rename(temp, final)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temp.unlink(missing_ok=True)
+            raise
+        self.sync_directory()
+
+    def _rename(self, source: Path, target: Path) -> None:
+        _faults.point("file", op="rename", target=target.name)
+        os.rename(source, target)
+
+    def _unlink(self, path: Path) -> None:
+        _faults.point("file", op="unlink", target=path.name)
+        path.unlink(missing_ok=True)
+
+    def sync_directory(self) -> None:
+        """Make names in the folder durable. Raises OSError."""
+        _faults.point("file", op="fsync_directory")
+        durable.sync(self.directory)
+
+
+class Draft:
+    """A shard or parity that is being written; it exists once `commit` has returned.
+
+    Use it in a `with`: leaving that without a commit, or with a failed one, leaves nothing of it.
+    For one thread at a time. Every method may raise OSError.
+    """
+
+    def __init__(
+        self, store: LocalStore, key: ShardKey, nbytes: int, encoded: bool, file: Path | None
+    ) -> None:
+        """See `LocalStore.draft`."""
+        self._store, self._key, self._nbytes = store, key, nbytes
+        suffix = ENCODED_SUFFIX if encoded else key.SUFFIX
+        self._data, self._record = store.directory / f"{key.stem}{suffix}", store._manifest(key)
+        self._temp = store.directory / f".{key.stem}.tmp"
+        self._durable = self._exists = False
+        if _has_writer([self._temp, *store._files(key.stem, type(key))]):
+            raise BlockingIOError(f"another process is still writing {key}")
+        if self._record.exists():
+            store._unlink(self._record)
+            store.sync_directory()
+        if (other := store._data(key)) != self._data and other.exists():
+            store._unlink(other)  # a manifest must not find two files
+        try:
+            if file is None:
+                store.take_spare(key.shard, self._temp, type(key))
+            else:
+                # Renaming a name of a file to another name of it would do nothing.
+                self._data.unlink(missing_ok=True)
+                self._temp.unlink(missing_ok=True)
+                os.link(file, self._temp)
+            _faults.point("file", op="open")
+            self._file = LockedFile(self._temp)
+        except OSError:
+            self._remove()
+            raise
+
+    @property
+    def direct(self) -> bool:
+        """True while the page cache is bypassed."""
+        return self._file.direct
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if not self._exists:
+                self._remove()
+        finally:
+            self._file.close()
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Put `data` at `offset`. Goes past the page cache if both, and the memory, are aligned."""
+        self._file.write(data, offset)
+
+    def sync(self, nbytes: int | None = None) -> None:
+        """Make durable what was written: exactly `nbytes` (as told at the beginning, if not now),
+        whatever a reused file had more."""
+        self._file.sync(self._nbytes if nbytes is None else nbytes)
+        self._durable = True
+
+    def commit(self, manifest: bytes) -> None:
+        """Make it exist, durably."""
+        if not self._durable:
+            self.sync()
+        store = self._store
+        store._rename(self._temp, self._data)
+        temp = store.directory / f".{self._key.stem}.manifest.tmp"
+        store._write_manifest(temp, self._record, manifest)
+        self._exists = True
+
+    def finish(
+        self, manifest: bytes, still_sealed: Callable[[], bool], begin: float
+    ) -> CommitTimes:
+        """Sync and commit what is written; `begin` is when that was begun. See `LocalStore`."""
+        self.sync()
+        written = time.perf_counter()
+        if not still_sealed():
+            raise FileNotFoundError(f"the slot of {self._key} was refilled while it was written")
+        self.commit(manifest)
+        return CommitTimes(written - begin, time.perf_counter() - written, self.direct)
+
+    def _remove(self) -> None:
+        # The manifest goes first (it is there when the last fsync failed). The space is given back
+        # at once: the device may be full.
+        for path in (self._record, self._temp, self._data):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _has_writer(files: Iterable[Path]) -> bool:
+    """Whether a living process is at one of them."""
+    return any(file.exists() and not unlocked(file) for file in files)
+
+
+def _suffixes(kind: type[ShardKey]) -> tuple[str, ...]:
+    """Extensions that the bytes' file may have."""
+    return (kind.SUFFIX, ENCODED_SUFFIX) if kind is ShardKey else (kind.SUFFIX,)

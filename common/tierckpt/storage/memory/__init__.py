@@ -1,0 +1,1 @@
+"""Memory: shared memory that outlives a process, as slots."""

@@ -1,0 +1,378 @@
+"""The folder in the memory file system that has a job's slots, and the locks of who lives there.
+
+The `memory` level is the sealed slots themselves: they are files in a memory file system, so they
+outlive a process that is killed, and its successor finds them by name:
+
+    <shm_dir>/tierckpt-<uid>/<job>/r<rank>.<k>       a slot
+    <shm_dir>/tierckpt-<uid>/<job>/r<rank>.lock      held by the living trainer of that rank; says
+                                                     which process that is, where it looks for halt
+                                                     requests, and where its local level is
+    <shm_dir>/tierckpt-<uid>/<job>/seen.dead         since when other jobs have seen nobody alive
+
+Locks are POSIX record locks: the kernel drops them when the process dies, and forked children (a
+DataLoader's workers, which outlive a killed parent for seconds) do not inherit them. Whoever takes
+one holds the folder's gate for a moment, and whoever removes what nobody has locked has the gate
+to itself: nobody comes back to what is just being removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierckpt.errors import CorruptShardError, FormatError, TierckptError
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.files import file_lock, regular_file
+from tierckpt.storage.files.regular_file import plain
+
+from . import abandoned
+from .image_file import LINK_SUFFIX, remove_link
+from .slots import read_seal, remove_segment, seal_of
+
+
+class JobBusyError(TierckptError):
+    """Another living process is the same rank of the same job on this machine, or another job has
+    the local level's directory."""
+
+
+def job_id_of(path: str | os.PathLike[str]) -> str:
+    """The default job id: whoever writes to the same place is the same job, now or restarted."""
+    real = os.path.realpath(path)
+    slug = re.sub(r"[^A-Za-z0-9_.]+", "_", os.path.basename(real)) or "root"
+    return f"{slug[:40]}-{hashlib.sha256(os.fsencode(real)).hexdigest()[:12]}"
+
+
+def is_default_id(job: str) -> bool:
+    """Whether it looks like what `job_id_of` makes: who has it set no job_id."""
+    return re.fullmatch(r"[A-Za-z0-9_.]{1,40}-[0-9a-f]{12}", job) is not None
+
+
+@dataclass(frozen=True)
+class JobDirectory:
+    """The folder in the memory file system that holds one job's segments on this machine."""
+
+    root: Path
+    job: str
+    node: str = ""
+    """Set where several "nodes" share a machine: each has a memory of its own."""
+
+    @staticmethod
+    def at(shm_dir: str | os.PathLike[str], job: str, node: str = "") -> JobDirectory:
+        """The folder of `job` under `shm_dir`, private to this user."""
+        # Absolute: agents work in another directory.
+        return JobDirectory(Path(os.path.abspath(shm_dir)) / f"tierckpt-{os.getuid()}", job, node)
+
+    @property
+    def path(self) -> Path:
+        """Where the segments are."""
+        return self.root / (f"{self.job}@{self.node}" if self.node else self.job)
+
+    def create(self) -> None:
+        """Make the folder, readable by this user alone."""
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        if self.root.stat().st_uid != os.getuid():
+            raise PermissionError(
+                f"{self.root} belongs to another user; set shm_dir to another place"
+            )
+        self.path.mkdir(mode=0o700, exist_ok=True)
+
+    def lock_rank(
+        self,
+        rank: int,
+        patience_seconds: float = 15.0,
+        on_wait: Callable[[str], None] = lambda text: None,
+        watches: Sequence[str] = (),
+        local: str = "",
+    ) -> int:
+        """Become the living trainer of `rank`; returns a descriptor for `unlock_rank`. `watches`:
+        directories in which it looks for halt requests; see `watched`. `local`: see `last_local`.
+
+        A predecessor that was killed a moment ago may take the kernel some time to tear down, so
+        this waits `patience_seconds` before it raises JobBusyError; `on_wait` is told, once. Raises
+        OSError for what is no file, and where the folder cannot be had.
+        """
+        path = self.lock_path(rank)
+        if file_lock.held_here(path):
+            raise JobBusyError(
+                f"this process has a checkpointer for rank {rank} of job {self.job!r} already. One "
+                "for all optimizers of a job: optimizer={'name': ..., 'other name': ...} (Horovod: "
+                "horovod_ckpt.install with all that hvd.DistributedOptimizer returned); or close "
+                "the other one first, or give this one another path"
+            )
+        deadline, told = time.monotonic() + patience_seconds, False
+        while True:
+            self.create()
+            try:
+                fd = take_lock(path)
+            except FileNotFoundError:  # whoever had the folder before has just removed it
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            if fd is not None:
+                break
+            owner = path.read_text(errors="replace").partition("\n")[0].strip() or "unknown"
+            if time.monotonic() > deadline:
+                raise self._busy(rank, owner)
+            if not told:
+                told = True
+                text = f"rank {rank} of job {self.job!r} still runs on this machine (process"
+                on_wait(f"{text} {owner}): waiting {patience_seconds:g} s for its end, at most")
+            time.sleep(0.05)
+        file_lock.hold(path)
+        with contextlib.suppress(OSError):
+            abandoned.forget(self.path)
+        with contextlib.suppress(OSError):  # it has its place all the same
+            lines = (str(os.getpid()), json.dumps(list(watches)), json.dumps(local))
+            os.pwrite(fd, "\n".join(lines).encode(), 0)
+        return fd
+
+    def unlock_rank(self, rank: int, fd: int) -> None:
+        """The inverse of `lock_rank`."""
+        file_lock.let_go(self.lock_path(rank))
+        os.close(fd)
+
+    def _busy(self, rank: int, owner: str) -> JobBusyError:
+        return JobBusyError(
+            f"rank {rank} of job {self.job!r} is already running on this machine (process "
+            f"{owner}). Two jobs cannot write to one path: give this one another path, and another "
+            "job_id where that is set, which they cannot share either."
+        )
+
+    def segments(self) -> list[Path]:
+        """Files of all slots of this job, of any rank."""
+        return sorted(p for p in _listdir(self.path) if re.fullmatch(r"r\d{5,}\.\d+", p.name))
+
+    def images(self) -> set[Path]:
+        """Images of this job's slots that are files elsewhere, whether they are there or not."""
+        return {link.resolve() for link in _links(self.path)}
+
+    def slot_path(self, rank: int, index: int) -> Path:
+        """File of slot `index` of `rank`."""
+        return self.path / f"r{rank:05d}.{index}"
+
+    def lock_path(self, rank: int) -> Path:
+        """File that the living trainer of `rank` holds locked."""
+        return self.path / f"r{rank:05d}.lock"
+
+    def sealed(self) -> Iterator[tuple[Path, Manifest]]:
+        """Every sealed slot of this job on this machine."""
+        for path in self.segments():
+            manifest = read_seal(path)
+            if manifest is not None:
+                yield path, manifest
+
+    def damaged(self) -> Iterator[tuple[Path, CorruptShardError | FormatError | OSError]]:
+        """Every slot that says it is sealed and whose manifest cannot be read, and why; OSError for
+        one that cannot tell."""
+        for path in self.segments():
+            try:
+                seal_of(path)
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except (CorruptShardError, FormatError, OSError) as error:
+                yield path, error
+
+    def alive(self) -> bool:
+        """True while any trainer or agent of this job lives."""
+        return any(not _path_lockable(p) for p in _listdir(self.path) if not p.is_symlink())
+
+    def trains(self) -> bool:
+        """True while any trainer of this job lives; its agent alone changes no slot."""
+        return any(not _path_lockable(path) for path in self._rank_locks())
+
+    def watched(self) -> set[str]:
+        """Directories in which living trainers of this job look for halt requests. Not those of
+        this process: the kernel drops its lock when it closes a file of that name."""
+        found = set[str]()
+        for path in self._rank_locks():
+            if not (file_lock.held_here(path) or _path_lockable(path)):
+                # None of this tierckpt's need not say so.
+                with contextlib.suppress(FileNotFoundError, ValueError, IndexError):
+                    found.update(json.loads(path.read_text().split("\n")[1]))
+        return found
+
+    def last_local(self, rank: int) -> str | None:
+        """Where the trainer that had this rank here last had its local level; empty where it had
+        none, None where nothing tells. Good before `lock_rank`, which says it of this one."""
+        path = self.lock_path(rank)
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            told = (
+                None if file_lock.held_here(path) else json.loads(path.read_text().split("\n")[2])
+            )
+            return told if isinstance(told, str) else None
+        return None
+
+    def _rank_locks(self) -> list[Path]:
+        return [p for p in _listdir(self.path) if re.fullmatch(r"r\d{5,}\.lock", p.name)]
+
+    def lives(self, rank: int) -> bool:
+        """True while a trainer of that rank does, on this machine."""
+        return not _path_lockable(self.lock_path(rank))
+
+    def dead_seconds(self) -> float:
+        """So long nobody has been seen to live here, as far as that can be told; see `deathwatch`.
+        Who asks has the gate, and has just seen it."""
+        with contextlib.suppress(OSError):  # memory is full: nothing is lost by waiting
+            return abandoned.dead_seconds(self.path)
+        return 0.0
+
+    def remove(self) -> None:
+        """Delete the folder and all files in it."""
+        for path in _listdir(self.path):  # in this order a slot goes before its link
+            if path.is_symlink():
+                remove_link(path)
+            else:
+                regular_file.remove(path)
+        self.remove_if_unused()
+
+    def remove_surplus(self, ranks: Collection[int], slots: int) -> bool:
+        """Delete segments that a life with these `ranks` on this machine, and so many `slots` for
+        each, will never use: other ranks', and those beyond. False when an agent still reads one.
+
+        One of `ranks` that lives no more, from just now, has left there what its successor needs.
+        """
+        done = True
+        with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
+            for path in self.segments():
+                rank, index = rank_of(path.name), int(path.name.partition(".")[2])
+                if index < slots and (rank in ranks or self.lives(rank)):
+                    continue
+                if _path_lockable(path):
+                    remove_segment(path)
+                else:
+                    done = False
+        return done
+
+    def remove_orphans(self) -> None:
+        """Delete segments and locks of ranks that no living trainer on this machine is (the life
+        before had more ranks, or had them elsewhere), and what agents left that were killed."""
+        with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
+            paths = {*self.segments(), *(link.with_suffix("") for link in _links(self.path))}
+            locks = {path for path in _listdir(self.path) if path.suffix == ".lock"}
+            agents = {lock for lock in locks if lock.name.startswith("agent")}
+            for rank in {rank_of(path.name) for path in (*paths, *(locks - agents))}:
+                if not self.lives(rank):
+                    for path in (path for path in paths if rank_of(path.name) == rank):
+                        remove_segment(path)
+                    regular_file.remove(self.lock_path(rank))
+            for lock in agents:
+                if _path_lockable(lock):
+                    lock.with_suffix(".socket").unlink(missing_ok=True)
+                    regular_file.remove(lock)
+
+    def remove_if_unused(self) -> None:
+        """Delete the folder unless somebody else still has something in it."""
+        for path in (self.path, self.root):
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    def others(self) -> list[JobDirectory]:
+        """Folders of this user's other jobs."""
+        return [each for each in _jobs_in(self.root) if each.path != self.path]
+
+    def remove_dead_jobs(self, linger_seconds: float) -> list[str]:
+        """Delete other jobs' segments when nobody of the job lives, and none did since another job
+        saw that so long ago (`deathwatch`). What is there may be the only copy: of an age by the
+        time of day, which somebody may have set, nothing is removed."""
+        removed = []
+        for other in self.others():
+            with contextlib.suppress(FileNotFoundError), _gate(other.path, fcntl.LOCK_EX):
+                if other.alive():
+                    with contextlib.suppress(OSError):
+                        abandoned.forget(other.path)
+                elif other.dead_seconds() >= linger_seconds:
+                    other.remove()
+                    removed.append(other.job)
+        return removed
+
+
+def jobs_at(shm_dir: str | os.PathLike[str]) -> list[JobDirectory]:
+    """Folders of all of this user's jobs under `shm_dir`."""
+    return _jobs_in(JobDirectory.at(shm_dir, "").root)
+
+
+def _jobs_in(root: Path) -> list[JobDirectory]:
+    return [JobDirectory(root, path.name) for path in _listdir(root) if path.is_dir()]
+
+
+def take_lock(path: Path) -> int | None:
+    """Make and lock the file, with this process's id in it, until the descriptor is closed.
+
+    None when another process holds it. Raises FileNotFoundError when the folder is gone, OSError
+    for what is no file, a link included.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with _gate(path.parent, fcntl.LOCK_SH) as folder:
+        while True:
+            try:
+                fd = plain(os.open(path.name, flags, 0o600, dir_fd=folder), path)
+            except OSError as error:
+                error.filename = str(path)  # opened by its name in the folder
+                raise
+            if not file_lock.try_lock(fd):
+                os.close(fd)
+                return None
+            # Its last owner may have removed the file between our open and our lock.
+            if os.fstat(fd).st_nlink:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, str(os.getpid()).encode(), 0)
+                return fd
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _gate(folder: Path, how: int) -> Iterator[int]:
+    """Hold the folder itself locked, LOCK_SH or LOCK_EX, after waiting for it; gives a descriptor.
+
+    Raises FileNotFoundError when the folder is gone.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, how)
+        if not os.fstat(fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        yield fd
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing would not do: a child may have been forked
+        os.close(fd)
+
+
+def rank_of(name: str) -> int:
+    """Whose slot has that name."""
+    return int(name[1:].partition(".")[0])
+
+
+def _path_lockable(path: Path) -> bool:
+    if file_lock.held_here(path):
+        return False
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        # Nobody locks what is no file; the last is a socket.
+        if error.errno in (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            return True
+        raise
+    try:
+        return file_lock.lockable(fd)
+    finally:
+        os.close(fd)
+
+
+def _listdir(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _links(path: Path) -> list[Path]:
+    return [p for p in _listdir(path) if p.name.endswith(LINK_SUFFIX) and p.is_symlink()]

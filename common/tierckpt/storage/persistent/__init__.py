@@ -1,0 +1,43 @@
+"""The `persistent` level: versions that outlive nodes, allocations and machines.
+
+    store = PersistentStore("s3://bucket/prefix")            # or a directory
+    store.flush(name, facts, sources, Pace(...))             # each node's agent, its own shards
+    store.versions(); store.read_manifest(name)              # anybody, anywhere
+    store.open_shard(name, 3).read(offset, nbytes)
+
+Standard library and xxhash only; fsspec is imported for URLs. DESIGN.md tells why it is so,
+FORMAT.md what is written.
+"""
+
+from tierckpt.core.retention import Held, RetentionPolicy, retirable
+from tierckpt.format.version_names import VersionName
+from tierckpt.format.version_records import VersionFacts, VersionManifest
+
+from .errors import FlushCancelledError, LeaseHeldError, PersistentError
+from .lease import Lease
+from .rate_limit import Pace, Throttle, Turns
+from .retry import RetryPolicy
+from .shard_groups import ShardSource
+from .shard_reader import ShardReader
+from .store import FlushResult, PersistentStore
+
+__all__ = [
+    "FlushCancelledError",
+    "FlushResult",
+    "Held",
+    "Lease",
+    "LeaseHeldError",
+    "Pace",
+    "PersistentError",
+    "PersistentStore",
+    "RetentionPolicy",
+    "RetryPolicy",
+    "ShardReader",
+    "ShardSource",
+    "Throttle",
+    "Turns",
+    "VersionFacts",
+    "VersionManifest",
+    "VersionName",
+    "retirable",
+]

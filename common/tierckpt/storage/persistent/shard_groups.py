@@ -1,0 +1,362 @@
+"""How the shards of a version lie in files: shared ones, or one per writer and group.
+
+Both leave, with every shard, a record that is durable only after the shard is; whoever sees valid
+records of a whole group knows that the group is durable, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.version_names import (
+    SHARDS,
+    Groups,
+    SharedPlaces,
+    VersionName,
+    parse_run,
+    run_name,
+)
+from tierckpt.format.version_records import ShardRecord, decode_shards, encode_shards
+
+from .backend import WINDOW_BYTES, Backend
+from .errors import FlushCancelledError, PersistentError
+
+FOOTER_BYTES = 1 << 16
+"""So much of a file's end is read at first, in the hope that all records are in it."""
+
+_TAIL = b"TCKPPART"
+
+
+class Source(Protocol):
+    """One shard to be stored, window by window."""
+
+    @property
+    def shard(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def most_bytes(self) -> int:
+        """A bound on its length."""
+        ...
+
+    def windows(self) -> Iterator[memoryview]:
+        """All of it, from the beginning at every call; each window is at most WINDOW_BYTES long and
+        valid until the next is asked for."""
+        ...
+
+    @property
+    def still_sealed(self) -> Callable[[], bool]:
+        """Asked after the last window; False means that what was read had changed."""
+        ...
+
+    @property
+    def manifest(self) -> bytes:
+        """What is stored with it; asked for after the last window."""
+        ...
+
+    @property
+    def base(self) -> VersionName | None:
+        """The version that it refers to, which must not go while it is there; as `manifest`."""
+        ...
+
+    def is_stored_as(self, record: ShardRecord) -> bool:
+        """True when what an earlier try left is the same."""
+        ...
+
+
+@dataclass(frozen=True)
+class ShardSource:
+    """A shard in memory. That belongs to the caller and must not change meanwhile."""
+
+    shard: int
+    image: memoryview
+    manifest: bytes
+    still_sealed: Callable[[], bool] = lambda: True
+    """See `Source.still_sealed`."""
+    base: VersionName | None = None
+    """None: it refers to nothing."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Its length."""
+        return len(self.image)
+
+    def windows(self) -> Iterator[memoryview]:
+        """See `Source.windows`."""
+        for offset in range(0, len(self.image), WINDOW_BYTES):
+            with self.image[offset : offset + WINDOW_BYTES] as window:
+                yield window
+
+    def is_stored_as(self, record: ShardRecord) -> bool:
+        """See `Source.is_stored_as`."""
+        return (record.manifest, record.nbytes) == (self.manifest, len(self.image))
+
+
+class Parts(Protocol):
+    """Where a version's shards are, while it is being made."""
+
+    def runs(self, shards: Sequence[int]) -> Iterator[range]:
+        """Cut a writer's shards into what `write` takes at once."""
+        ...
+
+    def write(self, sources: Sequence[Source], pace: Callable[[int], None]) -> int:
+        """Make one run's shards durable, then their records; returns the shards' bytes."""
+        ...
+
+    def stored(self, run: range) -> dict[int, ShardRecord]:
+        """What is durable of a run, by shard: what an earlier try of its writer left."""
+        ...
+
+    def whole(self, group: int) -> dict[int, ShardRecord] | None:
+        """Every shard's record, in files that are as long as these say; None when any lacks."""
+        ...
+
+
+def parts_of(
+    backend: Backend, name: VersionName, groups: Groups, largest_bytes: int, read_back: bool
+) -> Parts:
+    """Shared files where the backend has them, else one part per writer and group."""
+    if backend.shared_writes:
+        return SharedParts(backend, name, groups, largest_bytes, read_back)
+    return OwnParts(backend, name, groups, read_back)
+
+
+class Stream:
+    """One pass over a shard's bytes: paced, and hashed on the way."""
+
+    def __init__(self, source: Source, pace: Callable[[int], None]) -> None:
+        self.source, self._pace = source, pace
+        self.nbytes, self.digest = 0, ""
+        """Of all windows, once they were all asked for."""
+
+    def windows(self) -> Iterator[memoryview]:
+        """The shard, window by window; from the beginning at every call."""
+        found, nbytes = xxhash.xxh3_128(), 0
+        for window in self.source.windows():
+            self._pace(len(window))
+            found.update(window)
+            nbytes += len(window)
+            if nbytes > self.source.most_bytes:  # the next place is another writer's
+                raise RuntimeError(f"shard {self.source.shard} is longer than was announced")
+            yield window
+        if not self.source.still_sealed():
+            raise FlushCancelledError(
+                f"the slot of shard {self.source.shard} was refilled while it was written"
+            )
+        self.nbytes, self.digest = nbytes, found.hexdigest()
+
+    def record(self, file: str, offset: int) -> ShardRecord:
+        """Says that all that was asked for is there."""
+        s = self.source
+        base = s.base.stem if s.base else ""
+        return ShardRecord(s.shard, file, offset, self.nbytes, self.digest, s.manifest, base)
+
+
+def check_stored(backend: Backend, path: str, offset: int, nbytes: int, digest: str) -> None:
+    """Read stored bytes back. Raises CorruptShardError when they are not those of `digest`."""
+    found, end = xxhash.xxh3_128(), offset + nbytes
+    for begin in range(offset, end, WINDOW_BYTES):
+        found.update(backend.read(path, begin, min(WINDOW_BYTES, end - begin)))
+    if found.hexdigest() != digest:
+        raise CorruptShardError(
+            f"{backend.url}/{path}: bytes {offset} to {end} differ from their checksum"
+        )
+
+
+class SharedParts:
+    """One file per group, which all its writers fill at once, each its own shards' places.
+
+    (That places follow from a rule, and files are fewer than tasks, is SIONlib's idea.)
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        name: VersionName,
+        groups: Groups,
+        largest_bytes: int,
+        read_back: bool = False,
+    ) -> None:
+        self._backend, self._name, self._groups = backend, name, groups
+        self._largest_bytes, self._read_back = largest_bytes, read_back
+
+    def runs(self, shards: Sequence[int]) -> Iterator[range]:
+        """Shard by shard: each has a place and a record of its own."""
+        return (range(s, s + 1) for s in sorted(set(shards)))
+
+    def write(self, sources: Sequence[Source], pace: Callable[[int], None]) -> int:
+        """See `Parts.write`."""
+        return sum(self._write_one(source, pace) for source in sources)
+
+    def _write_one(self, source: Source, pace: Callable[[int], None]) -> int:
+        file, index, places = self._place(source.shard)
+        path = f"{self._name.stem}/{file}"
+        offset, url = places.image_offset(index), f"{self._backend.url}/{path}"
+        if source.most_bytes > places.largest_bytes:
+            raise _no_room(url, source, f"{source.most_bytes} bytes", places)
+        stream = Stream(source, pace)
+        self._backend.write_at(path, offset, stream.windows)
+        if self._read_back:
+            check_stored(self._backend, path, offset, stream.nbytes, stream.digest)
+        text = encode_shards("shard", [stream.record(file, offset)])
+        if len(text) > places.record_bytes:
+            raise _no_room(url, source, f"a record of {len(text)} bytes", places)
+        text = text.ljust(places.record_bytes, b"\0")
+        self._backend.write_at(path, places.record_offset(index), lambda: iter([memoryview(text)]))
+        return stream.nbytes
+
+    def stored(self, run: range) -> dict[int, ShardRecord]:
+        """See `Parts.stored`: one small read a shard."""
+        found = {}
+        for shard in run:
+            file, index, places = self._place(shard)
+            path = f"{self._name.stem}/{file}"
+            try:
+                area = self._backend.read(path, places.record_offset(index), places.record_bytes)
+            except FileNotFoundError:
+                continue
+            record = _only(area)
+            if record and record.shard == shard:
+                found[shard] = record
+        return found
+
+    def whole(self, group: int) -> dict[int, ShardRecord] | None:
+        """See `Parts.whole`: one read of the table at the file's beginning."""
+        members = self._groups.members(group)
+        file, _, places = self._place(members[0])
+        path = f"{self._name.stem}/{file}"
+        try:
+            table = self._backend.read(path, 0, places.record_offset(len(members)))
+            size = self._backend.size(path)
+        except FileNotFoundError:
+            return None
+        found = {}
+        for index, shard in enumerate(members):
+            begin = places.record_offset(index)
+            record = _only(table[begin : begin + places.record_bytes])
+            if not record or record.shard != shard or record.offset + record.nbytes > size:
+                return None
+            found[shard] = record
+        return found
+
+    def _place(self, shard: int) -> tuple[str, int, SharedPlaces]:
+        """File, index in it, and the file's arithmetic."""
+        group = self._groups.of(shard)
+        members = self._groups.members(group)
+        places = SharedPlaces(len(members), self._largest_bytes)
+        return f"{self._groups.label(group)}{SHARDS}", members.index(shard), places
+
+
+def _no_room(url: str, source: Source, what: str, places: SharedPlaces) -> PersistentError:
+    return PersistentError(
+        f"{url}: shard {source.shard} has {what}; its place was made for {places.largest_bytes}: "
+        "largest_bytes must be the maximum over all ranks for this very version",
+        url,
+        transient=False,
+    )
+
+
+def _only(area: bytes) -> ShardRecord | None:
+    """The record in its area of the table; None when it was not, or not wholly, written."""
+    try:
+        (record,) = decode_shards("shard", area).values()
+    except (CorruptShardError, FormatError, ValueError):
+        return None
+    return record
+
+
+class OwnParts:
+    """One object per writer and group: its shards one after the other, their records at the end.
+
+    An object that is there is complete, so it needs no other sign.
+    """
+
+    def __init__(
+        self, backend: Backend, name: VersionName, groups: Groups, read_back: bool = False
+    ) -> None:
+        self._backend, self._name, self._groups = backend, name, groups
+        self._read_back = read_back
+
+    def runs(self, shards: Sequence[int]) -> Iterator[range]:
+        """Consecutive shards of one group."""
+        return self._groups.runs(shards)
+
+    def write(self, sources: Sequence[Source], pace: Callable[[int], None]) -> int:
+        """See `Parts.write`."""
+        ordered = sorted(sources, key=lambda s: s.shard)
+        file = self._file(range(ordered[0].shard, ordered[-1].shard + 1))
+        path = f"{self._name.stem}/{file}"
+        records: list[ShardRecord] = []
+
+        def content() -> Iterator[memoryview]:
+            records.clear()
+            offset = 0
+            for source in ordered:
+                stream = Stream(source, pace)
+                yield from stream.windows()
+                records.append(stream.record(file, offset))
+                offset += stream.nbytes
+            yield memoryview(_footer(records))
+
+        self._backend.discard(path)  # an upload of ours that was cut short by a kill
+        about = sum(s.most_bytes + s.most_bytes // 8192 + 4096 for s in ordered)
+        self._backend.put(path, content, about)
+        if self._read_back:
+            try:
+                for r in records:
+                    check_stored(self._backend, path, r.offset, r.nbytes, r.digest)
+            except CorruptShardError:
+                self._backend.delete(path)
+                raise
+        return sum(r.nbytes for r in records)
+
+    def stored(self, run: range) -> dict[int, ShardRecord]:
+        """See `Parts.stored`: the end of the run's object."""
+        try:
+            return self._records(self._file(run)) or {}
+        except FileNotFoundError:
+            return {}
+
+    def whole(self, group: int) -> dict[int, ShardRecord] | None:
+        """See `Parts.whole`. The names in the group's folder say whether anything lacks; only then
+        are the objects' ends read."""
+        label, members = self._groups.label(group), set(self._groups.members(group))
+        runs = [parse_run(n) for n in self._backend.sizes(f"{self._name.stem}/{label}")]
+        if not members <= {shard for run in runs if run for shard in run}:
+            return None
+        found: dict[int, ShardRecord] = {}
+        for run in sorted((r for r in runs if r), key=lambda r: (r.start, r.stop)):
+            found.update(self.stored(run))
+        return found if set(found) == members else None
+
+    def _file(self, run: range) -> str:
+        return f"{self._groups.label(self._groups.of(run[0]))}/{run_name(run)}"
+
+    def _records(self, file: str) -> dict[int, ShardRecord] | None:
+        """What the end of an object says; None when that is not what it should be."""
+        path = f"{self._name.stem}/{file}"
+        size = self._backend.size(path)
+        guess = min(size, FOOTER_BYTES)
+        tail = self._backend.read(path, size - guess, guess)
+        nbytes = int.from_bytes(tail[-16:-8], "little") + 16
+        if tail[-8:] != _TAIL or nbytes > size:
+            return None
+        if nbytes > guess:
+            tail = self._backend.read(path, size - nbytes, nbytes)
+        try:
+            found = decode_shards("shard", tail[-nbytes:-16])
+        except (CorruptShardError, FormatError):
+            return None
+        fits = all(r.offset + r.nbytes + nbytes <= size for r in found.values())
+        return found if fits else None
+
+
+def _footer(records: Sequence[ShardRecord]) -> bytes:
+    text = encode_shards("shard", records)
+    return text + len(text).to_bytes(8, "little") + _TAIL

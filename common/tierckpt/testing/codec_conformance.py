@@ -1,0 +1,140 @@
+"""What every module must satisfy (`tierckpt.codecs.codec.Module`)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from tierckpt.codecs.codec import Module, ModuleError, Where
+from tierckpt.errors import CorruptShardError
+
+PLACE = Where("job", "5eed", 1, 8, 0, 2, 3)
+"""Where the blocks of these tests are; item sizes vary."""
+MOST_GROWTH = 1 << 26
+"""Of a damaged block, however small, no more bytes than this may come."""
+
+
+def noise(nbytes: int) -> bytes:
+    """Bytes that nothing compresses; the same every time."""
+    return hashlib.shake_128(b"noise").digest(nbytes)
+
+
+BLOCKS = {
+    "nothing": b"",
+    "one byte": b"\x07",
+    "odd": noise(12_345),
+    "noise": noise(1 << 19),
+    "zeros": bytes(1 << 19),
+    "numbers": b"".join((1000 + i % 91).to_bytes(4, "little") for i in range(1 << 17)),
+}
+
+
+class ModuleConformance:
+    """Subclass it and say how to make the module; pytest finds the rest."""
+
+    def make_module(self) -> Module:
+        """A new one, with parameters that differ from the defaults, if it has any."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def module(self) -> Module:
+        """The module under test."""
+        return self.make_module()
+
+    @pytest.fixture(params=BLOCKS)
+    def block(self, request: pytest.FixtureRequest) -> bytes:
+        """One of many contents."""
+        return BLOCKS[request.param]
+
+    @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8, 16])
+    def test_what_was_encoded_is_decoded_to_the_byte(
+        self, module: Module, block: bytes, item_bytes: int
+    ) -> None:
+        """Also by another instance, which knows the public parameters only, and not the items."""
+        stored = bytes(module.encode(memoryview(block), replace(PLACE, item_bytes=item_bytes)))
+        reader = type(module)(**module.parameters())
+        assert bytes(reader.decode(memoryview(stored), PLACE)) == block
+        assert bytes(module.decode(stored, PLACE)) == block
+
+    def test_it_is_not_empty_and_not_longer_than_promised(
+        self, module: Module, block: bytes
+    ) -> None:
+        """Length 0 has a meaning of its own, and places are made before lengths are known."""
+        stored = module.encode(block, PLACE)
+        assert 0 < len(stored) <= len(block) + module.most_extra_bytes
+
+    def test_the_block_belongs_to_the_caller(self, module: Module) -> None:
+        """Neither changed, nor kept: it is overwritten at once."""
+        content = BLOCKS["numbers"]
+        buffer = bytearray(content)
+        with memoryview(buffer) as view:
+            stored = bytes(module.encode(view, PLACE))
+        assert buffer == content
+        buffer[:] = bytes(len(buffer))
+        assert bytes(module.decode(stored, PLACE)) == content
+
+    def test_parameters_are_public_and_fit_into_a_manifest(self, module: Module) -> None:
+        """And a name, by which settings call it."""
+        found = dict(module.parameters())
+        assert json.loads(json.dumps(found)) == found
+        assert module.name
+        assert not set(module.name) & set(" ,=")
+
+    def test_threads_may_share_it(self, module: Module) -> None:
+        """Each gets its own block back."""
+        contents = [noise(1000 + i) * 20 for i in range(32)]
+
+        def there_and_back(content: bytes) -> bytes:
+            return bytes(module.decode(module.encode(content, PLACE), PLACE))
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(there_and_back, contents)) == contents
+
+    def test_damage_is_no_disaster(self, module: Module) -> None:
+        """Told, or something harmless comes out; nothing else is raised, and memory is bounded."""
+        stored = bytes(module.encode(BLOCKS["numbers"], PLACE))
+        chance = random.Random(0)
+        for _ in range(200):
+            damaged = bytearray(stored)
+            if chance.random() < 0.3:
+                del damaged[chance.randrange(1, len(damaged)) :]
+            for _ in range(chance.randrange(1, 4)):
+                damaged[chance.randrange(min(len(damaged), 64))] ^= 1 << chance.randrange(8)
+            with contextlib.suppress(CorruptShardError):
+                assert len(module.decode(bytes(damaged), PLACE)) <= MOST_GROWTH
+
+    def test_what_says_that_it_hides_is_tested_for_it(self, module: Module) -> None:
+        """Encryption has to pass `HidingConformance`, too."""
+        assert module.hides == isinstance(self, HidingConformance)
+
+
+class HidingConformance(ModuleConformance):
+    """What encryption must satisfy besides."""
+
+    def test_what_hides_hides(self, module: Module) -> None:
+        """The same block twice is stored in two ways, neither of which has anything of it, and is
+        good for its own place only; any change is told."""
+        content = BLOCKS["numbers"]
+        once, again = (bytes(module.encode(content, PLACE)) for _ in range(2))
+        assert once != again
+        assert not any(content[i : i + 8] in once for i in range(0, 4096, 8))
+        for place in (
+            replace(PLACE, index=4),
+            replace(PLACE, shard=1),
+            replace(PLACE, version=9),
+            replace(PLACE, life="5eee"),
+            replace(PLACE, job="another"),
+        ):
+            with pytest.raises((CorruptShardError, ModuleError)):
+                module.decode(once, place)
+        for at in (0, len(once) // 2, len(once) - 1):
+            changed = bytearray(once)
+            changed[at] ^= 1
+            with pytest.raises(CorruptShardError):
+                module.decode(bytes(changed), PLACE)

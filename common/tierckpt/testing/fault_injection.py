@@ -1,0 +1,18 @@
+"""Fault injection in this process; for another one, set `TIERCKPT_FAULTS` in its environment."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from tierckpt import _faults
+
+
+@contextlib.contextmanager
+def injected(rules: str) -> Iterator[list[_faults.Rule]]:
+    """Let the `rules` (see `tierckpt._faults`) hold inside `with`; yields them, to ask for hits."""
+    before, _faults._rules = _faults._rules, _faults.parse(rules)
+    try:
+        yield _faults._rules
+    finally:
+        _faults._rules = before

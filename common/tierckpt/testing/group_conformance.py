@@ -1,0 +1,229 @@
+"""What every Group must satisfy, whatever library it speaks through."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierckpt.group import Group
+
+PATIENCE_SECONDS = 60.0
+
+Program = Callable[[Group], Any]
+
+
+class GroupConformance:
+    """Subclass it, define `run`, and name the job sizes to try.
+
+    The programs are functions of this module (or partials of them), so `run` may send them to
+    other processes by pickle.
+    """
+
+    sizes: tuple[int, ...] = (1, 2, 3)
+    """Numbers of ranks; each test runs one job of each size."""
+
+    def run(self, size: int, program: Program) -> list[Any]:
+        """Run `program(group)` on `size` ranks; return what they returned, in rank order.
+
+        A rank's exception must come out as an exception here, and a hang must end.
+        """
+        raise NotImplementedError
+
+    def test_every_rank_has_its_number(self) -> None:
+        """Ranks count from zero, and all know the size."""
+        for size in self.sizes:
+            assert self.run(size, _identity) == [(rank, size) for rank in range(size)]
+
+    def test_gathered_objects_come_in_rank_order(self) -> None:
+        """Of any type and of different lengths."""
+        for size in self.sizes:
+            expected = [_object_of(rank) for rank in range(size)]
+            assert self.run(size, _gather_own_object) == [expected] * size
+
+    def test_a_gathered_object_is_the_receivers_own(self) -> None:
+        """Changing what was received changes nothing elsewhere."""
+        for size in self.sizes:
+            assert self.run(size, _gather_and_spoil) == [[[0]] * size] * size
+
+    def test_a_broadcast_reaches_every_rank_from_any_source(self) -> None:
+        """Also one of a single byte, and a part of a larger buffer."""
+        for size in self.sizes:
+            for told in self.run(size, _broadcast_from_all):
+                assert told == [_bytes_of(source, n) for source in range(size) for n in (1, 70_001)]
+
+    def test_the_minimum_is_taken_element_by_element(self) -> None:
+        """Of the signed numbers that votes are made of, and of large ones."""
+        for size in self.sizes:
+            columns = zip(*(_vote_of(rank, size) for rank in range(size)), strict=True)
+            assert self.run(size, _reduce) == [[min(column) for column in columns]] * size
+
+    def test_a_reduction_is_launched_without_waiting_for_the_others(self, tmp_path: Path) -> None:
+        """The training thread must not stop where it votes."""
+        for size in self.sizes:
+            folder = tmp_path / str(size)
+            folder.mkdir()
+            assert self.run(size, partial(_reduce_late, str(folder))) == [[0]] * size
+
+    def test_a_reduction_may_be_waited_for_twice_and_by_another_thread(self) -> None:
+        """The copier thread asks first, the training thread later."""
+        for size in self.sizes:
+            assert self.run(size, _reduce_and_wait_twice) == [([1 - size], [1 - size])] * size
+
+    def test_other_collectives_may_pass_while_reductions_are_under_way(self) -> None:
+        """And several reductions may be, each with its own result."""
+        for size in self.sizes:
+            expected = ([list(range(size))] * 2, [[10], [20], [30]])
+            assert self.run(size, _interleave) == [expected] * size
+
+    def test_the_values_may_be_changed_once_the_reduction_is_launched(self) -> None:
+        """The caller's list is not kept."""
+        for size in self.sizes:
+            assert self.run(size, _reduce_and_change) == [[7, 8]] * size
+
+    def test_nobody_leaves_a_barrier_before_all_have_come(self, tmp_path: Path) -> None:
+        """What a rank did before the barrier, all see behind it."""
+        for size in self.sizes:
+            folder = tmp_path / str(size)
+            folder.mkdir()
+            assert self.run(size, partial(_meet, str(folder))) == [size * 3] * size
+
+    def test_ranks_meet_at_the_end_when_all_come(self) -> None:
+        """And more than once."""
+        for size in self.sizes:
+            assert self.run(size, _meet_at_the_end) == [[True, True]] * size
+
+    def test_who_is_alone_at_the_end_is_told_so(self, tmp_path: Path) -> None:
+        """A rank that waits for one that never comes goes on after the time it gave."""
+        for size in self.sizes[1:]:
+            folder = tmp_path / str(size)
+            folder.mkdir()
+            alone = self.run(size, partial(_meet_without_the_last, str(folder)))
+            assert alone[:-1] == [False] * (size - 1)
+
+
+def _identity(group: Group) -> tuple[int, int]:
+    assert isinstance(group, Group)
+    return group.rank, group.size
+
+
+def _object_of(rank: int) -> Any:
+    return {"rank": rank, "text": "x" * (rank * 1000), "none": None, "nested": [(rank, b"\0")]}
+
+
+def _gather_own_object(group: Group) -> list[Any]:
+    return group.all_gather_object(_object_of(group.rank))
+
+
+def _gather_and_spoil(group: Group) -> list[Any]:
+    mine = [0]
+    theirs = group.all_gather_object(mine)
+    for other, received in enumerate(theirs):
+        if other != group.rank:
+            received.append(group.rank)
+    group.barrier()
+    return group.all_gather_object(mine)
+
+
+def _bytes_of(source: int, count: int) -> bytes:
+    return bytes((source + i) % 251 for i in range(count))
+
+
+def _broadcast_from_all(group: Group) -> list[bytes]:
+    told = []
+    for source in range(group.size):
+        for count in (1, 70_001):
+            whole = torch.zeros(count + 8, dtype=torch.uint8)
+            buffer = whole[4:-4]
+            if group.rank == source:
+                buffer.copy_(
+                    torch.frombuffer(bytearray(_bytes_of(source, count)), dtype=torch.uint8)
+                )
+            group.broadcast(buffer, source)
+            assert whole[:4].tolist() == whole[-4:].tolist() == [0] * 4
+            told.append(bytes(buffer.tolist()))
+    return told
+
+
+def _vote_of(rank: int, size: int) -> list[int]:
+    return [rank, -rank, (rank + 1) % size - 1, 2**40 + rank, -(2**40), rank % 2]
+
+
+def _reduce(group: Group) -> list[int]:
+    return list(group.all_reduce_min(_vote_of(group.rank, group.size)).wait())
+
+
+def _reduce_late(folder: str, group: Group) -> list[int]:
+    """Rank 0 launches while no other rank has yet; the others launch when it has."""
+    mark = Path(folder) / "launched"
+    if group.rank != 0:
+        _wait_for(mark)
+    pending = group.all_reduce_min([group.rank])
+    if group.rank == 0:
+        mark.touch()
+    return list(pending.wait())
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name}: rank 0 waits where it must not"
+        time.sleep(0.001)
+
+
+def _reduce_and_wait_twice(group: Group) -> tuple[list[int], list[int]]:
+    pending = group.all_reduce_min([-group.rank])
+    heard: list[list[int]] = []
+    thread = threading.Thread(target=lambda: heard.append(list(pending.wait())))
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    return heard[0], list(pending.wait())
+
+
+def _interleave(group: Group) -> tuple[list[Any], list[list[int]]]:
+    first = group.all_reduce_min([10 + group.rank])
+    ranks = group.all_gather_object(group.rank)
+    second = group.all_reduce_min([20 + group.rank])
+    group.barrier()
+    third = group.all_reduce_min([30 + group.rank])
+    buffer = torch.tensor(ranks, dtype=torch.uint8)
+    group.broadcast(buffer, group.size - 1)
+    return [ranks, buffer.tolist()], [list(p.wait()) for p in (first, second, third)]
+
+
+def _reduce_and_change(group: Group) -> list[int]:
+    values = [7 + group.rank, 8 + group.rank]
+    pending = group.all_reduce_min(values)
+    values[:] = [-1, -1]
+    return list(pending.wait())
+
+
+def _meet(folder: str, group: Group) -> int:
+    seen = 0
+    for turn in range(3):
+        time.sleep(0.005 * ((group.rank + turn) % group.size))
+        (Path(folder) / f"{turn}-{group.rank}").touch()
+        group.barrier()
+        seen += len(list(Path(folder).glob(f"{turn}-*")))
+    return seen
+
+
+def _meet_at_the_end(group: Group) -> list[bool]:
+    return [group.meet(PATIENCE_SECONDS), group.meet(PATIENCE_SECONDS)]
+
+
+def _meet_without_the_last(folder: str, group: Group) -> bool | None:
+    """The last rank lives, and does not come while the others wait."""
+    done = [Path(folder) / str(rank) for rank in range(group.size - 1)]
+    if group.rank == group.size - 1:
+        for mark in done:
+            _wait_for(mark)
+        return None
+    met = group.meet(0.2)
+    done[group.rank].touch()
+    return met

@@ -1,0 +1,281 @@
+"""What every store of shards must satisfy; `tierckpt.storage.local.store.LocalStore` is the model."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt._children import child_command, child_environment
+from tierckpt.format.ids import ShardKey
+
+from . import store_program
+from .fault_injection import injected
+from .store_program import commit_one, content_of, is_sound, key_of, manifest_of, page_aligned
+
+MOST_OPERATIONS = 500
+"""A sweep that has not come to its end by then will never."""
+
+
+class StoreConformance:
+    """Subclass it and name the `factory`; where files have other names, say so in the helpers.
+
+    The store's file operations must pass `tierckpt._faults.point("file", ...)`, one call before
+    each: the sweeps fail, or kill a process, at every single one.
+    """
+
+    factory: str
+    """"module:callable"; called with a directory, here and in processes that will be killed."""
+
+    def data_file(self, directory: Path, key: ShardKey) -> Path:
+        """Where the store keeps a shard's bytes; tests read them past the store."""
+        return directory / f"{key.stem}.safetensors"
+
+    def manifest_file(self, directory: Path, key: ShardKey) -> Path:
+        """Where the store keeps a manifest."""
+        return directory / f"{key.stem}.manifest"
+
+    def files_of(self, directory: Path, key: ShardKey) -> set[Path]:
+        """All files that are there because the shard is."""
+        return {self.data_file(directory, key), self.manifest_file(directory, key)}
+
+    def check_files(self, directory: Path, key: ShardKey) -> None:
+        """That the files of a shard hold what was committed, found without the store."""
+        assert self.data_file(directory, key).read_bytes() == content_of(key)
+        assert self.manifest_file(directory, key).read_bytes() == manifest_of(key)
+
+    least_operations = 20
+    """A sweep that ends sooner has missed some: the work takes at least so many operations."""
+
+    failed_commit_may_exist = False
+    """True for a store with many writers: one that failed at its last operation cannot take back
+    what another may have finished meanwhile."""
+
+    def make_store(self, directory: Path) -> Any:
+        """The store under test."""
+        return store_program.make(self.factory, directory)
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Any:
+        """An empty one."""
+        made = self.make_store(tmp_path)
+        made.create()
+        return made
+
+    # --- what is committed is there --------------------------------------------------------------
+
+    def test_a_committed_shard_is_read_back_to_the_byte(self, store: Any, tmp_path: Path) -> None:
+        """By the store, by another store in the same place, and past both."""
+        commit_one(store, key_of(1))
+        for reader in (store, self.make_store(tmp_path)):
+            assert reader.keys() == [key_of(1)]
+            assert reader.read_manifest(key_of(1)) == manifest_of(key_of(1))
+            with contextlib.closing(reader.open_image(key_of(1))) as image:
+                assert image[:] == content_of(key_of(1))
+        self.check_files(tmp_path, key_of(1))
+
+    def test_a_shard_larger_than_one_write_is_whole(self, store: Any) -> None:
+        """Two full writes and a bit."""
+        commit_one(store, key_of(1), pages=2 * 2048 + 1)
+        assert is_sound(store, key_of(1))
+
+    def test_nothing_is_there_before_the_first_commit(self, store: Any, tmp_path: Path) -> None:
+        """Nor in a place that does not exist, which is not made by looking."""
+        assert store.keys() == []
+        nowhere = tmp_path / "nowhere"
+        assert self.make_store(nowhere).keys() == []
+        assert not nowhere.exists()
+
+    def test_what_is_missing_says_so(self, store: Any) -> None:
+        """FileNotFoundError, for a version, a shard or a generation that is not there."""
+        commit_one(store, key_of(1))
+        for key in (key_of(2), key_of(1, shard=1, shards=2), key_of(1, generation=2)):
+            with pytest.raises(FileNotFoundError):
+                store.read_manifest(key)
+            with pytest.raises(FileNotFoundError):
+                store.open_image(key)
+
+    def test_shards_of_one_version_are_kept_apart(self, store: Any) -> None:
+        """Also those of other world sizes and other generations."""
+        keys = [key_of(1, s, n, g) for n in (1, 2, 3) for s in range(n) for g in (1, 2)]
+        for key in keys:
+            commit_one(store, key)
+        assert store.keys() == sorted(keys)
+        assert all(is_sound(store, key) for key in keys)
+
+    def test_a_shard_committed_again_is_the_new_one(self, store: Any) -> None:
+        """Longer, then shorter than before."""
+        for edition, pages in enumerate((2, 5, 1)):
+            commit_one(store, key_of(1), pages, edition)
+            assert store.read_manifest(key_of(1)) == manifest_of(key_of(1), pages, edition)
+            assert is_sound(store, key_of(1))
+        assert store.keys() == [key_of(1)]
+
+    def test_a_mapped_image_outlives_what_happens_to_its_name(self, store: Any) -> None:
+        """A reader that is verifying must not see bytes of another version."""
+        commit_one(store, key_of(1))
+        with contextlib.closing(store.open_image(key_of(1))) as image:
+            image[:4] = b"mine"  # private to this map
+            assert is_sound(store, key_of(1))
+
+    # --- what is retired is gone -----------------------------------------------------------------
+
+    def test_a_retired_shard_is_gone_and_the_others_are_not(self, store: Any) -> None:
+        """Nothing but the named shard."""
+        for version in (1, 2, 3):
+            commit_one(store, key_of(version))
+        store.retire(key_of(2))
+        assert store.keys() == [key_of(1), key_of(3)]
+        assert is_sound(store, key_of(1))
+        assert is_sound(store, key_of(3))
+        with pytest.raises(FileNotFoundError):
+            store.read_manifest(key_of(2))
+
+    def test_retiring_what_is_not_there_does_nothing(self, store: Any) -> None:
+        """Retention may be told twice."""
+        commit_one(store, key_of(1))
+        store.retire(key_of(7))
+        store.retire(key_of(7))
+        assert store.keys() == [key_of(1)]
+
+    def test_retention_for_a_long_time_takes_no_more_room(self, store: Any, tmp_path: Path) -> None:
+        """Commit and retire in turn: the number of files does not grow."""
+        counts = []
+        for version in range(1, 8):
+            commit_one(store, key_of(version), pages=1 + version % 3)
+            assert is_sound(store, key_of(version))
+            if version > 2:
+                store.retire(key_of(version - 2))
+            counts.append(len(list(tmp_path.iterdir())))
+        assert store.keys() == [key_of(6), key_of(7)]
+        assert counts[-1] == counts[-3]
+
+    # --- what was left half-done is cleaned up ---------------------------------------------------
+
+    def test_a_shard_without_manifest_is_no_shard_and_is_cleaned(
+        self, store: Any, tmp_path: Path
+    ) -> None:
+        """Its bytes may be perfect: nobody said so."""
+        commit_one(store, key_of(1))
+        commit_one(store, key_of(2))
+        self.manifest_file(tmp_path, key_of(2)).unlink()
+        assert store.keys() == [key_of(1)]
+        store.clean(0)
+        assert not self.data_file(tmp_path, key_of(2)).exists()
+        assert is_sound(store, key_of(1))
+
+    def test_cleaning_leaves_what_is_committed_and_what_is_others(
+        self, store: Any, tmp_path: Path
+    ) -> None:
+        """Other shards' half-done files belong to living writers."""
+        commit_one(store, key_of(1, 0, 2))
+        commit_one(store, key_of(1, 1, 2))
+        self.manifest_file(tmp_path, key_of(1, 1, 2)).unlink()
+        stranger = tmp_path / "notes.txt"
+        stranger.write_text("not ours")
+        assert store.clean(0) == []
+        assert is_sound(store, key_of(1, 0, 2))
+        assert self.data_file(tmp_path, key_of(1, 1, 2)).exists()
+        assert stranger.read_text() == "not ours"
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    def test_failing_at_any_operation_loses_nothing_committed(self, tmp_path: Path) -> None:
+        """An input/output error at the k-th operation, for every k; then the store goes on."""
+        for hit in range(1, MOST_OPERATIONS):
+            directory, log = tmp_path / f"eio{hit}", tmp_path / f"eio{hit}.log"
+            store = self.make_store(directory)
+            error = None
+            with injected(f"eio@file:hit={hit}"):
+                try:
+                    for _ in store_program.work(store, log):
+                        pass
+                except OSError as caught:
+                    error = caught
+            if error is None:
+                assert hit > self.least_operations, "the store does not announce its operations"
+                return
+            assert "injected" in str(error)
+            at = f"after an error at operation {hit}"
+            begun, finished = _read_log(log)
+            if begun == finished:
+                pytest.fail(f"{at}: it came outside all work")
+            if begun[-1].startswith("commit") and begun[-1] not in finished:
+                failed, there = key_of(int(begun[-1].split()[1])), store.keys()
+                exists = failed in there and not self.failed_commit_may_exist
+                assert not exists, f"{at}: the failed commit exists"
+            self._check_survivors(store, begun, finished, at)
+            self._check_going_on(store, directory, at)
+        pytest.fail("the sweep does not end")
+
+    def test_a_kill_at_any_operation_loses_nothing_committed(self, tmp_path: Path) -> None:
+        """SIGKILL at the k-th operation of a real process, for every k."""
+        self._run_sweep(tmp_path)
+        for hit in range(1, MOST_OPERATIONS):
+            directory, log = tmp_path / str(hit), tmp_path / f"{hit}.log"
+            status = int((tmp_path / f"{hit}.status").read_text())
+            store = self.make_store(directory)
+            if not any((tmp_path / f"{hit}.marks").iterdir()):
+                assert status == 0
+                assert hit > self.least_operations, "the store does not announce its operations"
+                return
+            assert status == -signal.SIGKILL
+            at = f"after a kill at operation {hit}"
+            begun, finished = _read_log(log)
+            self._check_survivors(store, begun, finished, at)
+            store.clean(0)
+            self._check_survivors(store, begun, finished, f"{at} and cleaning")
+            self._check_no_orphans(store, directory, at)
+            self._check_going_on(store, directory, at)
+        pytest.fail("the sweep does not end")
+
+    def _run_sweep(self, folder: Path) -> None:
+        arguments = (self.factory, str(folder), str(MOST_OPERATIONS))
+        subprocess.run(
+            child_command("tierckpt.testing.store_program", *arguments),
+            env=child_environment(),
+            check=True,
+            timeout=240,
+        )
+
+    def _check_survivors(self, store: Any, begun: list[str], finished: list[str], at: str) -> None:
+        """What must exist does, what must not does not, and all that does is sound."""
+        must: set[ShardKey] = set()
+        for text in finished:
+            operation, version = text.split()
+            (must.add if operation == "commit" else must.discard)(key_of(int(version)))
+        may = set(must)
+        if begun != finished:  # what was interrupted may have happened or not
+            touched = key_of(int(begun[-1].split()[1]))
+            must.discard(touched)
+            may.add(touched)
+        there = set(store.keys())
+        assert must <= there <= may, f"{at}: {finished} were done, {begun[-1:]} was under way"
+        for key in there:
+            assert is_sound(store, key), f"{at}: {key} is not what was committed"
+
+    def _check_no_orphans(self, store: Any, directory: Path, at: str) -> None:
+        there = store.keys()
+        known = {path for key in there for path in self.files_of(directory, key)}
+        files = (p for p in directory.rglob("*") if p.is_file())
+        found = {p for p in files if not p.name.startswith(".spare")}
+        assert found == known, f"{at}: files of nobody are left"
+
+    def _check_going_on(self, store: Any, directory: Path, at: str) -> None:
+        store.create()
+        with page_aligned(content_of(key_of(9))) as image:
+            store.commit(key_of(9), image, manifest_of(key_of(9)))
+        assert is_sound(store, key_of(9)), f"{at}: the next version is not sound"
+        self.check_files(directory, key_of(9))
+
+
+def _read_log(log: Path) -> tuple[list[str], list[str]]:
+    """What was begun, and what was finished."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    begun = [line.removeprefix("begin ") for line in lines if line.startswith("begin ")]
+    finished = [line.removeprefix("end ") for line in lines if line.startswith("end ")]
+    return begun, finished

@@ -1,0 +1,127 @@
+"""The reduction that DDP does without a communication hook, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from .gradient_hooks import watch_gradients
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+else:
+    GradBucket = dist.GradBucket
+
+Reduced = torch.futures.Future[torch.Tensor]
+
+
+class Mean:
+    """The mean over all ranks, with DDP's own arithmetic.
+
+    DDP multiplies a gradient by the reciprocal of the world size while it copies it into its
+    bucket. What it need not copy it divides in place: sparse gradients, and those that are views of
+    the bucket already (`gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)`, or
+    gradients accumulated over several backward passes). When the world size is no power of two,
+    the two differ in the last bit.
+
+    By the time the hook is called, all gradients are views. So where it matters each one is looked
+    at when it has been accumulated, which is right before DDP does.
+
+    Threads: called from autograd's.
+
+    Args:
+        ddp: the module.
+        number: of each of its parameters, by `id`.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, number: Mapping[int, int]) -> None:
+        self._group = ddp.process_group
+        self._size = dist.get_world_size(ddp.process_group)
+        self._number = number
+        self._storage: dict[int, int] = {}
+        """By parameter: where its gradient was when it was accumulated last, until reduced."""
+        self._divided: set[int] = set()
+        """By the newest pass that was the first of an iteration."""
+        self._resumed: set[int] = set()
+        """What the next pass divides although its gradients are new."""
+        self._begins = self._records = True
+        exact_reciprocal = self._size & (self._size - 1) == 0
+        self._watches = bool(ddp.gradient_as_bucket_view) and not exact_reciprocal
+        if self._watches:
+            watch_gradients(ddp.module.parameters(), self.watch)
+
+    def watch(self, param: torch.Tensor) -> None:
+        """Its gradient has been accumulated, and DDP has not taken it yet."""
+        if param.grad is not None and param.grad.layout == torch.strided:
+            self._storage[self._number[id(param)]] = _address(param.grad)
+
+    def __call__(self, bucket: GradBucket) -> Reduced:
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            buffer.div_(self._size)
+        elif self._watches:
+            self._scale_parts(bucket)
+        else:
+            buffer.mul_(1.0 / self._size)
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        assert work is not None
+        future: Reduced = work.get_future().then(_first)
+        return future
+
+    def _scale_parts(self, bucket: GradBucket) -> None:
+        if bucket.index() == 0:
+            self._records, self._begins = self._begins, False
+            if self._records:
+                self._divided = set()
+        buffer, params = bucket.buffer(), bucket.parameters()
+        numbers = [self._number[id(p)] for p in params]
+        views = {n for n, p in zip(numbers, params, strict=True) if self._is_view(n, p, buffer)}
+        divided = views | self._resumed.intersection(numbers)
+        self._resumed -= divided
+        if self._records:
+            self._divided |= divided
+        if len(divided) == len(numbers):
+            buffer.div_(self._size)
+        elif not divided:
+            buffer.mul_(1.0 / self._size)
+        else:
+            for number, part in zip(numbers, bucket.gradients(), strict=True):
+                if number in divided:
+                    part.div_(self._size)
+                else:
+                    part.mul_(1.0 / self._size)
+
+    def _is_view(self, number: int, param: torch.Tensor, buffer: torch.Tensor) -> bool:
+        """Was the gradient one of the bucket already when DDP came to it?"""
+        if number in self._storage:
+            return self._storage.pop(number) == _address(buffer)
+        # Not accumulated since it was last reduced: if there is one, it is the view of then.
+        return param.grad is not None
+
+    def begin_iteration(self) -> None:
+        """The next pass is the first of one."""
+        self._begins = True
+
+    def divided(self) -> list[int]:
+        """The parameters whose gradients are divided by the first pass of an iteration."""
+        return sorted(self._divided)
+
+    def resume(self, divided: Iterable[int]) -> None:
+        """Let the next pass divide these, as it would have done without a restart: gradients that
+        are kept from one iteration to the next are new ones then."""
+        self._storage.clear()
+        self._begins = True
+        if self._watches:
+            self._resumed = set(divided)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]
