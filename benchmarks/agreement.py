@@ -25,7 +25,7 @@ from ddp_ckpt import TorchGroup
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.vote_exchange import GroupBallots, ballots_for
-from tierckpt.core.schedule import VOTE_WIDTH
+from tierckpt.core.votes import VOTE_WIDTH
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Node
 

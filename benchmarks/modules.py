@@ -27,8 +27,9 @@ from files import write_json
 from limits import timed
 from report import align
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
-from tierckpt.codecs.codec import Buffer, Module, ModuleError, Where
+from tierckpt.codecs.codec import Module, ModuleError, Where
 from tierckpt.codecs.pipeline import make_module
+from tierckpt.format.encoding import Buffer
 
 BLOCK_BYTES = 512 * 1024
 """As checkpoints have them."""

@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 
-from tierckpt.format.block_digests import digests_of
 from tierckpt.format.ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest
+from tierckpt.format.verify import digests_of
 
 
 def shared(nbytes: int) -> memoryview:

@@ -14,9 +14,9 @@ import torch
 import tierckpt
 from tierckpt._text import some
 from tierckpt.config import load_config
-from tierckpt.core.schedule import VOID
+from tierckpt.core.halt_conditions import Reason
+from tierckpt.core.votes import VOID
 from tierckpt.format.ids import Lineage
-from tierckpt.halt.request_file import Reason
 from tierckpt.state.training_state import label_optimizers
 from tierckpt.state.validate import refuse_model
 

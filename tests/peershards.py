@@ -15,12 +15,13 @@ import numpy as np
 
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
+from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.format.ids import PAGE_BYTES, ParityKey, ShardKey, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.peer.address import Address
 from tierckpt.peer.exchange import Exchange, Party, Report, Shard
-from tierckpt.peer.parity_file import ParityManifest, check_parity
+from tierckpt.peer.parity_file import check_parity
 from tierckpt.peer.rebuild import rebuild
 from tierckpt.peer.transport import Limits, Transport
 from tierckpt.storage.local.store import LocalStore

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from tierckpt.checkpointer.checkpointer import Checkpointer
     from tierckpt.offline.latest import Latest, latest
     from tierckpt.offline.load import Saved, load
-    from tierckpt.restore.restorer import Restored
 
     from .callbacks import Callbacks
     from .config import Config, load_config
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     )
     from .events import Event
     from .group import Group, SingleGroup
+    from .restored import Restored
     from .resumable_loader import ResumableLoader
     from .sampler import ResumableSampler
 

@@ -7,6 +7,7 @@ an installed package has others in it, such as backports of modules that the lib
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -14,8 +15,6 @@ import site
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-
-from tierckpt.agent import environment
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[1])
 _NOT_HANDED_ON = frozenset(
@@ -41,7 +40,7 @@ def child_command(module: str, *arguments: str, path: Iterable[str] = ()) -> lis
     flags = ["-S", "-P", "-X", f"utf8={sys.flags.utf8_mode}"]
     flags += ["-E"] if sys.flags.ignore_environment else []
     flags += ["-s"] if sys.flags.no_user_site else []
-    found = list(path) or environment.module_path()
+    found = list(path) or module_path()
     paths = json.dumps([_PACKAGE_ROOT, found, not sys.flags.no_site])
     return [sys.executable, *flags, "-c", _BEGINNING, module, paths, *arguments]
 
@@ -67,4 +66,21 @@ def begin(library: list[str], path: Iterable[str], with_site: bool) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-__all__ = ["begin", "child_command", "child_environment"]
+def module_path() -> list[str]:
+    """Where this process finds modules, for one that runs in another folder."""
+    found = []
+    for entry in sys.path:
+        with contextlib.suppress(OSError):  # relative to a folder that was removed
+            # What does not exist may be a name that means something to an import hook.
+            found.append(os.path.abspath(entry) if os.path.exists(entry or ".") else entry)
+    return found
+
+
+def without_packages_own(path: list[str]) -> list[str]:
+    """Without folders inside installed packages, which put them there as they are imported
+    (setuptools does): they come with the package, and at another moment in each process."""
+    sites = [p for p in path if os.path.basename(p) in ("site-packages", "dist-packages")]
+    return [p for p in path if not any(p.startswith(site + os.sep) for site in sites)]
+
+
+__all__ = ["begin", "child_command", "child_environment", "module_path", "without_packages_own"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from itertools import islice
 from typing import Any
@@ -24,3 +25,13 @@ def size_text(nbytes: int) -> str:
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.3g} {units[0]}" if nbytes else ""
+
+
+def directory_of(path: str | os.PathLike[str]) -> str:
+    """The directory that a `file://` URL names; any other path, or URL, as it is."""
+    return os.fspath(path).removeprefix("file://")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """True for what fsspec has to open; `file:` and plain paths are directories."""
+    return "://" in directory_of(path)

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ._repeated_errors import Complaints
+from .events import Complaints
 
 if TYPE_CHECKING:
     import torch
 
-    from tierckpt.restore.restorer import Restored
-
     from .events import Event
+    from .restored import Restored
 
 
 class Callbacks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import signal
 import socket
 import tomllib
 from collections.abc import Mapping
@@ -17,9 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from tierckpt.format.ids import directory_of
-from tierckpt.halt.signals import parse_signals
-
+from ._text import directory_of
 from .errors import ConfigError
 
 PREFIX = "TIERCKPT_"
@@ -311,7 +310,7 @@ class Config:
         """Of a directory; what else a store's client takes, that knows. May be secret."""
         if not self.persistent.storage_options:
             return
-        from tierckpt.storage.persistent.backend import is_url
+        from ._text import is_url
 
         if is_url(self.persistent.path):
             return
@@ -578,3 +577,17 @@ def _within(name: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:  # NaN is not
         named = {DAY_SECONDS: " (a day)", YEAR_SECONDS: " (a year)"}.get(int(most), "")
         raise ConfigError(f"{name} is {value}; it must be from {least} to {most}{named}")
+
+
+def parse_signals(text: str) -> tuple[signal.Signals, ...]:
+    """Signals from their names, `SIGTERM,SIGUSR1`. Raises ConfigError."""
+    found = []
+    for name in filter(None, (part.strip().upper() for part in text.split(","))):
+        number = signal.Signals.__members__.get(name)
+        if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ConfigError(
+                f"halt_signals: {name!r} is no signal that can be handled; "
+                "give names, for example SIGTERM,SIGUSR1, or nothing"
+            )
+        found.append(number)
+    return tuple(found)

@@ -14,12 +14,11 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from ._repeated_errors import Complaints
 
 logger = logging.getLogger("tierckpt")
 
@@ -178,3 +177,25 @@ def _append(file: BinaryIO, line: bytes) -> None:
         with contextlib.suppress(OSError):  # what the next life writes is to begin a line
             file.truncate(file.tell() - written)
         raise OSError("not everything could be written")
+
+
+logger = logging.getLogger("tierckpt")
+
+
+class Complaints:
+    """Of one caller. Its thread; never raises."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[Hashable, type[Exception]]] = Counter()
+
+    def log(self, whose: Hashable, text: str, error: Exception) -> None:
+        """Say that a function failed, in the words of `text`: with a traceback when `whose` raises
+        an error of this kind for the first time, then in a line for the 10th, 100th, ... time."""
+        kind = (whose, type(error))
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 1:
+            logger.error("%s", text, exc_info=error)
+        elif str(count).strip("0") == "1":
+            told = "%s. Such an error %d times so far; the last: %s: %s"
+            logger.error(told, text, count, type(error).__name__, error)

@@ -14,10 +14,11 @@ from pathlib import Path
 from tests.chaos.cluster import Cluster
 from tests.chaos.plan import Fault
 from tierckpt.config import PersistentConfig
+from tierckpt.core.copies import Inventory, Place
 from tierckpt.core.restore_plan import plan_restore
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.version_names import VersionName
-from tierckpt.storage.inventory import Inventory, Place, take_inventory
+from tierckpt.storage.inventory import take_inventory
 from tierckpt.storage.local.store import LocalStore
 
 Hit = tuple[str, int, int, int]

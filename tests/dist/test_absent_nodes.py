@@ -21,7 +21,7 @@ import pytest
 from tests import exact
 from tests.dist.test_peer_level import EARLIER, STEPS, protected_at
 from tests.dist.training import Attached, Place, attach, make_job, rank, restored_into, train
-from tierckpt.agent.server import AgentSettings
+from tierckpt.agent.address import AgentSettings
 from tierckpt.peer.read_client import RemoteNode
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.memory.slots import sealed_at

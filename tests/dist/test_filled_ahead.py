@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.dist.training import WIDTH, Place, attach, crash_after, make_job, rank, restored_into
 from tierckpt.format.layout import Piece
-from tierckpt.restore import restorer
+from tierckpt.restore import restorer, verified_version
 from tierckpt.restore.shard_image import Part
 from tierckpt.restore.tensor_fill import NewTensors
 
@@ -62,7 +62,7 @@ def come_back_with_a_slow_share(place: Place) -> dict[str, Any]:
     the_others = threading.Event()
     seen, sound = restorer._seen_of_others, restorer.Reads.sound
 
-    def note(attempt: restorer.Attempt) -> Iterator[Part]:
+    def note(attempt: verified_version.Attempt) -> Iterator[Part]:
         yield from seen(attempt)
         the_others.set()
 

@@ -21,7 +21,7 @@ from tests.dist.rankpool import HOROVODRUN
 from tests.dist.training import Place, horovod, rank
 from tierckpt.checkpointer import checkpointer
 from tierckpt.coordination.error_barrier import Together
-from tierckpt.restore import restorer
+from tierckpt.restore import restorer, verified_version
 
 SCRIBBLED = 12345.0
 PATIENCE_SECONDS = 60.0
@@ -55,7 +55,7 @@ def all_loaded(*_: object) -> None:
 
 
 END = Together.__exit__
-TORN: Instead = (restorer.Attempt, "visit", half_loaded)
+TORN: Instead = (verified_version.Attempt, "visit", half_loaded)
 BEFORE: Instead = (Together, "__exit__", about_to_load)
 BEHIND: Instead = (checkpointer, "all_finished", all_loaded)
 SOUND = {"as it was": BEFORE, "loaded": BEHIND}

@@ -14,9 +14,9 @@ import pytest
 
 from tests import exact
 from tests.dist.training import Attached, Place, attach, make_job, rank, restored_into, train
+from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.manifest import Manifest
-from tierckpt.peer.parity_file import ParityManifest
 from tierckpt.restore import rebuild
 from tierckpt.restore.shard_image import Image
 from tierckpt.storage.local.store import LocalStore

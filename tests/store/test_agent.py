@@ -23,12 +23,13 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt.agent import connection, protocol
+from tierckpt.agent import connection, process, protocol
 from tierckpt.agent import server as agent
+from tierckpt.agent.address import Place
 from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.connection import AgentLine
 from tierckpt.agent.protector import PartySettings
-from tierckpt.agent.server import PROTOCOL, Place
+from tierckpt.agent.server import PROTOCOL
 from tierckpt.agent.session import DeskSettings
 from tierckpt.config import YEAR_SECONDS
 from tierckpt.format.ids import VersionId
@@ -223,9 +224,9 @@ def test_an_agent_whose_starter_died_without_a_word_waits_no_longer_than_it_ling
     if when == "before it looked":
         starter.communicate()
     monkeypatch.setattr(agent, "FIRST_CLIENT_SECONDS", 10 * PATIENCE_SECONDS)
-    monkeypatch.setattr(agent, "lower_priority", lambda nice: None)  # it would be ours
-    monkeypatch.setattr(agent, "_let_go_of_output", lambda: None)  # the same
-    thread = threading.Thread(target=agent.run, args=(settings, starter.pid), daemon=True)
+    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
+    thread = threading.Thread(target=process.run, args=(settings, starter.pid), daemon=True)
     thread.start()
     until(lambda: settings.place().address.exists() or not thread.is_alive())
     if when == "later":
@@ -521,7 +522,7 @@ def test_beside_an_agent_of_another_protocol_there_is_one_of_ours(node: Any) -> 
     job.slot_path(0, 0).touch()  # as trainers have; else the older one takes the folder along
     served: list[Any] = []
     """Somebody else, so that it does not end."""
-    older = "from tierckpt import agent; agent.PROTOCOL = 0; agent.main()"
+    older = "from tierckpt import agent; agent.PROTOCOL = 0; process.main()"
     told = [json.dumps(asdict(settings)), str(os.getpid())]
     with subprocess.Popen([sys.executable, "-c", older, *told]) as old:
         until(settings.place().address.exists)
@@ -699,9 +700,9 @@ def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse_once)
-    monkeypatch.setattr(agent, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
     settings, _ = node(0)
-    serving = threading.Thread(target=agent.run, args=(settings, os.getpid()))
+    serving = threading.Thread(target=process.run, args=(settings, os.getpid()))
     serving.start()
     until(settings.place().address.exists)
     trainers = [AgentClient(*node(shard)) for shard in (0, 1)]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tierckpt.coordination.job_history import Lives
+from tierckpt.core.copies import Found, Place
 from tierckpt.format.ids import ShardKey, VersionId
-from tierckpt.storage.inventory import Found, Place
 from tierckpt.testing import TinyJob
 
 LONG_SECONDS = 1e6

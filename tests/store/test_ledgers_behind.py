@@ -8,7 +8,7 @@ from typing import Any
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.vote_exchange import GroupBallots
-from tierckpt.core.schedule import DONE
+from tierckpt.core.ledger import DONE
 from tierckpt.format.ids import VersionId
 from tierckpt.group import SingleGroup
 

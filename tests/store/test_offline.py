@@ -32,7 +32,7 @@ from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format import checksummed_json
 from tierckpt.offline.catalog import Row, rows_of
 from tierckpt.offline.survey import survey
-from tierckpt.restore.piece_writer import Filler
+from tierckpt.restore.tensor_fill import Filler
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
 from tierckpt.testing import TinyJob

@@ -22,13 +22,14 @@ from tests.peershards import (
 )
 from tests.store.tmpfs import SIZE_BYTES
 from tierckpt.erasure.codes import Code
+from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import ParityKey, ShardKey
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import Manifest
 from tierckpt.peer import read_client
 from tierckpt.peer.address import Address
-from tierckpt.peer.parity_file import ParityManifest, Read, check_parity
+from tierckpt.peer.parity_file import Read, check_parity
 from tierckpt.peer.read_client import RemoteNode
 from tierckpt.peer.rebuild import rebuild
 from tierckpt.peer.transport import Transport

@@ -18,9 +18,10 @@ from tierckpt.coordination.pinning import mark_everywhere
 from tierckpt.core import stall_timeout
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.group import Node
-from tierckpt.storage.local.pins import LocalPins, PersistentPins
+from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import PersistentStore, VersionName
+from tierckpt.storage.persistent.pins import PersistentPins
 from tierckpt.storage.persistent.posix_backend import PosixBackend
 from tierckpt.testing import ThreadGroup, TinyJob, run_ranks
 

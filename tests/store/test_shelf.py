@@ -13,12 +13,12 @@ import pytest
 from tests.peershards import SECRET
 from tests.store.processes import end, python
 from tests.store.shards import IMAGE_BYTES, manifest
+from tierckpt.core.copies import AGENT, Inventory
 from tierckpt.format.ids import ShardKey
 from tierckpt.format.manifest import Manifest
 from tierckpt.peer import read_client, read_server
 from tierckpt.peer.read_client import RemoteNode
 from tierckpt.peer.transport import Transport
-from tierckpt.storage.inventory import AGENT, Inventory
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory import slots
 from tierckpt.storage.memory.image_file import ImageFile

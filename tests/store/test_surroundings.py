@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from tests.store.processes import end, python
-from tierckpt.agent import connection, environment, server
+from tierckpt import _children
+from tierckpt.agent import address, connection, environment, process
 from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.flusher import FlushOrder, PersistentSettings
 from tierckpt.agent.session import Desk, DeskSettings
@@ -262,10 +263,10 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
     roster = {"generation": 1, "agents": [{"host": "node"}]}
     meet(zombie, roster)
     second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
-    connect = server.Place.connect
+    connect = address.Place.connect
     told_second = list[bool]()
 
-    def overtaken(place: server.Place) -> socket.socket | None:
+    def overtaken(place: address.Place) -> socket.socket | None:
         channel = connect(place)
         if not told_second:
             told_second.append(True)
@@ -273,7 +274,7 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
             until(second.poll)
         return channel
 
-    monkeypatch.setattr(server.Place, "connect", overtaken)
+    monkeypatch.setattr(address.Place, "connect", overtaken)
     come(first)
     assert first.roster(PATIENCE_SECONDS) == roster
     agents.append(reach(first))
@@ -392,13 +393,13 @@ def serve_here(
     settings: AgentSettings, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> threading.Thread:
     """An agent with the surroundings `what`, in a thread of ours."""
-    monkeypatch.setattr(server, "lower_priority", lambda nice: None)  # it would be ours
-    monkeypatch.setattr(server, "_let_go_of_output", lambda: None)  # the same
+    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
     monkeypatch.setenv(environment.VARIABLE, what)
     job = settings.place().job
     job.create()
     (job.path / "r00000.0").touch()  # the folder stays while there are slots
-    serving = threading.Thread(target=server.run, args=(settings, os.getpid()), daemon=True)
+    serving = threading.Thread(target=process.run, args=(settings, os.getpid()), daemon=True)
     serving.start()
     until(settings.place().address.exists)
     return serving
@@ -646,7 +647,7 @@ def test_a_path_that_is_no_more_is_no_trouble(
     gone.mkdir()
     monkeypatch.chdir(gone)
     monkeypatch.setattr(sys, "path", ["", "/somewhere", *sys.path])
-    assert environment.module_path()[0] == str(gone)
+    assert _children.module_path()[0] == str(gone)
     gone.rmdir()
-    assert "/somewhere" in environment.module_path()
+    assert "/somewhere" in _children.module_path()
     os.chdir(tmp_path)

@@ -16,9 +16,9 @@ import xxhash
 from tierckpt import RestoreError
 from tierckpt.config import load_config
 from tierckpt.coordination.job_history import Lives
+from tierckpt.core.copies import Found, Place
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.group import SingleGroup
-from tierckpt.storage.inventory import Found, Place
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.testing import TinyJob

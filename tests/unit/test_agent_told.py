@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from tierckpt.agent.server import Agent
-from tierckpt.checkpointer.attach import agent_client, job_directory
+from tierckpt.checkpointer.attach import agent_client
 from tierckpt.checkpointer.tiers import Levels
 from tierckpt.config import load_config
 from tierckpt.coordination.peer_setup import redundancy_groups
 from tierckpt.coordination.settings_check import Roll
 from tierckpt.erasure import isal
 from tierckpt.group import Node, SingleGroup
+from tierckpt.storage.memory.job_directory import job_directory
 
 
 def test_the_flusher_knows_its_node_among_the_jobs_and_how_many_flush_at_once(

@@ -26,7 +26,7 @@ from tierckpt.coordination.vote_exchange import (
     SharedBallots,
     ballots_for,
 )
-from tierckpt.core.schedule import VOTE_WIDTH
+from tierckpt.core.votes import VOTE_WIDTH
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Node
 from tierckpt.testing.thread_group import ThreadGroup, run_ranks

@@ -21,15 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierckpt.cli.main import main
-from tierckpt.config import Config, load_config
-from tierckpt.core.schedule import Vote
+from tierckpt.config import Config, load_config, parse_signals
+from tierckpt.core.halt_conditions import HaltRequest, Reason
+from tierckpt.core.votes import Vote
 from tierckpt.errors import ConfigError, FormatError
 from tierckpt.group import Node
 from tierckpt.halt import controller as halting
 from tierckpt.halt import request_file
 from tierckpt.halt.controller import Halting, Lookout, watched_directories
-from tierckpt.halt.request_file import HaltRequest, Reason
-from tierckpt.halt.signals import Signals, parse_signals
+from tierckpt.halt.signals import Signals
 
 NOON = 1_800_000_000.0
 """Unix seconds."""

@@ -10,16 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.config import PersistentConfig
+from tierckpt.core.copies import EVERYWHERE, LEVELS, Found, Place, Problem
 from tierckpt.core.restore_plan import plan_restore
 from tierckpt.format.ids import Lineage, ShardKey, VersionId, newest_first
-from tierckpt.storage.inventory import (
-    EVERYWHERE,
-    LEVELS,
-    Found,
-    Place,
-    Problem,
-    look_at_persistent,
-)
+from tierckpt.storage.inventory import look_at_persistent
 
 HOSTS = ("a", "b")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.storage.available_memory import Room, memory_room
+from tierckpt.storage.health import Room, memory_room
 
 MIB = 1 << 20
 
@@ -84,7 +84,7 @@ def group() -> Iterator[Path]:
 def test_a_process_in_a_real_group(group: Path) -> None:
     program = (
         "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid()))\n"
-        "from tierckpt.storage.available_memory import memory_room; room = memory_room()\n"
+        "from tierckpt.storage.health import memory_room; room = memory_room()\n"
         "print(room.nbytes); print(room.where)"
     )
     command = [sys.executable, "-c", program, str(group / "cgroup.procs")]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tierckpt.checkpointer.repair import parities_to_mend, shards_to_mend, was_lost
+from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Place
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
-from tierckpt.storage.inventory import AGENT, EVERYWHERE, Found, FoundParity, Place
 
 ID = VersionId(1, 5)
 RANKS = 4

@@ -15,12 +15,13 @@ import pytest
 from tierckpt.codecs import pipeline
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, AesGcm, Xaes, fingerprint
 from tierckpt.codecs.checksum import Checksum
-from tierckpt.codecs.codec import Buffer, Module, ModuleError, Parameter, Where
+from tierckpt.codecs.codec import Module, ModuleError, Where
 from tierckpt.codecs.pipeline import Pipeline, make_module
 from tierckpt.codecs.zstd import Zstd, gather_planes, scatter_planes
 from tierckpt.config import Config, LocalConfig, PeerConfig, PersistentConfig, load_config
 from tierckpt.errors import ConfigError, CorruptShardError
-from tierckpt.storage.persistent import PersistentStore, backend
+from tierckpt.format.encoding import Buffer, Parameter
+from tierckpt.storage.persistent import PersistentStore, backends
 from tierckpt.storage.persistent.posix_backend import PosixBackend
 from tierckpt.testing import HidingConformance, ModuleConformance
 from tierckpt.testing.codec_conformance import BLOCKS, PLACE, noise
@@ -300,7 +301,7 @@ class Shelf(PosixBackend):
 def test_a_store_of_somebody_elses_is_an_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(monkeypatch, backend.GROUP, shelf="somebodys:Shelf", broken="no_such_package:It")
+    install(monkeypatch, backends.GROUP, shelf="somebodys:Shelf", broken="no_such_package:It")
     store = PersistentStore(f"shelf:/{tmp_path}/place", shared_writes=False)
     store.create()
     assert (tmp_path / "place").is_dir()

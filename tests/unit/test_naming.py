@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tierckpt.core.retention import retired
 from tierckpt.errors import FormatError
 from tierckpt.format.ids import (
     Lineage,
@@ -14,7 +15,6 @@ from tierckpt.format.ids import (
     check_version,
     newest_first,
     on_lineage,
-    retired,
     round_up,
 )
 

@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
+from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
 from tierckpt.agent.flusher import FlushOrder
-from tierckpt.agent.server import AgentSettings
 from tierckpt.agent.session import DeskSettings
-from tierckpt.checkpointer.backlog import Backlog
-from tierckpt.checkpointer.promotion import Onward, flush_order
+from tierckpt.checkpointer.promotion import Backlog, Onward, flush_order
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.job_history import Lives
 from tierckpt.coordination.peer_setup import Peers
 from tierckpt.coordination.settings_check import Roll
 from tierckpt.coordination.vote_exchange import GroupBallots
-from tierckpt.core.best import Best
-from tierckpt.core.schedule import BROKEN, DONE
+from tierckpt.core.ledger import BROKEN, DONE
+from tierckpt.core.retention import Best
 from tierckpt.core.stall_timeout import QUIET_SECONDS
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import SingleGroup

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tierckpt.core.copies import Found, FoundParity, Place
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.offline.restorability import outlook
 from tierckpt.offline.survey import Survey
-from tierckpt.storage.inventory import Found, FoundParity, Place
 
 SHARDS = 3
 NEAR, FAR = Place("local", "here", "/disk"), Place("persistent", "", "/shared")

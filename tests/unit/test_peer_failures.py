@@ -18,11 +18,10 @@ import pytest
 
 from tests.peershards import QUICK, SECRET, Members, nothing_of, rank_of, wait_until
 from tierckpt.erasure.codes import Code
-from tierckpt.errors import ConfigError
+from tierckpt.errors import LEFT_OUT, ConfigError, ExchangeCancelledError, PeerError, RefusedError
 from tierckpt.format.ids import VersionId
 from tierckpt.peer import wire
 from tierckpt.peer.address import Address, own_host
-from tierckpt.peer.errors import LEFT_OUT, ExchangeCancelledError, PeerError, RefusedError
 from tierckpt.peer.transport import Limits, Transport
 from tierckpt.peer.wire import Link
 from tierckpt.testing import injected

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError
 from tierckpt.format.ids import Lineage, VersionId, on_lineage
 from tierckpt.format.version_names import Groups, SharedPlaces, parse_run, run_name
 from tierckpt.format.version_records import (
@@ -34,7 +34,6 @@ from tierckpt.storage.persistent import (
     VersionName,
     retirable,
 )
-from tierckpt.storage.persistent.errors import FlushCancelledError
 
 lives = st.text("0123456789abcdef", min_size=1, max_size=16)
 ids = st.builds(VersionId, st.integers(0, 10**7), st.integers(0, 10**11))

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Place
 from tierckpt.core.restore_plan import RestorePlan, _Load, plan_restore
 from tierckpt.erasure.codes import Code
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
-from tierckpt.storage.inventory import AGENT, EVERYWHERE, Found, FoundParity, Place
 
 LINEAGE = ((1, 0),)
 VERSIONS = (1, 2)

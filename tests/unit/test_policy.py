@@ -11,16 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.config import Config, load_config
-from tierckpt.core.schedule import (
-    BROKEN,
-    DONE,
-    PENDING,
-    REMEMBERED,
-    Decision,
-    Ledger,
-    Schedule,
-    Vote,
-)
+from tierckpt.core.ledger import BROKEN, DONE, PENDING, REMEMBERED, Ledger
+from tierckpt.core.schedule import Decision, Schedule
+from tierckpt.core.votes import Vote
 from tierckpt.format.ids import VersionId
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.peershards import shard_of
 from tierckpt.codecs.codec import ModuleError
+from tierckpt.core.copies import Place
 from tierckpt.core.restore_plan import RestorePlan, Source
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import VersionId
@@ -28,11 +29,10 @@ from tierckpt.group import SingleGroup
 from tierckpt.restore import shard_reader
 from tierckpt.restore.broadcast import Courier
 from tierckpt.restore.progress import Progress
-from tierckpt.restore.restorer import Attempt
 from tierckpt.restore.shard_image import Image, in_file
 from tierckpt.restore.shard_reader import RUN_BYTES, Blame, Reads, runs_of
+from tierckpt.restore.verified_version import Attempt
 from tierckpt.restored import Volume
-from tierckpt.storage.inventory import Place
 from tierckpt.storage.persistent import PersistentError
 
 SHARD_BYTES = 2 * RUN_BYTES + 3 * 4096

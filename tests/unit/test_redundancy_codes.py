@@ -28,7 +28,7 @@ from tierckpt.erasure.exchange_plan import (
 from tierckpt.erasure.gf256 import coefficient, multiply
 from tierckpt.erasure.kernels import Product
 from tierckpt.errors import CorruptShardError, RestoreError
-from tierckpt.format import block_digests
+from tierckpt.format import verify
 from tierckpt.format.ids import PAGE_BYTES
 from tierckpt.format.manifest import DIGEST_BYTES
 
@@ -459,7 +459,7 @@ def test_a_flipped_bit_in_any_source_is_found(cluster: Cluster, data: st.DataObj
     code, stripes = cluster.stripes.code, cluster.stripes
     shard_blocks = [[min(700, n), n - min(700, n)] for n in stripes.shard_bytes]
     digests = [
-        block_digests.digests_of(memoryview(m.shard), blocks)
+        verify.digests_of(memoryview(m.shard), blocks)
         for m, blocks in zip(cluster.members, shard_blocks, strict=True)
     ]
     lost = data.draw(st.integers(0, code.n - 1))
@@ -478,26 +478,26 @@ def test_a_flipped_bit_in_any_source_is_found(cluster: Cluster, data: st.DataObj
     rebuilt = memoryview(cluster.members[lost].shard)
     if reach:
         with pytest.raises(CorruptShardError, match=r"shard 3: bytes \d+ to \d+ differ"):
-            block_digests.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
+            verify.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
     else:
-        block_digests.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
+        verify.check(rebuilt, shard_blocks[lost], digests[lost], "shard 3")
         assert rebuilt == before
 
 
 def test_damaged_parity_is_found_before_it_is_used() -> None:
     parity = bytearray(np.random.default_rng(0).bytes(1_200_000))
-    blocks = block_digests.parity_blocks(len(parity))
+    blocks = verify.parity_blocks(len(parity))
     assert blocks == [524288, 524288, 151424]
-    digests = block_digests.digests_of(memoryview(parity), blocks)
+    digests = verify.digests_of(memoryview(parity), blocks)
     assert len(digests) == 3 * DIGEST_BYTES
-    block_digests.check(memoryview(parity), blocks, digests, "parity of shard 1")
+    verify.check(memoryview(parity), blocks, digests, "parity of shard 1")
     parity[-1] ^= 1
     with pytest.raises(CorruptShardError, match="parity of shard 1: bytes 1048576 to 1200000"):
-        block_digests.check(memoryview(parity), blocks, digests, "parity of shard 1")
+        verify.check(memoryview(parity), blocks, digests, "parity of shard 1")
     with pytest.raises(CorruptShardError, match="1199999 bytes long and has 3 digests"):
-        block_digests.check(memoryview(parity)[:-1], blocks, digests, "it")
+        verify.check(memoryview(parity)[:-1], blocks, digests, "it")
     with pytest.raises(CorruptShardError, match="has 2 digests"):
-        block_digests.check(memoryview(parity), blocks, digests[:-DIGEST_BYTES], "it")
+        verify.check(memoryview(parity), blocks, digests[:-DIGEST_BYTES], "it")
     with pytest.raises(ValueError, match="blocks of 1200000 bytes"):
-        block_digests.digests_of(memoryview(parity)[:-1], blocks)
-    assert block_digests.parity_blocks(0) == []
+        verify.digests_of(memoryview(parity)[:-1], blocks)
+    assert verify.parity_blocks(0) == []

@@ -27,7 +27,7 @@ from tierckpt.core.replica_check import (
     stride_of,
     unlike,
 )
-from tierckpt.core.schedule import Vote
+from tierckpt.core.votes import Vote
 from tierckpt.replicas.digests import Look, weighted_sum
 from tierckpt.replicas.replicated_state import Replicated
 from tierckpt.state.training_state import TrainingState

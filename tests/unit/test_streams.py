@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tierckpt.state import rng, rng_streams
+from tierckpt.state import rng
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def draws() -> dict[str, Any]:
 
 
 def after_restore(rank: int, size: int, saved: list[dict[str, Any]], version: int = 9) -> Any:
-    everyone = [rng_streams.digests_of(each) for each in saved]
-    assert rng_streams.take_up(saved[rank % len(saved)], version, rank, everyone) == []
+    everyone = [rng.digests_of(each) for each in saved]
+    assert rng.take_up(saved[rank % len(saved)], version, rank, everyone) == []
     return draws()
 
 
@@ -75,28 +75,28 @@ def test_what_all_ranks_drew_alike_they_go_on_drawing_alike() -> None:
 
 
 def test_the_seed_depends_on_kind_version_states_and_rank() -> None:
-    base = rng_streams.seed_of("torch", 9, ["a", "b"], 5)
+    base = rng.seed_of("torch", 9, ["a", "b"], 5)
     assert base is not None
     others = [
-        rng_streams.seed_of("numpy", 9, ["a", "b"], 5),
-        rng_streams.seed_of("torch", 10, ["a", "b"], 5),
-        rng_streams.seed_of("torch", 9, ["b", "a"], 5),
-        rng_streams.seed_of("torch", 9, ["a"], 5),
-        rng_streams.seed_of("torch", 9, ["a", "b"], 6),
+        rng.seed_of("numpy", 9, ["a", "b"], 5),
+        rng.seed_of("torch", 10, ["a", "b"], 5),
+        rng.seed_of("torch", 9, ["b", "a"], 5),
+        rng.seed_of("torch", 9, ["a"], 5),
+        rng.seed_of("torch", 9, ["a", "b"], 6),
     ]
     assert len({base, *others}) == 6
-    assert rng_streams.seed_of("torch", 9, ["a", "a"], 5) is None
-    assert rng_streams.seed_of("torch", 9, ["a"], 5) is not None
+    assert rng.seed_of("torch", 9, ["a", "a"], 5) is None
+    assert rng.seed_of("torch", 9, ["a"], 5) is not None
 
 
 def test_the_rule_is_the_documented_one() -> None:
     """Worked out by hand: a restart of an old checkpoint must go on drawing what it drew."""
     text = b"tierckpt stream torch v9 a b"
     expected = (int(hashlib.sha256(text).hexdigest(), 16) + 5) % 2**256
-    assert rng_streams.seed_of("torch", 9, ["a", "b"], 5) == expected
+    assert rng.seed_of("torch", 9, ["a", "b"], 5) == expected
 
 
 def test_thirty_two_bits_of_the_seeds_tell_the_ranks_apart() -> None:
     """torch's generator on the CPU takes no more of them."""
-    seeds = [rng_streams.seed_of("torch", 9, ["a"], rank) for rank in range(1, 20_000)]
+    seeds = [rng.seed_of("torch", 9, ["a"], rank) for rank in range(1, 20_000)]
     assert len({(seed or 0) % 2**32 for seed in seeds}) == len(seeds)

@@ -13,9 +13,20 @@ from hypothesis import strategies as st
 
 from tierckpt.tracing.chrome_trace import read_entries, write
 from tierckpt.tracing.horovod_timeline import agreement, read_horovod
-from tierckpt.tracing.intervals import Interval, intersection, lanes, length, overlap, union
 from tierckpt.tracing.spans import Span, Timeline, TimelineError
-from tierckpt.tracing.summary import Stats, hidden, size_buckets, summarize, update_gaps
+from tierckpt.tracing.summary import (
+    Interval,
+    Stats,
+    hidden,
+    intersection,
+    lanes,
+    length,
+    overlap,
+    size_buckets,
+    summarize,
+    union,
+    update_gaps,
+)
 
 # --- intervals -----------------------------------------------------------------------------------
 

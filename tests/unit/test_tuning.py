@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tierckpt.config import load_config
-from tierckpt.core.schedule import Schedule, Vote
+from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import ENOUGH_STEPS, LOOK_STEPS, Change, Figures, Meter, Tuner
+from tierckpt.core.votes import Vote
 from tierckpt.errors import ConfigError
 
 STEP_SECONDS = 0.1

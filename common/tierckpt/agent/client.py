@@ -17,9 +17,9 @@ from tierckpt.core.stall_timeout import Patience
 from tierckpt.format.ids import Lineage, ShardKey, VersionId
 from tierckpt.storage.memory.slots import Slot
 
+from .address import AgentSettings
 from .connection import OTHERS, AgentLine, Message
 from .flusher import FlushOrder
-from .server import AgentSettings
 from .session import DeskSettings
 
 LOOK_SECONDS = 5.0

@@ -25,7 +25,9 @@ from tierckpt._children import child_command, child_environment
 
 from . import environment as surroundings
 from . import protocol
-from .server import PROTOCOL, TAKEN, Agent, AgentSettings, lower_priority
+from .address import TAKEN, AgentSettings
+from .process import lower_priority
+from .server import PROTOCOL, Agent
 from .session import DeskSettings
 
 ANSWER_SECONDS = 5.0
@@ -372,7 +374,7 @@ class AgentLine:
         settings = replace(self.settings, nice=nice)
         self._process = subprocess.Popen(
             child_command(
-                "tierckpt.agent.server",
+                "tierckpt.agent.process",
                 json.dumps(asdict(replace(settings, module_path=()))),
                 str(os.getpid()),
                 path=settings.module_path,

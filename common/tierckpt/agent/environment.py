@@ -8,12 +8,13 @@ credentials it needs an agent of its own, for which that one makes way.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import sys
 from collections.abc import Mapping
+
+from tierckpt._children import module_path, without_packages_own
 
 VARIABLE = "TIERCKPT_AGENT_SURROUNDINGS"
 """Tells an agent the fingerprint that it was started with; nobody else sees its environment."""
@@ -48,27 +49,4 @@ def relevant(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def module_path() -> list[str]:
-    """Where this process finds modules, for one that runs in another folder."""
-    found = []
-    for entry in sys.path:
-        with contextlib.suppress(OSError):  # relative to a folder that was removed
-            # What does not exist may be a name that means something to an import hook.
-            found.append(os.path.abspath(entry) if os.path.exists(entry or ".") else entry)
-    return found
-
-
-def without_packages_own(path: list[str]) -> list[str]:
-    """Without folders inside installed packages, which put them there as they are imported
-    (setuptools does): they come with the package, and at another moment in each process."""
-    sites = [p for p in path if os.path.basename(p) in ("site-packages", "dist-packages")]
-    return [p for p in path if not any(p.startswith(site + os.sep) for site in sites)]
-
-
-__all__ = [
-    "VARIABLE",
-    "fingerprint",
-    "module_path",
-    "relevant",
-    "without_packages_own",
-]
+__all__ = ["VARIABLE", "fingerprint", "relevant"]

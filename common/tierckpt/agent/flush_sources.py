@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tierckpt.codecs.codec import Buffer
 from tierckpt.codecs.delta import Base, Chain
 from tierckpt.codecs.encoder import Encoder, Plain, cut
 from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.encoding import Buffer
 from tierckpt.format.ids import ShardKey
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.version_names import VersionName

@@ -20,7 +20,6 @@ from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.config import PersistentConfig
 from tierckpt.core.retention import METRIC
 from tierckpt.format.ids import Lineage, ShardKey, VersionId
-from tierckpt.storage.local.pins import Arrivals
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import (
     FlushCancelledError,
@@ -40,6 +39,7 @@ from tierckpt.storage.persistent.backend import WINDOW_BYTES
 from tierckpt.storage.persistent.clock import Clock, SystemClock
 from tierckpt.storage.persistent.lease import LEASE_SECONDS
 from tierckpt.storage.persistent.lease_keeper import Keeper
+from tierckpt.storage.persistent.pins import Arrivals
 from tierckpt.storage.persistent.rate_limit import NAP_SECONDS
 from tierckpt.storage.persistent.retry import lacks_room
 

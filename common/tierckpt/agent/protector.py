@@ -19,10 +19,9 @@ from typing import Any
 from tierckpt import _faults
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
-from tierckpt.errors import ConfigError
+from tierckpt.errors import LEFT_OUT, ConfigError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.peer.address import Address, own_host
-from tierckpt.peer.errors import LEFT_OUT
 from tierckpt.peer.exchange import Exchange, Party, Shard
 from tierckpt.peer.read_server import Shelf
 from tierckpt.peer.transport import Transport

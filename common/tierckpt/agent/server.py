@@ -42,26 +42,16 @@ is waited for likewise, where agents of other nodes may ask this one.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import math
 import os
-import platform
 import selectors
-import signal
 import socket
 import struct
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tierckpt.storage.memory.job_directory import JobDirectory, take_lock
-
-from . import environment as surroundings
 from . import protocol as packets
 from .flusher import Flusher, PersistentSettings
 from .session import Desk, DeskSettings
@@ -83,84 +73,6 @@ MOST_SECONDS = 3600.0
 """At a time; the kernel counts milliseconds, and only 25 days of them."""
 FIRST_SECONDS = 2.0
 """An agent that makes way waits so long for the node's first rank, to tell it whom it knows."""
-TAKEN = 3
-"""Exit status of an agent that found another one at its place."""
-
-
-@dataclass(frozen=True)
-class AgentSettings:
-    """What an agent is told at its start."""
-
-    root: str
-    """Of the job's folder in shared memory."""
-    folder: str
-    index: int = 0
-    """Number 1 is started when number 0 is there and does not answer, and so on."""
-    nice: int = 10
-    """Its own, not beside its starter's."""
-    linger_seconds: float = 60.0
-    module_path: tuple[str, ...] = ()
-    """Where it finds modules; empty: where its starter does, then. See `children`."""
-
-    def place(self) -> Place:
-        """Where it is found."""
-        return Place(JobDirectory(Path(self.root), self.folder), self.index)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the agent number `index` of a job on this node is found."""
-
-    job: JobDirectory
-    index: int
-
-    @property
-    def lock(self) -> Path:
-        """Held by the living agent."""
-        return self.job.path / f"agent{self.index}.lock"
-
-    @property
-    def address(self) -> Path:
-        """Of the socket that it listens at."""
-        return self.job.path / f"agent{self.index}.socket"
-
-    def owner(self) -> int | None:
-        """Process id of the agent that is here, or was until it was killed."""
-        with contextlib.suppress(OSError, ValueError):
-            return int(self.lock.read_text())
-        return None
-
-    def connect(self) -> socket.socket | None:
-        """A connection to the agent that listens here, at once; None when there is none."""
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        channel.setblocking(False)
-        try:
-            with self._short() as name:
-                channel.connect(name)
-            if _peer_uid(channel) != os.getuid():
-                raise PermissionError("another user listens here")
-        except OSError:
-            channel.close()
-            return None
-        return channel
-
-    def listen(self) -> socket.socket:
-        """Become the listener; what a dead one left is replaced."""
-        self.address.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with self._short() as name:
-            listener.bind(name)
-        listener.listen(128)
-        return listener
-
-    @contextlib.contextmanager
-    def _short(self) -> Iterator[str]:
-        """The socket's path in less than the 108 bytes that the kernel takes."""
-        fd = os.open(self.job.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield f"/proc/self/fd/{fd}/{self.address.name}"
-        finally:
-            os.close(fd)
 
 
 Life = tuple[tuple[Any, str], float]
@@ -506,94 +418,3 @@ def _desk_of(hello: dict[str, Any]) -> DeskSettings | None:
 def _peer_uid(channel: socket.socket) -> int:
     credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int(struct.unpack("iII", credentials)[1])
-
-
-def lower_priority(nice: int, pid: int = 0) -> None:
-    """Have a process of one thread (0: this one) give way to the training, on the CPU and on the
-    device. What the system refuses is let be."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, nice)
-    with contextlib.suppress(OSError):
-        _lower_session(nice, pid or os.getpid(), tries=1 if pid else 5)
-    number = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
-    if number is not None:
-        best_effort_lowest = 2 << 13 | 7
-        ctypes.CDLL(None, use_errno=True).syscall(number, 1, pid, best_effort_lowest)
-
-
-def _lower_session(nice: int, pid: int, tries: int) -> None:
-    """Where Linux groups processes by session (sched(7), autogroup), niceness counts within one
-    alone, and one process in a session of its own has as much of the CPU as all that train in
-    theirs. So the session is made nicer, too; only one that the process leads. Of such changes the
-    machine takes ten a second: with more `tries` this waits for its turn. Raises OSError."""
-    if os.getsid(pid) != pid:
-        return
-    for left in reversed(range(tries)):
-        with contextlib.suppress(BlockingIOError):
-            Path(f"/proc/{pid}/autogroup").write_text(str(nice))
-            return
-        if left:
-            time.sleep(0.1)
-
-
-def _let_go_of_output() -> None:
-    """Launchers wait until nobody holds their pipes any more, and notice only then that a rank has
-    ended. What trainers are told goes over their sockets: nothing but a traceback is lost."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for fd in (1, 2):
-        os.dup2(nowhere, fd)
-    os.close(nowhere)
-
-
-def run(settings: AgentSettings, starter_pid: int) -> int:
-    """Be the agent; returns the exit status."""
-    place = settings.place()
-    try:
-        fd = take_lock(place.lock)
-    except FileNotFoundError:  # the job ended, and left nothing, before this process had begun
-        return 0
-    if fd is None:
-        return TAKEN
-    lower_priority(settings.nice)
-    listener = place.listen()
-    try:
-        agent = Agent(settings.linger_seconds, os.environ.pop(surroundings.VARIABLE, ""))
-        with contextlib.closing(agent), _process(starter_pid) as starter:
-            agent.serve(listener, _let_go_of_output, starter)
-    finally:
-        # Only the one who holds the lock may remove these, and the lock goes last.
-        listener.close()
-        place.address.unlink(missing_ok=True)
-        place.lock.unlink(missing_ok=True)
-        os.close(fd)
-        place.job.remove_if_unused()
-    return 0
-
-
-@contextlib.contextmanager
-def _process(pid: int) -> Iterator[int | None]:
-    """A descriptor that is readable when the process has ended; None when it has already."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        yield None
-        return
-    except (OSError, AttributeError):  # a kernel, C library or container without: as if it lived
-        fd = os.eventfd(0)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def main() -> None:
-    """Entry point of the process: settings, and who started it, in argv."""
-    # The agent ends when its trainers have: signals meant for the job must not cut a write short.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    settings = AgentSettings(**json.loads(sys.argv[1]))
-    sys.exit(run(settings, int(sys.argv[2])))
-
-
-if __name__ == "__main__":
-    main()

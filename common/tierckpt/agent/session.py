@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tierckpt import _faults
 from tierckpt.codecs.delta import Chain
 from tierckpt.codecs.pipeline import Pipeline
+from tierckpt.core.retention import retired
 from tierckpt.errors import ConfigError, CorruptShardError
-from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId, retired
+from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
 from tierckpt.storage.local.encoded_files import References, commit_encoded
 from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.store import CommitTimes, LocalStore

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
+from tierckpt._children import module_path
 from tierckpt._text import some
+from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
-from tierckpt.agent.environment import module_path
-from tierckpt.agent.server import AgentSettings
 from tierckpt.agent.session import DeskSettings
 from tierckpt.config import Config
 from tierckpt.coordination.shown_once import said_by
@@ -24,9 +24,9 @@ from tierckpt.state import tree_codec
 from tierckpt.state.names import named_modules
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage import health
-from tierckpt.storage.memory import image_in_place
+from tierckpt.storage.memory import image_file
 from tierckpt.storage.memory.image_file import images_of
-from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of, rank_of
+from tierckpt.storage.memory.job_directory import JobDirectory, job_directory, rank_of
 from tierckpt.storage.memory.slot_pool import too_small
 
 
@@ -66,11 +66,6 @@ def own_ways(state: TrainingState) -> list[str]:
     return state.module_states.notes
 
 
-def job_directory(config: Config) -> JobDirectory:
-    """The job's folder in this node's shared memory."""
-    return JobDirectory.at(config.shm_dir, config.job_id or job_id_of(config.path), config.node)
-
-
 def lacking_room(
     config: Config,
     job: JobDirectory,
@@ -106,7 +101,7 @@ def lacking_bytes(
 ) -> int:
     """How much more `count` slots of each rank of this node take than they hold already; 0 when
     that is enough."""
-    files = image_in_place.most_files(config, count) if in_place else count
+    files = image_file.most_files(config, count) if in_place else count
     held = held_bytes(config, job, node, in_place)
     return max(files * shard_bytes * len(node.ranks) - held, 0)
 
@@ -168,7 +163,7 @@ def _needs(
     """What this node's directories and memory have to offer: the slots that are not there yet, and
     one version on each level."""
     job = job_directory(config)
-    in_place = image_in_place.expected(config)
+    in_place = image_file.expected(config)
     slots_bytes = lacking_bytes(config, job, node, shard_bytes, count, in_place)
     needs = [health.Need(config.shm_dir, 0 if in_place else slots_bytes)]
     if config.uses("local"):

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.reports import Reports
-from tierckpt.core.schedule import LEVELS, VOID, Schedule, Vote
+from tierckpt.core.halt_conditions import Reason
+from tierckpt.core.schedule import LEVELS, Schedule
 from tierckpt.core.tuning.autotune import UNKNOWN, Meter
+from tierckpt.core.votes import VOID, Vote
 from tierckpt.format.ids import VersionId
-from tierckpt.halt.request_file import Reason
 from tierckpt.storage.memory.slot_pool import SlotPool
 
 from .tiers import Levels

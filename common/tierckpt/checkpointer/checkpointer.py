@@ -28,24 +28,26 @@ from tierckpt.coordination.pinning import mark_everywhere
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import Roll, agree_on_settings, refused
 from tierckpt.coordination.vote_exchange import ballots_for
+from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.replica_check import Finding
-from tierckpt.core.schedule import VOID, VOTE_WIDTH, Schedule
+from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import Meter
+from tierckpt.core.votes import VOID, VOTE_WIDTH
 from tierckpt.errors import PinError, RestoreError, TierckptError
 from tierckpt.events import Callback, EventLog, check_receiver
 from tierckpt.format.ids import Lineage, VersionId, on_lineage
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group, SingleGroup
 from tierckpt.halt.controller import Halting
-from tierckpt.halt.request_file import Reason
 from tierckpt.hooks.install import Hooks
 from tierckpt.hooks.iterations import MIXED, Iterations, Unattached
 from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.replicas.monitor import Replicas
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restore.progress import Progress
-from tierckpt.restore.restorer import Restored, all_finished
+from tierckpt.restore.restorer import all_finished
 from tierckpt.restore.session import Comeback
+from tierckpt.restored import Restored
 from tierckpt.resumable_loader import ResumableLoader
 from tierckpt.snapshot.snapshot import Head, Snapshot
 from tierckpt.state.extras import check_extra

@@ -21,7 +21,7 @@ from tierckpt.group import Group, Node
 from tierckpt.halt.controller import watched_directories
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.local.directory_claim import Claims
-from tierckpt.storage.memory import image_in_place
+from tierckpt.storage.memory import image_file, job_directory
 from tierckpt.storage.memory.job_directory import JobBusyError
 from tierckpt.storage.memory.slot_pool import SlotPool
 from tierckpt.storage.suspects import SuspectMarks
@@ -77,7 +77,7 @@ class Berth:
         taken = os.path.exists(config.directory) and not os.path.isdir(config.directory)
         if taken and config.uses("local"):
             raise ConfigError(f"path: {config.directory} is a file; name a directory")
-        self.job = attach.job_directory(config)
+        self.job = job_directory.job_directory(config)
         try:
             self.job.create()
         except OSError as error:
@@ -99,7 +99,7 @@ class Berth:
         )
         undo.callback(self.job.remove_if_unused)
         undo.callback(self._unlock)
-        place = image_in_place.place_for_slots(config)
+        place = image_file.place_for_slots(config)
         self.pool = SlotPool(self.job, self._rank, slots, reports.notice_later, place)
         undo.callback(lambda: self.pool.close(remove=False))
         self.pool.adopt()
@@ -134,7 +134,7 @@ class Berth:
         count, in_place = len(self.pool.slots), self.pool.in_place is not None
         each_bytes = attach.shard_bytes(state, group.size)
         if in_place:
-            self._reports.notice(image_in_place.told(self._config, count, each_bytes), logging.INFO)
+            self._reports.notice(image_file.told(self._config, count, each_bytes), logging.INFO)
         lacking = attach.lacking_room(self._config, self.job, node, each_bytes, count, in_place)
         if lacking:
             self._reports.notice(lacking, logging.ERROR)

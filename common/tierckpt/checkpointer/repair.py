@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from tierckpt.core.copies import AGENT, Found, FoundParity
+from tierckpt.core.ledger import BROKEN, DONE
 from tierckpt.core.restore_plan import RestorePlan
-from tierckpt.core.schedule import BROKEN, DONE
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.restore.shard_image import Image
-from tierckpt.storage.inventory import AGENT, Found, FoundParity
 from tierckpt.storage.memory.slot_pool import NoSlotError, SlotPool
 from tierckpt.storage.memory.slots import Slot, seal_area_bytes
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tierckpt.coordination.agreement import Agreement
     from tierckpt.coordination.reports import Reports
     from tierckpt.group import Group
-    from tierckpt.restore.restorer import Attempt
+    from tierckpt.restore.verified_version import Attempt
 
     from .tiers import Levels
 

@@ -14,8 +14,9 @@ from tierckpt.coordination.proof_order import redirected
 from tierckpt.errors import ConfigError
 from tierckpt.state.names import unwrap
 from tierckpt.state.training_state import label_optimizers
+from tierckpt.storage.memory import job_directory
 
-from . import attach, shutdown
+from . import shutdown
 from .checkpointer import Checkpointer
 
 _served: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -68,7 +69,7 @@ def _same_place(other: Checkpointer, settings: Mapping[str, Any]) -> bool:
         mine = redirected(load_config(names, config_file=settings.get("config_file")))
     except ConfigError:
         return False  # the Checkpointer will say so, on all ranks
-    return attach.job_directory(mine) == attach.job_directory(other.config)
+    return job_directory.job_directory(mine) == job_directory.job_directory(other.config)
 
 
 def close_at_exit(current: Callable[[], Checkpointer | None]) -> Callable[[], None]:

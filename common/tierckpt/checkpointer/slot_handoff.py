@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tierckpt.agent.client import AgentClient
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.reports import Reports
-from tierckpt.core.schedule import BROKEN, DONE
+from tierckpt.core.ledger import BROKEN, DONE
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group

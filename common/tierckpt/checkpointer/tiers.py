@@ -17,7 +17,7 @@ from tierckpt.coordination.job_history import Lives
 from tierckpt.coordination.peer_setup import Groups, Peers
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import Roll
-from tierckpt.core.best import Best
+from tierckpt.core.retention import Best
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import Group
 from tierckpt.replicas.drift import Drift, Spared
@@ -26,9 +26,8 @@ from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.store import LocalStore
 
 from . import attach
-from .backlog import Backlog
 from .node_resources import Berth
-from .promotion import Onward, flush_order
+from .promotion import Backlog, Onward, flush_order
 from .slot_handoff import Handover
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from tierckpt.format.ids import directory_of
+from tierckpt._text import directory_of
 
 
 def place(text: str) -> str:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt._text import counted, size_text, some
+from tierckpt.core.copies import FoundParity, Place
 from tierckpt.errors import ConfigError, CorruptShardError, TierckptError
 from tierckpt.format.ids import ShardKey
 from tierckpt.offline.catalog import Row, rows_of, without_bare
 from tierckpt.offline.restorability import outlook
 from tierckpt.offline.survey import Survey, survey, why_elsewhere
 from tierckpt.restore.progress import Progress
-from tierckpt.storage.inventory import FoundParity, Place
 from tierckpt.storage.local.sibling_nodes import NODE
 
 from .columns import print_columns

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tierckpt.core import halt_conditions
 from tierckpt.errors import ConfigError, FormatError
 
 from .arguments import place
@@ -17,7 +18,7 @@ from .arguments import place
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tierckpt.halt.request_file import HaltRequest
+    from tierckpt.core.halt_conditions import HaltRequest
 
 
 def halt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,8 +69,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
         if args.clear:
             request_file.clear(args.path)
         standing = request_file.read(args.path)
-        if asked != request_file.HaltRequest():
-            standing = (standing or request_file.HaltRequest()).merged(asked)
+        if asked != halt_conditions.HaltRequest():
+            standing = (standing or halt_conditions.HaltRequest()).merged(asked)
             _make(args.path)
             request_file.write(args.path, standing)
     except FormatError as error:
@@ -108,10 +109,10 @@ def _asked(args: argparse.Namespace) -> HaltRequest:
             "directory, on one of its nodes"
         )
     before = request_file.parse_time(args.before, datetime.now()) if args.before else None
-    asked = request_file.HaltRequest(args.now, args.after_version, before, args.seconds_left)
+    asked = halt_conditions.HaltRequest(args.now, args.after_version, before, args.seconds_left)
     if wrong := asked.nonsense():
         raise ConfigError(f"nothing is asked for; {wrong}")
-    if asked == request_file.HaltRequest() and not (args.show or args.clear):
+    if asked == halt_conditions.HaltRequest() and not (args.show or args.clear):
         raise ConfigError("nothing is asked for; see tierckpt halt --help for the conditions")
     return asked
 

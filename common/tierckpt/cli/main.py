@@ -291,9 +291,9 @@ def takeover(commands: Subparsers) -> None:
 def _takeover(args: argparse.Namespace, console: Console) -> None:
     from contextlib import closing
 
+    from tierckpt._text import is_url
     from tierckpt.config import load_config
     from tierckpt.storage.persistent import PersistentStore
-    from tierckpt.storage.persistent.backend import is_url
 
     there = load_config().persistent.at(args.path)
     try:

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt.errors import CorruptShardError
+from tierckpt.format.encoding import Buffer, Parameter
 
-from .codec import Buffer, ModuleError, Parameter, Where
+from .codec import ModuleError, Where
 
 FILE_VARIABLE = "TIERCKPT_ENCRYPTION_KEY_FILE"
 KEY_VARIABLE = "TIERCKPT_ENCRYPTION_KEY"

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import xxhash
 
 from tierckpt.errors import CorruptShardError
+from tierckpt.format.encoding import Buffer, Parameter
 
-from .codec import Buffer, Parameter, Where
+from .codec import Where
 
 
 class Checksum:

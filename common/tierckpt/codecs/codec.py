@@ -13,11 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierckpt.errors import TierckptError
-
-Buffer = bytes | bytearray | memoryview
-Parameter = str | int | float
-Description = tuple[tuple[str, dict[str, Parameter]], ...]
-"""Names of modules and their public parameters, in order."""
+from tierckpt.format.encoding import Buffer, Parameter
 
 
 class ModuleError(TierckptError):

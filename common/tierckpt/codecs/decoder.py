@@ -6,11 +6,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.encoding import Encoding
+from tierckpt.format.encoding import Buffer, Encoding
 from tierckpt.format.ids import ShardKey
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest, digest, digest_at
 
-from .codec import Buffer
 from .encoder import where
 from .pipeline import Pipeline
 

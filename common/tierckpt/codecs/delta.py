@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from tierckpt.format.encoding import Encoding
+from tierckpt.format.encoding import Buffer, Encoding
 from tierckpt.format.manifest import Manifest
-
-from .codec import Buffer
 
 
 def content_hash(block: Buffer) -> bytes:

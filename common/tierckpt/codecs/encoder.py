@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from tierckpt.format.blocks import Block, blocks_of
-from tierckpt.format.encoding import Encoding
+from tierckpt.format.encoding import Block, Buffer, Encoding, blocks_of
 from tierckpt.format.manifest import Manifest, digest, digest_at
 
-from .codec import Buffer, Where
+from .codec import Where
 from .delta import Base, content_hash
 from .pipeline import Pipeline
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierckpt.errors import ConfigError, TierckptError
+from tierckpt.format.encoding import Buffer, Description, Parameter
 
-from .codec import Buffer, Description, Module, ModuleError, Parameter, Where
+from .codec import Module, ModuleError, Where
 
 GROUP = "tierckpt.codecs"
 OURS = {

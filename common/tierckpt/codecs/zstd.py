@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from tierckpt.errors import CorruptShardError
+from tierckpt.format.encoding import Buffer, Parameter
 
-from .codec import Buffer, ModuleError, Parameter, Where
+from .codec import ModuleError, Where
 
 AS_IT_IS = 0
 """First byte of a stored block that was not compressed; else it is the size of the numbers."""

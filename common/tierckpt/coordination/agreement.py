@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from tierckpt.config import Config
-from tierckpt.core.best import as_vote, of_vote
-from tierckpt.core.schedule import BROKEN, DONE, PENDING, REMEMBERED, Ledger, Vote, superseded_by
+from tierckpt.core.halt_conditions import Reason
+from tierckpt.core.ledger import BROKEN, DONE, PENDING, REMEMBERED, Ledger, superseded_by
 from tierckpt.core.tuning.autotune import UNKNOWN, Figures
+from tierckpt.core.votes import Vote, as_vote, of_vote
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
-from tierckpt.halt.request_file import Reason
 
 from .vote_exchange import Ballots, Cast, RankGoneError, Rows
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from tierckpt._text import some
 from tierckpt.agent.client import AgentClient
+from tierckpt.core.copies import Inventory, Place
 from tierckpt.format.manifest import digest
 from tierckpt.group import Group
-from tierckpt.storage.inventory import Inventory, Place
 
 if TYPE_CHECKING:
     from tierckpt.peer.read_client import RemoteNode

@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING
 
 from tierckpt._text import some
 from tierckpt.config import Config
-from tierckpt.core.restore_plan import RestorePlan, plan_restore
-from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId, on_lineage
-from tierckpt.group import Group
-from tierckpt.storage.inventory import (
+from tierckpt.core.copies import (
     AGENT,
     EVERYWHERE,
     Found,
     FoundParity,
     Inventory,
+    Pin,
     Place,
     Problem,
-    nothing_seen,
-    take_inventory,
 )
-from tierckpt.storage.local.pins import Pin
+from tierckpt.core.restore_plan import RestorePlan, plan_restore
+from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId, on_lineage
+from tierckpt.group import Group
+from tierckpt.storage.inventory import nothing_seen, take_inventory
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tierckpt.agent.client import AgentClient
-from tierckpt.checkpointer.attach import job_directory
 from tierckpt.config import Config
 from tierckpt.erasure import isal
 from tierckpt.erasure.groups import RedundancyGroup, Scheme, TooFewDomainsError, plan_groups
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group, Node
 from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import job_directory
 
 from .former_nodes import Known, Roster
 from .settings_check import Roll

@@ -8,13 +8,14 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from tierckpt._text import is_url
 from tierckpt.config import Config, PersistentConfig
 from tierckpt.core import stall_timeout
 from tierckpt.errors import ConfigError, PinError, TierckptError
 from tierckpt.format.ids import VersionId
-from tierckpt.storage.local.pins import LocalPins, PersistentPins
+from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.storage.persistent.backend import is_url
+from tierckpt.storage.persistent.pins import PersistentPins
 
 if TYPE_CHECKING:
     from tierckpt.agent.client import AgentClient

@@ -13,7 +13,7 @@ from typing import Any
 
 from tierckpt.callbacks import CallbackList
 from tierckpt.config import Config
-from tierckpt.core.schedule import BROKEN, DONE
+from tierckpt.core.ledger import BROKEN, DONE
 from tierckpt.core.tuning.autotune import Change
 from tierckpt.events import EventLog
 from tierckpt.format.ids import VersionId

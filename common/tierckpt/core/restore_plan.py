@@ -15,7 +15,8 @@ from tierckpt.erasure.codes import Code, Segment
 from tierckpt.erasure.exchange_plan import plan_rebuild
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import Key, Lineage, ParityKey, ShardKey, VersionId, newest_first
-from tierckpt.storage.inventory import EVERYWHERE, FAR, LEVELS, Found, FoundParity, Place
+
+from .copies import EVERYWHERE, FAR, LEVELS, Found, FoundParity, Place
 
 REBUILT = Place("peer", EVERYWHERE, "rebuilt")
 """Of what was lost and is made again."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
-from tierckpt.format.ids import Lineage, newest_first, newest_of_each, retired
+from tierckpt.format.ids import Lineage, VersionId, newest_first, newest_of_each, on_lineage
 from tierckpt.format.version_names import VersionName
 
-from .best import best_of
+if TYPE_CHECKING:
+    from tierckpt.format.version_names import VersionName
+
 
 METRIC = "metric"
 """What the user gave at the boundary is called so in the manifests."""
@@ -90,3 +94,89 @@ def _of_line(held: list[Held], lineage: Lineage, life: str) -> list[Held]:
         for h in held
         if h.name.id.generation in ours and lives[h.name.id.generation] == {h.name.life}
     ]
+
+
+Version = TypeVar("Version", VersionId, "VersionName")
+
+
+def best_of(metrics: Mapping[Version, float], count: int, lowest: bool) -> set[Version]:
+    """The `count` best; of equals the newer one is the better one. What is no number is not best.
+
+    Pure.
+    """
+    known = sorted((v for v, m in metrics.items() if math.isfinite(m)), reverse=True)
+    sign = 1.0 if lowest else -1.0
+    return set(sorted(known, key=lambda version: sign * metrics[version])[: max(count, 0)])
+
+
+class Best:
+    """The best complete versions of one level; alike on all ranks. One thread."""
+
+    def __init__(self, count: int, lowest: bool) -> None:
+        self._count, self._lowest = count, lowest
+        self._metrics: dict[VersionId, float] = {}
+
+    def restart(self, metrics: Mapping[VersionId, float]) -> None:
+        """Begin with the versions that an earlier life left."""
+        self._metrics = dict(metrics)
+        self._forget()
+
+    def add(self, version: VersionId, metric: float | None) -> None:
+        """A version is complete on all ranks."""
+        if metric is not None:
+            self._metrics[version] = metric
+            self._forget()
+
+    @property
+    def versions(self) -> set[VersionId]:
+        """Those that must stay."""
+        return set(self._metrics)
+
+    def _forget(self) -> None:
+        """What is not among the best now never will be."""
+        each = newest_of_each(self._metrics)
+        metrics = {v: m for v, m in self._metrics.items() if v in each}
+        best = best_of(metrics, self._count, self._lowest)
+        self._metrics = {version: self._metrics[version] for version in best}
+
+
+def retired(
+    held: Iterable[VersionId],
+    safe: VersionId | None,
+    lineage: Lineage,
+    keep_last: int,
+    keep_every: int,
+    void: Container[VersionId] = (),
+) -> list[VersionId]:
+    """Retention: which of the versions that are held may go.
+
+    `safe` is the newest version known to be complete on all ranks. It and everything newer stays,
+    whatever the policy; of what is not newer, the last `keep_last` and every multiple of
+    `keep_every` (0: none), but of those of one number the newest alone. What an ancestor wrote
+    after the version this life started from goes once `safe` is of this life. Lives that are no
+    ancestors (somebody started afresh in the same place) are never touched: nobody asked for their
+    end.
+
+    `void` are versions that are not complete on all ranks: they count for nothing, or a rank that
+    has its shard of one would give up a complete version for it. This life's go whatever is safe
+    (while one rank's disk is full, those of the others must not fill up); ancestors' go once
+    something newer is safe.
+    """
+    there = set(held)
+    worthless = {i for i in there if i in void}
+    gone = [i for i in worthless if i.generation == lineage[-1][0] or (safe and i < safe)]
+    if safe is None:
+        return sorted(gone)
+    ours = {generation for generation, _ in lineage}
+    whole = there - worthless
+    past = sorted((i for i in whole if i <= safe and i.generation in ours), reverse=True)
+    line = [i for i in past if on_lineage(i, lineage)]
+    newest = newest_of_each(line)
+    gone += [i for i in line if i not in newest]
+    line = [i for i in line if i in newest]
+    gone += [
+        i for i in line[max(keep_last, 1) :] if not (keep_every and i.version % keep_every == 0)
+    ]
+    if safe.generation == lineage[-1][0]:
+        gone += [i for i in past if not on_lineage(i, lineage)]
+    return sorted(gone)

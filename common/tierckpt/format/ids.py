@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
@@ -23,11 +22,6 @@ Lineage = tuple[tuple[int, int], ...]
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
-
-
-def directory_of(path: str | os.PathLike[str]) -> str:
-    """The directory that a `file://` URL names; any other path, or URL, as it is."""
-    return os.fspath(path).removeprefix("file://")
 
 
 def check_version(text: str, what: str) -> None:
@@ -127,45 +121,3 @@ def newest_first(found: Iterable[tuple[VersionId, Lineage]]) -> list[VersionId]:
 def newest_of_each(ids: Iterable[VersionId]) -> set[VersionId]:
     """Of those of one number the newest, as it was taken again."""
     return set({id_.version: id_ for id_ in sorted(ids)}.values())
-
-
-def retired(
-    held: Iterable[VersionId],
-    safe: VersionId | None,
-    lineage: Lineage,
-    keep_last: int,
-    keep_every: int,
-    void: Container[VersionId] = (),
-) -> list[VersionId]:
-    """Retention: which of the versions that are held may go.
-
-    `safe` is the newest version known to be complete on all ranks. It and everything newer stays,
-    whatever the policy; of what is not newer, the last `keep_last` and every multiple of
-    `keep_every` (0: none), but of those of one number the newest alone. What an ancestor wrote
-    after the version this life started from goes once `safe` is of this life. Lives that are no
-    ancestors (somebody started afresh in the same place) are never touched: nobody asked for their
-    end.
-
-    `void` are versions that are not complete on all ranks: they count for nothing, or a rank that
-    has its shard of one would give up a complete version for it. This life's go whatever is safe
-    (while one rank's disk is full, those of the others must not fill up); ancestors' go once
-    something newer is safe.
-    """
-    there = set(held)
-    worthless = {i for i in there if i in void}
-    gone = [i for i in worthless if i.generation == lineage[-1][0] or (safe and i < safe)]
-    if safe is None:
-        return sorted(gone)
-    ours = {generation for generation, _ in lineage}
-    whole = there - worthless
-    past = sorted((i for i in whole if i <= safe and i.generation in ours), reverse=True)
-    line = [i for i in past if on_lineage(i, lineage)]
-    newest = newest_of_each(line)
-    gone += [i for i in line if i not in newest]
-    line = [i for i in line if i in newest]
-    gone += [
-        i for i in line[max(keep_last, 1) :] if not (keep_every and i.version % keep_every == 0)
-    ]
-    if safe.generation == lineage[-1][0]:
-        gone += [i for i in past if not on_lineage(i, lineage)]
-    return sorted(gone)

@@ -15,7 +15,7 @@ from typing import Any
 
 from tierckpt.errors import FormatError
 
-from .blocks import runs, unrun
+from .encoding import runs, unrun
 from .ids import FORMAT_MAJOR, FORMAT_MINOR, PAGE_BYTES, check_version, round_up
 from .layout import BLOCK_BYTES, Layout, Piece, TensorSpec
 

@@ -17,14 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tierckpt.config import Config
-from tierckpt.core.schedule import Vote
+from tierckpt.config import Config, parse_signals
+from tierckpt.core.halt_conditions import HaltRequest, Reason
+from tierckpt.core.votes import Vote
 from tierckpt.errors import FormatError
 from tierckpt.group import Node
 
 from . import request_file
-from .request_file import HaltRequest, Reason
-from .signals import Signals, parse_signals
+from .signals import Signals
 
 LOOK_SECONDS = 5.0
 """So often directories are looked at for a request."""

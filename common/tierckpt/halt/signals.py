@@ -30,8 +30,6 @@ from multiprocessing import util
 from types import FrameType
 from typing import Any
 
-from tierckpt.errors import ConfigError
-
 from . import dataloader_workers
 
 logger = logging.getLogger("tierckpt")
@@ -45,20 +43,6 @@ END = b"\0"
 """What the thread reads when it is to end; there is no such signal."""
 _watching: weakref.WeakSet[Signals] = weakref.WeakSet()
 """Those with a pipe, of which the interpreter's C handler writes to one."""
-
-
-def parse_signals(text: str) -> tuple[signal.Signals, ...]:
-    """Signals from their names, `SIGTERM,SIGUSR1`. Raises ConfigError."""
-    found = []
-    for name in filter(None, (part.strip().upper() for part in text.split(","))):
-        number = signal.Signals.__members__.get(name)
-        if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
-            raise ConfigError(
-                f"halt_signals: {name!r} is no signal that can be handled; "
-                "give names, for example SIGTERM,SIGUSR1, or nothing"
-            )
-        found.append(number)
-    return tuple(found)
 
 
 class Signals:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tierckpt.core.copies import LEVELS, Found, FoundParity, Place, Problem
 from tierckpt.format.ids import ShardKey, VersionId, on_lineage
 from tierckpt.format.manifest import Manifest
-from tierckpt.storage.inventory import LEVELS, Found, FoundParity, Place, Problem
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.slots import read_seal
 from tierckpt.storage.persistent import VersionName

@@ -10,22 +10,23 @@ from typing import Any
 import torch
 
 from tierckpt.coordination.error_barrier import Together
+from tierckpt.core.copies import Problem
 from tierckpt.errors import RestoreError
 from tierckpt.format.layout import Piece
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_summary import Contents
 from tierckpt.group import SingleGroup
-from tierckpt.restore.piece_writer import Filler
 from tierckpt.restore.progress import Progress
-from tierckpt.restore.restorer import Attempt, Restorer
+from tierckpt.restore.restorer import Restorer
 from tierckpt.restore.shard_image import Image
+from tierckpt.restore.tensor_fill import Filler
+from tierckpt.restore.verified_version import Attempt
 from tierckpt.state import tree_codec
 from tierckpt.state.extras import EXTRA_STATES
 from tierckpt.state.modules.custom_states import MODULE_STATES, into_model
 from tierckpt.state.names import FIXED, path_of
 from tierckpt.state.optimizers.extra_state import put_together
 from tierckpt.state.training_state import NAMELESS
-from tierckpt.storage.inventory import Problem
 
 from .catalog import manifest_at
 from .survey import Survey, Where, job_of, survey, why_elsewhere

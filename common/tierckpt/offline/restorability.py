@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tierckpt._text import some
+from tierckpt.core.copies import Place
 from tierckpt.core.restore_plan import Source
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
-from tierckpt.storage.inventory import Place
 
 from .survey import Survey
 

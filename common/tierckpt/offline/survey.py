@@ -18,28 +18,26 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tierckpt._text import directory_of, is_url
 from tierckpt.config import PersistentConfig, load_config
+from tierckpt.core.copies import Found, FoundParity, Place, Problem
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.errors import ConfigError
-from tierckpt.format.ids import ShardKey, VersionId, directory_of
+from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.inventory import (
-    Found,
-    FoundParity,
-    Place,
-    Problem,
     look_at_local,
     look_at_memory,
     look_at_parities,
     look_at_persistent,
 )
 from tierckpt.storage.local.directory_claim import memory_told
-from tierckpt.storage.local.pins import LocalPins, PersistentPins
+from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.sibling_nodes import NODE, named, parent_of, siblings_of
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory, is_default_id, job_id_of
 from tierckpt.storage.persistent import PersistentStore
-from tierckpt.storage.persistent.backend import is_url
+from tierckpt.storage.persistent.pins import PersistentPins
 from tierckpt.storage.suspects import SuspectMarks
 
 Where = str | os.PathLike[str]

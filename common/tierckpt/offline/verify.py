@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from tierckpt.codecs.decoder import check_stored
+from tierckpt.core.copies import Found, FoundParity
 from tierckpt.core.restore_plan import Source
+from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.format.manifest import Manifest
-from tierckpt.peer.parity_file import ParityManifest, check_parity
+from tierckpt.peer.parity_file import check_parity
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.rebuild import reader_of
 from tierckpt.restore.shard_image import LOST, Image, in_memory
 from tierckpt.restore.shard_reader import READERS, Blame, Reads
 from tierckpt.storage.files.mapped_file import MappedFile
-from tierckpt.storage.inventory import Found, FoundParity
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import VersionName
 

@@ -37,15 +37,21 @@ from tierckpt import _faults
 from tierckpt.erasure.codes import Stripes
 from tierckpt.erasure.exchange_plan import plan_member, plan_rebuild
 from tierckpt.erasure.groups import RedundancyGroup
-from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.erasure.parity_manifest import ParityManifest
+from tierckpt.errors import (
+    CorruptShardError,
+    ExchangeCancelledError,
+    FormatError,
+    PeerError,
+    RefusedError,
+)
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.storage.local.store import LocalStore
 
 from .address import Address
-from .errors import ExchangeCancelledError, PeerError, RefusedError
 from .inbox import Inbox
-from .parity_file import ParityManifest, ParityWriter
+from .parity_file import ParityWriter
 from .transport import Transport
 from .window_loop import Course
 from .wire import MOST_TEXT, Link, no_excuse

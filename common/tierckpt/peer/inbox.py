@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tierckpt.errors import PeerError
 from tierckpt.format.manifest import digest
 
-from .errors import PeerError
 from .wire import MOST_TEXT, Link
 
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tierckpt.core.copies import Inventory
+from tierckpt.errors import PeerError
 from tierckpt.format.ids import ParityKey, ShardKey
-from tierckpt.storage.inventory import Inventory
 from tierckpt.storage.persistent import VersionName
 
 from .address import Address
-from .errors import PeerError
 from .read_server import MOST_BYTES, copy_of, listed
 from .wire import Link, greet, reach
 

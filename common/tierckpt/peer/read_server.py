@@ -15,18 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Inventory, Place, Problem
 from tierckpt.format.ids import Key, Lineage, ParityKey, ShardKey, VersionId
 from tierckpt.format.manifest import digest
-from tierckpt.storage.inventory import (
-    AGENT,
-    EVERYWHERE,
-    Found,
-    FoundParity,
-    Inventory,
-    Place,
-    Problem,
-    take_inventory,
-)
+from tierckpt.storage.inventory import take_inventory
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.memory.slots import pin_again, read_image, sealed_at

@@ -11,10 +11,11 @@ from collections.abc import Collection, Mapping
 from tierckpt.erasure import isal
 from tierckpt.erasure.exchange_plan import Task, plan_rebuild
 from tierckpt.erasure.kernels import Product
+from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.verify import verify_shard
 
-from .parity_file import ParityManifest, Read
+from .parity_file import Read
 from .window_loop import window_bytes_of
 
 

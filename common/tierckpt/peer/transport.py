@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from tierckpt.errors import ConfigError
+from tierckpt.errors import LEFT_OUT, ConfigError, ExchangeCancelledError, PeerError
 from tierckpt.format.ids import VersionId
 
 from .address import Address
-from .errors import LEFT_OUT, ExchangeCancelledError, PeerError
 from .read_server import Shelf
 from .wire import HELLO_SECONDS, MOST_TEXT, Link, admit, greet, reach
 

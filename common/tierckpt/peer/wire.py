@@ -28,8 +28,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tierckpt.errors import PeerError, RefusedError
+
 from .address import Address
-from .errors import PeerError, RefusedError
 
 PROTOCOL = 1
 HELLO_SECONDS = 10.0

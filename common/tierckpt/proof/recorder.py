@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from tierckpt.callbacks import Callbacks
 from tierckpt.coordination.proof_order import PROGRESS, Order, order_here, path_of
+from tierckpt.core.halt_conditions import HaltRequest
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.format.shard_file import decode_header
-from tierckpt.halt.request_file import HaltRequest
 from tierckpt.offline.leaves import fingerprint, leaves_of
 from tierckpt.state import tree_codec
 from tierckpt.storage.local.store import LocalStore
@@ -27,7 +27,7 @@ from .records import Writer
 if TYPE_CHECKING:
     from tierckpt.checkpointer.checkpointer import Checkpointer
     from tierckpt.events import Event
-    from tierckpt.restore.restorer import Restored
+    from tierckpt.restored import Restored
 
 ELASTIC = "HOROVOD_ELASTIC"
 

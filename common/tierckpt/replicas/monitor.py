@@ -16,7 +16,7 @@ from tierckpt.config import Config
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.vote_exchange import Rows
 from tierckpt.core.replica_check import NONE, Finding, agree, as_vote
-from tierckpt.core.schedule import Vote
+from tierckpt.core.votes import Vote
 from tierckpt.errors import ReplicaError
 from tierckpt.group import Group
 from tierckpt.state.training_state import TrainingState

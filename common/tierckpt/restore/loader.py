@@ -20,8 +20,7 @@ from tierckpt.state.names import FIXED, parameter_of, path_of
 from tierckpt.state.optimizers.put_back import Putback, Values
 from tierckpt.state.training_state import NAMELESS, TrainingState, optimizer_class
 
-from .piece_writer import Filler
-from .tensor_fill import NewTensors
+from .tensor_fill import Filler, NewTensors
 
 
 class Loader:

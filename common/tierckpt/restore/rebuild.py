@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, wait
 
 from tierckpt.core.restore_plan import ParitySource, Rebuild, RestorePlan
+from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ParityKey
-from tierckpt.peer.parity_file import ParityManifest, Read, check_parity
+from tierckpt.peer.parity_file import Read, check_parity
 from tierckpt.peer.rebuild import Rebuilding
 
 from .broadcast import Courier, clear
-from .parity_image import ParityFile, open_parity
-from .shard_image import Bring, Image, OpenStore, in_memory
+from .shard_image import Bring, Image, OpenStore, ParityFile, in_memory, open_parity
 from .shard_reader import Failure, OnRead
 
 

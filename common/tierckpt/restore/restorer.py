@@ -16,14 +16,14 @@ import contextlib
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tierckpt.coordination.error_barrier import Together
 from tierckpt.coordination.shown_once import said_by
+from tierckpt.core.copies import Found, FoundParity, Place
 from tierckpt.core.restore_plan import RestorePlan, Source, plan_restore
 from tierckpt.errors import RestoreError, StateMismatchError, StateTornError
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
@@ -32,19 +32,19 @@ from tierckpt.format.shard_file import ShardHeader, decode_header
 from tierckpt.format.shard_summary import Contents, Outline, OwnState, counts, lacking
 from tierckpt.group import Group
 from tierckpt.restored import Restored, Volume
-from tierckpt.state import rng_streams, tree_codec
+from tierckpt.state import rng, tree_codec
 from tierckpt.state.training_state import TrainingState
-from tierckpt.storage.inventory import Found, FoundParity, Place
 
-from .broadcast import Courier, Visit, Wants, all_of_it
+from .broadcast import Courier
 from .loader import Loader
 from .progress import Progress
 from .rebuild import Parities
-from .shard_image import Image, OpenStore, Part, in_file, in_memory, open_image, open_persistent
+from .shard_image import Image, OpenStore, Part, open_image, open_persistent
 from .shard_reader import READERS, RUN_BYTES, Blame, Failure, Kept, Reads
 from .tensor_fill import NewTensors
+from .verified_version import Aside, Attempt
 
-__all__ = ["Attempt", "Restored", "Restorer", "all_finished", "load"]
+__all__ = ["Restorer", "all_finished", "load"]
 
 
 ENOUGH_IN_VAIN = 2
@@ -52,107 +52,6 @@ ENOUGH_IN_VAIN = 2
 
 LookAgain = Callable[[str], tuple[Sequence[Sequence[Found]], Sequence[Sequence[FoundParity]]]]
 """Given what is missing, in words; returns inventories and parities."""
-
-
-@dataclass(frozen=True)
-class Aside:
-    """Where a rank that fetches most of a version puts it, when most of that is live already: what
-    is live and what was fetched would be two copies, and the first is changed when all of the
-    second is sound."""
-
-    folder: Path
-    """On the local disk."""
-    live_bytes: int
-    """In this rank's memory, of what a version has."""
-
-    def make_room(self, manifest: Manifest, then: Callable[[], None]) -> Image:
-        """For a fetched shard: a file; memory where there can be none, or little is live."""
-        if 2 * self.live_bytes > manifest.image_bytes * manifest.shards:
-            with contextlib.suppress(OSError):
-                return in_file(manifest, self.folder, then)
-        return in_memory(manifest, then)
-
-
-@dataclass
-class Attempt:
-    """A verified version, ready to be loaded."""
-
-    plan: RestorePlan
-    courier: Courier
-    progress: Progress
-    images: dict[int, Image] = field(default_factory=dict)
-    """What this rank maps, fetched, or made."""
-    contents: Contents | None = None
-    """When all of it is verified."""
-    trouble: str = ""
-    """What went wrong here behind the last byte, in words."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all shards."""
-        return self.contents.nbytes if self.contents else 0
-
-    @property
-    def own_shard(self) -> int:
-        """The shard that this rank takes its small state from."""
-        return self.courier.rank % len(self.plan.sources)
-
-    def visit(self, visit: Visit, wants: Wants = all_of_it) -> None:
-        """Show every rank every shard, once, but for what it maps and does not want. What is in
-        memory for that alone goes meanwhile, window by window; what was rebuilt and may have to be
-        mended stays. Collective. `trouble` says why it did not get all to see."""
-
-        def visit_one(shard: int, offset: int, window: memoryview) -> None:
-            visit(shard, offset, window)
-            if shard in self.images and not self._to_mend(shard):
-                self.images[shard].forget(offset, offset + len(window))
-            self.progress.advance(len(window))
-
-        def wants_one(shard: int, low: int, high: int) -> bool:
-            wanted = wants(shard, low, high)
-            self.progress.advance(0 if wanted else high - low)
-            return wanted
-
-        assert self.contents is not None
-        for source in self.plan.sources:
-            shard = source.shard
-            outline = self.contents.outlines[shard]
-            self.courier.show(source, outline, self.images.get(shard), visit_one, wants_one)
-            try:
-                if shard in self.images and not source.direct and not self._to_mend(shard):
-                    self.images.pop(shard).close()
-            except Exception as error:  # told at the end: others wait for the next shard
-                self.courier.fail(shard, error)
-        sent = any(not source.direct for source in self.plan.sources)
-        self.trouble = self.courier.trouble_of_any() if sent else self.courier.trouble
-
-    def _to_mend(self, shard: int) -> bool:
-        """True of this rank's own, if it was rebuilt and the job has as many ranks as then."""
-        rank, size = self.courier.rank, self.courier.size
-        sources = self.plan.sources
-        return shard == rank and len(sources) == size and sources[shard].rebuilt
-
-    def report(self, manifest: Manifest, calls_alone: bool) -> Restored:
-        """What is loaded; `manifest` is this rank's. `calls_alone`: its number is that of calls,
-        also where it was guessed what a boundary is."""
-        calls, number = manifest.calls, manifest.iteration
-        result = Restored(calls if calls_alone and calls is not None else number)
-        result.calls, result.guessed = calls, calls not in (None, number)
-        result.version, result.generation = manifest.version, manifest.generation
-        result.shard_levels = tuple(source.place.level for source in self.plan.sources)
-        result.levels = self.plan.levels
-        result.nbytes = self.nbytes
-        return result
-
-    def fail(self, error: Exception) -> None:
-        """Behind the last byte: `all_finished` is told, as the other ranks wait there."""
-        self.trouble = self.trouble or f"{type(error).__name__}: {error}"
-
-    def close(self) -> None:
-        """Unmap everything."""
-        for image in self.images.values():
-            image.close()
-        self.images.clear()
 
 
 class Restorer:
@@ -597,7 +496,7 @@ def load(
         loader.prepare()
         attempt.courier.make_room(attempt.contents.outlines)
         grown = group.size > loader.shards
-        told = (differences, rng_streams.digests_of(saved["rng"]) if grown else {})
+        told = (differences, rng.digests_of(saved["rng"]) if grown else {})
         everyone, digests = zip(*group.all_gather_object(told), strict=True)
         found: list[str] = next((theirs for theirs in everyone if theirs), [])
         if found and strict:
@@ -611,7 +510,7 @@ def load(
         attempt.visit(loader.load_window, loader.wants)
         attempt.trouble = attempt.trouble or _finish(loader, saved)
     try:  # last: loading may have drawn
-        notices += loader.notices + rng_streams.take_up(
+        notices += loader.notices + rng.take_up(
             saved["rng"],
             manifest.version,
             group.rank,

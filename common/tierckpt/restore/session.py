@@ -16,25 +16,27 @@ from typing import Any
 
 from tierckpt._host import host_name
 from tierckpt._text import size_text, some
-from tierckpt.checkpointer import attach
 from tierckpt.config import Config
 from tierckpt.coordination.error_barrier import Together
 from tierckpt.coordination.job_history import Lives
 from tierckpt.coordination.reports import Reports
+from tierckpt.core.copies import Found, FoundParity, Place
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import Group
+from tierckpt.restored import Restored
 from tierckpt.state.training_state import TrainingState
-from tierckpt.storage.inventory import Found, FoundParity, Place
 from tierckpt.storage.local.claim_file import user_name
 from tierckpt.storage.local.sibling_nodes import MOST_FOLDERS, siblings_of, words_for
+from tierckpt.storage.memory import job_directory
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 
 from .progress import Progress
-from .restorer import Aside, Attempt, Restored, Restorer, load
+from .restorer import Restorer, load
 from .shard_image import FarStore
 from .tensor_fill import NewTensors
+from .verified_version import Aside, Attempt
 
 Inventories = Sequence[Sequence[Found]]
 Parities = Sequence[Sequence[FoundParity]]
@@ -313,7 +315,7 @@ class Comeback:
         """Who removed the directory may have meant to begin afresh."""
         if self._group.rank:
             return
-        directory, memory = self._config.directory, attach.job_directory(self._config).path
+        directory, memory = self._config.directory, job_directory.job_directory(self._config).path
         both = f"{shlex.quote(directory)} {shlex.quote(str(memory))}"
         self._reports.notice(
             f"{id_} was taken from memory ({memory}), and nothing is in {directory} any more. If "
@@ -358,7 +360,7 @@ class Comeback:
     def _tell_what_is_elsewhere(self, found: VersionId | None) -> None:
         """A life that was killed had its slots under another name or in another place: `shm_dir`,
         `node` or `job_id` was changed since, perhaps by mistake. `found` is what was."""
-        mine = attach.job_directory(self._config)
+        mine = job_directory.job_directory(self._config)
         for folder in sorted(self._elsewhere):
             job, _, node = folder.name.partition("@")
             theirs = JobDirectory(folder.parent, job, node)

@@ -16,12 +16,12 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from tierckpt.codecs.codec import ModuleError
+from tierckpt.core.copies import AGENT, FAR, Place
 from tierckpt.core.restore_plan import Source
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import digest, digest_at
 from tierckpt.format.shard_file import ShardHeader, decode_header
-from tierckpt.storage.inventory import AGENT, FAR, Place
 
 from .shard_image import LOST, Image, MakeRoom, OpenStore, Part, open_image, open_persistent
 

@@ -17,7 +17,7 @@ import torch
 from tierckpt import _faults
 from tierckpt.checkpointer.checkpointer import Checkpointer
 from tierckpt.events import Event
-from tierckpt.restore.restorer import Restored
+from tierckpt.restored import Restored
 from tierckpt.state.tree_codec import flat
 
 IN_FEATURES, HIDDEN, CLASSES, BATCH = 12, 24, 4, 8

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .intervals import lanes
 from .recorder import row_names
 from .spans import Span, Timeline, TimelineError
+from .summary import lanes
 
 Entry = dict[str, Any]
 

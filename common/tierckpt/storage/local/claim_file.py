@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tierckpt._host import host_id
 from tierckpt.storage.files import durable, file_lock
-from tierckpt.storage.files.regular_file import open_plain
+from tierckpt.storage.files.durable import open_plain
 
 PREFIX = ".claim."
 MOST_BYTES = 1 << 16

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from tierckpt.codecs.codec import Buffer, ModuleError
+from tierckpt.codecs.codec import ModuleError
 from tierckpt.codecs.decoder import Decoder, Read
 from tierckpt.codecs.delta import Chain
 from tierckpt.codecs.encoder import Encoder, cut
 from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.encoding import Buffer
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, round_up
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.files.direct_file import WRITE_BYTES

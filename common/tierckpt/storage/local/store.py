@@ -29,7 +29,7 @@ from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import Key, ParityKey, ShardKey
 from tierckpt.storage.files import durable
 from tierckpt.storage.files.direct_file import LockedFile, unlocked
-from tierckpt.storage.files.regular_file import open_plain
+from tierckpt.storage.files.durable import open_plain
 
 KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
 MANIFEST_SUFFIX = ".manifest"

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from tierckpt._host import boot_id
-from tierckpt.storage.files import regular_file
+from tierckpt.storage.files import durable
 
 NAME = "seen.dead"
 MOST_BYTES = 4096
@@ -25,7 +25,7 @@ def dead_seconds(folder: Path) -> float:
     itself, and has seen that nobody lives there. Raises OSError."""
     path, now_seconds = folder / NAME, time.clock_gettime(time.CLOCK_MONOTONIC)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-        with regular_file.open_plain(path) as file:
+        with durable.open_plain(path) as file:
             told = json.loads(file.read(MOST_BYTES))
         seen_seconds = float(told["monotonic_seconds"])
         if told["clock"] == _clock() and seen_seconds <= now_seconds:
@@ -36,7 +36,7 @@ def dead_seconds(folder: Path) -> float:
 
 def forget(folder: Path) -> None:
     """Somebody lives there again. Raises OSError."""
-    regular_file.remove(folder / NAME)
+    durable.remove(folder / NAME)
 
 
 def _clock() -> str:

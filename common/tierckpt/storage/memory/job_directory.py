@@ -29,10 +29,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierckpt.config import Config
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.manifest import Manifest
-from tierckpt.storage.files import file_lock, regular_file
-from tierckpt.storage.files.regular_file import plain
+from tierckpt.storage.files import durable, file_lock
+from tierckpt.storage.files.durable import plain
 
 from . import abandoned
 from .image_file import LINK_SUFFIX, remove_link
@@ -231,7 +232,7 @@ class JobDirectory:
             if path.is_symlink():
                 remove_link(path)
             else:
-                regular_file.remove(path)
+                durable.remove(path)
         self.remove_if_unused()
 
     def remove_surplus(self, ranks: Collection[int], slots: int) -> bool:
@@ -263,11 +264,11 @@ class JobDirectory:
                 if not self.lives(rank):
                     for path in (path for path in paths if rank_of(path.name) == rank):
                         remove_segment(path)
-                    regular_file.remove(self.lock_path(rank))
+                    durable.remove(self.lock_path(rank))
             for lock in agents:
                 if _path_lockable(lock):
                     lock.with_suffix(".socket").unlink(missing_ok=True)
-                    regular_file.remove(lock)
+                    durable.remove(lock)
 
     def remove_if_unused(self) -> None:
         """Delete the folder unless somebody else still has something in it."""
@@ -376,3 +377,8 @@ def _listdir(path: Path) -> list[Path]:
 
 def _links(path: Path) -> list[Path]:
     return [p for p in _listdir(path) if p.name.endswith(LINK_SUFFIX) and p.is_symlink()]
+
+
+def job_directory(config: Config) -> JobDirectory:
+    """The job's folder in this node's shared memory."""
+    return JobDirectory.at(config.shm_dir, config.job_id or job_id_of(config.path), config.node)

@@ -20,9 +20,9 @@ from pathlib import Path
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.ids import PAGE_BYTES, round_up
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest
-from tierckpt.storage.files import regular_file
+from tierckpt.storage.files import durable
+from tierckpt.storage.files.durable import open_plain, plain
 from tierckpt.storage.files.file_lock import lockable
-from tierckpt.storage.files.regular_file import open_plain, plain
 from tierckpt.storage.local.store import LocalStore
 
 from .image_file import ImageFile, remove_image
@@ -194,7 +194,7 @@ class Slot:
 
 def remove_segment(path: Path) -> None:
     """Delete the slot at `path`, mapped by somebody or not."""
-    regular_file.remove(path)  # first: a seal must not be found without its image
+    durable.remove(path)  # first: a seal must not be found without its image
     remove_image(path)
 
 

@@ -10,10 +10,10 @@ FORMAT.md what is written.
 """
 
 from tierckpt.core.retention import Held, RetentionPolicy, retirable
+from tierckpt.errors import FlushCancelledError, LeaseHeldError, PersistentError
 from tierckpt.format.version_names import VersionName
 from tierckpt.format.version_records import VersionFacts, VersionManifest
 
-from .errors import FlushCancelledError, LeaseHeldError, PersistentError
 from .lease import Lease
 from .rate_limit import Pace, Throttle, Turns
 from .retry import RetryPolicy

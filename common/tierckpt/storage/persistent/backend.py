@@ -12,20 +12,14 @@ Names are paths with slashes, relative to the place. What holds of every backend
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
-
-from tierckpt.errors import ConfigError
-from tierckpt.format.ids import directory_of
+from typing import Protocol
 
 Content = Callable[[], Iterator[memoryview]]
 """Makes the windows of what is to be written, in order; called anew for every try. A window is
 valid until the next one is asked for, and is at most WINDOW_BYTES long."""
 
 WINDOW_BYTES = 8 << 20
-GROUP = "tierckpt.backends"
-"""Of entry points."""
 
 
 class Backend(Protocol):
@@ -84,48 +78,3 @@ class Backend(Protocol):
     def close(self) -> None:
         """Let connections go."""
         ...
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """True for what fsspec has to open; `file:` and plain paths are directories."""
-    return "://" in directory_of(path)
-
-
-def open_backend(path: str | os.PathLike[str], **storage_options: Any) -> Backend:
-    """The backend of a directory, of a URL of somebody's own, or of any that fsspec knows.
-
-    An entry point of the group `tierckpt.backends`, named as the URL's scheme, is called with the
-    URL and `storage_options`; else these go to fsspec (keys, endpoint). Raises ConfigError when
-    fsspec, or what it needs for this kind of URL, is not installed, or the entry point is broken.
-    """
-    if is_url(path):
-        theirs = _entry_point(os.fspath(path))
-        if theirs is not None:
-            return theirs(os.fspath(path), **storage_options)
-        from .fsspec_backend import ObjectBackend
-
-        return ObjectBackend(os.fspath(path), **storage_options)
-    from .posix_backend import PosixBackend
-
-    try:
-        return PosixBackend(directory_of(path), **storage_options)
-    except TypeError:
-        names = ", ".join(sorted(storage_options))
-        raise ConfigError(
-            f"{path} is a directory, whose storage options are direct and shared_writes; given "
-            f"are: {names}"
-        ) from None
-
-
-def _entry_point(url: str) -> Callable[..., Backend] | None:
-    from importlib.metadata import entry_points  # which is slow to import
-
-    scheme = url.partition("://")[0]
-    for point in entry_points(group=GROUP, name=scheme):
-        try:
-            return point.load()  # type: ignore[no-any-return]
-        except Exception as error:  # whatever somebody else's package does when it is imported
-            raise ConfigError(
-                f"{url}: the backend for {scheme}:// ({point.value}) cannot be loaded: {error}"
-            ) from error
-    return None

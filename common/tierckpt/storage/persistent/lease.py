@@ -21,12 +21,11 @@ import re
 import secrets
 from dataclasses import dataclass
 
-from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, LeaseHeldError
 from tierckpt.format.version_records import seal, unseal
 
 from .backend import Backend
 from .clock import Clock
-from .errors import FlushCancelledError, LeaseHeldError
 
 LEASE_SECONDS = 120.0
 

@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .errors import LeaseHeldError
+from tierckpt.errors import LeaseHeldError
+
 from .lease import LEASE_SECONDS
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 from tierckpt import _faults
 from tierckpt.format.ids import PAGE_BYTES
 from tierckpt.storage.files import durable
-from tierckpt.storage.files.regular_file import open_plain
+from tierckpt.storage.files.durable import open_plain
 
 from .backend import Content
 

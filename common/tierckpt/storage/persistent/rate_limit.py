@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tierckpt.errors import FlushCancelledError
+
 from .clock import Clock, SystemClock
-from .errors import FlushCancelledError
 
 NAP_SECONDS = 0.5
 """Longest sleep in one go: so soon a superseded flush ends that is waiting for its turn."""

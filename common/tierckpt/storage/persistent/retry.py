@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tierckpt.errors import PersistentError
+
 from .backend import Backend, Content
-from .errors import PersistentError
 from .fsspec_backend import error_code, http_status
 
 Result = TypeVar("Result")

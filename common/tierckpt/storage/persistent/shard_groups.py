@@ -12,7 +12,7 @@ from typing import Protocol
 
 import xxhash
 
-from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, PersistentError
 from tierckpt.format.version_names import (
     SHARDS,
     Groups,
@@ -24,7 +24,6 @@ from tierckpt.format.version_names import (
 from tierckpt.format.version_records import ShardRecord, decode_shards, encode_shards
 
 from .backend import WINDOW_BYTES, Backend
-from .errors import FlushCancelledError, PersistentError
 
 FOOTER_BYTES = 1 << 16
 """So much of a file's end is read at first, in the hope that all records are in it."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierckpt.core.retention import Held, RetentionPolicy, retirable
-from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, PersistentError
 from tierckpt.format.ids import Lineage
 from tierckpt.format.version_names import (
     GROUP,
@@ -45,9 +45,9 @@ from tierckpt.format.version_records import (
     fingerprint,
 )
 
-from .backend import WINDOW_BYTES, Backend, open_backend
+from .backend import WINDOW_BYTES, Backend
+from .backends import open_backend
 from .clock import Clock, SystemClock
-from .errors import FlushCancelledError, PersistentError
 from .lease import Lease
 from .retry import RetryingBackend, RetryPolicy
 from .shard_groups import Parts, Source, parts_of

@@ -1,0 +1,122 @@
+"""Parity manifest: what a parity file says of itself."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+
+from tierckpt.errors import FormatError
+from tierckpt.format.ids import Lineage, ParityKey, VersionId
+from tierckpt.format.manifest import DIGEST_BYTES, Manifest
+from tierckpt.format.verify import parity_blocks
+from tierckpt.format.version_records import seal, unseal
+
+from .codes import Code, Stripes
+
+
+@dataclass(frozen=True)
+class ParityManifest:
+    """What is known of one parity file."""
+
+    job: str
+    life: str
+    version: int
+    generation: int
+    shard: int
+    """Number of the shard that it lies beside."""
+    shards: int
+    lineage: Lineage
+    k: int
+    m: int
+    group: tuple[int, ...]
+    """The members' shard numbers, in the order of the ring."""
+    segment_bytes: int
+    image_bytes: int
+    digests: bytes
+    """xxh3_64 of every block of BLOCK_BYTES, the last being what is left."""
+    members: tuple[str, ...]
+    """The encoded manifest of each member's shard, in the order of the ring."""
+    created_seconds: float
+
+    @staticmethod
+    def of(shards: Sequence[Manifest], code: Code, member: int, digests: bytes) -> ParityManifest:
+        """The manifest of what `member` stores; `shards` are the members', on the ring."""
+        own = shards[member]
+        stripes = Stripes(code, tuple(shard.image_bytes for shard in shards))
+        return ParityManifest(
+            own.job,
+            own.life,
+            own.version,
+            own.generation,
+            own.shard,
+            own.shards,
+            own.lineage,
+            code.k,
+            code.m,
+            tuple(shard.shard for shard in shards),
+            stripes.segment_bytes,
+            stripes.parity_bytes,
+            digests,
+            tuple(shard.encode().decode() for shard in shards),
+            time.time(),
+        )
+
+    @property
+    def key(self) -> ParityKey:
+        """The parity's name."""
+        return ParityKey(VersionId(self.generation, self.version), self.shard, self.shards)
+
+    @property
+    def member(self) -> int:
+        """Where on the ring it lies."""
+        return self.group.index(self.shard)
+
+    @cached_property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """The members' shards, on the ring."""
+        return tuple(Manifest.decode(text.encode()) for text in self.members)
+
+    @cached_property
+    def stripes(self) -> Stripes:
+        """The code, over the members' shards."""
+        code = Code(len(self.group), self.k, self.m)
+        return Stripes(code, tuple(shard.image_bytes for shard in self.manifests))
+
+    def encode(self) -> bytes:
+        """A line of JSON, and a line with its xxh3_128."""
+        return seal("parity", {**asdict(self), "digests": base64.b64encode(self.digests).decode()})
+
+    @staticmethod
+    def decode(data: bytes) -> ParityManifest:
+        """The inverse of `encode`.
+
+        Raises CorruptShardError when the bytes do not carry their own checksum, FormatError when
+        they are intact but not ours, of a newer major version, or at odds with themselves.
+        """
+        values = unseal("parity", data)
+        try:
+            values["digests"] = base64.b64decode(values["digests"])
+            values["lineage"] = tuple((int(g), int(v)) for g, v in values["lineage"])
+            values["group"], values["members"] = tuple(values["group"]), tuple(values["members"])
+            made = ParityManifest(**{f.name: values[f.name] for f in fields(ParityManifest)})
+            made._check()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FormatError(f"not a parity manifest: {error!r}") from error
+        return made
+
+    def _check(self) -> None:
+        for number, shard in zip(self.group, self.manifests, strict=True):
+            theirs = (shard.shard, shard.life, shard.id, shard.shards)
+            if theirs != (number, self.life, self.key.id, self.shards):
+                raise ValueError(f"{shard.key} of life {shard.life} is no member of {self.key}")
+        found = (self.segment_bytes, self.image_bytes, len(self.digests))
+        length = self.stripes.parity_bytes
+        blocks = DIGEST_BYTES * len(parity_blocks(length))
+        if self.shard not in self.group or found != (self.stripes.segment_bytes, length, blocks):
+            raise ValueError(f"lengths {found} do not follow from the members' shards")
+
+
+__all__ = ["ParityManifest"]
