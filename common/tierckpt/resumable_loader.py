@@ -30,11 +30,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from tierckpt.state import rng as generators
-from tierckpt.state import tree_codec
 from tierckpt.state.extras import Generator, generator_state, load_extra
 
 from .errors import ConfigError, TierckptError
+from .state import rng as generators
+from .state import tree_codec
 
 Batch = TypeVar("Batch")
 

@@ -25,13 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
 import tierckpt
-from tests import exact
 from tests.alarms.scripts import SCRIPTS
-from tests.dist.test_matrix_ranks import ALIKE, NOT_BY_DDP, says
-from tests.statematrix.jobs import Job
-from tests.statematrix.matrix import CASES, PRODUCT
-from tests.statematrix.proof import seed_everything
-from tests.store.test_optimizer_fleet import OTHERS, TORCHS
+from tests.dist.state.test_state_matrix import ALIKE, NOT_BY_DDP, says
+from tests.store.state.test_optimizer_fleet import OTHERS, TORCHS
+from tests.support import exact
+from tests.support.state_matrix.jobs import Job
+from tests.support.state_matrix.matrix import CASES, PRODUCT
+from tests.support.state_matrix.proof import seed_everything
 from tierckpt.core import replica_check
 from tierckpt.replicas import digests
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.statematrix.jobs import Job, adam, adamw, flat_inputs, loss_of, sgd
-from tests.statematrix.models import mlp, normalised
-from tests.statematrix.optimizers import Homemade
+from tests.support.state_matrix.jobs import Job, adam, adamw, flat_inputs, loss_of, sgd
+from tests.support.state_matrix.models import mlp, normalised
+from tests.support.state_matrix.optimizers import Homemade
 
 Wrap = Callable[[nn.Module], nn.Module]
 CYCLE = 23

@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.chaos.job import Orders, run, to_json
 from tests.chaos.plan import Shape
 from tests.chaos.rendezvous import Rendezvous
-from tests.crash.launcher import Process, quiet_environment
+from tests.support.crash.launcher import Process, quiet_environment
 from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
 
 DISK_BYTES = 32 * 1024 * 1024

@@ -18,7 +18,7 @@ from tests.chaos.job import Orders
 from tests.chaos.journals import Journals, Line
 from tests.chaos.plan import MOST_RANKS, RANKS, STEPS, Fault, Life, Round
 from tests.chaos.truth import Truth
-from tests.crash.launcher import Process
+from tests.support.crash.launcher import Process
 
 PATIENCE_SECONDS = 100.0
 """Without any progress for so long, a life is stuck."""

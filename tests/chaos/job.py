@@ -1,6 +1,6 @@
 """The job that the chaos test breaks: one rank of it, under DDP or Horovod.
 
-Training, journal and fault points are those of `tests.crash.job`. It waits before chosen steps
+Training, journal and fault points are those of `tests.support.crash.job`. It waits before chosen steps
 until the driver has done its worst there, so that a schedule means the same in every run.
 """
 
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.crash.job import CALLS, CLASSES, WIDTH, Journal, announced, digests, train_one
-from tests.crash.ownstate import Decaying, Metered, own_digests
-from tests.crash.zygote import become
+from tests.support.crash.job import CALLS, CLASSES, WIDTH, Journal, announced, digests, train_one
+from tests.support.crash.own_state import Decaying, Metered, own_digests
+from tests.support.crash.zygote import become
 from tierckpt import _faults
 
 PACE_SECONDS = 0.02

@@ -31,7 +31,7 @@ PLACES = (
 )
 """Fault points at which a trainer is killed; {} is the version, or the step that makes it."""
 LOADING = ("take_inventory", "verify", "load_shard", "finish_load", "after_load")
-"""The same while it is coming back; see `CALLS` in tests/crash/job.py."""
+"""The same while it is coming back; see `CALLS` in tests/support/crash/job.py."""
 AGENTS = (
     "kill@agent:hit={}",
     "kill@file:op=write,hit={}",

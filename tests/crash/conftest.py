@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.launcher import Expected, Job, Zygote
-from tests.crash.scenario import RANKS
+from tests.support.crash.launcher import Expected, Job, Zygote
+from tests.support.crash.scenario import RANKS
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from tests.dist.rankpool import ALONE, COLLECTIVE_SECONDS, GLOO, LAUNCHERS, MPIRUN, RankPool
-from tests.horovod_here import horovod_missing, mpi_missing
+from tests.support.horovod_here import horovod_missing, mpi_missing
+from tests.support.rank_pool import ALONE, COLLECTIVE_SECONDS, GLOO, LAUNCHERS, MPIRUN, RankPool
 
 Ranks = Callable[..., RankPool]
 

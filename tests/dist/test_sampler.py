@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
-from tests.dist.training import WIDTH, Place, attach, make_job
+from tests.support.training import WIDTH, Place, attach, make_job
 
 LENGTH = 35
 EPOCHS = 2

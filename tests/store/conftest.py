@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.store.persistentshards import ENDPOINT, SERVED, s3_options
-from tests.store.s3server import Proxy, proxied, serving
-from tests.store.tinycourse import fingerprints
-from tests.store.tmpfs import SIZE_BYTES, mount, unmount
+from tests.support.persistent_shards import ENDPOINT, SERVED, s3_options
+from tests.support.s3_server import Proxy, proxied, serving
+from tests.support.tiny_course import fingerprints
+from tests.support.tmpfs import SIZE_BYTES, mount, unmount
 from tierckpt.storage.persistent.fsspec_backend import ObjectBackend
 
 

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
 import ddp_ckpt
-from tests import exact
+from tests.support import exact
 
 OF_DDP = re.compile(r"DistributedDataParallel\(|\bDDP\(|DistributedDataParallel[A-Z]")
 ATTACH = len(sys.argv) > 1 and sys.argv[1] == "with"

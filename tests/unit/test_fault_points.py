@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import tierckpt
-from tests.crash.test_agents import BEFORE_EXCHANGE, IN_MID_EXCHANGE, IN_MID_FLUSH
-from tests.crash.test_sweep import AGENT_POINTS, TRAINER_POINTS
-from tests.store.test_persistent_killed import FLUSH_KILLS, REMOVAL_KILLS
-from tests.store.test_persistent_s3 import OBJECT_REMOVAL_KILLS, UPLOAD_KILLS
-from tests.unit.test_health import POINTS as HEALTH_POINTS
+from tests.crash.agent.test_agents import BEFORE_EXCHANGE, IN_MID_EXCHANGE, IN_MID_FLUSH
+from tests.crash.checkpointer.test_sweep import AGENT_POINTS, TRAINER_POINTS
+from tests.store.storage.test_persistent_killed import FLUSH_KILLS, REMOVAL_KILLS
+from tests.store.storage.test_persistent_s3 import OBJECT_REMOVAL_KILLS, UPLOAD_KILLS
+from tests.unit.storage.test_health import POINTS as HEALTH_POINTS
 from tierckpt import _faults
 
 Point = tuple[str, str]

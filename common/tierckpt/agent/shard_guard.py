@@ -61,9 +61,7 @@ def open_shard(local: LocalStore, key: ShardKey) -> Iterator[tuple[memoryview, b
 @contextlib.contextmanager
 def sound_image(local: LocalStore, manifest: Manifest) -> Iterator[memoryview]:
     """The bytes of a shard that is stored as it was sealed, mapped and checked."""
-    from tierckpt.format.verify import (
-        verify_shard,  # and with it numpy, for agents that do this alone
-    )
+    from tierckpt.format.verify import verify_shard
 
     mapped = local.open_image(manifest.key)
     image = memoryview(mapped)

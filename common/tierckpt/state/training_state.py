@@ -27,13 +27,13 @@ from typing import Any
 import torch
 
 from tierckpt.errors import ConfigError, UnsupportedStateError
-from tierckpt.state.modules import changing_buffers
 from tierckpt.state.modules.custom_states import MODULE_STATES, ModuleStates
 from tierckpt.state.optimizers.extra_state import Taker, has_its_own, packed, without_parameter
 from tierckpt.state.optimizers.nested import class_name, expand
 
 from . import tree_codec
 from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
+from .modules import changing_buffers
 from .names import named_buffers, named_parameters, other_names, unwrap
 from .validate import (
     ORDER,

@@ -28,7 +28,8 @@ from pathlib import Path
 from tierckpt import _faults
 from tierckpt._children import child_command, child_environment
 from tierckpt.errors import ConfigError
-from tierckpt.storage.files import durable
+
+from .files import durable
 
 PROBE_BYTES = 1024 * 1024
 """Written to each directory: enough for the device to have to do something."""

@@ -1,0 +1,107 @@
+"""The job under the launcher it is made for, and its place on a machine that others use too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.crash.launcher import PATIENCE_SECONDS, Job, quiet_environment
+from tests.support.crash.scenario import RANKS, VARIABLE
+from tests.support.thorough import on_demand
+
+KILL = "kill@seal:version=12"
+NO_LINGER = {"memory_linger_seconds": 0}
+SCRIPT = Path(__file__).resolve().parents[2] / "support" / "crash" / "job.py"
+
+
+@on_demand("test_demo.py has torchrun restart a job, too")
+def test_torchrun_restarts_a_job_and_the_curve_is_the_same(job: Job) -> None:
+    rule = "kill@script:step=12,phase=backward"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS), "--max-restarts", "3"]
+    command += ["--monitor-interval", "0.1", str(SCRIPT)]
+    job.scenario.rules["1"] = rule
+    with (job.folder / "torchrun.log").open("wb") as log:
+        job.foreign = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env={**quiet_environment(), VARIABLE: job.scenario.to_json()},
+        )
+    job.wait_for(lambda: job.foreign.poll() is not None, "torchrun's end", 2 * PATIENCE_SECONDS)
+    assert job.fired(1, rule)
+    starts = [x["start"] for x in job.journal(1) if "start" in x]
+    assert starts in ([0, 11], [0, 12])
+    job.ended_as_undisturbed()
+
+
+def test_a_machine_that_rebooted_resumes_the_newest_version_that_is_complete_on_disk(
+    job: Job,
+) -> None:
+    """v12 is on one disk only, the other rank was still writing."""
+    slow = "stop@file:op=write,hit=3"
+    job.start({0: slow}, gates={"stand": 14}, settings={"when_busy": "wait"})
+    job.wait_fired(0, slow)
+    job.wait_for(lambda: 12 in [k.id.version for k in job.on_disk(1)], "v12 of rank 1")
+    job.reboot()
+    resumed = job.live()
+    assert resumed.start == 8
+    assert resumed.resumed()["levels"] == {"local": 2}
+    job.ended_as_undisturbed()
+
+
+def test_memory_of_a_dead_job_is_removed_by_another_after_it_lingered(
+    make_job: Callable[[str], Job],
+) -> None:
+    dead, other, later = make_job("dead"), make_job("other"), make_job("later")
+    dead.live({1: KILL}, settings={"agent_linger_seconds": 2})
+    assert dead.fired(1, KILL)
+    dead.agents_end()
+    left = dead.segments()
+    assert len(left) >= 2 * RANKS
+    other.live()
+    assert dead.segments() == left, "within the hour its successor may come"
+    later.live(settings=NO_LINGER)
+    later.ended_as_undisturbed()
+    assert dead.segments() == []
+
+
+def test_memory_of_a_living_job_is_never_removed(make_job: Callable[[str], Job]) -> None:
+    living, other = make_job("living"), make_job("other")
+    life = living.start(gates={"stand": 12}).waiting("stand")
+    held = living.segments()
+    other.live(settings=NO_LINGER)
+    assert other.journal(0, start=0)
+    assert living.segments() == held
+    life.kill()
+    resumed = living.live()
+    assert life.promised() <= resumed.start <= 12
+    assert resumed.resumed()["levels"] == {"memory": 2}
+    living.ended_as_undisturbed()
+
+
+def test_memory_of_a_job_whose_agent_still_writes_is_not_removed(
+    make_job: Callable[[str], Job],
+) -> None:
+    dead, other, later = make_job("dead"), make_job("other"), make_job("later")
+    slow = "stop@file:op=write,hit=2"
+    life = dead.start({0: slow}, settings={"when_busy": "wait"})
+    dead.wait_fired(0, slow)
+    life.kill()
+    held = segments_of(dead, 0)
+    other.live(settings=NO_LINGER)
+    assert segments_of(dead, 0) == held
+    (agent,) = dead.agents(0)
+    agent.wake()
+    assert agent.ended(PATIENCE_SECONDS), dead.output()
+    assert 8 in [k.id.version for k in dead.on_disk(0)]
+    dead.agents_end()
+    later.live(settings=NO_LINGER)
+    assert dead.segments() == []
+
+
+def segments_of(job: Job, rank: int) -> list[Path]:
+    """Of the node that the rank is on; that of the other rank has no agent any more."""
+    return [p for p in job.segments() if p.name.startswith(f"r{rank:05d}.")]

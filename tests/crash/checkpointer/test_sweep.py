@@ -1,0 +1,145 @@
+"""SIGKILL at every point of a checkpoint, and at points nobody chose: the course stays the same.
+
+After each kill: the mark proves that it happened; the next life resumes no older version than
+promised (see `Life.promised`), and no version that the killed rank never sealed; and all losses,
+in whichever life, and the final state are those of the undisturbed job.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.support.crash.launcher import Job
+from tests.support.crash.scenario import PHASES, RANKS, STEPS
+from tests.support.thorough import points
+
+VERSION = 12
+BLOCKS = 9
+"""How many blocks a rank copies for a version, which is also how often `copy` is passed."""
+
+TRAINER_POINTS = {
+    "barrier": "kill@barrier:version=12",
+    "refill": "kill@refill:version=12",
+    "copy first": "kill@copy:version=12,hit=1",
+    "copy middle": f"kill@copy:version=12,hit={BLOCKS // 2}",
+    "copy last": f"kill@copy:version=12,hit={BLOCKS}",
+    "tree": "kill@tree:version=12",
+    "seal": "kill@seal:version=12",
+    "sealed": "kill@sealed:version=12",
+}
+
+# The second commit is that of v8. Retention keeps one version here: v4 goes when v8 is complete.
+AGENT_POINTS = {
+    "agent": "kill@agent:version=8",
+    "take spare": "kill@file:op=take_spare,hit=2",
+    "open": "kill@file:op=open,hit=2",
+    "write": "kill@file:op=write,hit=2",
+    "fsync": "kill@file:op=fsync,hit=2",
+    "rename": "kill@file:op=rename,hit=3",
+    "fsync directory": "kill@file:op=fsync_directory,hit=3",
+    "open manifest": "kill@file:op=open_manifest,hit=2",
+    "write manifest": "kill@file:op=write_manifest,hit=2",
+    "fsync manifest": "kill@file:op=fsync_manifest,hit=2",
+    "rename manifest": "kill@file:op=rename,hit=4",
+    "fsync directory after manifest": "kill@file:op=fsync_directory,hit=4",
+    "unlink retired manifest": "kill@file:op=unlink,hit=1",
+    "fsync directory after unlink": "kill@file:op=fsync_directory,hit=5",
+    "rename retired to spare": "kill@file:op=rename,hit=5",
+}
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("point", TRAINER_POINTS)
+def test_a_trainer_is_killed(point: str, rank: int, job: Job) -> None:
+    if rank == 1:  # in turn, the least that is allowed and what a job usually has
+        job.settings.update(slots=2, local_every_steps=0)
+    rule = TRAINER_POINTS[point]
+    killed = job.live({rank: rule})
+    assert job.fired(rank, rule)
+    resumed = job.live()
+    # Nothing is left to copy at many a barrier: the copier sealed already.
+    newest = VERSION if point in ("barrier", "sealed") else VERSION - 1
+    assert max(killed.promised(), VERSION - 2) <= resumed.start <= newest
+    assert resumed.resumed()["levels"] == {"memory": 2}
+    job.ended_as_undisturbed()
+    assert job.journal(rank, blocks=BLOCKS), [x for x in job.journal(rank) if "blocks" in x]
+
+
+@pytest.mark.parametrize(
+    "point",
+    points(
+        AGENT_POINTS,
+        "agent",
+        "write",
+        "rename",
+        "rename manifest",
+        "fsync directory after manifest",
+        "unlink retired manifest",
+        "rename retired to spare",
+    ),
+)
+def test_an_agent_is_killed_and_later_the_machine(point: str, job: Job) -> None:
+    rank = list(AGENT_POINTS).index(point) % RANKS
+    job.settings.update(when_busy="wait", local_keep_last=1)
+    rule = AGENT_POINTS[point]
+    crash = "kill@script:step=22,phase=backward"  # the boundary of v20 has waited for v16
+    life = job.live({rank: rule, 1 - rank: crash})
+    assert job.fired(rank, rule)
+    assert job.fired(1 - rank, crash), "the agent's death did not stop the training"
+    on_disk = job.both_have(job.committed)
+    assert on_disk >= 12, "the agent was restarted, and later versions were committed"
+    job.reboot()
+    resumed = job.live()
+    assert resumed.resumed()["levels"] == {"local": 2}
+    assert resumed.resumed()["rejected"] == []
+    assert on_disk <= resumed.start <= life.passed(rank)
+    job.ended_as_undisturbed()
+
+
+@pytest.mark.parametrize("point", AGENT_POINTS)
+def test_the_machine_dies_when_an_agent_does(point: str, job: Job) -> None:
+    rank = list(AGENT_POINTS).index(point) % RANKS
+    job.settings.update(when_busy="wait", local_keep_last=1)
+    rule = AGENT_POINTS[point]
+    life = job.start({rank: rule}, gates={"end": STEPS})
+    job.wait_fired(rank, rule)
+    job.reboot()
+    on_disk = job.both_have(lambda r: [k.id.version for k in job.on_disk(r)])
+    resumed = job.live()
+    assert resumed.resumed()["levels"] == {"local": 2}
+    assert resumed.resumed()["rejected"] == []
+    assert on_disk >= max(job.both_have(lambda r: job.committed(r, life.number)), 4)
+    assert resumed.start == on_disk
+    job.ended_as_undisturbed()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_trainer_is_killed_somewhere_in_its_loop(seed: int, job: Job) -> None:
+    dice = random.Random(seed)
+    rank, step = dice.randrange(RANKS), dice.randrange(1, STEPS)
+    rule = f"kill@script:step={step},phase={dice.choice(PHASES)}"
+    job.settings["slots"] = dice.choice((2, 3))
+    killed = job.live({rank: rule})
+    assert job.fired(rank, rule)
+    resumed = job.live()
+    if job.settings["slots"] == 3:
+        assert resumed.start >= killed.promised()
+    assert resumed.start >= job.both_have(lambda r: job.sealed(r, killed.number))
+    assert resumed.start <= step + 1
+    job.ended_as_undisturbed()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_trainer_is_killed_at_some_moment(seed: int, job: Job) -> None:
+    dice = random.Random(100 + seed)
+    rank, step = dice.randrange(RANKS), dice.randrange(1, STEPS - 2)
+    killed = job.start(gates={"end": STEPS})  # it never ends by itself
+    job.wait_for(lambda: killed.passed(rank) >= step, f"step {step}")
+    killed.processes[rank].ended(dice.uniform(0, 0.03))
+    killed.kill(rank)
+    killed.kill()
+    resumed = job.live()
+    assert killed.promised() <= resumed.start
+    job.ended_as_undisturbed()

@@ -1,0 +1,210 @@
+"""Told to end by a signal: under a real launcher, and where the process cannot do as it is told."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.crash.launcher import PATIENCE_SECONDS, Job, Process, quiet_environment
+from tests.support.crash.scenario import RANKS, VARIABLE
+
+SCRIPT = Path(__file__).resolve().parents[2] / "support" / "crash" / "halting_job.py"
+STAND, LAST = 12, 14
+"""All ranks stand before this step; the one told there says so at v13, and v14 is the last."""
+GONE = f"kill@peer:op=begin,version={LAST}"
+"""An agent's end, when it is to protect the last version: before another can have joined it, whose
+exchange would be over at once."""
+
+
+def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[bytes]:
+    """A life of the job, number 0, that stands before step STAND."""
+    scenario = replace(job.scenario, life=0, gates={"stand": STAND})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS), "--max-restarts", "3"]
+    command += ["--monitor-interval", "0.1", str(SCRIPT)]
+    with (job.folder / "torchrun.log").open("wb") as log:
+        job.foreign = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env={
+                **quiet_environment(),
+                VARIABLE: scenario.to_json(),
+                "CRASH_ASKS": "yes" if asks else "",
+                "CRASH_WORKERS": str(workers),
+            },
+        )
+    stand = "both ranks at the gate"
+    patience = 2 * PATIENCE_SECONDS
+    job.wait_for(
+        lambda: all(job.journal(r, 0, waiting="stand") for r in range(RANKS)), stand, patience
+    )
+    return job.foreign
+
+
+def open_when_told(job: Job, ranks: list[int]) -> None:
+    """Let all ranks go on as soon as these have their signal."""
+    job.wait_for(lambda: all(job.journal(r, 0, signal=15) for r in ranks), f"SIGTERM at {ranks}")
+    (job.folder / "stand").touch()
+
+
+def both_ended_after_the_same_version(job: Job) -> None:
+    for rank in range(RANKS):
+        assert [x["exit"] for x in job.journal(rank, 0) if "exit" in x] == [0], job.output()
+        assert job.committed(rank, 0)[-1] == LAST
+        assert max(job.losses(rank, 0)) == LAST - 1
+    resumed = job.live()
+    assert resumed.start == LAST
+    assert resumed.resumed()["levels"] == {"local": RANKS}
+    job.ended_as_undisturbed()
+
+
+def test_one_rank_is_told_and_all_end_with_one_last_version(job: Job) -> None:
+    """The loop never asks."""
+    torchrun = start_torchrun(job, asks=False)
+    (line,) = (x for x in job.journal(1, 0) if "pid" in x)
+    rank = Process(line["pid"])
+    rank.signal(signal.SIGTERM)
+    open_when_told(job, [1])
+    job.wait_for(lambda: torchrun.poll() is not None, "torchrun's end")
+    rank.forget()
+    assert torchrun.returncode == 0, "nothing failed, so nothing is restarted"
+    assert not job.journal(0, 0, signal=15)
+    both_ended_after_the_same_version(job)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_launcher_is_told_and_hands_it_on(job: Job, workers: int) -> None:
+    """The loop asks. It is handed on to process groups: to workers of DataLoaders, too."""
+    torchrun = start_torchrun(job, asks=True, workers=workers)
+    torchrun.send_signal(signal.SIGTERM)
+    open_when_told(job, [0, 1])
+    job.wait_for(lambda: torchrun.poll() is not None, "torchrun's end")
+    assert "SIGKILL" not in (job.folder / "torchrun.log").read_text()
+    both_ended_after_the_same_version(job)
+
+
+def test_other_nodes_that_cannot_be_reached_do_not_keep_it_from_ending_in_time(job: Job) -> None:
+    """Node 1's agent is gone when the last version is to be protected; node 0's goes on alone."""
+    job.settings |= {
+        "path": str(job.folder / "{node}" / "ckpts"),
+        "peer_redundancy": "partner",
+        "peer_interface": "lo",
+        "halt_grace_seconds": 12,
+    }
+    job.scenario.settings, job.scenario.rules = job.settings, {"1": GONE}
+    torchrun = start_torchrun(job, asks=True)
+    torchrun.send_signal(signal.SIGTERM)
+    open_when_told(job, [0, 1])
+    job.wait_for(lambda: torchrun.poll() is not None, "torchrun's end")
+    assert job.fired(1, GONE)
+    assert job.agents(0), "it outlives its trainer"
+    for rank in range(RANKS):
+        assert [x["exit"] for x in job.journal(rank, 0) if "exit" in x] == [0], job.output()
+        assert job.committed(rank, 0)[-1] == LAST
+        assert job.journal(rank, 0, event="closed")
+    (failed,) = job.journal(0, 0, event="failed", level="peer", version=LAST)
+    assert "not everything is with other nodes yet" in failed["message"]
+    assert f"stays in {job.folder}/node0/ckpts, and the node's agent" in failed["message"]
+
+
+# --- processes that cannot do as they are told ---------------------------------------------------
+
+BEGIN = """
+import ctypes, os, signal, sys, time
+import tierckpt.halt.signals as module
+{patch}
+signals = module.Signals(module.parse_signals("SIGTERM"), {patience_seconds})
+{boundary}
+print("ready", flush=True)
+"""
+BOUNDARY = "signals.passed_boundary()"
+# A wait that no signal interrupts, as in a collective whose other side is gone.
+STUCK = """
+lock = ctypes.create_string_buffer(64)
+libc = ctypes.CDLL(None)
+libc.pthread_mutex_lock(lock)
+libc.pthread_mutex_lock(lock)
+"""
+SLEEPS = "while not signals.came: time.sleep(0.001)\n"
+HEARD = 'print("heard", flush=True)\ntime.sleep(60)\n'
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`start(program)`: a process that has said "ready"."""
+    started = []
+
+    def run(
+        then: str, patch: str = "", boundary: str = BOUNDARY, patience_seconds: float = 10.0
+    ) -> subprocess.Popen[str]:
+        begin = BEGIN.format(patch=patch, boundary=boundary, patience_seconds=patience_seconds)
+        program = begin + then
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=-1, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_before_the_first_boundary_a_signal_ends_at_once(start: Start) -> None:
+    process = start("time.sleep(60)", boundary="")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+
+
+def test_the_same_signal_again_ends_at_once(start: Start) -> None:
+    """But not the echo of the first: this one's is told apart by a shorter time."""
+    wait = f"{SLEEPS}first = time.monotonic()\n"
+    wait += "while time.monotonic() < first + 0.2: time.sleep(0.001)\n"
+    process = start(wait + HEARD, patch="module.REPEATED_SECONDS = 0.1")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "heard\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+
+
+def test_a_process_that_hangs_in_a_collective_ends(start: Start) -> None:
+    process = start(STUCK, patience_seconds=0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("calm", "status"), [("signals.be_calm()\n", 0), ("", 128 + signal.SIGTERM)]
+)
+def test_one_that_is_at_its_end_may_take_its_time(start: Start, calm: str, status: int) -> None:
+    """And one that is not may not take so long: its end would come far beyond its patience."""
+    wait = f"{calm}{SLEEPS}first = time.monotonic()\n"
+    wait += "while time.monotonic() < first + 2: time.sleep(0.01)\nprint('done')\n"
+    process = start(wait, patience_seconds=0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == status
+
+
+def test_a_forked_child_ends_when_told_so_and_its_parent_hears_nothing(start: Start) -> None:
+    """As DataLoader ends its workers."""
+    child = "read, write = os.pipe()\nchild = os.fork()\n"
+    child += "if not child:\n  os.write(write, b'!')\n  time.sleep(60)\n  os._exit(1)\n"
+    child += "os.read(read, 1)\nos.kill(child, signal.SIGTERM)\n"
+    child += "print(os.waitpid(child, 0)[1], signals.came, flush=True)\n"
+    process = start(child)
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"{int(signal.SIGTERM)} None\n"
+    assert process.wait(PATIENCE_SECONDS) == 0

@@ -1,0 +1,425 @@
+"""Elastic Horovod loses processes, hosts and memory, and gains hosts; every bit is looked at."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.crash.elastic_launcher import ElasticJob, Line, Moment
+from tests.support.crash.launcher import ROOT, quiet_environment
+from tests.support.horovod_here import horovod_missing
+from tests.support.thorough import on_demand, points
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import PersistentStore
+
+pytestmark = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
+
+STEPS = 20
+EPOCH_SAMPLES, EPOCH_STEPS = 64, 8
+MakeJob = Callable[..., ElasticJob]
+Run = tuple[dict[Moment, dict[str, str]], dict[tuple[int, int], str]]
+"""A job's states and losses."""
+
+# (place, step, rank); each starts a new life of the job. Epochs end after 8 and 16 steps.
+KILLS: dict[str, list[tuple[str, int, int]]] = {
+    "rank 1 first": [
+        ("backward", 3, 1),
+        ("synchronized", 6, 0),
+        ("updated", 8, 1),
+        ("commit", 12, 0),
+    ],
+    "rank 0 first": [
+        ("commit", 3, 1),
+        ("loading", -1, 0),  # the survivor, while it comes back from that
+        ("backward", 9, 0),
+        ("epoch", 15, 1),
+        ("synchronized", 18, 1),
+    ],
+}
+
+MAY_RESUME = {"updated": {0}, "commit": {0, 1}, "epoch": {1}}
+"""By place, where not {-1, 0}: how many steps may be there again, more than when the killed one
+began."""
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, shm_dir: Path) -> Iterator[MakeJob]:
+    jobs = []
+
+    def make(**how: str) -> ElasticJob:
+        jobs.append(ElasticJob(tmp_path, shm_dir, **how))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.kill_everything()
+        print(job.output())  # shown with a test that failed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shm_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The states and losses of the job when nothing happens to it."""
+    shm_dir = shm_root / "undisturbed"
+    shm_dir.mkdir()
+    job = ElasticJob(tmp_path_factory.mktemp("undisturbed"), shm_dir)
+    try:
+        job.start(min_np=2, steps=STEPS).until_over()
+        job.left_nothing()
+    finally:
+        job.kill_everything()
+        shutil.rmtree(shm_dir)
+    assert len(job.losses()) == 2 * STEPS
+    return job.course(), job.losses()
+
+
+@pytest.mark.parametrize("who", points(KILLS, "rank 1 first"))
+def test_workers_are_killed(who: str, make_job: MakeJob, undisturbed: Run) -> None:
+    """Again and again, at every place of a step; another takes over, and nothing shows it."""
+    job = make_job()
+    kills = KILLS[who]
+    job.start(min_np=2, spares=len(kills), steps=STEPS, rules=[rule(*kill) for kill in kills])
+    job.until_over()
+    assert job.fired() == len(kills), job.output()
+    assert (job.course(), job.losses()) == undisturbed
+    resumed = [x for x in job.journal(began=True) if x["step"] > 0]
+    assert {x["size"] for x in resumed} == {2}
+    assert {tuple(x["levels"].items()) for x in resumed} == {(("memory", 2),)}
+    lives = [x for x in resumed if x["rank"] == 0]
+    begun = [kill for kill in kills if kill[0] != "loading"]  # who is killed there never begins
+    for (place, step, _), life in zip(begun, lives, strict=True):
+        # At most the commit under way is lost, and none once the next step has changed anything.
+        assert life["step"] - step in MAY_RESUME.get(place, {-1, 0}), (place, step)
+        if (place, step) == ("updated", 8):
+            assert life["epoch"] == 1, "a commit of values alone was lost"
+    job.left_nothing()
+
+
+def test_a_worker_is_asked_to_end(make_job: MakeJob, undisturbed: Run) -> None:
+    """SIGTERM, as when its node is taken away, ends that worker and not the job."""
+    job = make_job()
+    job.start(min_np=2, spares=1, steps=STEPS, gates={"6": "taken"})
+    stand_at(job, "taken")
+    (asked,) = job.journal(waiting="taken", rank=1)
+    os.kill(asked["pid"], signal.SIGTERM)
+    job.open("taken")
+    job.until_over()
+    assert (job.course(), job.losses()) == undisturbed
+    lives = job.journal(began=True)[2:]
+    assert [(x["size"], x["levels"]) for x in lives] == [(2, {"memory": 2})] * 2
+    assert asked["pid"] not in {x["pid"] for x in lives}
+    assert {x["step"] for x in lives} <= {5, 6}
+    job.left_nothing()
+
+
+def test_everybody_is_killed(make_job: MakeJob, undisturbed: Run, tmp_path: Path) -> None:
+    """The launcher, too; the job started anew finds memory, the second time only the disk, and the
+    third time only what all machines share."""
+    shared = PersistentStore(str(tmp_path / "persistent"))
+    often = {"persistent_every_steps": "4", "persistent_every_seconds": "0"}
+    job = make_job(persistent_path=shared.url, **often)
+    gates = {"6": "one", "14": "two", "16": "three", "19": "four"}
+    job.start(min_np=2, steps=STEPS, gates=gates)
+    stand_at(job, "one")
+    job.kill()
+    slots = [p.name for p in job.shm_dir.rglob("r*")]
+    assert all(re.fullmatch(r"r0000[01]\.([012]|lock)", name) for name in slots), slots
+    job.open("one")
+
+    job.start(min_np=2, steps=STEPS, gates=gates)
+    stand_at(job, "two")
+    assert began(job) in (("memory", 5), ("memory", 6))
+    store = LocalStore(job.path)
+    job.wait_for(lambda: complete_on_disk(store) >= 8, "a version on disk")
+    job.kill()
+    job.lose_memory()
+    newest = complete_on_disk(store)
+    job.open("two")
+
+    job.start(min_np=2, steps=STEPS, gates=gates)
+    stand_at(job, "three")
+    assert began(job) == ("local", steps_of(newest))
+    job.wait_for(lambda: complete_on_disk(store) >= 16, "the next version on disk")
+    job.open("three")
+    stand_at(job, "four")  # the boundaries up to there told all that it is there: it is sent on
+    job.wait_for(lambda: newest_of(shared) >= 8, "a version on the persistent level")
+    job.kill()
+    job.lose_memory()
+    shutil.rmtree(job.path)
+    newest = newest_of(shared)
+    job.open("four")
+
+    job.start(min_np=2, steps=STEPS, gates=gates).until_over()
+    assert began(job) == ("persistent", steps_of(newest))
+    assert (job.course(), job.losses()) == undisturbed
+    job.left_nothing()
+
+
+def test_all_workers_are_killed(make_job: MakeJob, undisturbed: Run) -> None:
+    """And nobody kills the launcher: it ends by itself, and the next one finds everything."""
+    job = make_job()
+    gates = {"6": "all"}
+    job.start(min_np=1, spares=1, steps=STEPS, gates=gates)
+    stand_at(job, "all")
+    for worker in job.journal(waiting="all"):
+        os.kill(worker["pid"], signal.SIGKILL)
+    job.until_over(well=False)
+    job.open("all")
+    job.start(min_np=2, steps=STEPS, gates=gates).until_over()
+    assert began(job) in (("memory", 5), ("memory", 6))
+    assert (job.course(), job.losses()) == undisturbed
+    job.left_nothing()
+
+
+@on_demand("20 s; kills, and hosts that come, have tests of their own here")
+def test_a_dead_workers_host_is_used_again(make_job: MakeJob) -> None:
+    """Where Horovod is told to: the other worker goes on alone, then with a new one on that host;
+    twice."""
+    job = make_job()
+    rules = [rule("backward", 3, 1), rule("backward", 9, 1)]
+    again = ["--blacklist-cooldown-range", "1", "3"]
+    job.start(min_np=1, steps=12, rules=rules, launcher=again, joins=[6, 11])
+    job.until_over()
+    assert job.fired() == 2
+    lives = job.journal(began=True, rank=0)
+    assert [x["size"] for x in lives] == [2, 1, 2, 1, 2]
+    levels = [x["levels"] for x in lives]
+    assert levels == [{}, {"memory": 2}, None, {"memory": 2}, None]
+    for life in (lives[2], lives[4]):
+        (newcomer,) = job.journal(began=True, rank=1, step=life["step"])
+        assert shared_by_ranks(newcomer) == shared_by_ranks(life)
+    assert len(job.journal(done=True, step=12, size=2)) == 2
+    job.left_nothing()
+
+
+def test_hosts_come_and_go(make_job: MakeJob) -> None:
+    """A script that knows nothing of us: a worker dies and is not replaced, a host comes, and goes.
+
+    No sample of the epoch is left out or seen twice, by Horovod's sampler and by ours.
+    """
+    job = make_job(hvd="horovod_ckpt.torch")
+    job.start(min_np=1, steps=STEPS, rules=[rule("backward", 3, 1)], joins=[8, 10])
+    wait_for_hosts(job, 8)
+    newcomer = job.add_host()
+    wait_for_hosts(job, 10)
+    job.remove_host(newcomer)
+    job.until_over()
+    assert job.fired() == 1
+
+    lives = job.journal(began=True, rank=0)
+    assert [x["size"] for x in lives] == [2, 1, 2, 1]
+    _, alone, together, again = lives
+    assert (alone["levels"], alone["step"] in (2, 3)) == ({"memory": 2}, True)
+    # Nobody failed: what was live is carried on, though ranks were numbered anew.
+    # It is heard of with the commit of step 8, and known to all at the next one at the latest.
+    assert [(x["levels"], x["step"] in (at, at + 1)) for x, at in ((together, 8), (again, 10))] == [
+        (None, True)
+    ] * 2
+    lines = job.journal()
+    for life in (alone, together, again):
+        committed = [x for x in lines[: lines.index(life)] if "commit" in x and x["rank"] == 0]
+        assert life["digests"] == next(
+            x["digests"] for x in reversed(committed) if x["step"] == life["step"]
+        )
+    (joined,) = job.journal(began=True, rank=1, step=together["step"])
+    assert shared_by_ranks(joined) == shared_by_ranks(together)
+    survivor = together["pid"]
+    assert [x["size"] for x in job.journal(reset=True, pid=survivor)] == [1, 2, 1]
+
+    began_alone = lines.index(alone)
+    before = [x for x in lines[:began_alone] if "loss" in x and x["step"] <= alone["step"]]
+    after = [x for x in lines[began_alone:] if "loss" in x]
+    # Every step once on every rank that was there.
+    assert [x["step"] for x in after if x["rank"] == 0] == list(range(alone["step"] + 1, STEPS + 1))
+    shared = range(together["step"] + 1, again["step"] + 1)
+    assert [x["step"] for x in after if x["rank"] == 1] == list(shared)
+    epoch = [x for x in (*before, *after) if x["epoch"] == 0]
+    assert {(x["step"] > alone["step"], x["size"]) for x in epoch} >= {(False, 2), (True, 1)}
+    for sampler in ("indices", "dealt"):
+        seen = [i for x in epoch for i in x[sampler]]
+        assert sorted(seen) == list(range(EPOCH_SAMPLES)), sampler
+    job.left_nothing()
+
+
+@pytest.mark.parametrize(
+    "lost", [pytest.param([1], marks=on_demand("two of three say as much")), [1, 2]]
+)
+def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> None:
+    """At once. The rest go on, renumbered, from what three had in memory, if one of them was in the
+    middle of a batch; one that comes then brings nothing along."""
+    job = make_job()
+    # Each stops there, and is killed when all have come to it: who dies first ends the others'
+    # iteration.
+    rules = [rule("backward", 3, rank, "stop") for rank in lost]
+    job.start(min_np=1, workers=3, steps=9, rules=rules, joins=[6])
+    job.wait_for(lambda: len(job.marked()) == len(lost), "all that are to be lost")
+    for pid in job.marked():
+        os.kill(pid, signal.SIGKILL)
+    wait_for_hosts(job, 6)
+    job.add_host()
+    job.until_over()
+    lives = job.journal(began=True, rank=0)
+    left = 3 - len(lost)
+    # Where Horovod hears of two deaths one after the other, there is a life between them.
+    sizes = [x["size"] for x in lives]
+    assert sizes in ([3, left, left + 1], [3, 2, left, left + 1])
+    assert lives[1]["levels"] in ({"memory": 3}, None)
+    assert lives[-1]["levels"] is None
+    assert all(x["step"] in (2, 3) for x in lives[1:-1])
+    lines = job.journal()
+    for life in lives[-2:]:
+        before = [x for x in lines[: lines.index(life)] if "commit" in x]
+        committed = next(x for x in reversed(before) if x["step"] == life["step"])
+        together = job.journal(began=True, size=life["size"], step=life["step"])
+        assert sorted(x["rank"] for x in together) == list(range(life["size"]))
+        assert all(shared_by_ranks(x) == shared_by_ranks(committed) for x in together)
+    assert {x["rank"] for x in job.journal(done=True, step=9)} == set(range(left + 1))
+    job.left_nothing()
+
+
+def test_memory_is_lost_with_its_machine(make_job: MakeJob) -> None:
+    """No version is complete where the others can reach it: they go on from what they have."""
+    job = make_job()
+    job.start(min_np=2, spares=1, steps=8, rules=[rule("backward", 5, 1)], machines=True)
+    job.until_over()
+    assert job.fired() == 1
+    (before,) = job.journal(commit="commit", rank=0, step=5)
+    after = job.journal(began=True, step=5)
+    assert [x["size"] for x in after] == [2, 2]
+    assert {tuple(shared_by_ranks(x).items()) for x in after} == {
+        tuple(shared_by_ranks(before).items())
+    }
+    assert any("no level has a complete version" in x["message"] for x in job.events("notice"))
+    assert len(job.journal(done=True, step=8)) == 2
+
+
+@on_demand("35 s; tests/dist/coordination/test_former_nodes.py has such nodes without a launcher")
+def test_a_host_that_was_taken_away_comes_back(make_job: MakeJob) -> None:
+    """Of three machines one goes, and then a worker on another dies: the last one goes on alone,
+    from its own memory and what the agents of those it lost still have. The first comes back, with
+    the agent and the shards that it had; its worker dies, and its agent is asked."""
+    peers = {"peer_redundancy": "partner", "peer_interface": "lo", "agent_linger_seconds": "100"}
+    job = make_job(local_every_steps="100", **peers)
+    rules = [rule("backward", 5, 1), rule("backward", 11, 1)]
+    job.start(min_np=1, workers=3, steps=14, rules=rules, joins=[4, 8], machines=True)
+    wait_for_hosts(job, 4)
+    taken = job.hosts[-1]
+    job.remove_host(taken)
+    wait_for_hosts(job, 8)
+    assert job.add_host(taken) == taken
+    job.until_over()
+    assert job.fired() == 2
+    lives = job.journal(began=True, rank=0)
+    assert [x["size"] for x in lives] == [3, 2, 1, 2, 1]
+    # Where two had a version of their own before, nothing of the third's is needed any more.
+    assert lives[2]["levels"] in ({"memory": 1, "agent": 1}, {"memory": 1, "agent": 2})
+    assert [lives[i]["levels"] for i in (1, 3)] == [None, None]
+    assert lives[4]["levels"] == {"memory": 1, "agent": 1}
+    lines = job.journal()
+    for life in lives[1:]:
+        before = [x for x in lines[: lines.index(life)] if "commit" in x and x["rank"] == 0]
+        where = (life["step"], life["epoch"])
+        same = [x for x in before if (x["step"], x["epoch"]) == where]
+        assert before[-1] in same or life is not lives[1], "nobody failed, and a commit was lost"
+        assert shared_by_ranks(life) == shared_by_ranks(same[-1])
+    assert job.events("rejected") == []
+
+
+@on_demand("a minute; tests/dist/horovod/test_elastic_state.py has it over two ranks that stay")
+@pytest.mark.parametrize("on_drift", ["warn", "stop"])
+def test_ranks_that_differ_when_a_host_goes(on_drift: str, make_job: MakeJob) -> None:
+    """A bit flips on rank 1 of three, and another rank's host is taken away. All go on from what
+    the majority has; or the job ends, though there are hosts on which it could begin again."""
+    job = make_job(on_drift=on_drift)
+    job.start(min_np=1, workers=3, spares=1, steps=12, drifts=[[5, 1]], joins=[6])
+    wait_for_hosts(job, 6)
+    (at_host,) = job.journal(began=True, rank=2)
+    environment = Path(f"/proc/{at_host['pid']}/environ").read_text().split("\0")
+    job.remove_host(next(x for x in environment if x.startswith("HOROVOD_HOSTNAME=")).split("=")[1])
+    job.until_over(well=on_drift == "warn")
+    found = job.events("drifted")
+    assert {x["rank"] for x in found} == {0, 1, 2}
+    assert all("model/1.weight: rank 1 differs from the other 2" in x["message"] for x in found)
+    if on_drift == "stop":
+        assert len(job.journal(began=True)) == 3
+        return
+    after = job.journal(began=True)[3:]
+    assert {tuple(shared_by_ranks(x).items()) for x in after} == {
+        tuple(shared_by_ranks(after[0]).items())
+    }
+    (before,) = job.journal(commit="commit", rank=0, step=after[0]["step"])[:1]
+    assert shared_by_ranks(after[0]) == shared_by_ranks(before), "rank 1's bit went nowhere"
+    assert job.events("failed") == []
+
+
+def test_commits_of_one_process(tmp_path: Path, shm_dir: Path) -> None:
+    """One process, without a launcher: what is refused, and what a commit is."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.crash.elastic_alone", str(tmp_path), str(shm_dir)],
+        cwd=ROOT,
+        env=quiet_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- details -------------------------------------------------------------------------------------
+
+
+def rule(place: str, step: int, rank: int, action: str = "kill") -> str:
+    at = f"step={step}," if step >= 0 else ""
+    return f"{action}@elastic:place={place},{at}rank={rank}"
+
+
+def stand_at(job: ElasticJob, gate: str) -> None:
+    job.wait_for(
+        lambda: {x["rank"] for x in job.journal(waiting=gate)} == {0, 1}, f"both at gate {gate}"
+    )
+
+
+def wait_for_hosts(job: ElasticJob, step: int) -> None:
+    job.wait_for(lambda: job.journal(waiting="hosts", step=step), f"rank 0 after {step} steps")
+
+
+def began(job: ElasticJob) -> tuple[str, int]:
+    """Level and step from which both ranks of the newest life went on."""
+    one, other = job.journal(began=True)[-2:]
+    assert (one["levels"], one["step"]) == (other["levels"], other["step"])
+    ((level, shards),) = one["levels"].items()
+    assert shards == one["size"] == 2
+    return level, one["step"]
+
+
+def complete_on_disk(store: LocalStore) -> int:
+    """The newest version that both ranks have on disk."""
+    keys = store.keys()
+    held = [{k.id.version for k in keys if k.shard == rank} for rank in (0, 1)]
+    return max(set.intersection(*held), default=0)
+
+
+def newest_of(store: PersistentStore) -> int:
+    """The newest version on the persistent level; nothing makes its folder before the first."""
+    try:
+        return max((name.id.version for name in store.versions()), default=0)
+    except FileNotFoundError:
+        return 0
+
+
+def steps_of(version: int) -> int:
+    """How many steps it has behind it: a commit that ends an epoch is a version, too."""
+    return version - sum(version > ended for ended in (EPOCH_STEPS, 2 * EPOCH_STEPS + 1))
+
+
+def shared_by_ranks(line: Line) -> dict[str, str]:
+    """What is alike on all ranks; not the generators, nor what modules have of their own."""
+    own = ("python", "numpy", "torch", "buffer", "metered")
+    return {k: v for k, v in line["digests"].items() if not k.startswith(own)}

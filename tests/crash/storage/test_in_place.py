@@ -1,0 +1,143 @@
+"""SIGKILL at every step of a commit without a copy: slots are files of a local level that is tmpfs.
+
+As in the sweep over copies: what is lost is no more than promised, no committed byte has changed,
+and the course is the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.crash.launcher import Job
+from tests.support.crash.scenario import RANKS
+from tests.support.thorough import points
+from tierckpt.agent.shard_guard import sound_image
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.local.store import LocalStore
+
+# The first three makings fill the pool. v4 and v8 are committed, and their slots' next versions
+# need other files: the fourth and the fifth making; only the fifth finds a retired file.
+TRAINER_POINTS = {
+    "first": "kill@call:what=make_image,hit=1",
+    "before the link": "kill@call:what=make_image,hit=4",
+    "between link and image": "kill@file:op=take_spare,hit=4",
+    "between image and slot": "kill@call:what=create_slot,hit=4",
+    "between link and reused image": "kill@file:op=take_spare,hit=5",
+    "between reused image and slot": "kill@call:what=create_slot,hit=5",
+    "filling the reused image": "kill@copy:version=11,hit=4",
+}
+
+# At the second commit, which is that of v8, and when v4 is retired after it.
+AGENT_POINTS = {
+    "before the link": "kill@agent:version=8",
+    "linked": "kill@file:op=open,hit=2",
+    "before the flush": "kill@file:op=fsync,hit=2",
+    "before the rename": "kill@file:op=rename,hit=3",
+    "renamed": "kill@file:op=fsync_directory,hit=3",
+    "before the manifest": "kill@file:op=open_manifest,hit=2",
+    "before the manifest's rename": "kill@file:op=rename,hit=4",
+    "committed": "kill@file:op=fsync_directory,hit=4",
+    "before v4 is retired": "kill@file:op=unlink,hit=1",
+    "v4 is retired": "kill@file:op=fsync_directory,hit=5",
+    "v4's file is given back": "kill@file:op=rename,hit=5",
+}
+
+
+@pytest.fixture
+def job(job: Job, shm_root: Path) -> Iterator[Job]:
+    """A job whose disk is memory, and survives what `Job.reboot` does to its slots."""
+    disk = shm_root / uuid.uuid4().hex[:8]
+    disk.mkdir()
+    job.store = LocalStore(disk / "ckpts")
+    job.settings.update(
+        path=str(job.store.directory), local_in_place=True, local_keep_last=1, when_busy="wait"
+    )
+    yield job
+    job.kill_everything()
+    shutil.rmtree(disk)
+
+
+def check_store(job: Job) -> None:
+    """Every committed byte is as it was sealed; nothing else is left. The job has ended."""
+    for key in (key for rank in range(RANKS) for key in job.on_disk(rank)):
+        with sound_image(job.store, Manifest.decode(job.store.read_manifest(key))):
+            pass
+        assert job.store._data(key).stat().st_nlink == 1
+    assert not list(job.store.directory.glob(".*"))
+
+
+def check_that_it_was_in_place(job: Job, life: int) -> None:
+    said = [job.journal(rank, life, event="notice") for rank in range(RANKS)]
+    assert all(any("without a copy" in x["message"] for x in lines) for lines in said)
+
+
+@pytest.mark.parametrize(
+    "point", points(TRAINER_POINTS, "between image and slot", "filling the reused image")
+)
+def test_a_trainer_is_killed(point: str, job: Job) -> None:
+    rank = list(TRAINER_POINTS).index(point) % RANKS
+    rule = TRAINER_POINTS[point]
+    killed = job.live({rank: rule})
+    assert job.fired(rank, rule)
+    check_that_it_was_in_place(job, 1)
+    resumed = job.live()
+    assert killed.promised() <= resumed.start
+    assert resumed.start == 0 or resumed.resumed()["levels"] == {"memory": 2}
+    assert (resumed.start == 0) == (point == "first")
+    job.ended_as_undisturbed()
+    check_store(job)
+
+
+@pytest.mark.parametrize("point", points(TRAINER_POINTS, "between reused image and slot"))
+def test_the_machine_dies_when_a_trainer_does(point: str, job: Job) -> None:
+    """What is committed is sound at this very moment, and persistent memory keeps it."""
+    rank = list(TRAINER_POINTS).index(point) % RANKS
+    rule = TRAINER_POINTS[point]
+    job.live({rank: rule})
+    assert job.fired(rank, rule)
+    job.agents_end()  # they finish what they were handed
+    job.reboot()
+    on_disk = job.both_have(lambda r: [k.id.version for k in job.on_disk(r)])
+    assert on_disk >= job.both_have(lambda r: job.committed(r, 1))
+    resumed = job.live()
+    assert resumed.start == on_disk
+    assert resumed.resumed()["rejected"] == []
+    job.ended_as_undisturbed()
+    check_store(job)
+
+
+@pytest.mark.parametrize(
+    "point",
+    points(AGENT_POINTS, "linked", "renamed", "before the manifest's rename", "v4 is retired"),
+)
+def test_the_machine_dies_when_an_agent_does(point: str, job: Job) -> None:
+    rank = list(AGENT_POINTS).index(point) % RANKS
+    rule = AGENT_POINTS[point]
+    life = job.start({rank: rule}, gates={"end": 25})
+    job.wait_fired(rank, rule)
+    job.reboot()
+    on_disk = job.both_have(lambda r: [k.id.version for k in job.on_disk(r)])
+    assert on_disk >= max(job.both_have(lambda r: job.committed(r, life.number)), 4)
+    resumed = job.live()
+    assert resumed.resumed()["levels"] == {"local": 2}
+    assert resumed.resumed()["rejected"] == []
+    assert resumed.start == on_disk
+    job.ended_as_undisturbed()
+    check_store(job)
+
+
+@pytest.mark.parametrize("point", points(["linked", "renamed", "v4 is retired"], "renamed"))
+def test_an_agent_is_killed_and_the_training_goes_on(point: str, job: Job) -> None:
+    """What it left half-done has names that nobody needs; its successor removes them."""
+    rank = list(AGENT_POINTS).index(point) % RANKS
+    rule = AGENT_POINTS[point]
+    job.live({rank: rule})
+    assert job.fired(rank, rule)
+    assert job.both_have(job.committed) >= 20
+    job.ended_as_undisturbed()
+    check_store(job)

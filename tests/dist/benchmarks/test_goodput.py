@@ -1,0 +1,28 @@
+"""benchmarks/goodput.py for real, at toy size: a rank is killed, and the job comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+GOODPUT = Path(__file__).resolve().parents[3] / "benchmarks" / "goodput.py"
+
+
+def test_a_killed_toy_comes_back_and_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    line = f"--toy --methods ours --mtbf 4 --failures 2 --steps 5 --dir {tmp_path} --json {path}"
+    before = set(os.listdir("/dev/shm"))
+    done = subprocess.run(
+        [sys.executable, str(GOODPUT), *line.split()], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["status"] == "ok", row
+    assert row["failures"] == 2
+    assert row["back_seconds"], "it made steps after a failure"
+    assert 0 < row["useful_steps"] <= row["made_steps"]
+    assert list(tmp_path.iterdir()) == [path]
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "goodput" in name]

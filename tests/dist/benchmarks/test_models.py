@@ -1,0 +1,137 @@
+"""What the benchmarks train resumes to the bit, from every level, on two ranks; all are killed.
+
+The models are those of benchmarks/models.py, small where the benchmark's own would take minutes;
+stall.py, goodput.py and levels.py train them, and restart.py layers as `linear` has them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.training import Attached, Job, Place, attach, rank
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+MEMORY, LOCAL, PERSISTENT, END = 3, 5, 7, 9
+"""The versions that lives go on from, by the level that they find it on."""
+
+
+def residual(models: Any) -> nn.Module:
+    """ResNet-18's stem, both kinds of its blocks, and its head."""
+    stem = [nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    blocks = [models.Residual(8, 8, 1), models.Residual(8, 16, 2)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 1000))
+
+
+def narrow(models: Any) -> dict[str, Any]:
+    """By name, maker and sample as `models.build` wants them; None: the benchmark's own."""
+    return {
+        "toy": None,
+        "linear": (partial(models.linear_stack, 2, 512), models._vectors(512)),
+        "resnet18": (partial(residual, models), models._images(16)),
+        "gpt2": (lambda: models.Transformer(2, 128, 600, 32), models._words(600, 16)),
+        "bert-large": (lambda: models.Transformer(3, 64, 400, 24), models._words(400, 24)),
+    }
+
+
+def built(name: str) -> tuple[Job, Callable[[], torch.Tensor]]:
+    """A job as the benchmark makes it, and its loss."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        models = importlib.import_module("models")
+        patch.delitem(sys.modules, "models")  # no name to leave to others
+        assert set(narrow(models)) == set(models.NAMES), "a model that is not tested"
+        patch.setattr(models, "_MODELS", {**models._MODELS, name: narrow(models)[name]})
+        if narrow(models)[name] is None:
+            patch.undo()
+        workload = models.build(name, 4, torch.device("cpu"))
+    model = DistributedDataParallel(workload.model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    return Job(model, [optimizer]), partial(workload.loss, model)
+
+
+def trained(job: Job, loss_of: Callable[[], torch.Tensor], step: Callable[[], None]) -> str:
+    """One iteration; its exact loss."""
+    job.optimizer.zero_grad()
+    loss = loss_of()
+    loss.backward()
+    job.optimizer.step()
+    step()
+    return loss.item().hex()
+
+
+def undisturbed(name: str) -> tuple[list[str], str]:
+    """The course of a job that nothing happens to, and what it comes to."""
+    job, loss_of = built(name)
+    return [trained(job, loss_of, lambda: None) for _ in range(END)], job.digest()
+
+
+def killed(name: str, place: Place, shared: str, folder: Path) -> None:
+    """The first life: all ranks are killed in the middle of an iteration, at the same time."""
+    job, loss_of = built(name)
+    attached: Attached = attach(job, place, persistent_path=shared)
+    assert attached.ckpt.restore() == 0
+    course = [trained(job, loss_of, attached.ckpt.step) for _ in range(MEMORY)]
+    loss_of().backward()
+    attached.ckpt.complete()  # or the copier may not have come so far
+    with (folder / f"rank{rank()}.unfinished").open("w") as file:
+        json.dump(course, file)
+    (folder / f"rank{rank()}.unfinished").rename(folder / f"rank{rank()}.course")
+    while len(list(folder.glob("*.course"))) < dist.get_world_size():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def later_lives(name: str, place: Place, shared: str) -> dict[str, Any]:
+    """Those that come after it: what each found, and how the job went on."""
+    course: list[str] = []
+    found = []
+    for end in (LOCAL, PERSISTENT, END):
+        job, loss_of = built(name)
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.mul_(2 + len(found))  # what is not restored shows
+        attached: Attached = attach(job, place, persistent_path=shared)
+        restored = attached.ckpt.restore()
+        found.append((restored.version, restored.levels))
+        course += [trained(job, loss_of, attached.ckpt.step) for _ in range(restored, end)]
+        attached.ckpt.close()
+        dist.barrier()
+        if end == PERSISTENT and rank() == 0:
+            shutil.rmtree(place.path)
+        dist.barrier()
+    return {"course": course, "found": found, "digest": job.digest()}
+
+
+@pytest.mark.parametrize("name", ["toy", "linear", "resnet18", "gpt2", "bert-large"])
+def test_every_model_goes_on_bit_for_bit_from_every_level(
+    name: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
+    undisturbed_ranks = ranks(2).run(undisturbed, name)
+    with pytest.raises(AssertionError) as ended:
+        ranks(2).run(killed, name, place, shared, tmp_path)
+    assert str(ended.value).count(f"ended with status {-signal.SIGKILL}") == 2, ended.value
+    for number, told in enumerate(ranks(2).run(later_lives, name, place, shared)):
+        plain, expected = undisturbed_ranks[number]
+        before = json.loads((tmp_path / f"rank{number}.course").read_text())
+        levels = [("memory", MEMORY), ("local", LOCAL), ("persistent", PERSISTENT)]
+        assert told["found"] == [(version, {level: 2}) for level, version in levels]
+        assert before + told["course"] == plain
+        assert told["digest"] == expected
+        assert len(set(plain)) == END, "a loss that does not change would show nothing"

@@ -1,0 +1,78 @@
+"""An interrupt (Ctrl-C, a bad sample) that meets ranks on both sides of a boundary."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.rank_pool import HOROVODRUN
+from tests.support.training import Place, attach, make_horovod_job, make_job, rank, under_horovod
+
+STEPS = 5
+
+
+class Interrupted:
+    """State that takes its time, so that Ctrl-C meets it on one rank."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def state_dict(self) -> dict[str, int]:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def cut(place: Place, behind: int, end: str, inside: bool) -> dict[str, Any]:
+    """All have made the same steps, and only rank `behind` has not passed the last boundary, or is
+    inside it."""
+
+    def make(seed: int) -> Any:
+        return make_horovod_job(seed=seed) if under_horovod() else make_job(seed=seed)
+
+    job = make(1)
+    attached = attach(job, place, local_every_steps=1, local_every_seconds=0, when_busy="wait")
+    slow = Interrupted(STEPS if inside and rank() == behind else -1)
+    attached.ckpt.register("slow", slow, per_rank=True)
+    for iteration in range(STEPS):
+        job.iterate(iteration)
+        if inside or iteration < STEPS - 1 or rank() != behind:
+            with contextlib.suppress(KeyboardInterrupt):
+                attached.ckpt.step()
+    if end == "close":
+        attached.ckpt.close()
+    else:
+        attached.ckpt.save(now=True)
+        attached.ckpt.abandon()
+    again = make(2)
+    ckpt = attach(again, place).ckpt
+    ckpt.register("slow", Interrupted(-1), per_rank=True)
+    restored = ckpt.restore()
+    same = again.digest() == job.digest()
+    ckpt.abandon()
+    return {"restored": restored.version, "same": same}
+
+
+@pytest.mark.parametrize("end", ["close", "save"])
+@pytest.mark.parametrize(("behind", "inside"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("launcher", ["", HOROVODRUN], ids=["ddp", "horovod"])
+def test_ranks_on_both_sides_of_it_end_with_the_newest_version(
+    launcher: Any,
+    behind: int,
+    inside: bool,
+    end: str,
+    ranks: Any,
+    tmp_path: Path,
+    shm_dir: Path,
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    pool = ranks(2, launcher) if launcher else ranks(2)
+    for told in pool.run(cut, place, behind, end, inside):
+        assert told == {"restored": STEPS, "same": True}

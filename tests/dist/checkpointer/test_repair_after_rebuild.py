@@ -1,0 +1,153 @@
+"""After a rebuild the redundancy is restored: what was rebuilt survives the next failure, too."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.checkpointer.test_repair_after_damage import damage_data
+from tests.dist.peer.test_peer_level import (
+    PATIENCE_SECONDS,
+    STEPS,
+    leave_behind,
+    lose,
+    place_of,
+    settings,
+)
+from tests.support.training import Place, attach, make_job, restored_into, train
+from tierckpt.storage.local.pins import LocalPins
+
+
+def come_back_and_crash(
+    place: Place, scheme: str, steps: int = 4, times: int = 1
+) -> dict[str, Any]:
+    """Restore, go on for some steps without a checkpoint to disk, and crash when protected."""
+    job = make_job(seed=2)
+    attached = attach(job, place, memory_every_steps=0, **settings(scheme))
+    ckpt = attached.ckpt
+    for _ in range(times - 1):
+        ckpt.restore()
+    told = restored_into(job, attached)
+    told["course"] = {}
+    for step in range(STEPS, STEPS + steps):
+        ckpt.wait()  # so that the next vote can say that it is there
+        told["course"] |= train(job, ckpt, [step])
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not attached.versions("committed", "peer"):
+        assert time.monotonic() < deadline, [e.text() for e in attached.events]
+        time.sleep(0.01)
+        ckpt.wait()
+    told["protected"] = attached.versions("committed", "peer")
+    told["complaints"] = [e.text() for e in attached.events if e.severity > 30]
+    ckpt.abandon()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("scheme", "losses"),
+    [("xor", [(1,), (0,)]), ("partner", [(0,), (1,)]), ("rs 1+2", [(1, 2), (0, 1)])],
+)
+def test_one_failure_after_the_other(
+    scheme: str, losses: list[tuple[int, ...]], ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, scheme)
+    for lost in losses:
+        lose(place, tmp_path, *lost)
+        for number, told in enumerate(ranks(3).run(come_back_and_crash, place, scheme)):
+            assert told["restored"] == (STEPS, {"local": 3 - len(lost), "peer": len(lost)})
+            assert told["digest"] == before[number]["course"][STEPS]
+            assert told["protected"] == [STEPS], "the restored version, not a later one"
+            assert told["complaints"] == []
+
+
+def pin_and_crash(place: Place) -> None:
+    """What was left behind, on all nodes."""
+    attached = attach(make_job(seed=2), place, memory_every_steps=0, **settings("xor"))
+    attached.ckpt.restore()
+    attached.ckpt.pin(STEPS)
+    attached.ckpt.abandon()
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_is_pinned_is_pinned_on_the_node_that_takes_a_lost_ones_place(
+    everywhere: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Else its part of a version that the others keep would go."""
+    place = place_of(tmp_path, shm_dir)
+    ranks(3).run(leave_behind, place, "xor")
+    ranks(3).run(pin_and_crash, place)
+    nodes = [LocalPins(path) for path in sorted(tmp_path.glob("node*/ckpts"))]
+    (pin,) = nodes[0].pins()
+    assert [node.pins() for node in nodes] == [(pin,)] * 3
+    if not everywhere:  # as a person makes it
+        for node in nodes:
+            node.unpin([pin.version])
+            node.pin([pin.version])
+    lose(place, tmp_path, 1)
+    ranks(3).run(come_back_and_crash, place, "xor")
+    assert [node.pins() for node in nodes] == [((pin.version, everywhere),)] * 3
+
+
+def come_back_and_crash_at_once(place: Place, scheme: str) -> dict[str, int]:
+    """What was rebuilt gets to disk, and nobody hears of it."""
+    attached = attach(make_job(seed=2), place, memory_every_steps=0, **settings(scheme))
+    found = attached.ckpt.restore()
+    attached.ckpt.wait()
+    attached.ckpt.abandon()
+    return found.levels
+
+
+@pytest.mark.parametrize("crash", [True, False], ids=["crash", "restored twice"])
+def test_a_mending_that_is_cut_short_is_taken_up_again(
+    crash: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    ranks(3).run(leave_behind, place, "xor")
+    lose(place, tmp_path, 1)
+    if crash:
+        there = {"local": 2, "peer": 1}
+        assert ranks(3).run(come_back_and_crash_at_once, place, "xor") == [there] * 3
+    for told in ranks(3).run(come_back_and_crash, place, "xor", times=1 if crash else 2):
+        assert told["protected"] == [STEPS]
+        assert told["complaints"] == []
+    lose(place, tmp_path, 0)
+    for told in ranks(3).run(come_back_and_crash, place, "xor"):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+
+
+def test_on_fewer_ranks_a_new_version_is_protected(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    ranks(3).run(leave_behind, place, "xor")
+    lose(place, tmp_path, 2)
+    before = ranks(2).run(come_back_and_crash, place, "xor")
+    assert [told["protected"] for told in before] == [[STEPS + 1]] * 2
+    lose(place, tmp_path, 0)
+    for number, told in enumerate(ranks(2).run(come_back_and_crash, place, "xor")):
+        assert told["restored"] == (STEPS + 1, {"local": 1, "peer": 1})
+        assert told["digest"] == before[number]["course"][STEPS + 1]
+
+
+def test_a_shard_that_is_damaged_beside_parity_that_is_lost(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Its file is still there, and yet the version is complete on all disks only when mended."""
+    place = place_of(tmp_path, shm_dir)
+    ranks(3).run(leave_behind, place, "partner")
+    lose(place, tmp_path)
+    (node,) = tmp_path.glob("node1/ckpts")
+    (shard,) = node.glob(f"v*{STEPS}.*.safetensors")
+    damage_data(shard)
+    for file in node.glob(f"v*{STEPS}.*.p*"):
+        file.unlink()
+    for told in ranks(3).run(come_back_and_crash, place, "partner"):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+        assert told["protected"] == [STEPS]
+    lose(place, tmp_path, 0)
+    for told in ranks(3).run(come_back_and_crash, place, "partner"):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})

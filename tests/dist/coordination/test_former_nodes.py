@@ -1,0 +1,313 @@
+"""Nodes that the job is on no more, and whose agents still live, are asked for what they have."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.peer.test_peer_level import EARLIER, STEPS, protected_at
+from tests.support import exact
+from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
+from tierckpt.agent.address import AgentSettings
+from tierckpt.peer.read_client import RemoteNode
+from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.memory.slots import sealed_at
+
+NODES = "abcd"
+"""The job begins on three; d is a spare."""
+JOB = "absent"
+LINGER_SECONDS = 600.0
+"""Longer than any test."""
+PATIENT = f"""
+from tierckpt import agent
+agent.FIRST_CLIENT_SECONDS = {LINGER_SECONDS}
+agent.main()
+"""
+
+
+@dataclass
+class Agents:
+    """The nodes' agents, started by the test, so that they are nobody's else."""
+
+    shm_dir: Path
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, node: str) -> None:
+        job = JobDirectory.at(self.shm_dir, JOB, node)
+        job.create()
+        told = AgentSettings(str(job.root), job.path.name, linger_seconds=LINGER_SECONDS)
+        command = [sys.executable, "-c", PATIENT, json.dumps(asdict(told))]
+        self.running[node] = agent = subprocess.Popen([*command, str(os.getpid())])
+        while not told.place().address.exists():
+            assert agent.poll() is None
+            time.sleep(0.01)
+
+    def kill(self, *nodes: str) -> None:
+        """By SIGKILL, with all that they know."""
+        for node in nodes:
+            self.running[node].kill()
+            self.running.pop(node).wait()
+
+
+@pytest.fixture
+def agents(shm_dir: Path) -> Iterator[Agents]:
+    found = Agents(shm_dir)
+    for node in NODES:
+        found.start(node)
+    yield found
+    found.kill(*found.running)
+
+
+@pytest.fixture
+def place(tmp_path: Path, shm_dir: Path, agents: Agents) -> Place:
+    """Nodes where agents are at work already, and linger."""
+    return Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
+
+
+def forget_memory(place: Place) -> None:
+    """What was there alone is lost."""
+    for slot in Path(place.shm).glob("*/*/r*"):
+        slot.unlink()
+
+
+def fail(attached: Attached) -> None:
+    """As where an exception ends the training on all ranks."""
+    with contextlib.suppress(RuntimeError), attached.ckpt:
+        raise RuntimeError("the training failed")
+
+
+def settings(node: str, **more: Any) -> dict[str, Any]:
+    return {
+        "node": node,
+        "job_id": JOB,
+        "peer_redundancy": "partner",
+        "peer_interface": "lo",
+        "local_every_steps": 100,
+        "agent_linger_seconds": LINGER_SECONDS,
+        "slots": 3,
+        "when_busy": "wait",
+        **more,
+    }
+
+
+def leave_behind(place: Place, **more: Any) -> str:
+    """Train on all nodes, and end by an exception: v3 is protected, v7 is in memory alone."""
+    job = make_job()
+    attached = attach(job, place, **settings(NODES[rank()], **more))
+    train(job, attached.ckpt, range(EARLIER))
+    protected_at(EARLIER, attached)
+    train(job, attached.ckpt, range(EARLIER, STEPS))
+    fail(attached)
+    return exact.digest(job.replicated())
+
+
+def come_back(place: Place, nodes: str, steps: int = 0, **more: Any) -> dict[str, Any]:
+    """On these nodes; then train on for some steps, and end by an exception."""
+    job = make_job(seed=2)
+    attached = attach(job, place, **settings(nodes[rank()], memory_every_steps=0, **more))
+    told = restored_into(job, attached)
+    told["silent"] = [event.message for event in attached.said("counts as lost")]
+    train(job, attached.ckpt, range(STEPS, STEPS + steps))
+    fail(attached)
+    return told
+
+
+def test_a_job_that_shrank_gets_what_is_in_the_memory_of_nodes_it_left(
+    place: Place, agents: Agents, ranks: Any
+) -> None:
+    """And has a version of its own at the first boundary: those nodes may be gone soon."""
+    before = ranks(3).run(leave_behind, place)
+    (told,) = ranks(1).run(come_back, place, "b", steps=2)
+    assert told["restored"] == (STEPS, {"memory": 1, "agent": 2})
+    assert told["replicated"] == before[0]
+    assert told["rejected"] == ()
+    assert told["silent"] == []
+    agents.kill("a", "c")
+    (later,) = ranks(1).run(come_back, place, "b")
+    assert later["restored"][0] == STEPS + 1
+    assert [text.partition(",")[0] for text in later["silent"]] == ["node a", "node c"]
+
+
+def test_and_what_is_on_their_disks(place: Place, ranks: Any) -> None:
+    """Encoded, too; their memory is gone with the version that only was there."""
+    ranks(3).run(leave_behind, place, local_modules="zstd")
+    forget_memory(place)
+    (told,) = ranks(1).run(come_back, place, "a", local_modules="zstd")
+    (again,) = ranks(1).run(come_back, place, "b", local_modules="zstd")
+    assert told["restored"][0] == again["restored"][0] == EARLIER
+    assert told["restored"][1] == {"local": 1, "agent": 2}
+    assert told["replicated"] == again["replicated"]
+
+
+def save_and_leave(place: Place) -> str:
+    """v7 is in memory and on disk, and nothing protects it."""
+    job = make_job()
+    attached = attach(job, place, **settings(NODES[rank()]), local_in_place=False)
+    train(job, attached.ckpt, range(STEPS))
+    attached.ckpt.save(now=True)
+    fail(attached)
+    return exact.digest(job.replicated())
+
+
+def test_a_damaged_file_there_does_not_hide_what_is_sound_in_memory(
+    place: Place, ranks: Any, tmp_path: Path
+) -> None:
+    """Nor the other way round."""
+    before = ranks(3).run(save_and_leave, place)
+    for parity in tmp_path.glob("*/ckpts/*.p0*"):
+        parity.unlink()
+    (file,) = tmp_path.glob("a/ckpts/*.safetensors")
+    file.write_bytes(bytes(file.stat().st_size))
+    for slot in filter(sealed_at, Path(place.shm).glob("*/absent@c/r*.?")):
+        data = slot.read_bytes()
+        half = len(data) // 2
+        slot.write_bytes(data[:half] + bytes(byte ^ 1 for byte in data[half:]))
+    (told,) = ranks(1).run(come_back, place, "b")
+    assert told["restored"] == (STEPS, {"memory": 1, "agent": 2})
+    assert told["replicated"] == before[0]
+    (why,) = told["rejected"]
+    assert "agent of node c" in why
+
+
+def leave_in_memory(place: Place) -> str:
+    """A version that nothing protects yet."""
+    job = make_job()
+    attached = attach(job, place, **settings(NODES[rank()]))
+    train(job, attached.ckpt, range(STEPS))
+    fail(attached)
+    return exact.digest(job.replicated())
+
+
+def test_also_where_too_few_are_left_for_a_scheme_that_protected_nothing_yet(
+    place: Place, ranks: Any
+) -> None:
+    before = ranks(2).run(leave_in_memory, place)
+    (told,) = ranks(1).run(come_back, place, "a")
+    assert told["restored"] == (STEPS, {"memory": 1, "agent": 1})
+    assert told["replicated"] == before[0]
+
+
+def come_back_apart(place: Place, port: int) -> dict[str, Any]:
+    """The first node's agent cannot have its port."""
+    return come_back(place, "ab", **({"peer_port": port} if rank() == 0 else {}))
+
+
+@pytest.mark.parametrize("left", ["a", "b"])
+def test_also_after_a_life_whose_agents_did_not_meet(left: str, place: Place, ranks: Any) -> None:
+    """They know each other from the life before."""
+    ranks(2).run(leave_in_memory, place)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ranks(2).run(come_back_apart, place, other.getsockname()[1])
+    (told,) = ranks(1).run(come_back, place, left)
+    assert told["restored"] == (STEPS, {"memory": 1, "agent": 1})
+
+
+def test_parity_of_nodes_that_were_left_makes_what_others_lost(
+    place: Place, agents: Agents, ranks: Any, tmp_path: Path
+) -> None:
+    """c has the copy of b's shard. b is lost, and a spare takes its place."""
+    ranks(3).run(leave_behind, place)
+    agents.kill("b")
+    shutil.rmtree(tmp_path / "b")
+    forget_memory(place)
+    for told in ranks(2).run(come_back, place, "ad"):
+        assert told["restored"] == (EARLIER, {"local": 1, "peer": 1, "agent": 1})
+
+
+def test_lives_that_end_before_they_have_a_version_of_their_own_pass_it_on(
+    place: Place, ranks: Any
+) -> None:
+    """The second has a node on which the first was not, and which heard of the others from it."""
+    before = ranks(3).run(leave_behind, place)
+    for nodes in ("ab", "ad", "da"):
+        told = ranks(2).run(come_back, place, nodes)
+        assert told[0]["restored"][0] == STEPS, nodes
+        assert told[0]["restored"][1]["agent"] >= 1
+        assert [each["replicated"] for each in told] == [before[0]] * 2
+
+
+def test_none_of_those_lives_hides_whom_another_one_met(place: Place, ranks: Any) -> None:
+    """They have one generation, as they left nothing; what b knows of c is of before c met a."""
+    before = ranks(3).run(leave_behind, place)
+    for nodes in ("ab", "ac", "ba"):
+        told = ranks(2).run(come_back, place, nodes)
+        assert told[0]["restored"] == (STEPS, {"memory": 2, "agent": 1}), nodes
+        assert [each["replicated"] for each in told] == [before[0]] * 2
+
+
+def test_nodes_whose_agents_died_are_as_lost_as_ever(
+    place: Place, agents: Agents, ranks: Any
+) -> None:
+    ranks(3).run(leave_behind, place)
+    agents.kill("a", "c")
+    with pytest.raises(AssertionError, match=r"1 of 3 shards of v7, shards 0, 2 missing"):
+        ranks(1).run(come_back, place, "b")
+
+
+def test_what_is_damaged_there_is_no_reason_to_begin_afresh(
+    place: Place, ranks: Any, tmp_path: Path
+) -> None:
+    """Nothing is left but v3's files, and c's manifest of it is not what it was."""
+    ranks(3).run(leave_behind, place)
+    forget_memory(place)
+    for parity in tmp_path.glob("*/ckpts/*p0000*"):
+        parity.unlink()
+    (manifest,) = tmp_path.glob("c/ckpts/*.manifest")
+    manifest.write_bytes(b"?")
+    with pytest.raises(AssertionError, match=r"v3 was one.*agent of node c.*damaged"):
+        ranks(2).run(come_back, place, "ab")
+
+
+def come_back_while_one_dies(place: Place, pid: int) -> dict[str, Any]:
+    """All on b. An agent dies between its answer and the first byte of its shard."""
+    job = make_job(seed=2)
+    attached = attach(job, place, **settings("b", memory_every_steps=0))
+    lives = attached.ckpt._levels.lives
+    look, open_shard = lives.look, RemoteNode.open_shard
+    asked: list[str] = []
+
+    def look_and_kill(*group: Any) -> None:
+        look(*group)
+        os.kill(pid, signal.SIGKILL)
+
+    def ask(node: RemoteNode, *what: Any) -> Any:
+        asked.append(node.name)
+        return open_shard(node, *what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lives, "look", look_and_kill)
+        patch.setattr(RemoteNode, "open_shard", ask)
+        told = restored_into(job, attached)
+    told["asked"] = asked
+    told["lost"] = [event.message for event in attached.said("going back to")]
+    fail(attached)
+    return told
+
+
+def test_one_that_dies_meanwhile_costs_what_it_alone_had(
+    place: Place, agents: Agents, ranks: Any
+) -> None:
+    """v7 needs c; of v3 its shard is copied on a."""
+    ranks(3).run(leave_behind, place)
+    asked = []
+    for told in ranks(3).run(come_back_while_one_dies, place, agents.running["c"].pid):
+        assert told["restored"] == (EARLIER, {"local": 1, "peer": 1, "agent": 1})
+        (why,) = told["rejected"]
+        assert why.startswith("agent of node c"), "said once, of all that it had"
+        (lost,) = told["lost"]
+        assert f"2 of 3 shards of v{STEPS}, shard 2 missing" in lost
+        asked += [name for name in told["asked"] if "node c" in name]
+    assert len(asked) == 2, "one rank may be cut off from it alone, and is not waited for by all"

@@ -1,0 +1,115 @@
+"""The barrier keeps the optimizer off what is being copied, while gradients are reduced."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierckpt
+from tests.support import exact
+from tests.support.training import (
+    Net,
+    Place,
+    attach,
+    fused_adamw,
+    make_job,
+    only_layers_release,
+    sgd,
+    train,
+)
+from tierckpt.snapshot.copy_plan import Binding
+
+many_buckets = {"bucket_cap_mb": 0.003}
+
+PATIENCE_SECONDS = 20.0
+
+SILENT = {"fused SGD": partial(sgd, fused=True), "fused AdamW": fused_adamw}
+
+
+@only_layers_release()
+def restored_from_slow_copies(kind: str, barrier: bool, place: Place) -> tuple[int, list[str]]:
+    """Every block is copied late; without the barrier, when the optimizer has made its step."""
+    options = {"optimizer": SILENT[kind], "net": partial(Net, layers=8)}
+    with pytest.MonkeyPatch.context() as patch:
+        copy_block = Binding.copy_block
+
+        def slowly(self: Binding, *args: Any) -> bytes:
+            end = time.monotonic() + (0.03 if barrier else PATIENCE_SECONDS)
+            while time.monotonic() < end and not attached.ckpt._iterations.steps:
+                time.sleep(0.001)
+            return copy_block(self, *args)
+
+        patch.setattr(Binding, "copy_block", slowly)
+        if not barrier:
+            patch.setattr(tierckpt.Checkpointer, "_before_step", lambda self, *_: None)
+        job = make_job(**options, **many_buckets)
+        attached = attach(job, place, release="backward")
+        train(job, attached.ckpt, range(3))
+        expected = job.replicated()
+        job.iterate(3)
+        attached.ckpt._underway.finish()
+        attached.ckpt.abandon()
+    job = make_job(**options, seed=2)
+    attached = attach(job, place)
+    restored = attached.ckpt.restore()
+    attached.ckpt.abandon()
+    return restored.version, exact.differences(expected, job.replicated())
+
+
+@pytest.mark.parametrize("kind", SILENT)
+def test_no_tensor_changes_before_it_is_copied(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    for version, torn in ranks(2).run(restored_from_slow_copies, kind, True, place):
+        assert (version, torn) == (3, [])
+
+
+def test_it_is_the_barrier_that_keeps_the_optimizer_off(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """The control of the test above: a fused SGD leaves no trace that a check could find."""
+    place = Place.under(tmp_path, shm_dir)
+    for version, torn in ranks(2).run(restored_from_slow_copies, "fused SGD", False, place):
+        assert version == 3
+        assert torn
+
+
+def test_a_copy_that_is_evidently_torn_is_never_sealed(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """AdamW's step counts do leave a trace."""
+    place = Place.under(tmp_path, shm_dir)
+    for version, _ in ranks(2).run(restored_from_slow_copies, "fused AdamW", False, place):
+        assert version < 3
+
+
+@only_layers_release()
+def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
+    """How many blocks are free to be copied after the boundary, after backward, and in all."""
+    job = make_job(**many_buckets)
+    attached = attach(job, place, release="backward")
+    train(job, attached.ckpt, range(3))
+    snapshot = attached.ckpt._underway.snapshot
+    assert snapshot is not None
+    striped = sum(not b.own for b in snapshot.plan.layout.blocks)
+    at_boundary = striped - len(snapshot._held)
+    job.optimizer.zero_grad()
+    job.loss(3).backward()
+    after_backward = striped - len(snapshot._held)
+    job.optimizer.step()
+    attached.ckpt.abandon()
+    return at_boundary, after_backward, striped
+
+
+def test_layers_are_copied_while_their_gradients_are_reduced(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2).run(layers_released_by_backward, Place.under(tmp_path, shm_dir))
+    for at_boundary, after_backward, striped in told:
+        assert (at_boundary, after_backward) == (0, striped)
+        assert striped > 0

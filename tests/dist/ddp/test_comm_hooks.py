@@ -1,0 +1,320 @@
+"""DDP's communication hooks: they compute what they do alone, and go on where they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+import ddp_ckpt
+import tierckpt
+from tests.support import comm_hooks
+from tests.support.training import Job, Place, attach, course_of, make_job, no_boundary
+
+CRASH = 4
+END = 7
+
+many_buckets = {"bucket_cap_mb": 0.003}
+
+
+def power() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+
+
+Hook = tuple[Callable[[], Any], Callable[..., Any], dict[str, Any]]
+
+HOOKS: dict[str, Hook] = {
+    "allreduce": (lambda: None, default_hooks.allreduce_hook, many_buckets),
+    "fp16 compression": (lambda: None, default_hooks.fp16_compress_hook, many_buckets),
+    "bf16 compression": (lambda: None, comm_hooks.in_bfloat16, many_buckets),
+    # One bucket: with more, its callbacks talk over one gloo group in any order, and collide.
+    "PowerSGD": (power, powerSGD_hook.powerSGD_hook, {}),
+    "PowerSGD in fp16": (
+        power,
+        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+        {},
+    ),
+    "a function of the user's": (dict, comm_hooks.sum_of_clamped, many_buckets),
+}
+
+
+def trained_with_hook(name: str, place: Place) -> dict[str, Any]:
+    """By plain DDP, and in the three ways to have a hook and checkpoints."""
+    make_state, hook, options = HOOKS[name]
+    told = {}
+    for way in ("plain", "given", "registered later", "registered before"):
+        job = make_job(**options)
+        state = make_state()
+        if way in ("plain", "registered before"):
+            job.model.register_comm_hook(state, hook)
+        course, notices = [], []
+        if way == "plain":
+            course = [(job.iterate(i), job.digest()) for i in range(END)]
+        else:
+            given = {"comm_hook": (state, hook)} if way == "given" else {}
+            attached = attach(job, Place(f"{place.path} {way}", place.shm), **given)
+            if way == "registered later":
+                job.model.register_comm_hook(state, hook)
+            for iteration in range(END):
+                gradients = job.iterate(iteration)
+                attached.ckpt.step()
+                course.append((gradients, job.digest()))
+            attached.ckpt.abandon()
+            assert attached.ckpt.log.counts["sealed"] == END
+            notices = [e.message for e in attached.events if e.name == "notice"]
+        calls = state.get("calls") if isinstance(state, dict) else None
+        told[way] = (course, calls)
+        told[f"notices {way}"] = notices
+    return told
+
+
+def resumed_with_error_feedback(kept: bool, place: Place) -> dict[str, Any]:
+    """PowerSGD's course undisturbed, and as resumed in new objects."""
+
+    def begin(seed: int) -> tuple[Job, Any, dict[str, Any]]:
+        state = power()
+        given = {"comm_hook": (state, powerSGD_hook.powerSGD_hook)}
+        extra = {"extra_per_rank": {"hook": ddp_ckpt.HookState(state)}} if kept else {}
+        return make_job(seed=seed), state, {**given, **extra}
+
+    job, state, _ = begin(1)
+    job.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    plain = course_of(job, range(END), no_boundary)
+    job, _, settings = begin(1)
+    first = attach(job, place, **settings)
+    course = course_of(job, range(CRASH), first.ckpt.step)
+    job.iterate(CRASH)
+    first.ckpt.abandon()
+    job, state, settings = begin(2)
+    second = attach(job, place, **settings)
+    restored = second.ckpt.restore()
+    iterations = state.iter
+    course |= course_of(job, range(restored, END), second.ckpt.step)
+    second.ckpt.close()
+    return {
+        "same": course == plain,
+        "restored": (int(restored), iterations),
+        "warned": [e.message for e in first.events if e.severity > 20],
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_error_feedback_goes_on_where_it_was(
+    size: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for told in ranks(size).run(resumed_with_error_feedback, True, Place.under(tmp_path, shm_dir)):
+        assert told == {"same": True, "restored": (CRASH, CRASH), "warned": []}
+
+
+def test_error_feedback_that_is_not_kept_is_said(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    for told in ranks(2).run(resumed_with_error_feedback, False, Place.under(tmp_path, shm_dir)):
+        assert told["restored"] == (CRASH, 0)
+        assert not told["same"]
+        (warning,) = told["warned"]
+        assert "PowerSGDState, is not in the checkpoints" in warning
+        assert "its curve is another one" in warning
+
+
+def hook_state_with_a_static_graph(place: Place) -> str:
+    job = make_job(static_graph=True)
+    with pytest.raises(tierckpt.ConfigError) as caught:
+        attach(job, place, extra_per_rank={"hook": ddp_ckpt.HookState(power())})
+    return str(caught.value)
+
+
+def test_what_a_hook_remembers_of_buckets_wants_the_same_buckets(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    for text in ranks(2).run(hook_state_with_a_static_graph, place):
+        assert "HookState with static_graph=True" in text
+
+
+def what_is_stored_of_buckets(place: Place) -> dict[str, list[Any]]:
+    """Of each kind of module, after each of the first passes."""
+    stored = {}
+    for name in ("plain", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
+        job = make_job(**many_buckets, **({} if name == "plain" else {name: True}))
+        attached = attach(job, Place(f"{place.path} {name}", place.shm))
+        stored[name] = []
+        for iteration in range(4):
+            job.iterate(iteration)
+            attached.ckpt.step()
+            (of_the_module,) = attached.ckpt.pack_adapter().values()
+            stored[name].append(of_the_module["buckets"])
+        attached.ckpt.abandon()
+    return stored
+
+
+def test_what_is_stored_of_buckets_is_not_how_many_passes_there_were(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Else `tierckpt prove` says of an exact script that it is not."""
+    (told, _) = ranks(2).run(what_is_stored_of_buckets, Place.under(tmp_path, shm_dir))
+    for name, orders in told.items():
+        assert orders == [orders[0]] * 4, name
+    assert len(told["plain"][0]) > 1
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_of_the_users_computes_what_it_computes_alone(
+    name: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for told in ranks(2).run(trained_with_hook, name, Place.under(tmp_path, shm_dir)):
+        for way in ("given", "registered later", "registered before"):
+            assert told[way] == told["plain"], way
+        silent = "PowerSGD" not in name and name != "a function of the user's"
+        for way in ("given", "registered later"):
+            assert len(told[f"notices {way}"]) == (0 if silent else 1)
+            assert all("is not in the checkpoints" in text for text in told[f"notices {way}"])
+        (notice,) = told["notices registered before"]
+        assert "has a communication hook already" in notice
+
+
+def hook_given_to_a_model_that_has_one(place: Place) -> str:
+    job = make_job()
+    job.model.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(tierckpt.ConfigError) as caught:
+        attach(job, place, comm_hook=(None, default_hooks.fp16_compress_hook))
+    return str(caught.value)
+
+
+def test_two_hooks_are_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    for text in ranks(2).run(hook_given_to_a_model_that_has_one, Place.under(tmp_path, shm_dir)):
+        assert "has a communication hook already" in text
+
+
+def hook_that_fails_once(place: Place) -> tuple[int, list[str]]:
+    job = make_job()
+    attached = attach(job, place, comm_hook=({}, comm_hooks.fails_at_the_second_call))
+    job.iterate(0)
+    attached.ckpt.step()
+    with pytest.raises(ZeroDivisionError, match="in the user's hook"):
+        job.iterate(1)
+    attached.ckpt.abandon()
+    job = make_job(seed=2)
+    attached = attach(job, place)
+    restored = attached.ckpt.restore()
+    attached.ckpt.abandon()
+    return restored.version, [e.text() for e in attached.events if e.severity > 20]
+
+
+def test_an_error_in_the_users_hook_comes_out_of_backward_as_it_is(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Nothing was released then, and nothing has changed: version 1 is completed at the end."""
+    for version, complaints in ranks(2).run(hook_that_fails_once, Place.under(tmp_path, shm_dir)):
+        assert version == 1
+        assert complaints == []
+
+
+def wrong_annotation(state: Any, bucket: int) -> None:
+    """Not what DDP takes."""
+
+
+def wrong_return(state: Any, bucket: Any) -> int:
+    """Nor this."""
+    return 0
+
+
+def no_bucket(state: Any, gradients: Any) -> Any:
+    """Nor this: DDP looks for the argument by its name."""
+
+
+def two(model: Any) -> None:
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    model.register_comm_hook(None, comm_hooks.sum_of_clamped)
+
+
+def two_built_in(model: Any) -> None:
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def one_of_each(model: Any) -> None:
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def registers(hook: Any) -> Callable[[Any], None]:
+    return lambda model: model.register_comm_hook(None, hook)
+
+
+REGISTERED: dict[str, Callable[[Any], None]] = {
+    "nothing": lambda model: None,
+    "a function": registers(comm_hooks.sum_of_clamped),
+    "built in": lambda m: m._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+    "not callable": registers(1),
+    "wrong annotation": registers(wrong_annotation),
+    "wrong return": registers(wrong_return),
+    "no bucket": registers(no_bucket),
+    "bf16": registers(default_hooks.bf16_compress_hook),
+    "two": two,
+    "two built in": two_built_in,
+    "one of each": one_of_each,
+}
+
+
+def registered_in_both(place: Place) -> dict[str, list[Any]]:
+    """What plain DDP says of each, and DDP with a checkpointer: an error, and the name it logs."""
+
+    def outcome(job: Job, register: Callable[[Any], None]) -> Any:
+        try:
+            register(job.model)
+        except Exception as error:
+            return type(error), str(error).splitlines()[0]
+        return job.model._get_ddp_logging_data().get("comm_hook") or ""
+
+    told = {}
+    for number, (name, register) in enumerate(REGISTERED.items()):
+        plain = outcome(make_job(), register)
+        job = make_job()
+        attached = attach(job, Place(f"{place.path} {number}", place.shm))
+        told[name] = [plain, outcome(job, register)]
+        attached.ckpt.abandon()
+    return told
+
+
+def test_it_registers_what_ddp_registers_and_refuses_what_it_refuses(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """With the same error at the same moment, a second hook too; and its log has the user's."""
+    for told in ranks(2).run(registered_in_both, Place.under(tmp_path, shm_dir)):
+        assert {name for name, (plain, ours) in told.items() if plain != ours} == set()
+        assert told["nothing"] == ["", ""]
+        assert told["a function"] == ["sum_of_clamped"] * 2
+        assert told["two"][0][0] is RuntimeError
+
+
+def given_beside_a_registered_one(place: Place) -> list[Any]:
+    """To a second checkpointer, when the user, or only the first one, had set one before; and one
+    that DDP does not take."""
+    outcomes: list[Any] = []
+    for given_before in (False, True):
+        job = make_job()
+        hook = {"comm_hook": (None, default_hooks.allreduce_hook)}
+        first = attach(
+            job, Place(f"{place.path} {given_before}", place.shm), **(hook if given_before else {})
+        )
+        if not given_before:
+            job.model.register_comm_hook(None, comm_hooks.sum_of_clamped)
+        first.ckpt.abandon()
+        try:
+            attach(job, place, **hook).ckpt.abandon()
+            outcomes.append(job.model._get_ddp_logging_data()["comm_hook"])
+        except tierckpt.ConfigError as error:
+            outcomes.append("a communication hook already" in str(error))
+    with pytest.raises(KeyError, match="bucket"):
+        attach(make_job(), place, comm_hook=(None, no_bucket))
+    return outcomes
+
+
+def test_a_hook_that_is_given_replaces_none_that_was_registered(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2).run(given_beside_a_registered_one, Place.under(tmp_path, shm_dir))
+    assert told == [[True, "allreduce_hook"]] * 2

@@ -1,0 +1,168 @@
+"""torch.compile and DDP, in both orders: the same bits, the same layers, the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support import exact
+from tests.support.training import (
+    WIDTH,
+    Job,
+    Place,
+    attach,
+    course_of,
+    only_layers_release,
+    rank,
+    train,
+)
+
+CRASH = 3
+END = 5
+wrap = partial(DistributedDataParallel, bucket_cap_mb=1)  # torch.compile wants no smaller ones
+
+
+class Wide(nn.Module):
+    """Enough for several buckets of that size, normalizations and dropout."""
+
+    def __init__(self, width: int = 400) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, width)
+        layers = [nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, width)]
+        self.body = nn.Sequential(*layers, nn.Tanh(), nn.Linear(width, width), nn.Tanh())
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, use_branch: bool = False) -> torch.Tensor:
+        return self.head(self.body(self.first(x)))
+
+
+def compiled(backend: str) -> Callable[[nn.Module], nn.Module]:
+    return lambda module: torch.compile(module, backend=backend)
+
+
+def compiled_part(net: nn.Module) -> nn.Module:
+    net.body = torch.compile(net.body, backend="eager")
+    return net
+
+
+EAGER = ["compile(DDP(net)), eager", "DDP(compile(net)), eager"]
+PART = "DDP(net with a compiled part)"
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "compile(DDP(net)), eager": lambda net: compiled("eager")(wrap(net)),
+    "DDP(compile(net)), eager": lambda net: wrap(compiled("eager")(net)),
+    PART: lambda net: wrap(compiled_part(net)),
+    "compile(DDP(net)), aot_eager": lambda net: compiled("aot_eager")(wrap(net)),
+    "DDP(compile(net)), aot_eager": lambda net: wrap(compiled("aot_eager")(net)),
+}
+
+
+def make_job(way: str, seed: int = 1) -> Job:
+    torch._dynamo.reset()  # it keeps few compiled versions of one function, then it gives up
+    torch.manual_seed(seed)
+    model = WAYS[way](Wide())
+    torch.manual_seed(1000 * seed + rank())
+    return Job(model, [torch.optim.Adam(model.parameters(), lr=0.01)])
+
+
+def trained_with_and_without(way: str, place: Place) -> dict[str, Any]:
+    expected = course_of(make_job(way), range(END), lambda: None)
+    frames = torch._dynamo.utils.counters["frames"]["ok"]
+    job = make_job(way)
+    first = attach(job, place)
+    course = course_of(job, range(CRASH), first.ckpt.step)
+    job.iterate(CRASH)
+    first.ckpt.abandon()
+    job = make_job(way, seed=2)
+    second = attach(job, place)
+    restored = second.ckpt.restore()
+    course.update(course_of(job, range(restored, END), second.ckpt.step))
+    second.ckpt.close()
+    return {
+        "expected": expected,
+        "course": course,
+        "restored": restored.version,
+        "frames": frames,
+        "complaints": [e.text() for e in first.events + second.events if e.severity > 20],
+    }
+
+
+@pytest.mark.parametrize(
+    ("way", "size"), [*((way, 2) for way in WAYS), *((way, 3) for way in EAGER)]
+)
+def test_every_iteration_is_bit_for_bit_as_without(
+    way: str, size: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(size).run(trained_with_and_without, way, Place.under(tmp_path, shm_dir))
+    for found in told:
+        assert found["complaints"] == []
+        assert found["frames"] > 0, "something was compiled"
+        assert found["restored"] == CRASH
+        assert found["course"] == found["expected"]
+
+
+@only_layers_release()
+def layers_released_by_backward(way: str, place: Place) -> tuple[int, int, int]:
+    """How many blocks are free to be copied after the boundary, after backward, and in all."""
+    job = make_job(way)
+    attached = attach(job, place, release="backward")
+    train(job, attached.ckpt, range(3))
+    snapshot = attached.ckpt._underway.snapshot
+    assert snapshot is not None
+    striped = len(snapshot.plan.striped_blocks)
+    at_boundary = striped - len(snapshot._held)
+    job.optimizer.zero_grad()
+    job.loss(3).backward()
+    after_backward = striped - len(snapshot._held)
+    job.optimizer.step()
+    attached.ckpt.abandon()
+    return at_boundary, after_backward, striped
+
+
+@pytest.mark.parametrize("way", EAGER)
+def test_layers_are_copied_while_their_gradients_are_reduced(
+    way: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2).run(layers_released_by_backward, way, Place.under(tmp_path, shm_dir))
+    for at_boundary, after_backward, striped in told:
+        assert (at_boundary, after_backward) == (0, striped)
+        assert striped > 0
+
+
+def values_of(job: Job) -> str:
+    """Whatever the wrappers make of names."""
+    image = {**job.replicated(), **exact.buffers(job.bare)}
+    return exact.digest(list(image.values()))
+
+
+def crossed(way: str, place: Place) -> tuple[int, bool, list[str]]:
+    """From a compiled job to one that is not."""
+    job = make_job(way)
+    attached = attach(job, place)
+    train(job, attached.ckpt, range(CRASH))
+    before = values_of(job)
+    job.iterate(CRASH)
+    attached.ckpt.abandon()
+    torch.manual_seed(3)
+    model = wrap(Wide())
+    job = Job(model, [torch.optim.Adam(model.parameters(), lr=0.01)])
+    attached = attach(job, place)
+    version = attached.ckpt.restore().version
+    attached.ckpt.abandon()
+    same = values_of(job) == before
+    return version, same, [e.text() for e in attached.events if e.severity > 20]
+
+
+@pytest.mark.parametrize("way", [*EAGER, PART])
+def test_what_was_compiled_restores_where_nothing_is(
+    way: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for told in ranks(2).run(crossed, way, Place.under(tmp_path, shm_dir)):
+        assert told == (CRASH, True, [])

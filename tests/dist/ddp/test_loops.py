@@ -1,0 +1,215 @@
+"""Loops may be written in many ways, and compute the same bits with checkpoints as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import exact
+from tests.support.training import Job, Net, Place, attach, make_job, rank, sgd
+
+many_buckets = {"bucket_cap_mb": 0.003}
+normed = partial(Net, norm=nn.BatchNorm1d)
+
+
+def accumulate(job: Job, iteration: int) -> None:
+    job.optimizer.zero_grad()
+    for part in range(3):
+        with job.model.no_sync() if part < 2 else nullcontext():
+            job.loss(iteration, part).backward()
+    job.optimizer.step()
+
+
+def accumulate_over_iterations(job: Job, iteration: int) -> None:
+    """Every iteration synchronises, every third one makes a step."""
+    job.loss(iteration).backward()
+    if iteration % 3 == 2:
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+
+def clip(job: Job, iteration: int) -> None:
+    job.optimizer.zero_grad()
+    job.loss(iteration).backward()
+    nn.utils.clip_grad_norm_(job.model.parameters(), 0.1)
+    job.optimizer.step()
+
+
+def two_forwards(job: Job, iteration: int) -> None:
+    job.optimizer.zero_grad()
+    (job.loss(iteration, 0) + job.loss(iteration, 1)).backward()
+    job.optimizer.step()
+
+
+def evaluate_between(job: Job, iteration: int) -> None:
+    """In evaluation mode, and in training mode without gradients, which moves BatchNorm."""
+    job.iterate(iteration)
+    with torch.no_grad():
+        job.model.eval()
+        job.loss(iteration, 5)
+        job.model.train()
+        job.loss(iteration, 6)
+
+
+def fail_and_go_on(job: Job, iteration: int) -> None:
+    """Errors that a loop catches: before the forward, and between backward and step."""
+    for attempt in range(2):
+        try:
+            if attempt == 0 and iteration % 3 == 1:
+                raise ValueError("a bad batch")
+            job.optimizer.zero_grad()
+            job.loss(iteration).backward()
+            if attempt == 0 and iteration % 3 == 2:
+                raise ValueError("a bad loss")
+            job.optimizer.step()
+        except ValueError:
+            continue
+        return
+
+
+def rewrite_gradients(job: Job, iteration: int) -> None:
+    job.model.zero_grad(set_to_none=False)
+    job.loss(iteration).backward()
+    for p in job.model.parameters():
+        p.grad = p.grad.sign()
+    job.optimizer.step()
+
+
+def accumulate_into_what_is_kept(job: Job, iteration: int) -> None:
+    """Views of buckets in every pass; only the first iteration begins with new gradients."""
+    job.optimizer.zero_grad(set_to_none=False)
+    for part in range(2):
+        job.loss(iteration, part).backward()
+    job.optimizer.step()
+
+
+def keep_some(job: Job, iteration: int) -> None:
+    """In one bucket, gradients that are views from the start beside new ones."""
+    for number, param in enumerate(job.bare.parameters()):
+        if param.grad is not None and number % 2:
+            param.grad.zero_()
+        else:
+            param.grad = None
+    job.loss(iteration).backward()
+    job.optimizer.step()
+
+
+views = {"gradient_as_bucket_view": True, **many_buckets}
+
+Loops = dict[str, tuple[Callable[[Job, int], None], dict[str, Any]]]
+
+LOOPS: Loops = {
+    "accumulation under no_sync": (accumulate, many_buckets),
+    "accumulation over iterations": (accumulate_over_iterations, many_buckets),
+    "clipping": (clip, {"gradient_as_bucket_view": True}),
+    "two forwards": (two_forwards, {"optimizer": sgd}),
+    "evaluation between steps": (evaluate_between, {"net": normed}),
+    "errors caught by the loop": (fail_and_go_on, many_buckets),
+    "gradients rewritten": (rewrite_gradients, many_buckets),
+}
+# DDP computes the mean in two ways, which differ where the world size is no power of two.
+LOOPS_OF_THREE: Loops = {
+    "accumulation under no_sync": (accumulate, views),
+    "accumulation over iterations": (accumulate_over_iterations, views),
+    "accumulation into what is kept": (accumulate_into_what_is_kept, views),
+    "some gradients kept": (keep_some, views),
+    "gradients rewritten": (rewrite_gradients, views),
+}
+
+
+def looped_with_and_without(name: str, size: int, place: Place) -> tuple[Any, ...]:
+    iterate, options = (LOOPS if size == 2 else LOOPS_OF_THREE)[name]
+    plain = make_job(**options)
+    expected = {}
+    for iteration in range(9):
+        iterate(plain, iteration)
+        expected[iteration + 1] = plain.digest()
+
+    course = {}
+    job = make_job(**options)
+    attached = attach(job, place)
+    for iteration in range(6):
+        iterate(job, iteration)
+        attached.ckpt.step()
+        course[iteration + 1] = job.digest()
+    # As far as the next step of the optimizer, which completes the last snapshot.
+    for iteration in range(6, 9):
+        iterate(job, iteration)
+    version = attached.ckpt.version
+    attached.ckpt.abandon()
+
+    job = make_job(**options, seed=2)
+    attached = attach(job, place)
+    restored = attached.ckpt.restore()
+    if name == "accumulation over iterations":
+        job.optimizer.zero_grad()
+    for iteration in range(restored, 9):
+        iterate(job, iteration)
+        attached.ckpt.step()
+        course[iteration + 1] = job.digest()
+    attached.ckpt.close()
+    return expected, course, int(restored), restored.version == version
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 2) for name in LOOPS), *((name, 3) for name in LOOPS_OF_THREE)]
+)
+def test_the_loop_may_be_written_in_many_ways(
+    name: str, size: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(size).run(looped_with_and_without, name, size, place)
+    for expected, course, restored, is_newest in told:
+        assert course == expected
+        assert restored == 6
+        assert is_newest
+
+
+def scaled(place: Place | None, iterations: range) -> tuple[Any, ...]:
+    """Mixed precision; in iterations 1 and 4 an overflow on rank 1 alone."""
+    job = make_job(net=normed, optimizer=sgd, seed=2 if iterations.start else 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    attached = attach(job, place, extra={"scaler": scaler}) if place else None
+    start = int(attached.ckpt.restore()) if attached and iterations.start else 0
+    course = {}
+    for iteration in range(start, iterations.stop):
+        job.optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = job.loss(iteration)
+        if iteration in (1, 4) and rank() == 1:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(job.optimizer)
+        scaler.update()
+        if attached:
+            attached.ckpt.step()
+        course[iteration + 1] = (job.digest(), exact.image(scaler.state_dict()))
+    version = attached.ckpt.version if attached else 0
+    if attached:
+        attached.ckpt.abandon()
+    return course, start, version
+
+
+def scaled_with_and_without(place: Place) -> tuple[Any, ...]:
+    expected, _, _ = scaled(None, range(8))
+    course, _, version = scaled(place, range(6))
+    resumed, start, _ = scaled(place, range(6, 8))
+    return expected, {**course, **resumed}, start, version
+
+
+def test_steps_skipped_by_the_gradient_scaler_are_no_versions(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2).run(scaled_with_and_without, Place.under(tmp_path, shm_dir))
+    for expected, course, start, version in told:
+        assert course == expected
+        assert version == 6 - 2
+        # Version 4 was still being copied at the end, and is completed.
+        assert start == 6

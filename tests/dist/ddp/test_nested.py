@@ -1,0 +1,420 @@
+"""DDP modules inside the model that is given: a GAN's two, a wrapped backbone."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_ckpt
+import tierckpt
+from tests.support import exact
+from tests.support.rank_pool import GLOO, HOROVODRUN
+from tests.support.training import (
+    ROWS,
+    WIDTH,
+    Attached,
+    Job,
+    Net,
+    Place,
+    attach,
+    crash_after,
+    horovod,
+    only_layers_release,
+    rank,
+    train,
+    under_horovod,
+)
+
+CRASH = 4
+END = 7
+many_buckets = {"bucket_cap_mb": 0.003}
+
+
+class Generator(nn.Module):
+    """With normalizations, and a part that is called as DDP's own attribute is."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.module = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh())
+        self.body = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        return self.body(self.module(noise))
+
+
+@dataclass
+class Gan(Job):
+    """Two networks that take turns; `optimizers` are the generator's and the discriminator's."""
+
+    freezes: bool = True
+    """The discriminator while the generator is trained: its gradients are neither computed nor
+    reduced then."""
+
+    @property
+    def g(self) -> nn.Module:
+        return self.model["g"]
+
+    @property
+    def d(self) -> nn.Module:
+        return self.model["d"]
+
+    def batch(self, iteration: int, part: int) -> torch.Tensor:
+        source = torch.Generator().manual_seed(10_000 * rank() + 100 * part + iteration)
+        width = next(self.g.parameters()).shape[1]
+        return torch.randn(ROWS, width, generator=source)
+
+    def backward_d(self, iteration: int) -> None:
+        with torch.no_grad():
+            made = self.g(self.batch(iteration, 0))
+        self._zero_grad(1)
+        judged = self.d(torch.cat([self.batch(iteration, 1), made]))
+        (judged[:ROWS] - 1).square().mean().add(judged[ROWS:].square().mean()).backward()
+
+    def backward_g(self, iteration: int) -> None:
+        self._zero_grad(0)
+        self.d.requires_grad_(not self.freezes)
+        (self.d(self.g(self.batch(iteration, 2))) - 1).square().mean().backward()
+        self.d.requires_grad_(True)
+
+    def _zero_grad(self, which: int) -> None:
+        kept = {"set_to_none": False} if self.keeps_gradients else {}  # Horovod's takes none
+        self.optimizers[which].zero_grad(**kept)
+
+    def iterate(self, iteration: int) -> str:
+        self.backward_d(iteration)
+        self.optimizers[1].step()
+        self.backward_g(iteration)
+        gradients = exact.digest(exact.gradients(self.bare))
+        self.optimizers[0].step()
+        return gradients
+
+
+def make_gan(seed: int = 1, freezes: bool = True, keeps: bool = False, **ddp: Any) -> Gan:
+    torch.manual_seed(seed)
+    nets = {"g": Generator(), "d": Net()}
+    torch.manual_seed(1000 * seed + rank())
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in nets.values()]
+    if under_horovod():
+        hvd = horovod()
+        # As docs/loops.md has it.
+        optimizers = [
+            hvd.DistributedOptimizer(each, nets[name].named_parameters(name))
+            for name, each in zip("gd", optimizers, strict=True)
+        ]
+    else:
+        nets = {name: DistributedDataParallel(net, **ddp) for name, net in nets.items()}
+    adapter = "horovod_ckpt" if under_horovod() else "ddp_ckpt"
+    both = nn.ModuleDict(nets)
+    return Gan(both, optimizers, adapter=adapter, keeps_gradients=keeps, freezes=freezes)
+
+
+def attach_gan(gan: Gan, place: Place, **settings: Any) -> Attached:
+    return attach(gan, place, optimizer=dict(zip("gd", gan.optimizers, strict=True)), **settings)
+
+
+def course_of(gan: Gan, iterations: range) -> dict[int, str]:
+    course = {}
+    for iteration in iterations:
+        gan.iterate(iteration)
+        course[iteration + 1] = gan.digest()
+    return course
+
+
+# --- a GAN ---------------------------------------------------------------------------------------
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "many buckets": many_buckets,
+    "gradients of both in one pass": {"freezes": False, **many_buckets},
+    "gradients that stay views of buckets": {
+        "freezes": False,
+        "keeps": True,
+        "gradient_as_bucket_view": True,
+        **many_buckets,
+    },
+}
+
+
+def trained_with_and_without(variant: str, place: Place) -> dict[str, Any]:
+    options = VARIANTS[variant]
+    expected = course_of(make_gan(**options), range(END))
+    gan = make_gan(**options)
+    first = attach_gan(gan, place)
+    course = crash_after(gan, first, CRASH)
+    gan = make_gan(**options, seed=2)
+    second = attach_gan(gan, place)
+    restored = second.ckpt.restore()
+    found = gan.digest()
+    course.update(train(gan, second.ckpt, range(restored, END)))
+    second.ckpt.close()
+    return {
+        "expected": expected,
+        "course": course,
+        "restored": (int(restored), restored.version),
+        "found": found,
+        "complaints": [e.text() for e in first.events + second.events if e.severity > 20],
+        "hooks": [e.text() for e in first.said("communication hook")],
+    }
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_networks_that_take_turns_resume_to_the_bit(
+    variant: str, size: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """On three ranks that takes each one's buckets, and means that are computed as before."""
+    place = Place.under(tmp_path, shm_dir)
+    for told in ranks(size).run(trained_with_and_without, variant, place):
+        assert told["complaints"] == []
+        assert told["hooks"] == []
+        assert told["restored"] == (CRASH, CRASH)
+        assert told["found"] == told["expected"][CRASH]
+        assert told["course"] == told["expected"]
+
+
+class Wide(Generator):
+    """Each rank's part of a weight fills a block of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(width=640)
+
+
+@only_layers_release()
+def released_by_each_backward(place: Place) -> list[dict[str, bool]]:
+    """By network: are all of its blocks free to be copied? At the boundary, after the one's
+    backward pass, and after the other's."""
+    both = nn.ModuleDict({name: DistributedDataParallel(Wide()) for name in "gd"})
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in both.values()]
+    gan = Gan(both, list(optimizers))
+    attached = attach_gan(gan, place, release="backward")
+    train(gan, attached.ckpt, range(2))
+    snapshot = attached.ckpt._underway.snapshot
+    assert snapshot is not None
+
+    def blocks(net: nn.Module) -> list[int]:
+        matrices = [param for param in net.parameters() if param.dim() > 1]
+        return [block for param in matrices for block in snapshot.plan.blocks_of[id(param)]]
+
+    def released() -> dict[str, bool]:
+        return {name: not snapshot._held.intersection(blocks(net)) for name, net in both.items()}
+
+    told = [released()]
+    gan.backward_d(2)
+    told.append(released())
+    gan.backward_g(2)
+    told.append(released())
+    attached.ckpt.abandon()
+    return told
+
+
+def test_layers_of_each_are_copied_while_its_gradients_are_reduced(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for told in ranks(2).run(released_by_each_backward, Place.under(tmp_path, shm_dir)):
+        assert told == [
+            {"g": False, "d": False},
+            {"g": False, "d": True},
+            {"g": True, "d": True},
+        ]
+
+
+# --- names, and the other library ----------------------------------------------------------------
+
+
+def values(gan: Gan) -> str:
+    """What is alike on all ranks, whatever the wrappers make of names."""
+    return exact.digest(list(gan.replicated().values()))
+
+
+def leave_behind(place: Place) -> tuple[str, str, list[str]]:
+    gan = make_gan()
+    ckpt = attach_gan(gan, place, local_every_steps=1000).ckpt
+    train(gan, ckpt, range(CRASH))
+    ckpt.save(now=True)
+    names = [name for name, _, _ in ckpt.state.entries(ckpt.state.walk())]
+    names += [name for name, _ in ckpt.state.buffer_entries(ckpt.state.walk())]
+    ckpt.abandon()
+    return values(gan), exact.digest(list(exact.buffers(gan.bare).values())), names
+
+
+def take_up(place: Place) -> tuple[Any, ...]:
+    gan = make_gan(seed=2)
+    attached = attach_gan(gan, place)
+    restored = attached.ckpt.restore()
+    told = values(gan), exact.digest(list(exact.buffers(gan.bare).values()))
+    train(gan, attached.ckpt, range(restored, END))
+    attached.ckpt.abandon()
+    complaints = [e.text() for e in attached.events if e.severity > 20]
+    return (*told, restored.version, values(gan), complaints)
+
+
+@pytest.mark.parametrize(("before", "now"), [(GLOO, HOROVODRUN), (HOROVODRUN, GLOO)])
+def test_a_gan_crosses_from_one_library_to_the_other(
+    before: str, now: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    made = ranks(2, before).run(leave_behind, Place.under(tmp_path, shm_dir))
+    shutil.rmtree(next(shm_dir.iterdir()))
+    told = ranks(2, now).run(take_up, Place.under(tmp_path, shm_dir))
+    assert all("model/g.module.0.weight" in names for _, _, names in made)
+    assert all("model/g.body.0.weight" in names for _, _, names in made)
+    for (whole, own, _), found in zip(made, told, strict=True):
+        assert found[:3] == (whole, own, CRASH)
+        assert found[4] == []
+    assert told[0][3] == told[1][3], "and training goes on alike on both"
+
+
+class Named(nn.Module):
+    """Calls its network as DDP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Net()
+
+
+def names_here() -> list[list[str]]:
+    """Of what is saved, however the network is wrapped; and of one that only looks like it."""
+    wrap = DistributedDataParallel
+    plain = wrap(Net(norm=nn.BatchNorm1d))
+    nested = nn.ModuleDict({"net": wrap(Net(norm=nn.BatchNorm1d))})
+    both = wrap(torch.compile(Net(norm=nn.BatchNorm1d), backend="eager"))
+    found = [plain, nested, both, nn.ModuleDict({"net": Named()}), nn.ModuleDict({"net": Net()})]
+    states = [tierckpt.state.training_state.TrainingState(model, {}) for model in found]
+    walks = [(state, state.walk()) for state in states]
+    return [
+        [name for name, *_ in [*state.entries(walk), *state.buffer_entries(walk)]]
+        for state, walk in walks
+    ]
+
+
+def test_names_are_those_without_ddp_wherever_it_is(ranks: Any) -> None:
+    for plain, nested, both, own, bare in ranks(2).run(names_here):
+        assert plain == both
+        assert nested == [name.replace("/", "/net.", 1) for name in plain]
+        assert "model/body.0.weight" in plain
+        assert "buffer/body.3.running_mean" in plain
+        assert own == [name.replace("/net.", "/net.module.", 1) for name in bare]
+
+
+def restored_under_another_name(place: Place) -> str:
+    """The network was in a module of the user's that calls it `module`, and is in DDP now."""
+    job = Job(nn.ModuleDict({"net": Named()}), [])
+    job.optimizers = [torch.optim.SGD(job.model.parameters(), lr=0.1)]
+    attached = attach(job, place)
+    for _ in range(2):
+        job.optimizer.step()
+        attached.ckpt.step()
+    attached.ckpt.abandon()
+    job = Job(nn.ModuleDict({"net": DistributedDataParallel(Net())}), [])
+    job.optimizers = [torch.optim.SGD(job.model.parameters(), lr=0.1)]
+    attached = attach(job, place)
+    with pytest.raises(tierckpt.StateMismatchError) as caught:
+        attached.ckpt.restore()
+    attached.ckpt.abandon()
+    return str(caught.value)
+
+
+def test_other_names_are_refused_and_told(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    for text in ranks(2).run(restored_under_another_name, Place.under(tmp_path, shm_dir)):
+        assert "model/net.module.head.weight" in text
+        assert "model/net.head.weight" in text
+
+
+# --- hooks, groups -------------------------------------------------------------------------------
+
+
+def power() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+
+
+def with_hooks(place: Place | None, seed: int) -> tuple[Gan, Attached | None]:
+    """Each network's own, registered after the checkpointer is made."""
+    gan, states = make_gan(seed=seed), {name: power() for name in "gd"}
+    saved = {name: ddp_ckpt.HookState(state) for name, state in states.items()}
+    attached = attach_gan(gan, place, extra_per_rank=saved) if place else None
+    for name, state in states.items():
+        gan.model[name].register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return gan, attached
+
+
+def trained_with_hooks(place: Place) -> tuple[Any, ...]:
+    plain, _ = with_hooks(None, 1)
+    expected = course_of(plain, range(END))
+    gan, first = with_hooks(place, 1)
+    course = crash_after(gan, first, CRASH)
+    gan, second = with_hooks(place, 2)
+    restored = second.ckpt.restore()
+    course.update(train(gan, second.ckpt, range(restored, END)))
+    second.ckpt.abandon()
+    return expected, course, [e.text() for e in first.events + second.events if e.severity > 20]
+
+
+def test_each_may_have_a_hook_that_remembers_something(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    for expected, course, complaints in ranks(2).run(trained_with_hooks, place):
+        assert course == expected
+        assert complaints == []
+
+
+def refused(place: Place) -> tuple[str, str, list[Path]]:
+    """One hook for both; ranks that are not those of the other; and the files that are left."""
+    gan = make_gan()
+    with pytest.raises(tierckpt.ConfigError) as one_hook:
+        attach_gan(gan, place, comm_hook=(power(), powerSGD_hook.powerSGD_hook))
+    alone = [dist.new_group([member]) for member in range(dist.get_world_size())][rank()]
+    gan.model["d"] = DistributedDataParallel(Net(), process_group=alone)
+    with pytest.raises(tierckpt.ConfigError) as other_ranks:
+        attach_gan(gan, place)
+    dist.destroy_process_group(alone)
+    left = [path for folder in (place.path, place.shm) for path in Path(folder).rglob("*")]
+    return str(one_hook.value), str(other_ranks.value), left
+
+
+def test_one_hook_for_several_and_several_groups_are_refused(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2).run(refused, Place.under(tmp_path, shm_dir))
+    for number, (one_hook, other_ranks, left) in enumerate(told):
+        assert "several DDP modules (g, d)" in one_hook
+        assert "register_comm_hook" in one_hook
+        assert f"'g' and 'd' have process groups of different ranks, [0, 1] and [{number}]" in (
+            other_ranks
+        )
+        assert left == []
+
+
+def groups_of_the_same_ranks(place: Place) -> int:
+    groups = [dist.new_group() for _ in range(2)]
+    nets = {
+        n: DistributedDataParallel(Net(), process_group=g)
+        for n, g in zip("gd", groups, strict=True)
+    }
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets.values()]
+    gan = Gan(nn.ModuleDict(nets), list(optimizers))
+    attached = attach_gan(gan, place)
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.step()
+        attached.ckpt.step()
+    version = attached.ckpt.version
+    attached.ckpt.abandon()
+    for group in groups:
+        dist.destroy_process_group(group)
+    return version
+
+
+def test_groups_may_be_several_if_their_ranks_are_the_same(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    assert ranks(2).run(groups_of_the_same_ranks, Place.under(tmp_path, shm_dir)) == [2, 2]

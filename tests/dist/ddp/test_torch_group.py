@@ -1,0 +1,101 @@
+"""The Group over torch.distributed is a Group like any other."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_ckpt.launched import SHARED_STORE
+from ddp_ckpt.torch_group import GATHER_BYTES, TorchGroup
+from tests.support.training import Place, attach, make_job
+from tierckpt.testing.group_conformance import GroupConformance, Program
+
+
+def with_group(program: Program) -> Any:
+    group = TorchGroup()
+    group.barrier()  # or a rank that has nothing to say hangs up on one that is still connecting
+    try:
+        return program(group)
+    finally:
+        group.close()
+
+
+class TestTorchGroup(GroupConformance):
+    @pytest.fixture(autouse=True)
+    def use_pools(self, ranks: Any) -> None:
+        self.ranks = ranks
+
+    def run(self, size: int, program: Program) -> list[Any]:
+        return self.ranks(size).run(with_group, program)
+
+
+def limits(hours: float) -> list[float]:
+    """In hours: of a group of the user's, and of ours over its members."""
+    users = dist.new_group(timeout=timedelta(hours=hours))
+    ours = TorchGroup(users)
+    dist.barrier(users)
+    ours.barrier()
+    try:
+        backends = [g._get_backend(torch.device("cpu")) for g in (users, ours._group)]
+        return [b.options._timeout.total_seconds() / 3600 for b in backends]
+    finally:
+        ours.close()
+        dist.destroy_process_group(users)
+
+
+@pytest.mark.parametrize(("given", "ours"), [(3, 3), (0.01, 0.5)])
+def test_it_is_as_patient_as_the_training(given: float, ours: float, ranks: Any) -> None:
+    """While rank 0 evaluates for an hour, the others' votes are under way."""
+    assert ranks(2).run(limits, given) == [[given, ours]] * 2
+
+
+def one_has_much_to_say() -> tuple[bool, int]:
+    """Whether all was understood, and how many bytes this rank gathered."""
+    group = TorchGroup()
+    gathered, plain = [0], dist.all_gather
+
+    def counted(into: list[torch.Tensor], tensor: torch.Tensor, **more: Any) -> None:
+        gathered[0] += sum(t.nbytes for t in into)
+        plain(into, tensor, **more)
+
+    dist.all_gather = counted
+    try:
+        said = [bytes([rank]) * (300_000 if rank == 1 else rank) for rank in range(group.size)]
+        same = group.all_gather_object(said[group.rank]) == said
+        nothing = group.all_gather_object(None) == [None] * group.size
+    finally:
+        dist.all_gather = plain
+        group.close()
+    return same and nothing, gathered[0]
+
+
+def test_what_one_rank_says_is_not_multiplied_by_the_ranks(ranks: Any) -> None:
+    """gloo pads all to the longest: at 10,000 ranks 100 KB would become a gigabyte on each."""
+    for understood, nbytes in ranks(3).run(one_has_much_to_say):
+        assert understood
+        assert nbytes < 3 * (2 * 300_000 // 3 + GATHER_BYTES)
+
+
+def told_at_attach(place: Place, restarts: str) -> list[str]:
+    """Of how torchrun started the job; on which rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        patch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        attached = attach(make_job(), place)
+    attached.ckpt.abandon()
+    return [e.message for e in attached.events if e.severity >= logging.WARNING]
+
+
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_restarts_that_may_not_meet_are_warned_of_once(
+    restarts: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    first, second = ranks(2).run(told_at_attach, Place.under(tmp_path, shm_dir), restarts)
+    assert first == ([SHARED_STORE] if restarts == "3" else [])
+    assert second == []

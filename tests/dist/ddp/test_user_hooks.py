@@ -1,0 +1,122 @@
+"""Hooks of the user's beside ours: those on parameters, and what is built into DDP."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import tierckpt
+from tests.support.training import Job, Place, attach, course_of, make_job, no_boundary
+
+CRASH = 4
+END = 7
+
+many_buckets = {"bucket_cap_mb": 0.003}
+
+
+def noisy_job(seed: int = 1) -> tuple[Job, Counter[str]]:
+    """With hooks that draw from every stream, and count their calls."""
+    calls: Counter[str] = Counter()
+    job = make_job(seed=seed, **many_buckets)
+
+    def noise(gradient: torch.Tensor) -> torch.Tensor:
+        calls["noise"] += 1
+        return gradient + 0.01 * random.random() * np.random.rand() * torch.randn_like(gradient)
+
+    def shrink(param: torch.Tensor) -> None:
+        calls["shrink"] += 1
+        param.grad.mul_(0.5)
+
+    for param in job.bare.parameters():
+        param.register_hook(noise)
+        param.register_hook(lambda gradient: gradient.clamp(-1, 1)).remove()
+        param.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        param.register_post_accumulate_grad_hook(shrink)
+        # On what torch keeps behind the parameter: nothing of Python's can hold this one off.
+        node = param.view_as(param).grad_fn.next_functions[0][0]
+        node.register_prehook(lambda gradients: torch.rand(1) and None)
+    random.seed(1000 * seed + dist.get_rank())
+    np.random.seed(1000 * seed + dist.get_rank())
+    return job, calls
+
+
+def trained_with_noise(place: Place) -> dict[str, Any]:
+    job, _ = noisy_job()
+    plain = course_of(job, range(END), no_boundary)
+    job, _ = noisy_job()
+    first = attach(job, place)
+    course = course_of(job, range(CRASH), first.ckpt.step)
+    first.ckpt.abandon()
+    job, calls = noisy_job(seed=2)
+    second = attach(job, place)
+    restored = second.ckpt.restore()
+    heard = dict(calls)
+    course.update(course_of(job, range(restored, END), second.ckpt.step))
+    second.ckpt.abandon()
+    return {"plain": plain, "course": course, "restored": int(restored), "heard": heard}
+
+
+def test_hooks_on_parameters_hear_of_no_gradients_but_the_trainings(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Three ranks: DDP is shown its buckets by a pass that is played."""
+    for told in ranks(3).run(trained_with_noise, Place.under(tmp_path, shm_dir)):
+        assert told["restored"] == CRASH
+        assert told["heard"] == {}
+        assert told["course"] == told["plain"]
+
+
+KINDS = ("ALLREDUCE", "FP16_COMPRESS")
+
+
+def trained_with_built_in(kind: str, place: Place) -> dict[str, Any]:
+    told = {}
+    for way in ("plain", "before", "after"):
+        job = make_job(**many_buckets)
+        built_in = getattr(dist.BuiltinCommHookType, kind)
+        if way != "after":
+            job.model._register_builtin_comm_hook(built_in)
+        if way == "plain":
+            told[way] = course_of(job, range(END), no_boundary)
+            continue
+        attached = attach(job, Place(f"{place.path} {way}", place.shm))
+        if way == "after":
+            job.model._register_builtin_comm_hook(built_in)
+        told[way] = course_of(job, range(END), attached.ckpt.step)
+        told[f"notices {way}"] = [e.message for e in attached.events if e.name == "notice"]
+        told[f"sealed {way}"] = attached.ckpt.log.counts["sealed"]
+        attached.ckpt.abandon()
+    return told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_that_is_built_in_computes_what_it_computes_alone(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for told in ranks(3).run(trained_with_built_in, kind, Place.under(tmp_path, shm_dir)):
+        for way in ("before", "after"):
+            assert told[way] == told["plain"], way
+            assert told[f"sealed {way}"] >= END - 1
+        (notice,) = told["notices before"]
+        assert "has a communication hook already" in notice
+        assert told["notices after"] == []
+
+
+def hook_beside_a_built_in(place: Place) -> str:
+    job = make_job()
+    job.model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with pytest.raises(tierckpt.ConfigError) as caught:
+        attach(job, place, comm_hook=(None, lambda state, bucket: None))
+    return str(caught.value)
+
+
+def test_a_hook_beside_a_built_in_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    for text in ranks(2).run(hook_beside_a_built_in, Place.under(tmp_path, shm_dir)):
+        assert "has a communication hook already" in text

@@ -1,0 +1,237 @@
+"""Whoever hears that the job is to end, all ranks end it at the same boundary, with one version."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddp_ckpt
+import tierckpt
+from tests.support.rank_pool import GLOO, HOROVODRUN
+from tests.support.training import Job, Place, attach, make_horovod_job, make_job, rank, sgd
+from tierckpt.core import halt_conditions
+from tierckpt.halt import controller, request_file
+
+DURABLE = {"local_every_steps": 1000}
+"""Of itself, nothing would go to disk."""
+TOLD_AT = 5
+"""Steps that are behind when some rank is told."""
+LAST = TOLD_AT + 2
+"""It says so at the end of the step it is at, and all know at the end of the next."""
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Where a signal came, its handler stays until the process ends; these ranks live on."""
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def tell_oneself(iteration: int) -> None:
+    if rank() == 1 and iteration == TOLD_AT:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def restored(place: Place, job: Job, **settings: Any) -> tuple[int, dict[str, int], str]:
+    attached = attach(job, place, **settings)
+    found = attached.ckpt.restore()
+    digest = job.digest()
+    attached.ckpt.close() if settings else attached.ckpt.abandon()
+    return int(found), found.levels, digest
+
+
+# --- a loop that asks ----------------------------------------------------------------------------
+
+
+def asking(place: Place, settings: dict[str, Any], asker: int | None = None) -> dict[str, Any]:
+    """An ordinary loop; with `asker`, only that rank asks, and the others go on as long as it."""
+    with handlers_kept():
+        job = make_job()
+        attached = attach(job, place, **settings)
+        answers = []
+        for iteration in range(10):
+            job.iterate(iteration)
+            tell_oneself(iteration)
+            attached.ckpt.step()
+            if asker in (None, rank()):
+                answers.append(attached.ckpt.should_exit())
+            if attached.ckpt.version == LAST + 1:
+                break
+        told = [e.message for e in attached.said("the job ends early")]
+        digest = job.digest()
+        attached.ckpt.close()
+    at = (attached.ckpt.version, attached.versions("committed", "local"))
+    again = restored(place, make_job(seed=2), **settings)
+    return {"answers": answers, "at": at, "told": told, "again": again, "digest": digest}
+
+
+def test_should_exit_says_the_same_on_all_ranks(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    zero, one = ranks(2).run(asking, place, DURABLE)
+    for told in (zero, one):
+        assert told["answers"] == [False] * (LAST - 1) + [True, True]
+        # At once, without the script; and what the script's own end brings.
+        assert told["at"] == (LAST + 1, [LAST, LAST + 1])
+        assert told["again"] == (LAST + 1, {"local": 2}, told["digest"])
+        assert len(told["told"]) == 1
+        assert "a signal told some rank to end" in told["told"][0]
+        assert "should_exit() is true from now on" in told["told"][0]
+    assert place.segments() == []
+
+
+def test_it_is_enough_that_one_rank_asks(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    zero, one = ranks(2).run(asking, Place.under(tmp_path, shm_dir), DURABLE, asker=0)
+    assert zero["at"] == one["at"] == (LAST + 1, [LAST, LAST + 1])
+    assert zero["answers"][-2:] == [True, True]
+    assert one["answers"] == []
+
+
+def test_of_a_job_without_a_level_on_disk_the_last_version_goes_there_all_the_same(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """And memory is left as it is, for a successor on these nodes."""
+    place = Place.under(tmp_path, shm_dir)
+    for told in ranks(2).run(asking, place, {}):
+        assert told["at"] == (LAST + 1, [LAST])
+        assert told["again"] == (LAST + 1, {"memory": 2}, told["digest"])
+    assert place.segments() != []
+
+
+# --- a loop that does not ------------------------------------------------------------------------
+
+
+def never_asking(place: Place, maker: str) -> dict[str, Any]:
+    with handlers_kept():
+        job = make_job() if maker == GLOO else make_horovod_job()
+        attached = attach(job, place, **DURABLE)
+        ended = None
+        try:
+            for iteration in range(10):
+                job.iterate(iteration)
+                tell_oneself(iteration)
+                attached.ckpt.step()
+        except SystemExit as end:
+            ended = end.code
+        digest = job.digest()
+    fresh = make_job(seed=2) if maker == GLOO else make_horovod_job(seed=2)
+    again = restored(place, fresh, **DURABLE)
+    return {"ended": ended, "at": attached.ckpt.version, "again": again, "digest": digest}
+
+
+@pytest.mark.parametrize("kind", [GLOO, HOROVODRUN])
+def test_a_loop_that_never_asks_is_ended_on_all_ranks_at_once(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    for told in ranks(2, kind).run(never_asking, place, kind):
+        assert (told["ended"], told["at"]) == (0, LAST)
+        assert told["again"] == (LAST, {"local": 2}, told["digest"])
+    assert place.segments() == []
+
+
+def wrapped(place: Place) -> dict[str, Any]:
+    """Only the forward pass is a boundary, and no line of ours is in the loop."""
+    with handlers_kept():
+        job = make_job(optimizer=sgd)
+        optimizer = ddp_ckpt.wrap(
+            job.optimizer,
+            job.model,
+            path=place.path,
+            shm_dir=place.shm,
+            close_at_exit=False,
+            **DURABLE,
+        )
+        ended, course = None, {}
+        try:
+            for iteration in range(10):
+                job.iterate(iteration)
+                course[iteration + 1] = job.digest()
+                tell_oneself(iteration)
+        except SystemExit as end:
+            ended = end.code
+        at = optimizer.checkpointer.version
+    again = restored(place, make_job(optimizer=sgd, seed=2), **DURABLE)
+    return {"ended": ended, "at": at, "again": again, "expected": (at, {"local": 2}, course[at])}
+
+
+def test_a_script_that_cannot_be_touched_is_ended_too(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    zero, one = ranks(2).run(wrapped, Place.under(tmp_path, shm_dir))
+    for told in (zero, one):
+        assert told["ended"] == 0
+        assert told["at"] == zero["at"]
+        assert told["again"] == told["expected"]
+
+
+# --- a request -----------------------------------------------------------------------------------
+
+
+def requested(place: Place) -> tuple[int, list[int]]:
+    """Rank 1 writes it while the job runs; rank 0, its node's first, sees it on its thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller, "LOOK_SECONDS", 0.01)
+        os.makedirs(place.path, exist_ok=True)
+        job = make_job()
+        attached = attach(job, place, **DURABLE)
+        deadline = time.monotonic() + 30
+        while not attached.ckpt.should_exit():
+            assert time.monotonic() < deadline, "nobody saw the request"
+            job.iterate(attached.ckpt.iteration)
+            attached.ckpt.step()
+            if attached.ckpt.iteration == 2 and rank() == 1:
+                request_file.write(place.path, halt_conditions.HaltRequest(after_version=1))
+        attached.ckpt.close()
+    return attached.ckpt.version, attached.versions("committed", "local")
+
+
+def test_a_request_in_the_directory_ends_the_job(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    zero, one = ranks(2).run(requested, Place.under(tmp_path, shm_dir))
+    assert zero == one
+    assert zero[1] == [zero[0]], "one version, taken where all learned of it"
+    assert zero[0] >= 3, "no sooner than one boundary behind the request"
+
+
+# --- nodes that are not well ---------------------------------------------------------------------
+
+
+def attached_on_two_nodes(place: Place, health: str) -> dict[str, Any]:
+    node = f"node{rank()}"
+    events: list[tierckpt.Event] = []
+    try:
+        ckpt = ddp_ckpt.Checkpointer(
+            (job := make_job()).model,
+            job.optimizer,
+            path=place.path,
+            shm_dir=place.shm,
+            node=node,
+            health=health,
+            on_event=events.append,
+        )
+    except tierckpt.NodeHealthError as error:
+        return {"refused": str(error), "said": ""}
+    ckpt.abandon()
+    return {"refused": "", "said": "\n".join(e.message for e in events)}
+
+
+def test_a_bad_node_is_named(own_ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    pool = own_ranks([{}, {"TIERCKPT_FAULTS": "eio@health:op=write"}])
+    zero, one = pool.run(attached_on_two_nodes, place, "refuse")
+    assert zero == one
+    assert "node node1: " in zero["refused"]
+    assert "node0" not in zero["refused"]
+    assert "injected" in zero["refused"]
+    zero, one = pool.run(attached_on_two_nodes, place, "warn")
+    assert "node node1: " in zero["said"], "rank 0 says it"
+    assert zero["refused"] == one["refused"] == ""

@@ -1,0 +1,188 @@
+"""What happens between a boundary and the next step: evaluations, and forward passes that change
+weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import exact
+from tests.support.rank_pool import HOROVODRUN
+from tests.support.training import (
+    Job,
+    Net,
+    Place,
+    attach,
+    make_horovod_job,
+    make_job,
+    train,
+    under_horovod,
+)
+from tierckpt.errors import ConfigError
+from tierckpt.snapshot.snapshot import Phase
+
+STEPS = 6
+WAYS = pytest.mark.parametrize("kind", ["ddp", HOROVODRUN])
+
+
+def job_here(**options: Any) -> Job:
+    return make_horovod_job(**options) if under_horovod() else make_job(**options)
+
+
+def evaluated(place: Place) -> dict[str, Any]:
+    """Train, evaluate until the version is sealed, and train on; then restore."""
+    job = job_here()
+    plain = [job.iterate(i) for i in range(STEPS)]
+    job = job_here()
+    attached = attach(job, place, release="backward", slots=2)
+    course = train(job, attached.ckpt, range(STEPS - 1))
+    taken = attached.ckpt._underway.snapshot
+    assert taken is not None
+    taken.wait_done()  # in place of an evaluation: nobody calls the checkpointer
+    told = {"sealed": taken.phase is Phase.SEALED, "barrier": taken.clock.barrier}
+    gradients = job.iterate(STEPS - 1)
+    attached.ckpt.abandon()
+    job = job_here(seed=2)
+    attached = attach(job, place)
+    restored = attached.ckpt.restore()
+    told["restored"] = restored.version == STEPS - 1 and job.digest() == course[STEPS - 1]
+    told["goes on"] = [gradients, job.iterate(STEPS - 1)] == [plain[-1]] * 2
+    attached.ckpt.abandon()
+    return told
+
+
+@WAYS
+def test_a_version_is_sealed_on_all_ranks_while_they_evaluate(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    pool = ranks(2, HOROVODRUN) if kind == HOROVODRUN else ranks(2)
+    for told in pool.run(evaluated, Place.under(tmp_path, shm_dir)):
+        assert told == {"sealed": True, "barrier": 0.0, "restored": True, "goes on": True}
+
+
+class Renormed(Net):
+    """Each rank's forward pass scales the rows that its own batch looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5000, 24, max_norm=0.3)
+
+    def forward(self, x: torch.Tensor, use_branch: bool = False) -> torch.Tensor:
+        return super().forward(self.table((900 * x.abs()).long() % 5000).mean(1))
+
+
+def renormed(place: Place) -> dict[str, Any]:
+    optimizer = partial(torch.optim.Adam, weight_decay=0.1)
+    job = job_here(net=Renormed, optimizer=optimizer)
+    attached = attach(job, place, release="backward")
+    train(job, attached.ckpt, range(STEPS))
+    expected, replicated = job.image(), job.replicated()
+    job.iterate(STEPS)
+    after = job.digest()
+    attached.ckpt.abandon()
+    complaints = [e.text() for e in attached.events if e.name == "failed"]
+    job = job_here(net=Renormed, optimizer=optimizer, seed=2)
+    attached = attach(job, place)
+    restored = attached.ckpt.restore()
+    told = {
+        "complaints": complaints,
+        "version": restored.version,
+        "differences": exact.differences(expected, job.image()),
+    }
+    job.iterate(STEPS)
+    told["goes on"] = job.digest() == after
+    attached.ckpt.abandon()
+    return {**told, "digests": {name: exact.digest(each) for name, each in replicated.items()}}
+
+
+@WAYS
+def test_weights_that_the_forward_pass_scales_come_back_on_each_rank_as_they_were_there(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    pool = ranks(2, HOROVODRUN) if kind == HOROVODRUN else ranks(2)
+    first, second = pool.run(renormed, Place.under(tmp_path, shm_dir))
+    for told in (first, second):
+        assert told["complaints"] == []
+        assert told["version"] == STEPS
+        assert told["differences"] == []
+        assert told["goes on"]
+    one, other = first["digests"], second["digests"]
+    unlike = [name for name in one if one[name] != other[name]]
+    assert len(unlike) == 3, "the weight and, by its decay, what Adam keeps for it"
+
+
+class Normalised(nn.Linear):
+    """Its weights are made unit vectors in each forward pass, in place, as EDM2's are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.copy_(nn.functional.normalize(self.weight))
+        return super().forward(x)
+
+
+class UnitNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Normalised(24, 24), Normalised(24, 24)
+
+    def forward(self, x: torch.Tensor, use_branch: bool = False) -> torch.Tensor:
+        return super().forward(self.second(self.first(x)))
+
+
+def normalised(setting: str, place: Place) -> dict[str, Any]:
+    job = job_here(net=UnitNet)
+    plain = {}
+    for iteration in range(STEPS + 1):
+        job.iterate(iteration)
+        plain[iteration + 1] = job.digest()
+    job = job_here(net=UnitNet)
+    attached = attach(job, place, release="backward", forward_changes=setting)
+    train(job, attached.ckpt, range(STEPS))
+    job.iterate(STEPS)
+    attached.ckpt.abandon()
+    complaints = [e.text() for e in attached.events if e.name == "failed"]
+    job = job_here(net=UnitNet, seed=2)
+    attached = attach(job, place, forward_changes=setting)
+    restored = attached.ckpt.restore()
+    told = {"complaints": complaints, "version": restored.version}
+    if restored.version:
+        told["restored"] = job.digest() == plain[restored.version]
+        job.iterate(STEPS)
+        told["goes on"] = job.digest() == plain[STEPS + 1]
+    attached.ckpt.abandon()
+    return told
+
+
+@WAYS
+def test_weights_that_the_forward_pass_normalises_are_taken_where_they_are_named(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    pool = ranks(2, HOROVODRUN) if kind == HOROVODRUN else ranks(2)
+    for told in pool.run(normalised, "first.weight, sec*.weight", Place.under(tmp_path, shm_dir)):
+        assert told == {"complaints": [], "version": STEPS, "restored": True, "goes on": True}
+
+
+def test_where_they_are_not_named_the_event_says_what_to_set(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for told in ranks(2).run(normalised, "", Place.under(tmp_path, shm_dir)):
+        assert told["version"] == 0
+        named = [text for text in told["complaints"] if "(the version counters moved)" in text]
+        assert named
+        assert all("forward_changes='first.weight, second.weight'" in text for text in named)
+
+
+def misnamed(place: Place) -> str:
+    with pytest.raises(ConfigError) as caught:
+        attach(job_here(), place, forward_changes="head.weight, haed.bias")
+    return str(caught.value)
+
+
+def test_a_name_that_no_parameter_has_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    for text in ranks(2).run(misnamed, Place.under(tmp_path, shm_dir)):
+        assert "forward_changes: 'haed.bias' is the name of no parameter" in text

@@ -1,0 +1,462 @@
+"""When layers are copied under Horovod: not before their reduction, and never after the step."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.dist.horovod.test_training import VARIANTS, clip
+from tests.support import exact
+from tests.support.rank_pool import HOROVODRUN
+from tests.support.training import (
+    HorovodJob,
+    Place,
+    attach,
+    horovod,
+    make_horovod_job,
+    only_layers_release,
+    rank,
+    sgd,
+    train,
+)
+from tierckpt.snapshot.copy_plan import Binding
+from tierckpt.snapshot.snapshot import Phase, Snapshot
+
+PATIENCE_SECONDS = 30.0
+silent = partial(sgd, fused=True)  # which moves no version counter: only the barrier can help
+
+
+# --- released by layer ---------------------------------------------------------------------------
+
+
+@only_layers_release()
+def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]]:
+    """Blocks that are held back at the boundary, and after each backward pass of the iteration."""
+    job = VARIANTS[name].job(1)
+    ckpt = attach(job, place, release="backward", extra=job.extra).ckpt
+    train(job, ckpt, range(3))
+    snapshot = ckpt._underway.snapshot
+    assert snapshot is not None
+    held = [len(snapshot._held)]
+    job.zero_grad()
+    for part in range(job.passes):
+        job.loss(3, part).backward()
+        held.append(len(snapshot._held))
+    if not held[-1]:
+        # Nobody is at the barrier: the copier alone completes it, beside the reductions.
+        snapshot.wait_done()
+        assert snapshot.phase is Phase.SEALED
+        assert snapshot.clock.barrier == 0
+    job.step()
+    ckpt.abandon()
+    striped = sum(not b.own for b in snapshot.plan.layout.blocks)
+    return [(count, striped) for count in held]
+
+
+WHOLLY = ["default", "groups", "lists of groups", "fp16 compression", "several optimizers"]
+
+
+@pytest.mark.parametrize("name", [*WHOLLY, "two backward passes"])
+def test_layers_are_copied_while_their_gradients_are_reduced(
+    name: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """And sealed then, with the step still to come; with accumulation in the last pass."""
+    place = Place.under(tmp_path, shm_dir)
+    check_released(name, ranks(2, HOROVODRUN).run(layers_released_by_backward, name, place))
+
+
+def check_released(name: str, told: list[list[tuple[int, int]]]) -> None:
+    for held in told:
+        striped = held[0][1]
+        assert striped > 0
+        before_last = 2 if name == "two backward passes" else 1
+        assert [count for count, _ in held] == [striped] * before_last + [0]
+
+
+# --- the barrier ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def copies_held_back(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is copied before the training thread comes to the barrier, or the event is set."""
+    may_copy = threading.Event()
+    copy_block, barrier = Binding.copy_block, Snapshot.barrier
+
+    def copy_late(self: Binding, *args: Any) -> bytes:
+        assert may_copy.wait(PATIENCE_SECONDS)
+        return copy_block(self, *args)
+
+    def barrier_first(self: Snapshot) -> None:
+        may_copy.set()
+        barrier(self)
+
+    patch.setattr(Binding, "copy_block", copy_late)
+    patch.setattr(Snapshot, "barrier", barrier_first)
+    yield may_copy
+    may_copy.set()
+
+
+def no_barrier(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tierckpt.Checkpointer, "_before_step", lambda self, label: None)
+
+
+def never_the_last_chance(patch: pytest.MonkeyPatch) -> None:
+    """As if every step had another one inside."""
+    reductions = importlib.import_module("horovod_ckpt.checkpointer").Reductions
+    step_begins = reductions.step_begins
+    patch.setattr(reductions, "step_begins", lambda self: step_begins(self) or True)
+
+
+def intact(patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def restored_from_late_copies(
+    loop: Callable[[HorovodJob, int], str],
+    breakage: Callable[[pytest.MonkeyPatch], None],
+    place: Place,
+) -> tuple[int, list[str]]:
+    with pytest.MonkeyPatch.context() as patch, copies_held_back(patch) as may_copy:
+        breakage(patch)
+        job = make_horovod_job(optimizer=silent)
+        ckpt = attach(job, place, release="backward").ckpt
+        for iteration in range(3):
+            loop(job, iteration)
+            ckpt.step()
+        expected = job.replicated()
+        may_copy.clear()
+        loop(job, 3)
+        may_copy.set()
+        ckpt.complete()
+        ckpt.abandon()
+    job = make_horovod_job(optimizer=silent, seed=2)
+    ckpt = attach(job, place).ckpt
+    restored = ckpt.restore()
+    ckpt.abandon()
+    return restored.version, exact.differences(expected, job.replicated())
+
+
+def in_a_closure(job: HorovodJob, iteration: int, seen: Callable[[], None] = lambda: None) -> str:
+    """Forward and backward pass are the step's closure, which waits for the reductions itself."""
+
+    def closure() -> float:
+        job.zero_grad()
+        job.backward(iteration)
+        job.optimizer.synchronize()
+        seen()
+        return 0.0
+
+    with job.optimizer.skip_synchronize():
+        job.optimizer.step(closure)
+    return job.gradients()
+
+
+LOOPS = {
+    "outer and inner step": HorovodJob.iterate,
+    "synchronized before": clip,
+    "in a closure": in_a_closure,
+}
+
+
+def overlaps_in_a_closure(place: Place) -> list[bool]:
+    """Whether copies were under way after each closure's backward pass."""
+    job = make_horovod_job(optimizer=silent)
+    ckpt = attach(job, place).ckpt
+    overlaps: list[bool] = []
+    for iteration in range(3):
+        in_a_closure(job, iteration, lambda: overlaps.append(ckpt._underway.snapshot is not None))
+        ckpt.step()
+    ckpt.abandon()
+    return overlaps
+
+
+def test_a_closures_passes_come_before_the_barrier(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2, HOROVODRUN).run(overlaps_in_a_closure, Place.under(tmp_path, shm_dir))
+    assert told == [[False, True, True]] * 2
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_no_weight_changes_before_it_is_copied(
+    loop: Any, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    for version, torn in ranks(2, HOROVODRUN).run(restored_from_late_copies, loop, intact, place):
+        assert (version, torn) == (3, [])
+
+
+@pytest.mark.parametrize("breakage", [no_barrier, never_the_last_chance])
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_it_is_the_barrier_that_keeps_the_optimizer_off(
+    loop: Any, breakage: Any, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """The control of the test above."""
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(restored_from_late_copies, loop, breakage, place)
+    for version, torn in told:
+        assert version == 3
+        assert torn
+
+
+def hook_before_the_step(place: Place, release: str) -> tuple[int, list[str]]:
+    """A script's own pre-hook, which Horovod's step calls before it waits for the reductions."""
+
+    def decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.9)
+
+    with pytest.MonkeyPatch.context() as patch, copies_held_back(patch) as may_copy:
+        job = make_horovod_job(optimizer=silent)
+        attached = attach(job, place, release=release)
+        job.optimizer.register_step_pre_hook(decay)
+        for iteration in range(3):
+            job.iterate(iteration)
+            attached.ckpt.step()
+        expected = job.replicated()
+        may_copy.clear()
+        job.iterate(3)
+        attached.ckpt.abandon()
+    job = make_horovod_job(optimizer=silent, seed=2)
+    again = attach(job, place).ckpt
+    restored = again.restore()
+    again.abandon()
+    return int(restored), exact.differences(expected, job.replicated())
+
+
+@pytest.mark.parametrize("release", ["forward", "backward"])
+def test_hooks_of_others_come_behind_the_barrier(
+    release: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    assert ranks(2, HOROVODRUN).run(hook_before_the_step, place, release) == [(3, [])] * 2
+
+
+# --- iterations cut short ------------------------------------------------------------------------
+
+
+class CutShortError(Exception):
+    """What goes wrong in the tests below."""
+
+
+def before_the_step(job: HorovodJob, iteration: int) -> None:
+    """On all ranks; with unused parameters each has launched other reductions."""
+    job.zero_grad()
+    job.backward(iteration)
+    raise CutShortError
+
+
+def before_the_step_of_rank_0(job: HorovodJob, iteration: int) -> None:
+    """The others complete the iteration, and vote at its boundary."""
+    job.zero_grad()
+    job.backward(iteration)
+    if rank() == 0:
+        raise CutShortError
+    job.step()
+
+
+def in_the_backward_of_rank_0(job: HorovodJob, iteration: int) -> None:
+    """The others have launched everything, rank 0 only the last layer."""
+
+    def fail(*_: Any) -> None:
+        raise CutShortError
+
+    job.zero_grad()
+    if rank() == 0:
+        job.bare.body[6].register_full_backward_hook(fail)
+    job.backward(iteration)
+    raise CutShortError
+
+
+def before_the_forward_of_rank_0(job: HorovodJob, iteration: int) -> None:
+    job.zero_grad()
+    if rank() != 0:
+        job.backward(iteration)
+    raise CutShortError
+
+
+def inside_the_step(job: HorovodJob, iteration: int) -> None:
+    """After the reductions, before the weights."""
+
+    def fail(*_: Any) -> None:
+        handle.remove()
+        raise CutShortError
+
+    job.zero_grad()
+    job.backward(iteration)
+    handle = job.optimizer.register_step_pre_hook(fail)
+    job.step()
+
+
+CUTS = {
+    c.__name__: c
+    for c in (
+        before_the_step,
+        before_the_step_of_rank_0,
+        in_the_backward_of_rank_0,
+        before_the_forward_of_rank_0,
+        inside_the_step,
+    )
+}
+FAILS_AT, LAST = 4, 9
+
+
+def held_by_horovod() -> list[tuple[int, ...]]:
+    """Shapes of the floating tensors of operations whose results nobody asked for; votes are whole
+    numbers."""
+
+    def flat(value: Any) -> Iterator[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            for member in value:
+                yield from flat(member)
+
+    mpi_ops = importlib.import_module("horovod.torch.mpi_ops")
+    known = [t for value in mpi_ops._handle_map.values() for t in flat(value)]
+    return [tuple(t.shape) for t in known if t.is_floating_point()]
+
+
+def gone_on_after(cut: str, name: str, place: Place) -> dict[str, Any]:
+    """Fail in the middle, restore in the same process, and go on with the same objects."""
+    variant = VARIANTS[name]
+    plain = variant.job(1)
+    expected = {}
+    for iteration in range(LAST):
+        variant.loop(plain, iteration)
+        expected[iteration + 1] = plain.digest()
+    job = variant.job(1)
+    attached = attach(job, place)
+    course = train(job, attached.ckpt, range(FAILS_AT))
+    try:
+        CUTS[cut](job, FAILS_AT)
+        attached.ckpt.step()
+    except CutShortError:
+        pass
+    for module in job.model.modules():
+        module._backward_hooks.clear()
+    restored = attached.ckpt.restore()
+    held = held_by_horovod()
+    gradients = sum(p.grad is not None for p in job.bare.parameters())
+    found = job.digest() == expected[restored.version]
+    course = {v: c for v, c in course.items() if v <= restored.version}
+    course.update(train(job, attached.ckpt, range(restored, LAST)))
+    version = attached.ckpt.version
+    attached.ckpt.close()
+    return {
+        "different": [v for v in expected if course.get(v) != expected[v]],
+        "restored": (restored.version, found),
+        "version": version,
+        "held": held,
+        "gradients": gradients,
+        "complaints": [e.text() for e in attached.events if e.severity > 20],
+    }
+
+
+CUT_SHORT = [
+    *product(["default", "groups", "unused parameters", "sparse and dense"], CUTS),
+    ("sparse as dense", "before_the_forward_of_rank_0"),
+]
+
+
+def check_gone_on(told: list[dict[str, Any]]) -> None:
+    assert len({found["restored"] for found in told}) == 1
+    for found in told:
+        version, sound = found["restored"]
+        assert version in (FAILS_AT - 1, FAILS_AT)
+        assert sound
+        assert found["different"] == []
+        assert found["version"] == LAST
+        assert found["held"] == []
+        assert found["gradients"] == 0
+
+
+@pytest.mark.parametrize(("name", "cut"), CUT_SHORT)
+def test_training_goes_on_from_a_restore_after_an_iteration_cut_short(
+    name: str, cut: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """From the version that was being copied, where the copier was quick; else the one before.
+
+    Whatever each rank had launched when it was cut short, Horovod holds on to none of it, and no
+    gradient of it is left on any.
+    """
+    pool = ranks(2, HOROVODRUN)
+    check_gone_on(pool.run(gone_on_after, cut, name, Place.under(tmp_path, shm_dir)))
+
+
+def gone_on_with_another_checkpointer(
+    place: Place, cut: Callable[[HorovodJob, int], None], anew: bool
+) -> tuple[int, str]:
+    """As a `with` block does, whose exception is caught; the script keeps model and optimizer, and
+    starts Horovod `anew`, or does not."""
+    job = make_horovod_job()
+    first = attach(job, place).ckpt
+    train(job, first, range(3))
+    with pytest.raises(CutShortError):
+        cut(job, 3)
+    for module in job.model.modules():
+        module._backward_hooks.clear()
+    first.abandon()
+    if anew:
+        hvd = horovod()
+        hvd.barrier()
+        hvd.shutdown()
+        hvd.init()
+    second = attach(job, place).ckpt
+    restored = second.restore()
+    train(job, second, range(restored, 6))
+    second.close()
+    return int(restored), exact.digest(job.replicated())
+
+
+@pytest.mark.parametrize(
+    ("cut", "anew"),
+    [
+        pytest.param(in_the_backward_of_rank_0, False, id="in the same life of Horovod"),
+        pytest.param(before_the_forward_of_rank_0, True, id="in another one"),
+    ],
+)
+def test_another_checkpointer_may_take_up_what_was_cut_short(
+    cut: Any, anew: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """In another life a rank waits for none of what others had launched in the one before."""
+    place = Place.under(tmp_path, shm_dir)
+    one, other = ranks(2, HOROVODRUN).run(gone_on_with_another_checkpointer, place, cut, anew)
+    assert one == other
+    assert one[0] == 3
+
+
+def closed_after_a_step_cut_short(place: Place) -> tuple[int, list[str], int]:
+    job = make_horovod_job()
+    attached = attach(job, place, local_every_steps=1, when_busy="wait")
+    train(job, attached.ckpt, range(4))
+    with pytest.raises(CutShortError):
+        inside_the_step(job, 4)
+    restored = attached.ckpt.restore()
+    job.iterate(4)
+    attached.ckpt.step()
+    attached.ckpt.close()
+    found = make_horovod_job(seed=2)
+    again = attach(found, place).ckpt
+    version = again.restore().version
+    again.close()
+    return int(restored), [e.text() for e in attached.events if e.severity > 30], version
+
+
+def test_a_restore_ends_the_step_that_an_exception_left(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Or no final checkpoint could be taken any more."""
+    told = ranks(2, HOROVODRUN).run(closed_after_a_step_cut_short, Place.under(tmp_path, shm_dir))
+    assert told == [(4, [], 5)] * 2

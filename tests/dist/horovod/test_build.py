@@ -1,0 +1,88 @@
+"""The Horovod that `make horovod` made: two ranks that sum, under its two launchers, and pip."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.horovod_here import horovod_missing, mpi_missing
+
+ROOT = Path(__file__).resolve().parents[3]
+
+RANK = """\
+import pathlib, sys
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+over = "mpi" if hvd.mpi_enabled() else "gloo"
+total = hvd.allreduce(torch.tensor([1.0 + hvd.rank()]), op=hvd.Sum).item()
+pathlib.Path(sys.argv[1], str(hvd.rank())).write_text(f"{hvd.size()} over {over}: {total}")
+hvd.barrier()
+hvd.shutdown()
+"""
+HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", "--gloo", "--network-interfaces", "lo")
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "over"),
+    [
+        pytest.param(
+            (sys.executable, *HOROVODRUN),
+            "gloo",
+            marks=pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing()),
+        ),
+        pytest.param(
+            MPIRUN,
+            "mpi",
+            marks=pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing()),
+        ),
+    ],
+    ids=["horovodrun", "mpirun"],
+)
+def test_two_ranks_sum(launcher: tuple[str, ...], over: str, tmp_path: Path) -> None:
+    command = [*launcher, sys.executable, "-c", RANK, str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Not two jobs of one rank, which is what a Horovod without MPI makes of mpirun.
+    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert said == {rank: f"2 over {over}: 3.0" for rank in "01"}
+
+
+@pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
+def test_the_extra_adds_nothing_to_a_horovod_that_is_there(tmp_path: Path) -> None:
+    """`pip install ".[horovod]"` as far as that it begins to install, and without any index."""
+    tree, report = tmp_path / "tree", tmp_path / "report.json"
+    tree.mkdir()  # pip writes where it builds
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("common", "ddp_ckpt", "horovod_ckpt"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--report", str(report)]
+    command += ["--disable-pip-version-check", "--no-index", "--no-build-isolation"]
+    done = subprocess.run([*command, f"{tree}[horovod]"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())["install"]
+    assert [each["metadata"]["name"] for each in found] == ["tierckpt"]
+
+
+def test_without_a_horovod_the_adapter_says_where_one_comes_from(tmp_path: Path) -> None:
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    command = [sys.executable, "-c", "import horovod_ckpt"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert "undefined symbol" in said
+    assert "python tools/make_horovod.py" in said
+    assert (ROOT / "tools" / "make_horovod.py").exists()

@@ -1,0 +1,123 @@
+"""A checkpoint made under DDP restores under Horovod, and the other way round."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import exact
+from tests.support.rank_pool import GLOO, HOROVODRUN
+from tests.support.training import (
+    Net,
+    Place,
+    attach,
+    make_horovod_job,
+    make_job,
+    train,
+    under_horovod,
+)
+
+normed = partial(Net, norm=nn.BatchNorm1d)
+VERSION = 4
+
+Job = tuple[str, int]
+JOBS: list[Job] = [(HOROVODRUN, 1), (HOROVODRUN, 2), (HOROVODRUN, 3), (GLOO, 3), (GLOO, 2)]
+
+
+def new_job(seed: int) -> tuple[Any, dict[str, Any]]:
+    """By the library of the ranks, with a schedule as something in `extra`."""
+    make = make_horovod_job if under_horovod() else make_job
+    ddp = {} if under_horovod() else {"broadcast_buffers": False}
+    job = make(net=normed, seed=seed, **ddp)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.9)
+    return job, {"schedule": schedule}
+
+
+def whole(job: Any, extra: dict[str, Any]) -> str:
+    return exact.digest([job.replicated(), exact.image(extra["schedule"].state_dict())])
+
+
+def leave_behind(place: Place) -> tuple[str, str]:
+    """Train, and save to disk: what is alike on all ranks, and this rank's own."""
+    job, extra = new_job(1)
+    ckpt = attach(job, place, extra=extra, local_every_steps=1000).ckpt
+    for iteration in range(VERSION):
+        job.iterate(iteration)
+        extra["schedule"].step()
+        ckpt.step()
+    ckpt.save(now=True)
+    told = whole(job, extra), exact.digest([exact.buffers(job.bare), exact.streams()])
+    ckpt.abandon()
+    return told
+
+
+def take_up(place: Place) -> dict[str, Any]:
+    job, extra = new_job(2)
+    attached = attach(job, place, extra=extra)
+    restored = attached.ckpt.restore()
+    told = {
+        "restored": (int(restored), restored.version, restored.levels),
+        "whole": whole(job, extra),
+        "own": exact.digest([exact.buffers(job.bare), exact.streams()]),
+        "complaints": [e.text() for e in attached.events if e.severity > 20],
+    }
+    train(job, attached.ckpt, range(restored, restored + 2))
+    told["course"] = exact.digest(job.replicated())
+    attached.ckpt.abandon()
+    return told
+
+
+Left = Callable[[Job], tuple[Path, list[tuple[str, str]]]]
+
+
+@pytest.fixture(scope="module")
+def left(ranks: Any, tmp_path_factory: pytest.TempPathFactory, shm_root: Path) -> Left:
+    """`left(job)`: what that job left on its disk, and what its ranks told. Each runs once."""
+    done: dict[Job, tuple[Path, list[tuple[str, str]]]] = {}
+    for kind, size in JOBS:
+        folder = tmp_path_factory.mktemp("left")
+        memory = shm_root / folder.name
+        memory.mkdir()
+        done[kind, size] = (
+            folder / "disk",
+            ranks(size, kind).run(leave_behind, Place(str(folder / "disk"), str(memory))),
+        )
+        shutil.rmtree(memory)
+    return done.__getitem__
+
+
+def others(job: Job) -> list[Job]:
+    """Made by the other library; or by the same on another number of ranks."""
+    kind, size = job
+    return [(k, n) for k, n in JOBS if k != kind or (kind == HOROVODRUN and n != size)]
+
+
+CROSSINGS = [(now, before) for now in reversed(JOBS) for before in others(now)]
+
+
+@pytest.mark.parametrize(("now", "before"), CROSSINGS, ids=lambda job: f"{job[0]}-{job[1]}")
+def test_one_library_goes_on_where_another_was(
+    now: Job, before: Job, left: Left, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    disk, made = left(before)
+    shutil.copytree(disk, tmp_path / "disk")
+    told = ranks(now[1], now[0]).run(take_up, Place(str(tmp_path / "disk"), str(shm_dir)))
+    check_taken_up(told, made)
+
+
+def check_taken_up(told: list[dict[str, Any]], made: list[tuple[str, str]]) -> None:
+    """By rank: what the second job found, and what the first one told."""
+    assert len({t["course"] for t in told}) == 1
+    for number, found in enumerate(told):
+        assert found["restored"] == (VERSION, VERSION, {"local": len(made)})
+        assert found["whole"] == made[0][0]
+        assert found["complaints"] == []
+        if number < len(made):
+            assert found["own"] == made[number][1]

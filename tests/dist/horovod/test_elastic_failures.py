@@ -1,0 +1,286 @@
+"""Elastic states and restarts that fail: a state that is torn, and what is said of a loss."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import tierckpt
+from tests.support import exact
+from tests.support.elastic_script import BATCHES, Script, failure, in_memory, lose
+from tests.support.rank_pool import HOROVODRUN
+from tests.support.training import Place, horovod, rank
+from tierckpt.checkpointer import checkpointer
+from tierckpt.coordination.error_barrier import Together
+from tierckpt.restore import restorer, verified_version
+
+SCRIBBLED = 12345.0
+PATIENCE_SECONDS = 60.0
+
+
+Instead = tuple[Any, str, Callable[..., Any]]
+
+
+def lost_in(call: Callable[[], Any], instead: Instead) -> None:
+    """`call`, in which another rank is lost: what `instead` names is replaced and raises."""
+    with mock.patch.object(*instead), pytest.raises(failure()):
+        call()
+
+
+def half_loaded(attempt: Any, load_window: Any, wants: Any) -> None:
+    for name, tensor in load_window.__self__._live.items():
+        if name.startswith("model/"):
+            tensor.fill_(SCRIBBLED)
+    raise failure()
+
+
+def about_to_load(together: Together, *how: Any) -> None:
+    """All have told each other that they can."""
+    END(together, *how)
+    if sys._getframe(1).f_code is restorer.load.__code__:
+        raise failure()
+
+
+def all_loaded(*_: object) -> None:
+    raise failure()
+
+
+END = Together.__exit__
+TORN: Instead = (verified_version.Attempt, "visit", half_loaded)
+BEFORE: Instead = (Together, "__exit__", about_to_load)
+BEHIND: Instead = (checkpointer, "all_finished", all_loaded)
+SOUND = {"as it was": BEFORE, "loaded": BEHIND}
+
+
+def lost_behind_a_step(place: Place, seed: int) -> tuple[Script, dict[int, Any]]:
+    """Two batches are committed, the third has made its step when a rank is lost."""
+    script = Script(place, seed).start()
+    digests = script.train_to(2)
+    script.update(script.forward())
+    script.state.batch = 3
+    script.fail()
+    return script, digests
+
+
+def protected(script: Script) -> None:
+    """Return when the other node can make the newest version's shard of this one."""
+    ckpt = script.state.checkpointer
+    ckpt.save(now=True)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not any((e.name, e.level) == ("committed", "peer") for e in script.told):
+        assert time.monotonic() < deadline, [e.text() for e in script.told]
+        time.sleep(0.01)
+        ckpt._collect()
+
+
+def a_node_is_lost(place: Place) -> None:
+    """Its disk and memory, and the other's memory; then a new process is in its place."""
+    nodes = {"node": f"node{rank()}", "peer_redundancy": "partner", "peer_interface": "lo"}
+    often = {"local_every_steps": 100, "slots": 3, "when_busy": "wait", "agent": "process"}
+    script = Script(place, seed=1, **nodes, **often).start()
+    digests = script.train_to(3)
+    protected(script)
+    script.fail()
+    lose(place.shm, place.path.format(node="node1"))
+    if rank() == 1:
+        script = Script(place, seed=2, **nodes, **often)
+    script.start()
+    assert script.state.restored.levels == {"local": 1, "peer": 1}
+    assert script.digests() == digests[3]
+    script.train_to(BATCHES)
+    script.end()
+
+
+def torn_everywhere(place: Place) -> None:
+    script, digests = lost_behind_a_step(place, seed=1)
+    for _ in range(2):  # the levels have it, so nothing is lost
+        lost_in(script.state.sync, TORN)
+        script.fail()
+    script.state.sync()
+    assert script.digests() == digests[2]
+
+    script.state.batch = 99
+    lost_in(script.state.restore, TORN if rank() else BEFORE)  # a restore() of the script's own
+    script.fail()
+    lose(place.shm, place.path)
+    for _ in range(2):
+        with pytest.raises(tierckpt.RestoreError, match="no model holds a whole state"):
+            script.state.sync()
+        assert script.state.checkpointer is None
+
+    # Nothing of the kind was known of by those that never trained.
+    script = Script(place, seed=2).start()
+    digests = script.train_to(2)
+    script.fail()
+    script = Script(place, seed=3)
+    lost_in(script.start, TORN)
+    lose(place.shm, place.path)
+    with pytest.raises(tierckpt.RestoreError, match="no model holds a whole state"):
+        script.start()
+    assert script.state.batch == 0
+
+
+def torn_on_one(place: Place, sound: str) -> tuple[str, str]:
+    """Bits of rank 0, which is sound, and those with which all go on."""
+    script, _ = lost_behind_a_step(place, seed=1)
+    lost_in(script.state.sync, TORN if rank() else SOUND[sound])
+    script.fail()
+    lose(place.shm, place.path)
+    batches = 2 if sound == "loaded" else 3
+    assert script.state.batch == (3 if rank() else batches)
+    before = exact.digest(script.replicated())
+    script.state.sync()
+    assert script.said("no level has a complete version")
+    assert (script.state.batch, script.state.checkpointer.version) == (batches, batches)
+    found = exact.digest(script.replicated())
+    after = script.train_to(5)
+    script.fail()
+    script.state.sync()
+    assert (script.digests(), script.state.restored.version) == (after[5], 5)
+    script.end()
+    return before, found
+
+
+def torn_by_a_broadcast(place: Place) -> None:
+    """Rank 0 has what is live, and is lost while rank 1, which is new, gets it."""
+    script, _ = lost_behind_a_step(place, seed=1)
+    lose(place.shm, place.path)
+    if rank() == 1:
+        script = Script(place, seed=2)
+
+    def sent_half(held: Any, root: int, buffers: bool) -> None:
+        horovod().broadcast_parameters(held.model.state_dict(), root_rank=root)
+        raise failure()
+
+    attributes = importlib.import_module("horovod_ckpt.elastic.attributes").Attributes
+    lost_in(script.state.sync, (attributes, "broadcast", sent_half))
+    if rank() == 0:
+        script = Script(place, seed=3)
+    with pytest.raises(tierckpt.RestoreError, match="no model holds a whole state"):
+        script.state.sync()
+
+
+def unseen(place: Place) -> None:
+    """Only models have the state, and it cannot be seen what the persistent level has."""
+    persistent = Path(place.path).parent / "persistent"
+    script = Script(place, seed=1, persistent_path=str(persistent)).start()
+    digests = script.train_to(3)
+    script.fail()
+    lose(place.shm, place.path)
+    if rank() == 0:
+        shutil.rmtree(persistent, ignore_errors=True)
+        persistent.write_text("in its place")
+    horovod().barrier()
+    script.state.sync()
+    assert script.digests() == digests[3]
+    (told,) = [e for e in script.told if "no level has a complete version" in e.message]
+    assert told.severity >= 40
+    assert str(persistent) in told.message
+    digests.update(script.train_to(BATCHES))
+    script.fail()
+    script.state.sync()
+    assert script.state.restored.levels == {"memory": 2}
+    assert script.digests() == digests[BATCHES]
+    script.state.checkpointer.abandon()
+    script.state.checkpointer = None
+    lose(place.shm, place.path)
+
+    script = Script(place, seed=1, persistent_path=str(persistent))
+    with pytest.raises(tierckpt.RestoreError, match="could not be seen"):
+        script.start()  # where nothing is live, that is no fresh start
+
+
+def test_a_lost_node_is_made_again_by_its_peer(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = in_memory(tmp_path, shm_dir)
+    path = str(tmp_path / "{node}" / "ckpts")
+    ranks(2, HOROVODRUN).run(a_node_is_lost, Place(path, place.shm))
+
+
+def test_a_rank_is_lost_while_all_load(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """What is half loaded is loaded again, or refused: nothing is trained on it."""
+    place = in_memory(tmp_path, shm_dir)
+    ranks(2, HOROVODRUN).run(torn_everywhere, place)
+
+
+@pytest.mark.parametrize("sound", SOUND)
+def test_a_sound_state_wins_over_a_torn_one(
+    sound: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Rank 0 is stopped before it has changed anything, or behind the last byte."""
+    one, other = ranks(2, HOROVODRUN).run(torn_on_one, in_memory(tmp_path, shm_dir), sound)
+    assert one[0] == one[1] == other[1] != other[0]
+
+
+def test_a_rank_is_lost_while_it_sends(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    ranks(2, HOROVODRUN).run(torn_by_a_broadcast, in_memory(tmp_path, shm_dir))
+
+
+def test_a_live_state_wins_over_what_cannot_be_seen(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    ranks(2, HOROVODRUN).run(unseen, in_memory(tmp_path, shm_dir))
+
+
+# --- how far back it goes ------------------------------------------------------------------------
+
+
+def going_back_past_a_skip(place: Place) -> tuple[int, bool]:
+    script = Script(place, seed=1).start()
+    script.train_to(2)
+    with mock.patch.object(script.state.checkpointer._schedule, "decide", skips):
+        script.train_to(3)
+    script.state.restore()
+    told = script.state.batch, bool(script.said("the last commit, v3, was skipped"))
+    script.end()
+    return told
+
+
+def skips(version: int, agreed: Any) -> Any:
+    return importlib.import_module("tierckpt.core.schedule").Decision()
+
+
+def test_going_back_farther_than_the_last_commit_is_said(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    assert ranks(2, HOROVODRUN).run(going_back_past_a_skip, place) == [(2, True)] * 2
+
+
+def going_back_at_a_failure(place: Place) -> list[list[tuple[int, str]]]:
+    """What is said, and how severe it is, when a step behind the last commit is lost; when commits
+    that no level has are lost; and when nothing is."""
+    found = []
+    for last_taken, last_commit, steps in ((2, 2, 1), (2, 4, 0), (4, 4, 0)):
+        script = Script(place, seed=1).start()
+        script.train_to(last_taken)
+        with mock.patch.object(script.state.checkpointer._schedule, "decide", skips):
+            script.train_to(last_commit)
+        for _ in range(steps):
+            script.update(script.forward())
+        script.fail()
+        script.state.sync()
+        assert script.state.batch == last_taken
+        found.append([(e.severity, e.message) for e in script.said("this goes back to")])
+        script.end()
+    return found
+
+
+def test_going_back_at_a_failure_is_said(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """By one rank; as a warning where it is behind the last commit."""
+    place = Place.under(tmp_path, shm_dir)
+    told, other = ranks(2, HOROVODRUN).run(going_back_at_a_failure, place)
+    ((said,), (warned,), nothing) = told
+    assert said == (logging.INFO, "this goes back to v2 from v3")
+    assert warned[0] == logging.WARNING
+    assert "back to v2 from v4: the commits behind it, to v4," in warned[1]
+    assert nothing == []
+    assert other == [[], [], []]

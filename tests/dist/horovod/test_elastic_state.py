@@ -1,0 +1,421 @@
+"""The elastic state over two real ranks: going back, models of any name, passes, callbacks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tierckpt
+from tests.dist.horovod.test_callbacks import Diary
+from tests.support import exact
+from tests.support.elastic_script import (
+    BATCHES,
+    RATE,
+    SAMPLES,
+    Adversaries,
+    Script,
+    distributed,
+    start_anew,
+)
+from tests.support.rank_pool import HOROVODRUN
+from tests.support.training import Place, batch, rank
+from tierckpt.snapshot import snapshot
+
+# --- going back ----------------------------------------------------------------------------------
+
+
+def nothing_trained(script: Script) -> None:
+    pass
+
+
+def before_backward(script: Script) -> None:
+    script.forward()
+
+
+def one_rank_behind_backward(script: Script) -> None:
+    loss = script.forward()
+    if rank() == 1:
+        loss.backward()
+
+
+def behind_a_step_of_nan(script: Script) -> None:
+    script.update(script.forward() * torch.nan)
+    weights = torch.cat([p.detach().flatten() for p in script.state.model.parameters()])
+    assert weights.isnan().all()
+
+
+WRONG = (nothing_trained, before_backward, one_rank_behind_backward, behind_a_step_of_nan)
+
+
+def course(place: Place, wrongs: bool) -> tuple[Any, Any]:
+    """Digests at every commit, with an iteration that goes wrong after each or without."""
+    script = Script(place, seed=1).start()
+    digests: dict[int, dict[str, str]] = {}
+    levels = []
+    if wrongs:
+        fresh = script.digests()
+        with pytest.raises(tierckpt.RestoreError, match="nothing was committed yet"):
+            script.state.restore()
+        assert script.digests() == fresh
+    for wrong in WRONG:
+        digests.update(script.train_to(script.state.batch + 1))
+        if wrongs:
+            wrong(script)
+            script.state.batch, script.state.seen = 99, []
+            script.state.restore()
+            levels.append((script.state.restored.version, script.state.restored.levels))
+            assert script.digests() == digests[max(digests)], wrong.__name__
+    digests.update(script.train_to(BATCHES))
+    script.fail()
+    script.state.batch = 99
+    script.start(seed=300)  # the state is still committed, and comes back from there
+    assert script.digests() == digests[BATCHES]
+    script.end()
+    return digests, levels
+
+
+def test_restore_goes_back_to_the_last_commit(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """Called by a script, wherever its iteration stands; and the job goes on as if nothing was."""
+    pool = ranks(2, HOROVODRUN)
+    undisturbed = pool.run(course, Place.under(tmp_path / "undisturbed", shm_dir), False)
+    told = pool.run(course, Place.under(tmp_path / "disturbed", shm_dir), True)
+    assert [digests for digests, _ in told] == [digests for digests, _ in undisturbed]
+    versions = [(batch + 1, {"memory": 2}) for batch in range(len(WRONG))]
+    assert [levels for _, levels in told] == [versions] * 2
+    assert list(shm_dir.rglob("*")) == []
+
+
+def in_place(model: nn.Module) -> None:
+    model.load_state_dict({n: torch.full_like(t, 7) for n, t in model.state_dict().items()})
+
+
+def through_data(model: nn.Module) -> None:
+    """Which moves no version counter."""
+    for param in model.parameters():
+        param.data.fill_(7)
+
+
+def overwritten(place: Place, overwrite: Callable[[nn.Module], None]) -> list[Any]:
+    """The loop changes weights right after a commit, the first one and two later ones, and goes
+    back: to which version, and whether its state is that of then."""
+    told: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "QUIET_SECONDS", 1e6)  # nothing is copied before the restore
+        script = Script(place, seed=1).start()
+        for batches in (1, 3, 2):
+            goal = script.state.batch + batches
+            digests = script.train_to(goal)
+            if batches == 2 and overwrite is through_data:
+                script.state.checkpointer.complete()  # as its documentation asks for
+            overwrite(script.state.model)
+            script.state.restore()
+            at = script.state.batch
+            told.append((goal - at, script.digests() == digests[at]))
+            if batches == 3 and overwrite is through_data:
+                told.pop()  # it cannot be noticed
+                script.train_to(at + 1)
+        errors = [e.message for e in script.told if "after commit() had returned" in e.text()]
+        script.end()
+    return [told, len(errors)]
+
+
+@pytest.mark.parametrize("overwrite", [in_place, through_data])
+def test_weights_that_are_changed_after_a_commit_are_those_of_the_commit(
+    overwrite: Any, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Or it is lost, with an error, and the one before comes back; then commits wait."""
+    place = Place.under(tmp_path, shm_dir)
+    noticed = [[(0, True), (1, True), (0, True)], 1]
+    expected = noticed if overwrite is in_place else [[(0, True), (0, True)], 0]
+    assert ranks(2, HOROVODRUN).run(overwritten, place, overwrite) == [expected] * 2
+
+
+def gradients_behind(place: Place) -> list[int]:
+    """How many gradients are left behind a call of restore(), a failure, and a change of hosts."""
+    script = Script(place, seed=1).start()
+    script.train_to(2)
+    left = []
+    for again in (script.state.restore, script.fail, script.hosts_change):
+        script.forward().backward()
+        again()
+        if script.state.checkpointer is None:
+            script.state.sync()
+        left.append(sum(p.grad is not None for p in script.state.model.parameters()))
+        script.train_to(script.state.batch + 1)
+    script.end()
+    return left
+
+
+def test_no_gradient_of_an_iteration_cut_short_is_left(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """A loop that clears them behind its steps would add to them, on the ranks that are left."""
+    place = Place.under(tmp_path, shm_dir)
+    assert ranks(2, HOROVODRUN).run(gradients_behind, place) == [[0, 0, 0]] * 2
+
+
+# --- several models ------------------------------------------------------------------------------
+
+
+def adversaries(named: bool, place: Place) -> tuple[Any, Any, Any]:
+    """Digests of an undisturbed course; of one with a restart, all objects new; and the bits of
+    the ranks when the second is new and the first has what is live."""
+    make = partial(Adversaries, named, place)
+    script = make(seed=1).start()
+    undisturbed = script.train_to(BATCHES)
+    script.end()
+
+    script = make(seed=1).start()
+    found = script.train_to(3)
+    script.fail()
+    script = make(seed=2).start(seed=200)
+    found.update(script.train_to(BATCHES))
+
+    script.hosts_change()
+    live = exact.digest(script.replicated())
+    if rank() == 1:
+        script = make(seed=3)
+    script.start()
+    assert (script.state.restored, script.state.batch) == (None, BATCHES)
+    joined = exact.digest(script.replicated())
+    script.end()
+    shutil.rmtree(place.path, ignore_errors=True)
+    return undisturbed, found, (live, joined)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_models_and_optimizers_of_any_name(
+    named: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2, HOROVODRUN).run(adversaries, named, Place.under(tmp_path, shm_dir))
+    for undisturbed, found, _ in told:
+        assert found == undisturbed
+    assert len({bits for _, _, bits in told for bits in bits}) == 1
+
+
+# --- gradients of several passes -----------------------------------------------------------------
+
+
+class Accumulating(Script):
+    """Two backward passes for a step; commits are where `due` says."""
+
+    def __init__(self, due: Callable[[int], bool], place: Place, seed: int) -> None:
+        super().__init__(place, seed)
+        self.due = due
+
+    def distribute(self, model: nn.Module) -> Any:
+        return distributed(model, "", backward_passes_per_step=2)
+
+    def train_to(self, end: int) -> dict[int, dict[str, str]]:
+        state = self.state
+        while state.batch < end:
+            if state.batch % 2 == 0:
+                state.optimizer.zero_grad()
+            state.model(batch(state.batch)).square().mean().backward()
+            state.batch += 1
+            if state.batch % 2 == 0:
+                state.optimizer.step()
+            if self.due(state.batch):
+                state.commit()
+        return {end: self.digests()}
+
+
+def every_third(batch: int) -> bool:
+    return batch % 3 == 0
+
+
+def odd(batch: int) -> bool:
+    return batch % 2 == 1
+
+
+def between_passes(place: Place) -> tuple[bool, int, list[int]]:
+    """Whether a course with a failure behind batch 9 ends as one without; where it went on; and
+    of how many commits, none of which can be taken, it is said where they are."""
+    script = Accumulating(every_third, place, seed=1).start()
+    undisturbed = script.train_to(12)
+    script.end()
+    script = Accumulating(every_third, place, seed=1).start()
+    script.train_to(9)
+    script.fail()
+    script = Accumulating(every_third, place, seed=2).start(seed=200)
+    began = script.state.batch
+    same = script.train_to(12) == undisturbed
+    script.end()
+    script = Accumulating(odd, place, seed=1).start()
+    said = []
+    for end in (16, 18, 40):
+        script.train_to(end)
+        said.append(len(script.said("between the backward passes")))
+    script.state.checkpointer.abandon()
+    script.state.checkpointer = None
+    return same, began, said
+
+
+def test_commits_between_backward_passes(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """They would have half of a step's gradients behind them, and are passed over."""
+    told = ranks(2, HOROVODRUN).run(between_passes, Place.under(tmp_path, shm_dir))
+    assert told == [(True, 6, [0, 1, 1])] * 2
+
+
+# --- callbacks -----------------------------------------------------------------------------------
+
+
+def without_what_can_be_called(place: Place) -> list[str]:
+    said = []
+    for wrong in ({"callbacks": [3]}, {"on_event": 3}):
+        with pytest.raises(TypeError) as refused:
+            Script(place, seed=1, **wrong)
+        said.append(str(refused.value)[:20])
+    return said
+
+
+def test_what_cannot_be_called_is_refused_when_the_state_is_made(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """And not when it is first brought together."""
+    told = ranks(1, HOROVODRUN).run(without_what_can_be_called, Place.under(tmp_path, shm_dir))
+    assert told == [["3 is no tierckpt.Cal", "on_event is 3; give "]]
+
+
+def watched(place: Place) -> list[tuple[Any, ...]]:
+    """What is heard by who is given with the settings, is added before the start, and behind it,
+    over a failure and a change of hosts."""
+    diaries = [Diary(), Diary(), Diary()]
+    script = Script(place, seed=1, callbacks=iter(diaries[:1]))
+    script.state.add_callbacks(diaries[1])
+    script.start()
+    script.state.add_callbacks(diaries[2])
+    script.train_to(2)
+    script.fail()
+    script.state.sync()
+    script.train_to(3)
+    script.hosts_change()
+    script.state.sync()
+    script.train_to(4)
+    script.end()
+    return [(d.boundaries, d.restored) for d in diaries]
+
+
+def test_callbacks_outlive_checkpointers(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    boundaries, came_back = [1, 2, 3, 4], [(0, False), (2, True)]
+    heard = [(boundaries, came_back)] * 2 + [(boundaries, came_back[1:])]
+    told = ranks(2, HOROVODRUN).run(watched, Place.under(tmp_path, shm_dir))
+    assert told == [heard] * 2
+
+
+# --- reset callbacks -----------------------------------------------------------------------------
+
+
+def warm_up(step: int) -> float:
+    return min(1.0, (step + 1) / 8)
+
+
+class WarmingUp(Script):
+    """Its rates are shares of what the schedule itself holds."""
+
+    def schedule(self, optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+
+    def rate(self) -> float:
+        return float(self.state.optimizer.param_groups[0]["lr"])
+
+
+def scaled_after(place: Place, newcomer: bool) -> dict[str, Any]:
+    """Rates of this rank before and after a failure, and one batch later; at which batch it came
+    back, what is in the model, and which samples are dealt to it."""
+    script = WarmingUp(place, seed=1).start()
+    course = script.train_to(3)
+    rates = [script.rate()]
+    script.fail()
+    if newcomer and rank() == 1:
+        script = WarmingUp(place, seed=9)  # a process in the lost one's place: it was never reset
+
+    def scale() -> None:
+        state = script.state
+        state.optimizer.param_groups[0]["lr"] *= 0.5
+        state.schedule.base_lrs = [0.5 * rate for rate in state.schedule.base_lrs]
+        state.sampler.set_epoch(1)
+
+    script.state.register_reset_callbacks([scale])
+    if not (newcomer and rank() == 1):
+        script.state.on_reset()
+    script.state.sync()
+    rates.append(script.rate())
+    found = script.digests()
+    params = [name for name in found if name.startswith("param ")]
+    same = [found[n] for n in params] == [course[3][n] for n in params] != []
+    dealt = list(script.state.sampler)
+    script.update(script.forward())
+    rates.append(script.rate())
+    script.state.checkpointer.abandon()
+    return {"rates": rates, "at": script.state.batch, "same": same, "dealt": dealt}
+
+
+@pytest.mark.parametrize("newcomer", [False, True])
+def test_what_reset_callbacks_set_is_not_undone(
+    newcomer: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2, HOROVODRUN).run(scaled_after, Place.under(tmp_path, shm_dir), newcomer)
+    for each in told:
+        assert each["rates"] == [RATE * warm_up(3), *(0.5 * RATE * warm_up(n) for n in (3, 4))]
+        assert each["at"] == 3
+        assert each["same"]
+    assert sorted(told[0]["dealt"] + told[1]["dealt"]) == list(range(SAMPLES))
+
+
+# --- replicas that differ ------------------------------------------------------------------------
+
+
+def drifted(place: Place) -> list[Any]:
+    """A bit flips on rank 1, and hosts come or go before the round of looks has come to it."""
+    script = Script(place, seed=1, memory_every_steps=1).start()
+    script.train_to(4)
+    if rank() == 1:
+        weight = next(script.state.model.parameters())
+        weight.data.view(torch.int32).view(-1)[0] ^= 1 << 20
+    script.hosts_change()
+    drifts = [event.message for event in script.told if event.name == "drifted"]
+    script.start()
+    alike = exact.digest(script.replicated())
+    script.train_to(9)
+    lost = [event.message for event in script.told if event.name in ("failed", "drifted")]
+    safe = script.state.checkpointer._agreement.memory.safe.version
+    notices = len(script.said("replicas differed when hosts came or went"))
+    script.end()
+    return [drifts, alike, lost[1:], safe, notices]
+
+
+def told_to_stop(place: Place) -> str:
+    script = Script(place, seed=1, on_drift="stop").start()
+    script.train_to(4)
+    next(script.state.model.parameters()).data.add_(rank())
+    script.state.on_hosts_updated(1, 2)
+    with pytest.raises(tierckpt.ReplicaError) as caught:
+        script.state.check_host_updates()
+    script.state.checkpointer.abandon()
+    start_anew()
+    return str(caught.value)
+
+
+def test_replicas_that_differ_are_named_before_ranks_are_numbered_anew(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Later ones could not tell since when; and go on alike, from what one of them had."""
+    pool = ranks(2, HOROVODRUN)
+    one, other = pool.run(drifted, Place.under(tmp_path, shm_dir))
+    name = "model/body.0.weight"
+    for drifts, alike, lost, safe, _ in (one, other):
+        assert len(drifts) == 1
+        assert name in drifts[0]
+        assert "at v2 all were alike" in drifts[0] or "at v1 all were alike" in drifts[0]
+        assert (alike, lost, safe >= 7) == (one[1], [], True)
+    assert (one[4], other[4]) == (1, 0)
+    place = Place.under(tmp_path / "stop", shm_dir)
+    assert all(name in text for text in pool.run(told_to_stop, place))

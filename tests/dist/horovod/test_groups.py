@@ -1,0 +1,211 @@
+"""The Groups over Horovod and over mpi4py are Groups like any other, also after errors."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+import tierckpt
+from tests.support.rank_pool import HOROVODRUN, MPIRUN
+from tests.support.training import horovod, rank_0_first
+from tierckpt.testing.group_conformance import GroupConformance, Program
+
+MEMBERS = {1: [2], 2: [0, 2], 3: [0, 1, 2]}
+"""Of a job of three, by size."""
+
+
+def horovod_group(*process_set: Any) -> Any:
+    return importlib.import_module("horovod_ckpt").HorovodGroup(*process_set)
+
+
+def on_process_set(members: list[int], program: Program) -> Any:
+    """On a process set of these ranks; the others do nothing."""
+    hvd = horovod()
+    part = hvd.add_process_set(members)
+    try:
+        if part.included():
+            group = horovod_group(part)
+            outcome = program(group)
+            group.close()
+            return outcome
+        return None
+    finally:
+        hvd.remove_process_set(part)
+
+
+def on_whole_job(program: Program) -> Any:
+    group = horovod_group()
+    outcome = program(group)
+    group.close()
+    return outcome
+
+
+def on_communicator(members: list[int], program: Program) -> Any:
+    mpi = importlib.import_module("tierckpt.mpi")
+    world = mpi.MPI.COMM_WORLD
+    part = world.Split(int(world.rank in members))
+    if world.rank not in members:
+        return None
+    group = mpi.MPIGroup(part)
+    outcome = program(group)
+    group.close()
+    return outcome
+
+
+# --- several on the same ranks -------------------------------------------------------------------
+
+
+def votes_of_two_groups() -> list[Any]:
+    """Rank 0 votes in both before any other rank does, and has made more groups than they."""
+    on_process_set([0], lambda group: None)
+    groups = [horovod_group(), horovod_group()]
+    with rank_0_first():
+        pending = [g.all_reduce_min([10 * number, g.rank]) for number, g in enumerate(groups)]
+    return [p.wait() for p in pending]
+
+
+@pytest.mark.parametrize("kind", [HOROVODRUN, MPIRUN])
+def test_votes_of_two_groups_do_not_meet(kind: str, ranks: Any) -> None:
+    """Nor do ranks of one group miss each other: those that joined an elastic job later have made
+    fewer."""
+    told = ranks(3, kind).run(votes_of_two_groups)
+    assert told == [[[0, 0], [10, 0]]] * 3
+
+
+# --- after errors --------------------------------------------------------------------------------
+
+
+def votes_after_one_rank_left_some_out(votes: int, left_out: int) -> list[Any]:
+    """As when a rank raises before the boundary, and all then restore."""
+    group = horovod_group()
+    for turn in range(votes - (left_out if group.rank == 0 else 0)):
+        pending = group.all_reduce_min([turn, group.rank])
+        if turn < votes - left_out:
+            pending.wait()
+    group.all_gather_object("restore")
+    later = [group.all_reduce_min([100 + turn, 100]) for turn in range(10)]
+    return [p.wait() for p in later]
+
+
+@pytest.mark.parametrize("votes", [3, 8, 12])
+def test_votes_of_one_boundary_meet_also_when_a_rank_left_one_out(votes: int, ranks: Any) -> None:
+    expected = [[100 + turn, 100] for turn in range(10)]
+    pool = ranks(3, HOROVODRUN)
+    assert pool.run(votes_after_one_rank_left_some_out, votes, 1) == [expected] * 3
+
+
+def many_votes_under_way(count: int) -> list[Any]:
+    group = horovod_group()
+    pending = [group.all_reduce_min([turn, -group.rank]) for turn in range(count)]
+    return [p.wait() for p in reversed(pending)]
+
+
+def test_more_votes_may_be_under_way_than_have_names(ranks: Any) -> None:
+    expected = [[turn, -2] for turn in reversed(range(20))]
+    assert ranks(3, HOROVODRUN).run(many_votes_under_way, 20) == [expected] * 3
+
+
+def ask_twice_after_an_error() -> list[str]:
+    """Ranks that disagree about the length get an error from Horovod, as when one is gone."""
+    hvd = horovod()
+    group = horovod_group()
+    pending = group.all_reduce_min([0] * (1 + group.rank))
+    said = []
+    for _ in range(2):
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            pending.wait()
+        said.append(str(caught.value))
+    return said
+
+
+def test_who_asks_second_gets_the_same_error(ranks: Any) -> None:
+    """The copier thread may have asked before the training thread, and elastic Horovod restarts
+    a job for this error alone."""
+    pool = ranks(3, HOROVODRUN)
+    for first, second in pool.run(ask_twice_after_an_error):
+        assert first == second
+        assert "Mismatched" in first
+
+
+# --- the contract ---------------------------------------------------------------------------------
+
+
+class OnThree(GroupConformance):
+    """Sizes 1 and 2 are parts of the same job of three."""
+
+    __test__ = False
+    kind = HOROVODRUN
+
+    @pytest.fixture(autouse=True)
+    def use_pool(self, ranks: Any) -> None:
+        self.pool = ranks(3, self.kind)
+
+    def run(self, size: int, program: Program) -> list[Any]:
+        members = MEMBERS[size]
+        told = self.pool.run(*self.scenario(members), program)
+        assert all(told[r] is None for r in range(3) if r not in members)
+        return [told[r] for r in members]
+
+    def scenario(self, members: list[int]) -> tuple[Any, ...]:
+        return (on_process_set, members) if len(members) < 3 else (on_whole_job,)
+
+
+class OnThreeByHorovod(OnThree):
+    """Which waits on for the rank that never came, so then it needs new ranks."""
+
+    def test_who_is_alone_at_the_end_is_told_so(self, tmp_path: Any) -> None:
+        super().test_who_is_alone_at_the_end_is_told_so(tmp_path)
+        self.pool.kill()
+
+
+class TestHorovodGroupOverGloo(OnThreeByHorovod):
+    __test__ = True
+
+
+class TestMPIGroup(OnThree):
+    __test__ = True
+    kind = MPIRUN
+
+    def scenario(self, members: list[int]) -> tuple[Any, ...]:
+        return (on_communicator, members)
+
+
+def refused_without_threads() -> str:
+    mpi = importlib.import_module("tierckpt.mpi")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpi.MPI, "Query_thread", lambda: mpi.MPI.THREAD_SERIALIZED)
+        with pytest.raises(Exception, match="MPI_THREAD_MULTIPLE") as caught:
+            mpi.MPIGroup()
+    return caught.type.__name__
+
+
+def test_an_mpi_that_knows_no_threads_is_refused(ranks: Any) -> None:
+    assert ranks(3, MPIRUN).run(refused_without_threads) == ["ConfigError"] * 3
+
+
+def of_two_ranks_of_three() -> str | int:
+    """Rank 1 is in no communicator, and that is false."""
+    mpi = importlib.import_module("tierckpt.mpi")
+    world = mpi.MPI.COMM_WORLD
+    part = world.Split(mpi.MPI.UNDEFINED if world.rank == 1 else 0)
+    if world.rank == 1:
+        with pytest.raises(tierckpt.ConfigError) as caught:
+            mpi.MPIGroup(part)
+        return str(caught.value)
+    group = mpi.MPIGroup(part)
+    group.close()
+    return int(group.size)
+
+
+def test_a_rank_that_is_in_no_communicator_is_refused(ranks: Any) -> None:
+    """It was taken for one of all ranks, and waited for the others."""
+    one, refused, other = ranks(3, MPIRUN).run(of_two_ranks_of_three)
+    assert (one, other) == (2, 2)
+    assert "MPI.COMM_NULL" in refused
+
+
+class TestHorovodGroupOverMPI(OnThreeByHorovod):
+    __test__ = True
+    kind = MPIRUN

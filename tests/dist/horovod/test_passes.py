@@ -1,0 +1,450 @@
+"""Versions and the backward passes of a step: gradients that no step has used are in none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.support.rank_pool import HOROVODRUN
+from tests.support.training import (
+    WIDTH,
+    HorovodJob,
+    Net,
+    Place,
+    attach,
+    batch,
+    horovod,
+    make_horovod_job,
+    rank,
+)
+
+
+def ended_between_passes(place: Place, every: int, end: str) -> dict[str, Any]:
+    """A call of `step()` for each backward pass, two of which are a step."""
+    made: list[int] = []
+
+    def go_on(job: HorovodJob, ckpt: tierckpt.Checkpointer | None, passes: range) -> None:
+        for number in passes:
+            made.append(number)
+            job.loss(number).backward()
+            if number % 2:
+                job.step()
+                job.zero_grad()
+            if ckpt is not None:
+                ckpt.step()
+
+    alone = make_horovod_job(passes=2)
+    go_on(alone, None, range(8))
+    made.clear()
+    job = make_horovod_job(passes=2)
+    settings = {"memory_every_steps": every, "local_every_steps": every, "when_busy": "wait"}
+    attached = attach(job, place, **settings)
+    go_on(job, attached.ckpt, range(5))
+    if end == "close":
+        attached.ckpt.close()
+    else:
+        attached.ckpt.save(now=True)
+        attached.ckpt.abandon()
+    again = make_horovod_job(passes=2, seed=2)
+    ckpt = attach(again, place, **settings).ckpt
+    restored = ckpt.restore()
+    go_on(again, ckpt, range(restored, 8))
+    ckpt.close()
+    said = any("are made again" in e.message for e in attached.events if e.severity > 20)
+    return {"made": made, "same": again.digest() == alone.digest(), "said": said}
+
+
+@pytest.mark.parametrize("end", ["close", "save"])
+@pytest.mark.parametrize("every", [1, 10])
+def test_passes_that_no_step_has_used_are_made_again(
+    every: int, end: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """To the bit, where the version of the last step is there; else their gradients, at least."""
+    place = Place.under(tmp_path, shm_dir)
+    for number, told in enumerate(
+        ranks(2, HOROVODRUN).run(ended_between_passes, place, every, end)
+    ):
+        assert told["made"] == [0, 1, 2, 3, 4, *range(4, 8)]
+        assert told["same"] is (every == 1)
+        assert told["said"] is (every == 10 and number == 0)
+
+
+# --- several optimizers, each with passes of its own ---------------------------------------------
+
+
+@dataclass
+class Uneven(HorovodJob):
+    """Of two optimizers the second makes a step in every second iteration."""
+
+    lazy_rank: int = -1
+    """It has no batch for the passes whose gradients are not reduced yet."""
+
+    def iterate(self, iteration: int) -> str:
+        first, second = self.optimizers
+        first.zero_grad()
+        if iteration % 2 == 0:
+            second.zero_grad()
+        part = [p for group in second.param_groups for p in group["params"]]
+        before = [None if p.grad is None else p.grad.clone() for p in part]
+        lazy = rank() == self.lazy_rank and iteration % 2 == 0
+        for param in part:
+            param.requires_grad_(not lazy)
+        self.backward(iteration)
+        for param, gradient in zip(part, before, strict=True):
+            param.requires_grad_(True)
+            param.grad = gradient if lazy else param.grad
+        first.step()
+        if iteration % 2:
+            second.step()
+        return ""
+
+
+def make_uneven(lazy_rank: int, seed: int) -> Uneven:
+    hvd = horovod()
+    torch.manual_seed(seed)
+    model = Net()
+    torch.manual_seed(1000 * seed + rank())
+    named = list(model.named_parameters())
+    job = Uneven(model, [], lazy_rank=lazy_rank)
+    for passes, part in ((1, named[:4]), (2, named[4:])):
+        plain = torch.optim.Adam([p for _, p in part], lr=0.01)
+        job.optimizers.append(
+            hvd.DistributedOptimizer(plain, named_parameters=part, backward_passes_per_step=passes)
+        )
+    return job
+
+
+def cut_between_uneven_passes(place: Place, lazy_rank: int) -> dict[str, Any]:
+    """Five of eight iterations, a crash, and the rest by a new life."""
+    alone = make_uneven(lazy_rank, seed=1)
+    for iteration in range(8):
+        alone.iterate(iteration)
+    job = make_uneven(lazy_rank, seed=1)
+    attached = attach(job, place)
+    for iteration in range(5):
+        job.iterate(iteration)
+        attached.ckpt.step()
+    attached.ckpt.abandon()
+    again = make_uneven(lazy_rank, seed=2)
+    ckpt = attach(again, place).ckpt
+    restored = ckpt.restore()
+    for iteration in range(restored, 8):
+        again.iterate(iteration)
+        ckpt.step()
+    ckpt.abandon()
+    return {"at": int(restored), "same": again.digest() == alone.digest()}
+
+
+@pytest.mark.parametrize("lazy_rank", [-1, 1])
+def test_no_version_is_between_the_passes_of_any_optimizer(
+    lazy_rank: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Also where a rank that had no batch does not know of them."""
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(cut_between_uneven_passes, place, lazy_rank)
+    assert told == [{"at": 4, "same": True}] * 2
+
+
+def never_between_steps(place: Place, boundaries: int, end: Callable[..., None]) -> dict[str, Any]:
+    """Boundaries where the second optimizer has always made one pass of two."""
+    job = make_uneven(-1, seed=1)
+    attached = attach(job, place, local_every_steps=1)
+    for iteration in range(2 * boundaries - 1):
+        job.iterate(iteration)
+        if iteration % 2 == 0:
+            attached.ckpt.step()
+    end(attached.ckpt)
+    warnings = [e.message for e in attached.events if e.severity == logging.WARNING]
+    return {"taken": attached.versions("sealed", "memory"), "said": warnings}
+
+
+def close(ckpt: tierckpt.Checkpointer) -> None:
+    ckpt.close()
+
+
+def abandon(ckpt: tierckpt.Checkpointer) -> None:
+    ckpt.abandon()
+
+
+def test_boundaries_that_are_all_passed_over_are_told(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    first, other = ranks(2, HOROVODRUN).run(never_between_steps, place, 10, abandon)
+    assert first["taken"] == other["taken"] == []
+    (said,) = first["said"]
+    assert "the last 8 boundaries came between the backward passes" in said
+
+
+def test_a_final_version_between_passes_says_what_it_lacks(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """The weights of the end are what a training is for; none would be worse."""
+    place = Place.under(tmp_path, shm_dir)
+    first, other = ranks(2, HOROVODRUN).run(never_between_steps, place, 3, close)
+    assert first["taken"] == other["taken"] == [5]
+    (said,) = first["said"]
+    assert "v5 has no gradients of the backward passes that optimizer1 made" in said
+
+
+# --- gradients that a loop drops -----------------------------------------------------------------
+
+
+@dataclass
+class Adversaries(HorovodJob):
+    """A generator, trained through a discriminator that makes three passes a step: two of its own,
+    and that one, whose gradients the loop drops. Until it keeps them."""
+
+    keeps_at: int = -1
+    """The iteration that begins without dropping any."""
+
+    def iterate(self, iteration: int) -> str:
+        first, second, *_ = self.optimizers
+        maker, judge = self.bare["maker"], self.bare["judge"]  # type: ignore[index]
+        if iteration != self.keeps_at:
+            judge.zero_grad()
+        real, noise = batch(iteration), batch(iteration, 1)
+        judge(real).square().mean().backward()
+        judge(maker(noise).detach()).mean().backward()
+        second.step()
+        maker.zero_grad()
+        judge(maker(noise)).mean().backward()
+        first.step()
+        return ""
+
+
+def make_adversaries(
+    seed: int, keeps_at: int = -1, kind: type[Adversaries] = Adversaries
+) -> Adversaries:
+    hvd = horovod()
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({"maker": torch.nn.Linear(WIDTH, WIDTH), "judge": Net()})
+    if kind is not Adversaries:
+        model["beside"] = torch.nn.Linear(WIDTH, 2)
+    torch.manual_seed(1000 * seed + rank())
+    job = kind(model, [], keeps_at=keeps_at)
+    for name, passes in zip(model, (1, 3, 6), strict=False):
+        part = list(model[name].named_parameters(name))
+        plain = torch.optim.Adam([p for _, p in part], lr=0.01)
+        job.optimizers.append(
+            hvd.DistributedOptimizer(plain, named_parameters=part, backward_passes_per_step=passes)
+        )
+    return job
+
+
+def cut_among_adversaries(place: Place) -> dict[str, Any]:
+    alone = make_adversaries(1)
+    for iteration in range(10):
+        alone.iterate(iteration)
+    job = make_adversaries(1)
+    attached = attach(job, place, when_busy="wait")
+    for iteration in range(8):
+        job.iterate(iteration)
+        attached.ckpt.step()
+    attached.ckpt.abandon()
+    again = make_adversaries(2)
+    ckpt = attach(again, place).ckpt
+    restored = ckpt.restore()
+    for iteration in range(restored, 10):
+        again.iterate(iteration)
+        ckpt.step()
+    ckpt.abandon()
+    taken = attached.versions("sealed", "memory")
+    failed = attached.versions("failed", "memory")
+    return {"taken": taken, "failed": failed, "same": again.digest() == alone.digest()}
+
+
+def test_gradients_that_are_never_used_are_in_nobodys_way(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """As soon as the loop has shown that it drops them."""
+    place = Place.under(tmp_path, shm_dir)
+    for told in ranks(2, HOROVODRUN).run(cut_among_adversaries, place):
+        assert told == {"taken": [4, 5, 6, 7, 8], "failed": [], "same": True}
+
+
+def use_what_was_dropped_before(place: Place) -> dict[str, Any]:
+    job = make_adversaries(1, keeps_at=6)
+    attached = attach(job, place, when_busy="wait")
+    for iteration in range(12):
+        job.iterate(iteration)
+        attached.ckpt.step()
+    attached.ckpt.abandon()
+    said = [e.message for e in attached.events if e.severity == logging.WARNING]
+    return {"taken": attached.versions("sealed", "memory"), "said": said}
+
+
+def test_gradients_that_are_used_all_the_same_are_told(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """And none are believed to be dropped, until they were again."""
+    place = Place.under(tmp_path, shm_dir)
+    for told in ranks(2, HOROVODRUN).run(use_what_was_dropped_before, place):
+        assert [text.split(" used")[0] for text in told["said"]] == ["optimizer1"]
+        assert "at the boundary of v6" in told["said"][0]
+        assert not {7, 8, 9} & set(told["taken"])
+        assert {4, 5, 10, 11, 12} <= set(told["taken"])
+
+
+@dataclass
+class ThreeOfThem(Adversaries):
+    """And a third one, beside them, that makes a step in every sixth iteration."""
+
+    def iterate(self, iteration: int) -> str:
+        super().iterate(iteration)
+        beside = self.bare["beside"]  # type: ignore[index]
+        beside(batch(iteration, 2)).square().mean().backward()
+        if iteration % 6 == 5:
+            self.optimizers[2].step()
+            beside.zero_grad()
+        return ""
+
+    def image(self) -> dict[str, Any]:
+        """Without what nobody passes through any more."""
+        return self.replicated()
+
+
+def cut_among_three(place: Place) -> dict[str, Any]:
+    alone = make_adversaries(1, kind=ThreeOfThem)
+    for iteration in range(12):
+        alone.iterate(iteration)
+    job = make_adversaries(1, kind=ThreeOfThem)
+    attached = attach(job, place, when_busy="wait")
+    for iteration in range(11):
+        job.iterate(iteration)
+        attached.ckpt.step()
+    attached.ckpt.abandon()
+    again = make_adversaries(2, kind=ThreeOfThem)
+    ckpt = attach(again, place).ckpt
+    restored = ckpt.restore()
+    for iteration in range(restored, 12):
+        again.iterate(iteration)
+    ckpt.abandon()
+    return {"at": int(restored), "same": again.digest() == alone.digest()}
+
+
+def test_who_drops_gradients_says_nothing_of_others(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(cut_among_three, place)
+    assert told == [{"at": 6, "same": True}] * 2
+
+
+# --- ends, and ways back -------------------------------------------------------------------------
+
+
+def told_to_end(place: Place, at: int) -> dict[str, Any]:
+    """As a scheduler does it, behind iteration `at`; started again, it makes eight."""
+    alone = make_uneven(-1, seed=1)
+    for iteration in range(8):
+        alone.iterate(iteration)
+    job = make_uneven(-1, seed=1)
+    ckpt = attach(job, place, local_every_steps=1, local_every_seconds=0, when_busy="wait").ckpt
+    for iteration in range(8):
+        job.iterate(iteration)
+        if iteration == at and rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        ckpt.step()
+        if ckpt.should_exit():
+            break
+    ckpt.close()
+    again = make_uneven(-1, seed=2)
+    ckpt = attach(again, place).ckpt
+    restored = ckpt.restore()
+    for iteration in range(restored, 8):
+        again.iterate(iteration)
+    ckpt.abandon()
+    return {"at": int(restored), "same": again.digest() == alone.digest()}
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_job_that_is_told_to_end_comes_back_exactly(
+    at: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Also where it is told so between the passes of a step."""
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(told_to_end, place, at)
+    assert told == [{"at": 4, "same": True}] * 2
+
+
+def back_from_between(place: Place) -> dict[str, Any]:
+    """A boundary behind the first pass of the next step, and then back to the one before it."""
+    job = make_horovod_job(passes=2)
+    attached = attach(job, place, local_every_steps=1, local_every_seconds=0, when_busy="wait")
+    ckpt = attached.ckpt
+
+    def one_pass(number: int) -> None:
+        job.loss(number).backward()
+        if number % 2:
+            job.step()
+            job.zero_grad()
+
+    for number in range(4):
+        one_pass(number)
+        ckpt.step()
+    job.loss(4).backward()
+    job.loss(5).backward()
+    job.step()
+    job.zero_grad()
+    job.loss(6).backward()
+    ckpt.step()  # between the passes
+    back = ckpt.restore()
+    one_pass(4)
+    ckpt.step()
+    ckpt.save(now=True)  # between them again
+    ckpt.abandon()
+    again = make_horovod_job(passes=2, seed=2)
+    ckpt = attach(again, place).ckpt
+    restored = ckpt.restore()
+    ckpt.abandon()
+    said = [e.message for e in attached.events if "made again" in e.message]
+    return {"back": int(back), "at": int(restored), "said": len(said)}
+
+
+def test_what_was_between_passes_before_a_restore_is_over(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    first, other = ranks(2, HOROVODRUN).run(back_from_between, place)
+    assert first == other == {"back": 4, "at": 4, "said": 1}
+
+
+# --- ranks that are not at the same place --------------------------------------------------------
+
+
+def a_pass_ahead(place: Place | None) -> dict[str, Any]:
+    """The boundary comes behind the first pass of the next step, for which one rank has no batch in
+    every third iteration."""
+    job = make_horovod_job(passes=2)
+    attached = attach(job, place, local_every_steps=1) if place is not None else None
+    for iteration in range(12):
+        if iteration and iteration % 2 == 0:
+            job.step()
+            job.zero_grad()
+        if rank() != 1 or iteration % 3:
+            job.loss(iteration).backward()
+        if attached is not None:
+            attached.ckpt.step()
+    if attached is not None:
+        attached.ckpt.close()
+    return {"digest": job.digest(), "safe": attached and attached.ckpt._agreement.local.safe}
+
+
+def test_a_rank_without_a_batch_keeps_nobody_waiting(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    pool = ranks(2, HOROVODRUN)
+    alone, told = pool.run(a_pass_ahead, None), pool.run(a_pass_ahead, place)
+    assert [each["digest"] for each in told] == [each["digest"] for each in alone]
+    assert [each["safe"].version for each in told] == [5, 5], "the final one"

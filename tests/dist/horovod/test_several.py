@@ -1,0 +1,347 @@
+"""Parts of a Horovod job, a job of one, and several checkpointers on the same ranks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierckpt
+from tests.dist.horovod.test_training import check, trained_with_and_without
+from tests.support.rank_pool import HOROVODRUN, MPIRUN
+from tests.support.training import (
+    Attached,
+    HorovodJob,
+    Net,
+    Place,
+    attach,
+    horovod,
+    import_adapter,
+    make_horovod_job,
+    rank_0_first,
+    train,
+)
+from tierckpt.cli.trace import load
+
+# --- a part of the job, and a job of one ---------------------------------------------------------
+
+
+def in_a_part_of_the_job(place: Place) -> dict[str, Any] | str:
+    """Ranks 0 and 2 train together, rank 1 has no part in it."""
+    hvd = horovod()
+    part = hvd.add_process_set([0, 2])
+
+    def new_job(seed: int) -> HorovodJob:
+        return make_horovod_job(options=lambda *_: {"process_set": part}, seed=seed)
+
+    try:
+        if not part.included():
+            with pytest.raises(tierckpt.ConfigError) as caught:
+                attach(new_job(1), place)
+            return str(caught.value)
+        job = new_job(1)
+        plain = [(job.iterate(i), job.digest()) for i in range(6)]
+        job = new_job(1)
+        attached = attach(job, place)
+        course = []
+        for iteration in range(3):
+            course.append((job.iterate(iteration), attached.ckpt.step() or job.digest()))
+        job.iterate(3)
+        attached.ckpt.abandon()
+        job = new_job(2)
+        attached = attach(job, place)
+        restored = attached.ckpt.restore()
+        for iteration in range(restored, 6):
+            course.append((job.iterate(iteration), attached.ckpt.step() or job.digest()))
+        attached.ckpt.close()
+        return {"same": course == plain, "restored": restored.levels, "at": int(restored)}
+    finally:
+        hvd.barrier()
+        hvd.remove_process_set(part)
+
+
+def test_a_process_set_has_checkpoints_of_its_own(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    check_part(ranks(3, HOROVODRUN).run(in_a_part_of_the_job, Place.under(tmp_path, shm_dir)))
+
+
+def check_part(told: list[Any]) -> None:
+    assert told[0] == told[2] == {"same": True, "restored": {"memory": 2}, "at": 3}
+    assert "rank 1 is not in the optimizer's process set [0, 2]" in told[1]
+
+
+def side_by_side(folder: str, shm: str) -> dict[str, Any]:
+    """Ranks 0 and 2 train one model and rank 1 another, with one folder for everybody's records."""
+    hvd = horovod()
+    sets = [hvd.add_process_set([0, 2]), hvd.add_process_set([1])]
+    mine = next(s for s in sets if s.included())
+    name = "pair" if mine is sets[0] else "single"
+    place = Place(f"{folder}/{name}", shm)
+
+    def new(seed: int) -> tuple[HorovodJob, Attached]:
+        net = Net if name == "pair" else partial(Net, layers=2)
+        job = make_horovod_job(net, options=lambda *_: {"process_set": mine}, seed=seed)
+        return job, attach(job, place, local_every_steps=1, slots=3, when_busy="wait")
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TIERCKPT_TRACE_DIR", f"{folder}/traces")
+            patch.setenv("TIERCKPT_EVENTS_DIR", f"{folder}/events")
+            job, attached = new(1)
+            course = train(job, attached.ckpt, range(3))
+            attached.ckpt.wait()
+            hvd.barrier()  # both are at work, and only then one of them goes on
+            attached.ckpt.abandon()
+            job, attached = new(2)
+            restored = attached.ckpt.restore()
+            same = job.digest() == course[3]
+            attached.ckpt.close()
+        levels = (int(restored), restored.levels, same)
+        return {"restored": levels, "set": mine.process_set_id}
+    finally:
+        hvd.barrier()
+        for each in sets:
+            hvd.remove_process_set(each)
+
+
+def test_process_sets_do_not_get_in_each_others_way(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Two models to two paths in one job on one node, where one environment names folders for
+    all: every file is one rank's."""
+    told = ranks(3, HOROVODRUN).run(side_by_side, str(tmp_path), str(shm_dir))
+    check_side_by_side(told, tmp_path)
+
+
+def check_side_by_side(told: list[dict[str, Any]], folder: Path) -> None:
+    for rank, size in ((0, 2), (1, 1), (2, 2)):
+        assert told[rank]["restored"] == (3, {"memory": size}, True)
+    pair, single = (told[r]["set"] for r in (0, 1))
+    records = {
+        (f"process-set-{pair}", 0),
+        (f"process-set-{pair}", 1),
+        (f"process-set-{single}", 0),
+    }
+    for kind, form in (("traces", "trace-r{:05d}.json"), ("events", "events-r{:05d}.jsonl")):
+        found = {p.relative_to(folder / kind) for p in (folder / kind).rglob("*.json*")}
+        assert found == {Path(home) / form.format(rank) for home, rank in records}
+    for number, layers in ((pair, 5), (single, 3)):
+        timeline = load([*(folder / "traces" / f"process-set-{number}").iterdir()], None)
+        for rank in timeline.ranks():
+            (begin, again) = timeline.of("begin", rank=rank)
+            assert begin.end_us <= again.begin_us
+            assert len({n for s in timeline.of("copy") for n in s.layers}) == 2 * layers
+
+
+def two_sets(place: Place) -> str:
+    hvd = horovod()
+    part = hvd.add_process_set([0, 2])
+    try:
+        one = make_horovod_job()
+        other = make_horovod_job(options=lambda *_: {"process_set": part})
+        with pytest.raises(tierckpt.ConfigError) as caught:
+            import_adapter().Checkpointer(
+                torch.nn.ModuleList([one.model, other.model]),
+                [one.optimizer, other.optimizer],
+                path=place.path,
+            )
+        return str(caught.value)
+    finally:
+        hvd.barrier()
+        hvd.remove_process_set(part)
+
+
+def test_optimizers_of_different_process_sets_are_refused(ranks: Any, tmp_path: Path) -> None:
+    place = Place(str(tmp_path / "ckpts"), "")
+    for text in ranks(3, HOROVODRUN).run(two_sets, place):
+        assert "different process sets" in text
+
+
+def one_script_on_all_ranks(place: Place) -> list[Any]:
+    """Rank 1 calls what the others call, in each of the ways in. By way: what `restore()` returned
+    and whether the course was that of Horovod without us."""
+    hvd = horovod()
+    part = hvd.add_process_set([0, 2])
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+
+    def job_by(function: Any, **settings: Any) -> HorovodJob:
+        torch.manual_seed(1)
+        model = Net()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        made = function(plain, model.named_parameters(), process_set=part, **settings)
+        return HorovodJob(model, [made])
+
+    told = []
+    try:
+        plain = job_by(hvd.DistributedOptimizer)
+        expected = [(plain.iterate(i), plain.digest()) for i in range(3)]
+        for way in ("function", "module", "installed"):
+            settings = {"path": f"{place.path} {way}", "shm_dir": place.shm, "local_every_steps": 0}
+            if way == "function":
+                job = job_by(import_adapter().DistributedOptimizer, **settings)
+            elif way == "module":
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setitem(drop_in.DEFAULTS, "close_at_exit", False)
+                    job = job_by(drop_in.DistributedOptimizer, boundary="explicit", **settings)
+            else:
+                job = job_by(hvd.DistributedOptimizer)
+                import_adapter().install(job.optimizer, job.model, **settings)
+            with job.optimizer.checkpointer as ckpt:
+                start = ckpt.restore()
+                course = []
+                for iteration in range(start, 3):
+                    course.append((job.iterate(iteration), ckpt.step() or job.digest()))
+                    assert not ckpt.should_exit()
+                ckpt.wait()
+                version = ckpt.version
+            told.append((way, int(start), course == expected, version))
+        return told
+    finally:
+        hvd.barrier()
+        hvd.remove_process_set(part)
+
+
+def test_a_rank_outside_the_process_set_runs_the_same_script(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Nobody hangs: it steps by itself, and is in no checkpoint."""
+    told = ranks(3, HOROVODRUN).run(one_script_on_all_ranks, Place.under(tmp_path, shm_dir))
+    for number, each in enumerate(told):
+        version = 0 if number == 1 else 3
+        assert each == [(way, 0, True, version) for way in ("function", "module", "installed")]
+
+
+# --- several checkpointers on the same ranks -----------------------------------------------------
+
+
+def two_at_once(places: list[Place]) -> list[Any]:
+    """Ranks on two nodes train two models; rank 0 is at both boundaries before rank 1 is at one.
+    Returns for each whether what comes back is what was taken."""
+    jobs = [make_horovod_job(seed=seed) for seed in (1, 2)]
+
+    def on_two_nodes(job: HorovodJob, place: Place) -> Attached:
+        return attach(job, place, node=f"node{horovod().rank()}")
+
+    attached = [on_two_nodes(job, place) for job, place in zip(jobs, places, strict=True)]
+    assert [each.ckpt.restore() for each in attached] == [0, 0]
+    for iteration in range(3):
+        for job in jobs:
+            job.iterate(iteration)
+        with rank_0_first():
+            for each in attached:
+                each.ckpt.step()
+    taken = [job.digest() for job in jobs]
+    for job, each in zip(jobs, attached, strict=True):
+        job.iterate(3)
+        each.ckpt.abandon()
+    told: list[Any] = []
+    for place, digest in zip(places, taken, strict=True):
+        job = make_horovod_job(seed=3)
+        again = on_two_nodes(job, place)
+        told.append((int(again.ckpt.restore()), job.digest() == digest))
+        again.ckpt.abandon()
+    return told
+
+
+@pytest.mark.parametrize("kind", [HOROVODRUN, MPIRUN])
+def test_two_checkpointers_on_the_ranks_of_several_nodes(
+    kind: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Their votes are Horovod's operations there, and it refuses two of one name at a time."""
+    places = [Place(str(tmp_path / name), str(shm_dir)) for name in ("one", "other")]
+    assert ranks(2, kind).run(two_at_once, places) == [[(3, True)] * 2] * 2
+
+
+class Heard(tierckpt.Callbacks):
+    """Of how many parameters' reductions."""
+
+    launched = 0
+
+    def on_allreduce_launched(self, params: Any) -> None:
+        self.launched += len(list(params))
+
+
+def two_on_one_optimizer(places: list[Place], first: int) -> dict[str, Any]:
+    """After an iteration with both the one numbered `first` ends; after two more the other."""
+    job = make_horovod_job()
+    heard = [Heard(), Heard()]
+    ckpts = [attach(job, p, callbacks=[h]).ckpt for p, h in zip(places, heard, strict=True)]
+    other = ckpts[1 - first]
+    job.iterate(0)
+    for ckpt in ckpts:
+        ckpt.step()
+    ckpts[first].abandon()
+    job.iterate(1)
+    other.step()
+    taken = job.digest()
+    job.iterate(2)
+    other.abandon()
+    again = make_horovod_job(seed=2)
+    ckpt = attach(again, places[1 - first]).ckpt
+    restored = int(ckpt.restore()), again.digest() == taken
+    ckpt.abandon()
+    layers = len(list(job.bare.parameters()))
+    return {
+        "iterations heard": [h.launched / layers for h in heard],
+        "restored": restored,
+        "left": sorted(name for name in vars(job.optimizer) if name.endswith("_async")),
+    }
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_checkpointers_of_one_optimizer(
+    first: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """The end of either leaves the other at work, and that of both nothing."""
+    places = [Place(str(tmp_path / name), str(shm_dir)) for name in ("one", "other")]
+    expected = {
+        "iterations heard": [1, 3] if first == 0 else [3, 1],
+        "restored": (2, True),
+        "left": [],
+    }
+    assert ranks(2, HOROVODRUN).run(two_on_one_optimizer, places, first) == [expected] * 2
+
+
+def beside_a_launcher_of_the_scripts(place: Place, on_top: bool) -> tuple[int, bool]:
+    """How often it was called, and whether it is still there when the checkpointer is gone."""
+    job, name = make_horovod_job(), "_allreduce_grad_async"
+    calls = []
+
+    def replace() -> Callable[[Any], Any]:
+        launch = getattr(job.optimizer, name)
+        setattr(job.optimizer, name, lambda param: (calls.append(param), launch(param))[1])
+        return vars(job.optimizer)[name]
+
+    if not on_top:
+        own = replace()
+    ckpt = attach(job, place).ckpt
+    if on_top:
+        own = replace()
+    train(job, ckpt, range(2))
+    ckpt.abandon()
+    job.iterate(2)
+    return len(calls) // len(list(job.bare.parameters())), vars(job.optimizer)[name] is own
+
+
+@pytest.mark.parametrize("on_top", [False, True])
+def test_what_a_script_made_of_the_optimizer_stays(
+    on_top: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(beside_a_launcher_of_the_scripts, place, on_top)
+    assert told == [(3, True)] * 2
+
+
+@pytest.mark.parametrize("name", ["default", "two backward passes", "clipping", "broadcast after"])
+def test_a_job_of_one_process_is_a_job(
+    name: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    (told,) = ranks(1, HOROVODRUN).run(trained_with_and_without, name, place)
+    check(name, 1, "memory", told)

@@ -1,0 +1,538 @@
+"""The ways to put checkpoints into a Horovod script."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import exact
+from tests.support.rank_pool import HOROVODRUN, LAUNCHERS, ROOT
+from tests.support.training import (
+    WIDTH,
+    HorovodJob,
+    Net,
+    Place,
+    attach,
+    horovod,
+    import_adapter,
+    make_horovod_job,
+    train,
+)
+
+SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
+
+
+def installed(place: Place) -> dict[str, Any]:
+    """On an optimizer that was made elsewhere, twice."""
+    job = make_horovod_job()
+    ckpt = import_adapter().install(
+        job.optimizer, job.model, path=place.path, shm_dir=place.shm, **SETTINGS
+    )
+    course = train(job, ckpt, range(3))
+    job.iterate(3)
+    ckpt.abandon()
+    again = make_horovod_job(seed=2)
+    second = import_adapter().install(
+        again.optimizer, again.model, path=place.path, shm_dir=place.shm, **SETTINGS
+    )
+    version = second.restore().version
+    same = again.digest() == course[3]
+    second.abandon()
+    return {
+        "version": version,
+        "same": same,
+        "attribute": again.optimizer.checkpointer is second,
+        "untouched": not set(vars(again.optimizer)) & {"_allreduce_grad_async"},
+    }
+
+
+INSTALLED = {"version": 3, "same": True, "attribute": True, "untouched": True}
+
+
+def test_install_takes_an_optimizer_made_elsewhere(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """And leaves nothing in it when the checkpointer is gone."""
+    told = ranks(2, HOROVODRUN).run(installed, Place.under(tmp_path, shm_dir))
+    assert told == [INSTALLED] * 2
+
+
+def all_in_one(place: Place, positional: bool) -> tuple[Any, ...]:
+    """Against Horovod's own function with the same arguments."""
+    hvd = horovod()
+
+    def job_by(function: Any, **settings: Any) -> HorovodJob:
+        torch.manual_seed(1)
+        model = Net()
+        torch.manual_seed(1000 + hvd.rank())
+        plain = torch.optim.Adam(model.parameters(), lr=0.01)
+        named = model.named_parameters()
+        fp16 = hvd.Compression.fp16
+        if positional:
+            optimizer = function(plain, named, fp16, 2, **settings)
+        else:
+            options = {"compression": fp16, "backward_passes_per_step": 2}
+            optimizer = function(plain, named_parameters=named, **options, **settings)
+        return HorovodJob(model, [optimizer], passes=2)
+
+    plain = job_by(hvd.DistributedOptimizer)
+    expected = [(plain.iterate(i), plain.digest()) for i in range(3)]
+    job = job_by(
+        import_adapter().DistributedOptimizer, path=place.path, shm_dir=place.shm, **SETTINGS
+    )
+    ckpt = job.optimizer.checkpointer
+    course = []
+    for iteration in range(3):
+        course.append((job.iterate(iteration), job.digest()))
+        ckpt.step()
+    ckpt.abandon()
+    return course == expected, ckpt.version, ckpt.log.counts["sealed"]
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_the_drop_in_takes_horovods_arguments_and_knows_the_model(
+    positional: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    pool = ranks(2, HOROVODRUN)
+    told = pool.run(all_in_one, Place.under(tmp_path, shm_dir), positional)
+    assert told == [(True, 3, 3)] * 2
+
+
+class Empty(Net):
+    """A module that calls itself empty, as a container of parts that come later does."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+def given_an_empty_model(place: Place) -> bool:
+    model = Empty()
+    optimizer = import_adapter().DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        list(model.named_parameters()),
+        model=model,
+        path=place.path,
+        shm_dir=place.shm,
+        **SETTINGS,
+    )
+    optimizer.checkpointer.close()
+    return optimizer.checkpointer.state.model is model
+
+
+def test_a_model_is_taken_as_given(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """Also one that is false, as what is empty is."""
+    told = ranks(2, HOROVODRUN).run(given_an_empty_model, Place.under(tmp_path, shm_dir))
+    assert told == [True] * 2
+
+
+def lacking_names() -> list[str]:
+    """What scripts may ask Horovod's module for, and ours does not have."""
+    drop_in, hvd = importlib.import_module("horovod_ckpt.torch"), horovod()
+    return [
+        name
+        for ours, theirs in ((drop_in, hvd), (drop_in.elastic, hvd.elastic))
+        for name in dir(theirs)
+        if not hasattr(ours, name)
+    ]
+
+
+def test_the_replaced_import_has_every_name_of_horovods(ranks: Any) -> None:
+    assert ranks(2, HOROVODRUN).run(lacking_names) == [[]] * 2
+
+
+SCRIPT = """
+import os
+import torch
+import horovod_ckpt.torch as hvd
+
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+restored = getattr(optimizer, "checkpointer", None)
+start = int(restored.restored) if restored else 0
+for step in range(start, int(os.environ["STEPS"])):
+    torch.manual_seed(10 * step + hvd.rank())
+    optimizer.zero_grad()
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+result = start, model.state_dict()
+torch.save(result, os.environ["RESULT"] + str(hvd.rank()))
+"""
+
+
+def run_script(folder: Path, shm: Path, name: str, steps: int) -> list[Any]:
+    """Under a horovodrun of its own."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    launcher = LAUNCHERS[HOROVODRUN].format(size=2).split()
+    done = subprocess.run(
+        [*launcher, sys.executable, str(script)],
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'common'}",
+            "OMP_NUM_THREADS": "1",
+            "TIERCKPT_PATH": str(folder / "ckpts"),
+            "TIERCKPT_SHM_DIR": str(shm),
+            "STEPS": str(steps),
+            "RESULT": str(folder / name),
+        },
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    results = [folder / f"{name}{rank}" for rank in range(2)]
+    assert all(r.exists() for r in results), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = done.stdout + done.stderr
+    assert shown.count("tierckpt: [rank ") == 1, "what was restored, by rank 0"
+    assert ("tierckpt: [rank 0] restored v" in shown) != ("a fresh start" in shown)
+    return [torch.load(r) for r in results]
+
+
+def run_here(source: str, steps: int, **environment: str) -> dict[str, Any]:
+    """A script, in the ranks of a pool; its variables."""
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"STEPS": str(steps), "RESULT": "result", **environment}.items():
+            patch.setenv(name, value)
+        exec(source.replace("hvd.init()", ""), names)
+    return names
+
+
+def run_plainly(steps: int) -> Any:
+    """With Horovod's own module."""
+    plain = SCRIPT.replace("import horovod_ckpt.torch as hvd", "import horovod.torch as hvd")
+    return run_here(plain, steps)["result"]
+
+
+def run_with_checkpoints(place: Place, steps: int) -> Any:
+    """As it is, but for the end, which a pool's ranks do not come to."""
+    with pytest.MonkeyPatch.context() as patch:
+        drop_in = importlib.import_module("horovod_ckpt.torch")
+        patch.setitem(drop_in.DEFAULTS, "close_at_exit", False)
+        names = run_here(SCRIPT, steps, TIERCKPT_PATH=place.path, TIERCKPT_SHM_DIR=place.shm)
+    names["optimizer"].checkpointer.close()
+    return names["result"]
+
+
+def images(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: exact.image(value) for name, value in state.items()}
+
+
+def check_script(first: list[Any], second: list[Any], plain: list[Any]) -> None:
+    """By rank: what two lives told, of 6 steps and of 8, and an undisturbed one.
+
+    The script's own broadcast, behind the restore, leaves each rank its BatchNorm statistics.
+    """
+    assert {start for start, _ in first} == {0}
+    assert {start for start, _ in second} == {6}
+    for (_, resumed), (_, undisturbed) in zip(second, plain, strict=True):
+        different = exact.differences(images(resumed), images(undisturbed))
+        assert different == []
+
+
+def test_a_script_with_another_import_resumes(
+    ranks: Any, tmp_path: Path, shm_dir: Path, launchable: Any
+) -> None:
+    """One line of it is changed, and nothing else."""
+    launchable(HOROVODRUN)
+    plain = ranks(2, HOROVODRUN).run(run_plainly, 8)
+    first = run_script(tmp_path, shm_dir, "first", 6)
+    second = run_script(tmp_path, shm_dir, "second", 8)
+    check_script(first, second, plain)
+
+
+def shut_down_first(place: Place, handled: bool) -> dict[str, Any]:
+    """The script's last line is `hvd.shutdown()`, perhaps where it handles the data's end, in a
+    notebook of which an earlier cell failed."""
+    scripts = importlib.import_module("tierckpt.checkpointer.script_mode")
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+    hvd = horovod()
+    job = make_horovod_job()
+    ckpt = attach(job, place, local_every_steps=100).ckpt
+    train(job, ckpt, range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scripts, "_ends", [])
+        atexit.unregister(scripts.close_at_exit(lambda: ckpt))
+        if not handled:
+            drop_in.shutdown()
+        else:
+            patch.setattr(sys, "last_value", NameError("a typo"), raising=False)
+            try:
+                next(iter(()))
+            except StopIteration:
+                drop_in.shutdown()
+    up = hvd.is_initialized()
+    hvd.init()
+    told = {"closed": ckpt.closed, "left": place.segments(), "durable": len(place.shards())}
+    return {**told, "up": up}
+
+
+def shut_down_behind_our_back(place: Place) -> tuple[list[str], int]:
+    """By Horovod's own module."""
+    hvd = horovod()
+    job = make_horovod_job()
+    attached = attach(job, place, local_every_steps=100)
+    train(job, attached.ckpt, range(3))
+    hvd.shutdown()
+    attached.ckpt.close_or_abandon()
+    hvd.init()
+    return [e.message for e in attached.said("no final checkpoint")], len(place.segments())
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_the_replaced_shutdown_closes_first(
+    handled: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Behind it there would be nobody to take a final checkpoint with."""
+    place = Place.under(tmp_path, shm_dir)
+    told = ranks(2, HOROVODRUN).run(shut_down_first, place, handled)
+    assert told == [{"closed": True, "left": [], "durable": 2, "up": False}] * 2
+
+
+def test_an_end_behind_a_shutdown_is_told(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    for messages, left in ranks(2, HOROVODRUN).run(shut_down_behind_our_back, place):
+        (said,) = messages
+        assert "the communication was shut down before" in said
+        assert "up to v3 stays, also in memory" in said
+        assert left
+
+
+Decaying = partial(torch.optim.SGD, lr=0.1, weight_decay=0.5)
+
+
+def broadcast_behind_a_restore(place: Place) -> tuple[bool, list[bool]]:
+    """Whether at a fresh start ours does what Horovod's does, and whether it leaves parameters as
+    they are behind a restore, given Horovod's optimizer, and the one that this was made from."""
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+
+    def life(hvd: Any, seed: int, **settings: Any) -> tuple[Net, list[Any]]:
+        torch.manual_seed(seed)
+        model = Net()
+        plain = Decaying(model.parameters())
+        made = hvd.DistributedOptimizer(plain, model.named_parameters(), **settings)
+        hvd.broadcast_optimizer_state(made, root_rank=0)
+        return model, [made, plain]
+
+    def digest(model: Net) -> str:
+        return exact.digest(exact.parameters(model))
+
+    ours = {"path": place.path, "shm_dir": place.shm, **SETTINGS, "boundary": "explicit"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drop_in.DEFAULTS, "close_at_exit", False)
+        horovods, _ = life(horovod(), seed=1)
+        model, (optimizer, _) = life(drop_in, seed=1, **ours)
+        alike = digest(model) == digest(horovods)
+        for _ in range(2):
+            model(torch.randn(3, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.checkpointer.step()
+        last = digest(model)
+        optimizer.checkpointer.complete()
+        optimizer.checkpointer.abandon()
+        model, optimizers = life(drop_in, seed=2, **ours)
+    assert optimizers[0].checkpointer.restored.version == 2
+    stays = [digest(model) == last]
+    for each in optimizers:
+        drop_in.broadcast_optimizer_state(each, 0)
+        stays.append(digest(model) == last)
+    optimizers[0].checkpointer.close()
+    return alike, stays
+
+
+def test_a_broadcast_behind_the_restore_moves_nothing(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Horovod makes a step to have optimizer state to send, and weight decay moves weights."""
+    told = ranks(2, HOROVODRUN).run(broadcast_behind_a_restore, Place.under(tmp_path, shm_dir))
+    assert told == [(True, [True] * 3)] * 2
+
+
+def parameters_are_broadcast(place: Place) -> dict[str, Any]:
+    """Digests behind `broadcast_parameters`, by Horovod and ours at a fresh start, of the last
+    step and behind a restore, and of both ranks behind a later step."""
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+
+    def life(hvd: Any, seed: int, **settings: Any) -> tuple[Net, Any]:
+        torch.manual_seed(seed + horovod().rank())
+        model = Net(norm=torch.nn.BatchNorm1d)
+        adam = torch.optim.Adam(model.parameters())
+        made = hvd.DistributedOptimizer(adam, model.named_parameters(), **settings)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model, made
+
+    def digest(model: Net) -> str:
+        return exact.digest({**exact.parameters(model), **exact.buffers(model)})
+
+    def step(model: Net, optimizer: Any) -> str:
+        optimizer.zero_grad()
+        model(torch.randn(3, WIDTH)).square().sum().backward()
+        optimizer.step()
+        return digest(model)
+
+    ours = {"path": place.path, "shm_dir": place.shm, **SETTINGS, "boundary": "explicit"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drop_in.DEFAULTS, "close_at_exit", False)
+        told: dict[str, Any] = {"horovod's": digest(life(horovod(), seed=1)[0])}
+        model, optimizer = life(drop_in, seed=1, **ours)
+        told["fresh"] = digest(model)
+        for _ in range(2):
+            told["last"] = step(model, optimizer)
+            optimizer.checkpointer.step()
+        optimizer.checkpointer.complete()
+        optimizer.checkpointer.abandon()
+        model, optimizer = life(drop_in, seed=3, **ours)
+    told["restored"] = digest(model)
+    new = torch.full((3,), 1.0 + horovod().rank())
+    drop_in.broadcast_parameters([("new", new), *model.named_buffers()], 0)
+    told["again"] = digest(model)
+    told["not restored"] = new.tolist()
+    told["stepped"] = step(model, optimizer)
+    drop_in.broadcast_parameters(model.state_dict(), 0)
+    told["later"] = digest(model)
+    optimizer.checkpointer.close()
+    return told
+
+
+def test_a_broadcast_leaves_what_was_restored(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    """Each rank has statistics of its own. What is not restored, or was trained since, is sent."""
+    told = ranks(2, HOROVODRUN).run(parameters_are_broadcast, Place.under(tmp_path, shm_dir))
+    for each in told:
+        assert each["horovod's"] == each["fresh"] == told[0]["fresh"]
+        assert each["last"] == each["restored"] == each["again"]
+        assert each["not restored"] == [1.0] * 3
+        assert each["later"] == told[0]["stepped"]
+    assert told[0]["restored"] != told[1]["restored"]
+    assert told[0]["stepped"] != told[1]["stepped"]
+
+
+def by_an_elastic_script(place: Place) -> dict[str, Any]:
+    """The function that runs under elastic Horovod, in ranks that nobody is to come to or leave."""
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+    job = make_horovod_job()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_ELASTIC", "1")
+        optimizer = drop_in.DistributedOptimizer(
+            torch.optim.Adam(job.bare.parameters()),
+            named_parameters=job.bare.named_parameters(),
+            backward_passes_per_step=2,
+            model=job.bare,
+            restore=True,
+            path=place.path,
+            shm_dir=place.shm,
+            **{**SETTINGS, "slots": 3},
+        )
+        state = drop_in.elastic.TorchState(job.bare, optimizer, {"slots": 4}, batch=0)
+        state.sync()
+    state.batch = 7
+    state.commit()
+    config, version = state.checkpointer.config, state.checkpointer.version
+    state.checkpointer.close()
+    atexit.unregister(state._close)
+    return {
+        "passes": optimizer.backward_passes_per_step,
+        "settings": (config.path, config.shm_dir, config.slots, config.local.every_seconds),
+        "version": version,
+    }
+
+
+def test_an_elastic_script_gives_its_settings_to_the_optimizer_too(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """They go to the state; what the state is given itself wins."""
+    place = Place.under(tmp_path, shm_dir)
+    for told in ranks(2, HOROVODRUN).run(by_an_elastic_script, place):
+        assert told == {
+            "passes": 2,
+            "settings": (place.path, place.shm, 4, 0),
+            "version": 1,
+        }
+
+
+def loads_its_own(place: Place, how: str) -> dict[str, Any]:
+    """A script with checkpoints of its own after the restore: one rank loads, and broadcasts."""
+    drop_in = importlib.import_module("horovod_ckpt.torch")
+    rank = horovod().rank()
+    root = 1 if how == "rank 1" else 0
+    events: list[Any] = []
+
+    def life(seed: int) -> tuple[Net, Any]:
+        torch.manual_seed(seed + rank)
+        model = Net(norm=torch.nn.BatchNorm1d)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        settings = {**SETTINGS, "path": place.path, "shm_dir": place.shm, "boundary": "explicit"}
+        settings["on_event"] = events.append
+        made = drop_in.DistributedOptimizer(plain, model.named_parameters(), **settings)
+        if seed == 1:
+            drop_in.broadcast_parameters(model.state_dict(), 0)
+        for _ in range(1 if seed == 1 else 0):
+            model(torch.randn(3, WIDTH)).square().sum().backward()
+            made.step()
+            made.checkpointer.step()
+        return model, made
+
+    def digest(model: Net, optimizer: Any) -> str:
+        momentum = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+        kept = {f"momentum {n}": tensor for n, tensor in enumerate(momentum)}
+        return exact.digest({**exact.parameters(model), **exact.buffers(model), **kept})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drop_in.DEFAULTS, "close_at_exit", False)
+        model, optimizer = life(seed=1)
+        optimizer.checkpointer.complete()
+        optimizer.checkpointer.abandon()
+        model, optimizer = life(seed=2)
+    restored = int(optimizer.checkpointer.restored)
+    if rank == root:
+        own = {n: torch.full_like(t, 7) for n, t in model.state_dict().items()}
+        if how == "through .data":
+            for name, param in model.named_parameters():
+                param.data.copy_(own[name])
+        elif how == "a part":
+            model.load_state_dict({n: t for n, t in own.items() if "weight" in n}, strict=False)
+        else:
+            model.load_state_dict(own)
+    drop_in.broadcast_parameters(model.state_dict(), root)
+    drop_in.broadcast_optimizer_state(optimizer, root)
+    drop_in.broadcast_parameters(model.state_dict(), root)
+    sevens = [name for name, param in model.named_parameters() if (param == 7).all()]
+    told = {
+        "restored": restored,
+        "parameters": exact.digest(exact.parameters(model)),
+        "all": digest(model, optimizer),
+        "sevens": len(sevens) / len(list(model.parameters())),
+        "warned": any("after the restore of v1" in e.text() for e in events if e.severity >= 30),
+    }
+    optimizer.checkpointer.close()
+    return told
+
+
+@pytest.mark.parametrize("how", ["rank 0", "rank 1", "through .data", "a part"])
+def test_what_the_script_loads_after_the_restore_is_every_ranks(
+    how: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Ranks do not go on with different weights: the last one to load wins on all of them."""
+    told = ranks(2, HOROVODRUN).run(loads_its_own, Place.under(tmp_path, shm_dir), how)
+    assert [each["restored"] for each in told] == [1, 1]
+    assert told[0]["parameters"] == told[1]["parameters"]
+    assert (told[0]["sevens"] == 1) == (how != "a part")
+    assert told[0]["sevens"] > 0
+    assert [each["warned"] for each in told] == [True, False]
+    if how in ("rank 0", "rank 1"):
+        assert told[0]["all"] == told[1]["all"]

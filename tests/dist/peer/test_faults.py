@@ -1,0 +1,163 @@
+"""Agents of real jobs are killed, and disks fill up, while versions are protected.
+
+What a node's loss then costs is never more than the versions since the last protected one, and the
+events say which those are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.peer.test_peer_level import (
+    PATIENCE_SECONDS,
+    lose,
+    place_of,
+    protected_at,
+    settings,
+)
+from tests.support.tmpfs import mount, unmount
+from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
+from tierckpt import _faults
+from tierckpt.format.ids import PAGE_BYTES, ParityKey, VersionId
+
+SCHEME = "partner"
+EARLIER, HIT = 2, 4
+VICTIM = 1
+PARITY = ParityKey(VersionId(1, HIT), VICTIM, 2).stem
+DISK_BYTES = 2 << 20
+
+# One that never meets the others is waited for a minute: test_peer_processes, with less patience.
+BEFORE_THE_END = [f"kill@peer:op={op},version={HIT}" for op in ("send", "write", "end")]
+AFTER_IT = [
+    f"kill@peer:op=commit,version={HIT}",
+    f"kill@file:op=rename,target={PARITY}.parity",
+    f"kill@file:op=rename,target={PARITY}.manifest",
+]
+
+
+@contextlib.contextmanager
+def agent_hit_by(rule: str, marks: str) -> Iterator[None]:
+    """Agents that this process starts have the rule; the process itself does not."""
+    os.environ[_faults.FAULTS_VARIABLE], os.environ[_faults.FIRED_VARIABLE] = rule, marks
+    try:
+        yield
+    finally:
+        del os.environ[_faults.FAULTS_VARIABLE], os.environ[_faults.FIRED_VARIABLE]
+
+
+def told_of(version: int, attached: Attached) -> None:
+    """Wait until this rank knows what became of the version on the peer level."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not any(version in attached.versions(name, "peer") for name in ("committed", "failed")):
+        assert time.monotonic() < deadline, [e.text() for e in attached.events]
+        time.sleep(0.01)
+        attached.ckpt._collect()
+
+
+def report(attached: Attached, course: dict[int, str]) -> dict[str, Any]:
+    failed = [e for e in attached.events if (e.name, e.level) == ("failed", "peer")]
+    return {
+        "course": course,
+        "protected": attached.versions("committed", "peer"),
+        "failed": [(e.version, e.message) for e in failed],
+        "local": attached.versions("committed", "local"),
+    }
+
+
+def killed_while_protecting(place: Place, rule: str, marks: str) -> dict[str, Any]:
+    """One agent is killed at the rule's point; then everything ends, as when power fails."""
+    with agent_hit_by(rule if rank() == VICTIM else "", marks):
+        job = make_job()
+        attached = attach(job, place, **settings(SCHEME))
+        course = train(job, attached.ckpt, range(EARLIER))
+        protected_at(EARLIER, attached)
+        course |= train(job, attached.ckpt, range(EARLIER, HIT))
+        attached.ckpt.save(now=True)
+        told_of(HIT, attached)
+        attached.ckpt.abandon()
+    return report(attached, course)
+
+
+def come_back(place: Place) -> dict[str, Any]:
+    job = make_job(seed=2)
+    attached = attach(job, place, memory_every_steps=0, **settings(SCHEME))
+    told = restored_into(job, attached)
+    attached.ckpt.abandon()
+    return told
+
+
+@pytest.mark.parametrize("rule", [*BEFORE_THE_END, *AFTER_IT])
+def test_an_agent_is_killed_and_its_node_is_lost(
+    rule: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place, marks = place_of(tmp_path, shm_dir), tmp_path / "marks"
+    marks.mkdir()
+    before = ranks(2).run(killed_while_protecting, place, rule, str(marks))
+    assert len(list(marks.iterdir())) == 1, "the kill never happened"
+    survivor, victim = before
+    assert "agent ended unexpectedly" in victim["failed"][0][1]
+    late = rule in AFTER_IT
+    if late:  # who has heard the end from all commits by itself
+        assert survivor["protected"] == [EARLIER, HIT]
+    else:
+        assert survivor["protected"] == [EARLIER]
+        assert f"rank {VICTIM}" in survivor["failed"][0][1]
+    lose(place, tmp_path, VICTIM)
+    expected = HIT if late else EARLIER
+    for number, told in enumerate(ranks(2).run(come_back, place)):
+        assert told["restored"] == (expected, {"local": 1, "peer": 1})
+        assert told["digest"] == before[number]["course"][expected]
+
+
+def with_a_disk_too_full_for_parity(place: Place, disk: str) -> dict[str, Any]:
+    """The next shard still fits onto the victim's disk, and its partner's copy does not."""
+    job = make_job()
+    attached = attach(job, place, **settings(SCHEME))
+    ckpt = attached.ckpt
+    course = train(job, ckpt, range(EARLIER))
+    protected_at(EARLIER, attached)
+    filler = Path(disk) / "somebody else's"
+    if rank() == VICTIM:
+        (shard,) = Path(disk).rglob("*.safetensors")
+        leave_only(filler, shard.stat().st_size * 3 // 2)
+    course |= train(job, ckpt, range(EARLIER, HIT))
+    ckpt.save(now=True)
+    told_of(HIT, attached)
+    filler.unlink(missing_ok=True)
+    ckpt.abandon()
+    return report(attached, course)
+
+
+def leave_only(filler: Path, nbytes: int) -> None:
+    """Fill the file system up but for so much."""
+    free = os.statvfs(filler.parent)
+    filler.write_bytes(bytes(free.f_bavail * free.f_frsize - nbytes // PAGE_BYTES * PAGE_BYTES))
+
+
+def test_a_disk_that_is_too_full_for_parity(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place, disk = place_of(tmp_path, shm_dir), tmp_path / f"node{VICTIM}"
+    disk.mkdir()
+    mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk))
+    try:
+        before = ranks(2).run(with_a_disk_too_full_for_parity, place, str(disk))
+        assert [told["local"] for told in before] == [[EARLIER, HIT]] * 2
+        other, full = before
+        assert other["protected"] == [EARLIER, HIT], "its own disk has room"
+        assert full["protected"] == [EARLIER]
+        ((version, message),) = full["failed"]
+        assert version == HIT
+        assert "No space left on device" in message
+        assert "training goes on" in message
+        lose(place, tmp_path, 1 - VICTIM)  # whose copy of v4 is what did not fit
+        for number, told in enumerate(ranks(2).run(come_back, place)):
+            assert told["restored"] == (EARLIER, {"local": 1, "peer": 1})
+            assert told["digest"] == before[number]["course"][EARLIER]
+    finally:
+        unmount(disk)

@@ -1,0 +1,129 @@
+"""Three nodes with networks of their own; one is cut off, lost, or slowed in mid-exchange.
+
+Real network namespaces on a bridge. Making them takes root; without it, the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.net_nodes import NodeProcess, made_network, narrowed
+from tests.support.peer_shards import Members, nothing_of
+from tierckpt.erasure.codes import Code
+from tierckpt.testing.network import Network
+
+CODE = Code(3, 2, 1)
+LENGTHS = [6 << 20] * 3
+VICTIM = 1
+SLOW_BYTES_PER_SECOND = 2.5e6
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    made = made_network(3)
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "nodes"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[NodeProcess]]:
+    """Those that a test has started."""
+    started: list[NodeProcess] = []
+    yield started
+    for node in started:
+        node.kill()
+
+
+def start(network: Network, folder: Path, number: int, stall: float, rule: str = "") -> NodeProcess:
+    plan = {"lengths": LENGTHS, "k": CODE.k, "m": CODE.m}
+    plan |= {"join_seconds": 60.0, "stall_seconds": stall}
+    told = [str(folder), json.dumps(plan), str(number), network.address(number)]
+    return NodeProcess(network, number, ["tests.support.peer_processes", *told], rule, folder)
+
+
+def begin_and_stop(
+    network: Network, folder: Path, nodes: list[NodeProcess], stall: float
+) -> list[Any]:
+    """Start all, begin v1, and return the addresses once the victim stands still in its middle."""
+    rule = f"stop@peer:op=send,member={VICTIM},version=1,hit=4"
+    nodes += [start(network, folder, i, stall, rule) for i in range(3)]
+    addresses = [node.heard() for node in nodes]
+    for node in nodes:
+        node.tell([1, addresses])
+    nodes[VICTIM].wait_stopped()
+    return addresses
+
+
+def protect(folder: Path, nodes: list[NodeProcess], version: int, addresses: list[Any]) -> None:
+    """All protect a version, and any one is rebuilt from it."""
+    for node in nodes:
+        node.tell([version, addresses])
+    assert [node.heard() for node in nodes] == [None] * 3
+    check(folder, version)
+
+
+def check(folder: Path, version: int) -> None:
+    members = Members(folder, CODE, LENGTHS)
+    assert sorted(members.parities(version)) == [0, 1, 2]
+    for lost in range(3):
+        assert members.rebuilt({lost}, version) == {lost: members.image(lost, version)}
+
+
+def name_of(address: list[Any]) -> str:
+    return ":".join(map(str, address))
+
+
+def test_a_node_that_is_cut_off_is_named_and_comes_back(
+    network: Network, folder: Path, nodes: list[NodeProcess]
+) -> None:
+    addresses = begin_and_stop(network, folder, nodes, stall=4.0)
+    network.cut(VICTIM)
+    nodes[VICTIM].go_on()
+    errors = [node.heard() for node in nodes]
+    for number in (0, 2):
+        assert name_of(addresses[VICTIM]) in errors[number], errors
+    assert "for 4 s" in errors[VICTIM]
+    assert nothing_of(folder, 1)
+    network.mend(VICTIM)
+    protect(folder, nodes, 2, addresses)
+
+
+def test_a_node_that_loses_power_is_named_and_a_spare_takes_its_place(
+    network: Network, folder: Path, nodes: list[NodeProcess]
+) -> None:
+    """Nobody says goodbye for it, as the kernel of a killed process would."""
+    addresses = begin_and_stop(network, folder, nodes, stall=4.0)
+    network.cut(VICTIM)
+    nodes[VICTIM].kill()
+    for number in (0, 2):
+        error = nodes[number].heard()
+        assert name_of(addresses[VICTIM]) in error, error
+    assert Members(folder, CODE, LENGTHS).parities(1) == {}
+    network.mend(VICTIM)
+    nodes[VICTIM] = start(network, folder, VICTIM, stall=20.0)
+    spare = nodes[VICTIM].heard()
+    assert spare != addresses[VICTIM]
+    addresses[VICTIM] = spare
+    protect(folder, nodes, 2, addresses)
+
+
+def test_a_node_that_is_slow_makes_it_late_and_nothing_else(
+    network: Network, folder: Path, nodes: list[NodeProcess]
+) -> None:
+    begin_and_stop(network, folder, nodes, stall=20.0)
+    with narrowed(network, VICTIM, SLOW_BYTES_PER_SECOND):
+        nodes[VICTIM].go_on()
+        assert [node.heard() for node in nodes] == [None] * 3
+    check(folder, 1)

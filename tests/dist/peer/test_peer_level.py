@@ -1,0 +1,366 @@
+"""The peer level: a node that is lost with its disk and memory is rebuilt from the others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import exact
+from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
+from tierckpt.erasure.parity_manifest import ParityManifest
+from tierckpt.errors import ConfigError, RestoreError
+from tierckpt.format.manifest import Manifest
+from tierckpt.restore import rebuild
+from tierckpt.restore.shard_image import Image
+from tierckpt.storage.local.store import LocalStore
+
+EARLIER, STEPS = 3, 7
+PATIENCE_SECONDS = 60.0
+
+
+def settings(scheme: str, node: int | None = None) -> dict[str, Any]:
+    return {
+        "node": f"node{rank() if node is None else node}",
+        "peer_redundancy": scheme,
+        "peer_interface": "lo",
+        "local_every_steps": 100,
+        "local_every_seconds": 0,
+        "slots": 3,
+        "when_busy": "wait",
+    }
+
+
+def leave_behind(place: Place, scheme: str) -> dict[str, Any]:
+    """Train, and end as a crash would, with the newest version protected."""
+    job = make_job()
+    attached = attach(job, place, **settings(scheme))
+    ckpt = attached.ckpt
+    course = train(job, ckpt, range(EARLIER))
+    protected_at(EARLIER, attached)
+    course |= train(job, ckpt, range(EARLIER, STEPS))
+    protected_at(STEPS, attached)
+    replicated = exact.digest(job.replicated())
+    ckpt.abandon()
+    return {
+        "course": course,
+        "replicated": replicated,
+        "complaints": [e.text() for e in attached.events if e.severity > 30],
+    }
+
+
+def protected_at(version: int, attached: Attached) -> None:
+    """Save, and wait for the agents; every rank is the first of its node."""
+    attached.ckpt.save(now=True)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while version not in attached.versions("committed", "peer"):
+        assert time.monotonic() < deadline, [e.text() for e in attached.events]
+        time.sleep(0.01)
+        attached.ckpt._collect()
+
+
+def come_back(place: Place, scheme: str) -> dict[str, Any]:
+    job = make_job(seed=2)
+    attached = attach(job, place, memory_every_steps=0, **settings(scheme))
+    told = restored_into(job, attached)
+    train(job, attached.ckpt, range(STEPS, STEPS + 2))
+    attached.ckpt.close()
+    return told
+
+
+def place_of(tmp_path: Path, shm_dir: Path) -> Place:
+    return Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
+
+
+def lose(place: Place, tmp_path: Path, *nodes: int) -> None:
+    """These nodes' disks are gone, and the memory of all: everything was switched off."""
+    for node in nodes:
+        shutil.rmtree(tmp_path / f"node{node}")
+    shutil.rmtree(place.shm)
+    Path(place.shm).mkdir()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "lost"),
+    [("xor", (1,)), ("partner", (0,)), ("partner 2", (0, 2)), ("rs 1+2", (1, 2))],
+)
+def test_what_the_scheme_promises_comes_back_bit_for_bit(
+    scheme: str, lost: tuple[int, ...], ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, scheme)
+    assert [told["complaints"] for told in before] == [[]] * 3
+    lose(place, tmp_path, *lost)
+    after = ranks(3).run(come_back, place, scheme)
+    for number, told in enumerate(after):
+        assert told["restored"] == (STEPS, {"local": 3 - len(lost), "peer": len(lost)})
+        assert told["rejected"] == ()
+        assert told["digest"] == before[number]["course"][STEPS]
+        assert told["replicated"] == before[0]["replicated"]
+
+
+def groups_of_parity(place: Place, sizes: dict[str, int]) -> list[tuple[int, ...]]:
+    """The groups whose parity is on this node, after a version."""
+    attached = attach(make_job(), place, **settings("xor"), **sizes)
+    protected_at(0, attached)
+    store = LocalStore(attached.ckpt.config.directory)
+    found = [ParityManifest.decode(store.read_manifest(key)).group for key in store.parities()]
+    attached.ckpt.abandon()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_groups_are_as_large_as_is_set(
+    size: int | None, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    sizes = {} if size is None else {"peer_group_size": size}
+    place = place_of(tmp_path, shm_dir)
+    groups = [set(theirs[0]) for theirs in ranks(4).run(groups_of_parity, place, sizes)]
+    assert [len(group) for group in groups] == [size or 4] * 4
+    assert all(number in group for number, group in enumerate(groups))
+    assert set().union(*groups) == {0, 1, 2, 3}
+
+
+def come_back_without_room(place: Place, poor: int) -> tuple[str, bool, dict[str, Any]]:
+    """One rank has no memory for what it is to make; then it has."""
+
+    def no_room(manifest: Manifest) -> Image:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    job = make_job(seed=2)
+    attached = attach(job, place, memory_every_steps=0, **settings("xor"))
+    before = job.digest()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == poor:
+            patch.setattr(rebuild, "in_memory", no_room)
+        with pytest.raises(RestoreError) as refusal:
+            attached.ckpt.restore()
+    untouched = job.digest() == before
+    told = restored_into(job, attached)
+    attached.ckpt.close()
+    return str(refusal.value), untouched, told
+
+
+def test_a_rank_without_memory_for_what_it_is_to_make_leaves_nobody_waiting(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, "xor")
+    lose(place, tmp_path, 1)
+    for number, (why, untouched, told) in enumerate(ranks(3).run(come_back_without_room, place, 1)):
+        assert f"v{STEPS} " in why
+        assert "cannot be rebuilt: rank 1 has no memory for shard 1" in why
+        assert untouched
+        assert told["digest"] == before[number]["course"][STEPS]
+
+
+def save_every_step(place: Place) -> tuple[int, int | None]:
+    """How many manifests are on this node's disk at last; the newest version known protected."""
+    job = make_job()
+    attached = attach(job, place, **settings("xor"))
+    for step in range(6):
+        train(job, attached.ckpt, range(step, step + 1))
+        protected_at(step + 1, attached)
+    safe = attached.ckpt._agreement.peer.safe
+    attached.ckpt.close()
+    return len(list(Path(attached.ckpt.config.directory).glob("*.manifest"))), safe and safe.version
+
+
+def test_versions_that_are_all_taken_on_demand_are_retired_too(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """At a save all is settled between boundaries; what other nodes have must be learned, too."""
+    for kept, safe in ranks(3).run(save_every_step, place_of(tmp_path, shm_dir)):
+        assert safe is not None
+        assert safe >= 4
+        assert kept <= 6, "shards and parities of three versions"
+
+
+def save_without_pause(place: Place) -> list[set[str]]:
+    """Save versions faster than they are protected, and close; what is on this node's disk then,
+    shards and parity."""
+    job = make_job()
+    attached = attach(job, place, **settings("rs 2+1"), local_keep_last=1)
+    for step in range(6):
+        train(job, attached.ckpt, range(step, step + 1))
+        attached.ckpt.save(now=True)
+    store = LocalStore(attached.ckpt.config.directory)
+    attached.ckpt.close()
+    return [{key.id.version for key in kind} for kind in (store.keys(), store.parities())]
+
+
+def test_what_is_protected_when_the_job_ends_frees_what_was_kept_until_then(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """No boundary comes any more that would."""
+    for kept in ranks(3).run(save_without_pause, place_of(tmp_path, shm_dir)):
+        assert kept == [{6}, {6}]
+
+
+def test_more_than_that_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = place_of(tmp_path, shm_dir)
+    ranks(3).run(leave_behind, place, "xor")
+    lose(place, tmp_path, 0, 2)
+    said = f"has none any more: what was found: 1 of 3 shards of v{STEPS}, shards 0, 2 missing"
+    with pytest.raises(AssertionError, match=said):
+        ranks(3).run(come_back, place, "xor")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "lost", "left", "then"),
+    [("xor", 1, 2, "xor"), ("rs 3+2", 2, 3, "rs 1+2")],
+)
+def test_on_fewer_ranks_too(
+    scheme: str, lost: int, left: int, then: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(left + lost).run(leave_behind, place, scheme)
+    lose(place, tmp_path, *range(left, left + lost))
+    for told in ranks(left).run(come_back, place, then):
+        assert told["restored"] == (STEPS, {"local": left, "peer": lost})
+        assert told["replicated"] == before[0]["replicated"]
+
+
+@pytest.mark.parametrize(("kind", "why"), [("flipped", "checksum"), ("cut", "truncated")])
+def test_damaged_parity_is_not_used(
+    kind: str, why: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, "partner")
+    lose(place, tmp_path, 0)
+    for node in ("node1", "node2"):  # one of them has the copy of what is lost
+        newest = max((tmp_path / node / "ckpts").glob("*.parity"))
+        damaged = bytearray(newest.read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        newest.write_bytes(damaged if kind == "flipped" else damaged[: len(damaged) // 2])
+    after = ranks(3).run(come_back, place, "partner")
+    for number, told in enumerate(after):
+        assert told["restored"] == (EARLIER, {"local": 2, "peer": 1})
+        assert why in told["rejected"][0]
+        assert told["digest"] == before[number]["course"][EARLIER]
+
+
+def refused(place: Place) -> str:
+    with pytest.raises(ConfigError) as caught:
+        attach(make_job(), place, **settings("rs 4+2"))
+    return str(caught.value)
+
+
+def test_what_cannot_be_protected_is_an_error_at_the_start(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for text in ranks(3).run(refused, place_of(tmp_path, shm_dir)):
+        assert "6 failure domains" in text
+        assert "the job has 3" in text
+
+
+def come_back_unprotected(place: Place, scheme: str, steps: range) -> dict[str, Any]:
+    """Restore what the scheme promised, go on, and end as a crash would."""
+    job = make_job(seed=2)
+    attached = attach(job, place, memory_every_steps=0, **settings(scheme))
+    told = restored_into(job, attached)
+    told["complaints"] = [e.text() for e in attached.events if e.severity > 30]
+    train(job, attached.ckpt, steps)
+    attached.ckpt.abandon()
+    return told
+
+
+def test_a_scheme_that_needs_the_lost_node_does_not_forbid_the_restart(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """No spare is there. What was protected is rebuilt, as often as it takes, and it is said that
+    nothing new is protected."""
+    place, scheme = place_of(tmp_path, shm_dir), "rs 1+2"
+    before = ranks(3).run(leave_behind, place, scheme)
+    lose(place, tmp_path, 2)
+    for _ in range(2):
+        after = ranks(2).run(come_back_unprotected, place, scheme, range(STEPS, STEPS + 2))
+        for told in after:
+            assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+            assert told["replicated"] == before[0]["replicated"]
+        (complaint,) = after[0]["complaints"]
+        assert "the peer level is off: rs 1+2 needs 3 failure domains per group" in complaint
+        assert "the job has 2" in complaint
+        assert "So use partner 1" in complaint
+        assert "new versions are lost with a node's disk" in complaint
+        assert after[1]["complaints"] == [], "said once"
+        shutil.rmtree(place.shm)  # the nodes were switched off, too
+        Path(place.shm).mkdir()
+
+
+def test_a_damaged_shard_is_rebuilt(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, "xor")
+    lose(place, tmp_path)
+    newest = max((tmp_path / "node1" / "ckpts").glob("*.safetensors"))
+    damaged = bytearray(newest.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    newest.write_bytes(damaged)
+    for number, told in enumerate(ranks(3).run(come_back, place, "xor")):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+        assert "checksum" in told["rejected"][0]
+        assert told["digest"] == before[number]["course"][STEPS]
+
+
+def replaced(place: Place, scheme: str) -> dict[str, Any]:
+    """One agent is killed between two versions that are protected."""
+    job = make_job()
+    attached = attach(job, place, **settings(scheme))
+    ckpt = attached.ckpt
+    train(job, ckpt, range(EARLIER))
+    protected_at(EARLIER, attached)
+    pid = ckpt._agent.pid
+    assert pid is not None
+    if rank() == 1:
+        os.kill(pid, signal.SIGKILL)
+    train(job, ckpt, range(EARLIER, STEPS))
+    protected_at(STEPS, attached)
+    ckpt.abandon()
+    return {"starts": ckpt._agent.starts, "replicated": exact.digest(job.replicated())}
+
+
+def test_an_agent_that_takes_the_place_of_a_dead_one_meets_the_others(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(replaced, place, "xor")
+    assert [told["starts"] for told in before] == [1, 2, 1]
+    lose(place, tmp_path, 0)
+    for told in ranks(3).run(come_back, place, "xor"):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+        assert told["replicated"] == before[0]["replicated"]
+
+
+def go_on_without_peers(place: Place, steps: range) -> list[int]:
+    """Restore what there is, make a version durable that nobody protects, and crash; the versions
+    whose parity is on this node then."""
+    job = make_job()
+    attached = attach(job, place, **settings("xor"))
+    ckpt = attached.ckpt
+    peers: Any = ckpt._levels.peers
+    peers.ready, peers.meet = False, lambda *_: None  # no agent gets through to another
+    ckpt.restore()
+    train(job, ckpt, steps)
+    ckpt.save(now=True)
+    ckpt.abandon()
+    return [key.id.version for key in LocalStore(ckpt.config.directory).parities()]
+
+
+def test_what_is_protected_stays_over_lives_until_something_newer_is(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = place_of(tmp_path, shm_dir)
+    before = ranks(3).run(leave_behind, place, "xor")
+    for steps in (range(STEPS, STEPS + 2), range(STEPS + 2, STEPS + 4)):
+        kept = ranks(3).run(go_on_without_peers, place, steps)
+        assert all(STEPS in versions for versions in kept), kept
+    lose(place, tmp_path, 1)
+    for number, told in enumerate(ranks(3).run(come_back, place, "xor")):
+        assert told["restored"] == (STEPS, {"local": 2, "peer": 1})
+        assert told["digest"] == before[number]["course"][STEPS]

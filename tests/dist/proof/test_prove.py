@@ -1,0 +1,54 @@
+"""`tierckpt prove` under launchers: the very command that a user gives."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.horovod_here import horovod_missing
+from tests.support.thorough import on_demand
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = str(ROOT / "tests" / "provescript.py")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", "--gloo", "--network-interfaces", "lo")
+
+
+def prove(command: tuple[str, ...], folder: Path, shm_dir: Path) -> str:
+    """Its output; it exits with 0."""
+    line = [sys.executable, "-m", "tierckpt", "prove", "--steps", "3", "--", *command]
+    environment = {**os.environ, "TIERCKPT_SHM_DIR": str(shm_dir), "TMPDIR": str(folder)}
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
+    logs = [f"{log}:\n{log.read_text()}" for log in folder.rglob("log")]
+    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
+    return done.stdout
+
+
+def test_torchrun_with_a_loop_that_nobody_touched(tmp_path: Path, shm_dir: Path) -> None:
+    """torchrun itself starts the killed processes again; nothing is left of it all. The scheduler
+    was not given, and steps at the end of an epoch, which shows in none of these steps: that is
+    said."""
+    command = (sys.executable, *TORCHRUN, "--max-restarts", "3", SCRIPT, "wrap")
+    out = prove(command, tmp_path, shm_dir)
+    assert "exact: killed with SIGKILL at step 5, resumed from " in out
+    assert "to 8 are bit for bit as in the run that was not killed (2 ranks, 11 tensors" in out
+    assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer 'opti" in out
+    assert "Give it along: extra={'schedule': schedule}" in out
+    assert "not compared: no epoch ended before the kill" in out
+    assert re.search(r"give --epochs, or --kill-after \d+ --steps \d+\n", out)
+    assert [*tmp_path.glob("tierckpt-*")] == []
+    assert [*shm_dir.rglob("r0*")] == []
+
+
+@on_demand("half a minute; a job that is started again after a kill is in tests/store, too")
+@pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
+def test_horovodrun(tmp_path: Path, shm_dir: Path) -> None:
+    """It ends with what was killed, and is started again."""
+    out = prove((sys.executable, *HOROVODRUN, sys.executable, SCRIPT, "exact"), tmp_path, shm_dir)
+    assert "(2 ranks, 11 tensors" in out
+    assert [*tmp_path.glob("tierckpt-*")] == []

@@ -1,0 +1,421 @@
+"""What is restored is one version, the same on all ranks, wherever they run and however many."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tierckpt
+import tierckpt.coordination.settings_check
+from tests.support import exact
+from tests.support.training import (
+    Net,
+    Place,
+    attach,
+    crash_after,
+    make_job,
+    rank,
+    train,
+    working_in,
+)
+
+normed = partial(Net, norm=nn.BatchNorm1d)
+VERSION = 4
+
+
+class Position:
+    """A data loader's place, each rank's own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+# --- another world size --------------------------------------------------------------------------
+
+
+def leave_behind(place: Place, local: bool) -> tuple[str, list[str]]:
+    """Train, crash, and tell what was at the last boundary: all of it, and each rank's own."""
+    job = make_job(net=normed, broadcast_buffers=False)
+    position = Position()
+    extra = {"position": position}
+    every = {"local_every_steps": VERSION} if local else {}
+    attached = attach(job, place, extra_per_rank=extra, **every)
+    train(job, attached.ckpt, range(VERSION - 1))
+    job.iterate(VERSION - 1)
+    position.at = 100 + rank()
+    attached.ckpt.step()
+    replicated = exact.digest(job.replicated())
+    own = [exact.digest(exact.buffers(job.bare)), exact.digest(exact.streams())]
+    job.iterate(VERSION)
+    attached.ckpt.abandon()
+    return replicated, own
+
+
+def take_up(place: Place) -> dict[str, Any]:
+    job = make_job(net=normed, broadcast_buffers=False, seed=2)
+    position = Position()
+    position.at = -1
+    attached = attach(job, place, extra_per_rank={"position": position})
+    restored = attached.ckpt.restore()
+    told = {
+        "restored": (int(restored), restored.version, restored.levels),
+        "replicated": exact.digest(job.replicated()),
+        "own": [exact.digest(exact.buffers(job.bare)), exact.digest(exact.streams())],
+        "position": position.at,
+        "notices": [e.message for e in attached.events if e.name == "notice"],
+    }
+    # Life goes on, with another number of shards.
+    train(job, attached.ckpt, range(restored, restored + 3))
+    told["course"] = exact.digest(job.replicated())
+    attached.ckpt.close()
+    return told
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["memory", "local"])
+@pytest.mark.parametrize(("before", "now"), [(2, 2), (2, 1), (1, 2), (3, 2), (2, 3)])
+def test_any_number_of_ranks_can_go_on(
+    before: int, now: int, local: bool, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    left = ranks(before).run(leave_behind, place, local)
+    if local:
+        shutil.rmtree(next(shm_dir.iterdir()))
+    told = ranks(now).run(take_up, place)
+    level = "local" if local else "memory"
+    assert len({t["course"] for t in told}) == 1
+    for number, found in enumerate(told):
+        assert found["restored"] == (VERSION, VERSION, {level: before})
+        assert found["replicated"] == left[0][0]
+        buffers, streams = left[number % before][1]
+        assert found["own"][0] == buffers
+        if number < before:
+            assert found["own"][1] == streams
+        if before == now:
+            assert found["position"] == 100 + number
+            assert found["notices"] == []
+        else:
+            assert found["position"] == -1
+            assert any("position" in text for text in found["notices"])
+    assert len({t["own"][1] for t in told}) == now, "no two ranks have the same random stream"
+    assert place.segments() == []
+
+
+# --- ranks on machines of their own --------------------------------------------------------------
+
+
+def on_hosts(root: Path, hosts: list[int], crash: bool) -> dict[str, Any]:
+    """Rank r runs on machine `hosts[r]`, which has its own disk, memory and name.
+
+    Settings are alike on all ranks, so the paths are relative, and machines are folders.
+    """
+    host = hosts[rank()]
+    with working_in(root / f"host{host}"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tierckpt.coordination.settings_check, "host_id", lambda node: f"host{host}")
+        patch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
+        Path("memory").mkdir(exist_ok=True)
+        place = Place("disk", "memory")
+        if crash:
+            job = make_job()
+            attached = attach(job, place, local_every_steps=2)
+            attached.ckpt._agent.wait(None)
+            course = train(job, attached.ckpt, range(2))
+            job.iterate(2)
+            attached.ckpt._agent.wait(None)
+            attached.ckpt.step()
+            course[3] = job.digest()
+            job.iterate(3)
+            attached.ckpt.abandon()
+            return {"course": course, "replicated": exact.digest(job.replicated())}
+        job = make_job(seed=2)
+        attached = attach(job, place)
+        restored = attached.ckpt.restore()
+        told = {
+            "restored": (restored.version, restored.levels),
+            "digest": job.digest(),
+            "replicated": exact.digest(job.replicated()),
+            "complaints": [e.text() for e in attached.events if e.severity > 20],
+        }
+        attached.ckpt.abandon()
+        return told
+
+
+def test_machines_that_share_nothing_send_each_other_their_shards(
+    ranks: Any, tmp_path: Path
+) -> None:
+    left = ranks(2).run(on_hosts, tmp_path, [0, 1], True)
+    for number, told in enumerate(ranks(2).run(on_hosts, tmp_path, [0, 1], False)):
+        assert told["restored"] == (3, {"memory": 2})
+        assert told["digest"] == left[number]["course"][3]
+        assert told["complaints"] == []
+
+
+def test_a_rank_may_come_back_on_another_machine(ranks: Any, tmp_path: Path) -> None:
+    """Shards are named by what they hold, not by where or by whom they were written."""
+    left = ranks(2).run(on_hosts, tmp_path, [0, 1], True)
+    for number, told in enumerate(ranks(2).run(on_hosts, tmp_path, [1, 0], False)):
+        assert told["restored"] == (3, {"memory": 2})
+        assert told["digest"] == left[number]["course"][3]
+
+
+def test_a_machine_that_was_rebooted_has_its_disk(ranks: Any, tmp_path: Path) -> None:
+    """Version 3 was in memory only; version 2 is complete: on disk there, anywhere here."""
+    left = ranks(2).run(on_hosts, tmp_path, [0, 1], True)
+    # Its agent may be about to leave, and remove its own things meanwhile.
+    shutil.rmtree(tmp_path / "host1" / "memory", ignore_errors=True)
+    for number, told in enumerate(ranks(2).run(on_hosts, tmp_path, [0, 1], False)):
+        assert told["restored"][0] == 2
+        assert told["restored"][1]["local"] >= 1
+        assert told["digest"] == left[number]["course"][2]
+
+
+def test_more_machines_than_before(ranks: Any, tmp_path: Path) -> None:
+    left = ranks(2).run(on_hosts, tmp_path, [0, 1], True)
+    told = ranks(3).run(on_hosts, tmp_path, [2, 1, 0], False)
+    assert {t["restored"][0] for t in told} == {3}
+    assert [t["digest"] for t in told[:2]] == [side["course"][3] for side in left]
+    assert len({t["replicated"] for t in told}) == 1
+
+
+def test_without_one_of_the_machines_nothing_is_made_up(ranks: Any, tmp_path: Path) -> None:
+    """No version is complete any more; nor did any rank learn that one was on all disks."""
+    ranks(2).run(on_hosts, tmp_path, [0, 1], True)
+    shutil.rmtree(tmp_path / "host1", ignore_errors=True)  # an agent that ends tidies up there
+    told = ranks(2).run(on_hosts, tmp_path, [0, 1], False)
+    assert [t["restored"] for t in told] == [(0, {}), (0, {})]
+    said = (
+        "what was found: 1 of 2 shards of v3, shard 1 missing; 1 of 2 shards of v2, shard 1 missing"
+    )
+    assert [sum(said in text for text in t["complaints"]) for t in told] == [1, 1]
+
+
+def test_shards_of_two_lives_are_counted_apart(ranks: Any, tmp_path: Path) -> None:
+    """Two jobs of one path, on machines that saw nothing of each other; then one of each comes."""
+    for hosts in ([0, 2], [3, 1]):
+        ranks(2).run(on_hosts, tmp_path, hosts, True)
+    told = ranks(2).run(on_hosts, tmp_path, [0, 1], False)
+    assert [t["restored"] for t in told] == [(0, {}), (0, {})]
+    first, second = (
+        rf"1 of 2 shards of v3 of life \w+ \(on \S+\), shard {n} missing" for n in "01"
+    )
+    for text in (" ".join(t["complaints"]) for t in told):
+        assert "2 of 2 shards" not in text
+        assert re.search(f"({first}; {second}|{second}; {first}); ", text), text
+        assert "shards of different lives of the job are no version together" in text
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def leave_versions_on_disk(place: Place) -> dict[int, str]:
+    job = make_job()
+    attached = attach(job, place, local_every_steps=1000, local_keep_last=4)
+    course = {}
+    for version in range(1, 4):
+        course.update(train(job, attached.ckpt, range(version - 1, version)))
+        attached.ckpt.save(now=True)
+    attached.ckpt.abandon()
+    return course
+
+
+def restore_what_is_sound(place: Place, version: int | None = None) -> dict[str, Any]:
+    job = make_job(seed=2)
+    untouched = job.digest()
+    attached = attach(job, place)
+    try:
+        restored = attached.ckpt.restore(version)
+    except tierckpt.TierckptError as error:
+        return {"error": f"{type(error).__name__}: {error}", "same": job.digest() == untouched}
+    finally:
+        attached.ckpt.abandon()
+    return {
+        "restored": (restored.version, restored.levels),
+        "digest": job.digest(),
+        "rejected": restored.rejected,
+        "loud": len([e for e in attached.events if e.severity >= 40]),
+    }
+
+
+def flip_a_bit(file: Path, at: float) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(at * len(data))] ^= 16
+    file.write_bytes(data)
+
+
+def shard_of(place: Place, version: int, number: int) -> Path:
+    (file,) = Path(place.path).glob(f"v{version:010d}.*.s{number:05d}of*.safetensors")
+    return file
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("at", [0.01, 0.5, 0.999])
+def test_a_damaged_shard_takes_all_ranks_to_the_version_before(
+    number: int, at: float, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    left = ranks(2).run(leave_versions_on_disk, place)
+    shutil.rmtree(next(shm_dir.iterdir()))
+    flip_a_bit(shard_of(place, 3, number), at)
+    told = ranks(2).run(restore_what_is_sound, place)
+    for each, course in zip(told, left, strict=True):
+        assert each["restored"] == (2, {"local": 2})
+        assert each["digest"] == course[2]
+        (text,) = each["rejected"]
+        assert f"v3 shard {number} of 2" in text
+    assert [t["loud"] for t in told] == [1, 0]
+
+
+def test_truncated_here_and_missing_there(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    left = ranks(2).run(leave_versions_on_disk, place)
+    shutil.rmtree(next(shm_dir.iterdir()))
+    file = shard_of(place, 3, 0)
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size // 2)
+    shard_of(place, 2, 1).unlink()
+    for told, course in zip(ranks(2).run(restore_what_is_sound, place), left, strict=True):
+        assert told["restored"] == (1, {"local": 2})
+        assert told["digest"] == course[1]
+        assert len(told["rejected"]) == 2
+
+
+def test_a_damaged_slot_is_replaced_by_the_file(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    left = ranks(2).run(leave_versions_on_disk, place)
+    for slot in place.segments():
+        if slot.name.startswith("r00001."):
+            flip_a_bit(slot, 0.6)
+    for told, course in zip(ranks(2).run(restore_what_is_sound, place), left, strict=True):
+        assert told["restored"] == (3, {"memory": 1, "local": 1})
+        assert told["digest"] == course[3]
+
+
+def test_a_version_asked_for_that_is_not_there_is_an_error_on_all_ranks(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    left = ranks(2).run(leave_versions_on_disk, place)
+    for told in ranks(2).run(restore_what_is_sound, place, 7):
+        assert told["error"].startswith("RestoreError")
+        assert told["same"]
+    for told, course in zip(ranks(2).run(restore_what_is_sound, place, 1), left, strict=True):
+        assert (told["restored"][0], told["digest"]) == (1, course[1])
+
+
+# --- mismatches ----------------------------------------------------------------------------------
+
+
+def restore_into_another(what: str, place: Place) -> tuple[str, bool, bool]:
+    crash_after(job := make_job(), attach(job, place), 3)
+    nets = {"another layer": partial(Net, layers=5), "a branch": partial(Net, branch=True)}
+    optimizers = {"another optimizer": torch.optim.SGD}
+    job = make_job(
+        net=nets.get(what, Net), optimizer=optimizers.get(what, torch.optim.Adam), seed=2
+    )
+    position = Position()
+    given_here = {"position": position} if what == "an extra on rank 1" and rank() == 1 else {}
+    attached = attach(job, place, extra_per_rank=given_here)
+    before = job.digest()
+    with pytest.raises(tierckpt.StateMismatchError) as caught:
+        attached.ckpt.restore()
+    untouched = job.digest() == before
+    attached.ckpt.abandon()
+    return str(caught.value), untouched, dist.get_rank() == rank()
+
+
+class Choosy(Position):
+    """Does not take what it gave."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("nope")
+
+
+def restore_what_an_object_refuses(place: Place) -> tuple[str, bool]:
+    job = make_job()
+    crash_after(job, attach(job, place, extra_per_rank={"position": Position()}), 3)
+    again = make_job(seed=2)
+    taker = Choosy() if rank() == 1 else Position()
+    attached = attach(again, place, extra_per_rank={"position": taker})
+    with pytest.raises(tierckpt.StateTornError) as caught:
+        attached.ckpt.restore()
+    attached.ckpt.abandon()
+    return str(caught.value), attached.ckpt.state.torn
+
+
+def test_an_object_that_does_not_take_its_state_is_an_error_on_all_ranks(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Rank 0 would train on alone."""
+    place = Place.under(tmp_path, shm_dir)
+    zero, one = ranks(2).run(restore_what_an_object_refuses, place)
+    assert (zero[1], one[1]) == (False, True), "what is whole, and what is not"
+    for text in (zero[0], one[0]):
+        assert "rank 1: extra_per_rank['position'], a Choosy, did not take its state" in text
+        assert "KeyError: 'nope'" in text
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("another layer", "model/body.12.weight"),
+        ("a branch", "model/branch.weight"),
+        ("another optimizer", "was a Adam, now it is a SGD"),
+        ("an extra on rank 1", "position"),
+    ],
+)
+def test_another_structure_is_an_error_on_all_ranks(
+    what: str, named: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    for text, untouched, _ in ranks(2).run(
+        restore_into_another, what, Place.under(tmp_path, shm_dir)
+    ):
+        assert named in text
+        assert untouched
+
+
+# --- going back ----------------------------------------------------------------------------------
+
+
+def go_back_and_on(place: Place) -> tuple[Any, ...]:
+    """A loss that exploded: back to version 2, in the same process, and on from there."""
+    job = make_job()
+    attached = attach(job, place, local_every_steps=1000, local_keep_last=9)
+    course = {}
+    for version in range(1, 5):
+        course.update(train(job, attached.ckpt, range(version - 1, version)))
+        attached.ckpt.save(now=True)
+    job.iterate(4)
+    restored = attached.ckpt.restore(version=2)
+    found = job.digest()
+    again = train(job, attached.ckpt, range(restored, 4))
+    attached.ckpt.save(now=True)
+    attached.ckpt.abandon()
+    job = make_job(seed=2)
+    second = attach(job, place)
+    newest = second.ckpt.restore()
+    end = job.digest()
+    second.ckpt.close()
+    return course, found, again, newest.version, end
+
+
+def test_a_job_can_go_back_and_take_the_way_again(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2).run(go_back_and_on, Place.under(tmp_path, shm_dir))
+    for course, found, again, newest, end in told:
+        assert found == course[2]
+        assert again == {3: course[3], 4: course[4]}
+        assert (newest, end) == (4, course[4])

@@ -1,0 +1,86 @@
+"""A job whose nodes share a directory has it as one; another one is refused on all of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.training import Place, attach, make_job, rank
+from tierckpt.errors import ConfigError
+from tierckpt.storage.local import directory_claim
+from tierckpt.storage.local.directory_claim import PREFIX, Claims
+from tierckpt.storage.memory.job_directory import JobBusyError, JobDirectory, job_id_of
+
+NODES = "ab"
+
+
+def refusal(place: Place) -> tuple[str, list[str]]:
+    """What is said, and whose claims are there then."""
+    directory_claim.HERE_SECONDS = 0.2
+    with pytest.raises(JobBusyError) as caught:
+        attach(make_job(), place, node=NODES[rank()], local_every_steps=1)
+    return str(caught.value), marks(Path(place.path))
+
+
+def stay(place: Place) -> list[str]:
+    attached = attach(make_job(), place, node=NODES[rank()], local_every_steps=1)
+    there = marks(Path(place.path))
+    attached.ckpt.close()
+    return there
+
+
+def marks(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir() if p.name.startswith(PREFIX))
+
+
+def test_a_job_of_two_nodes_is_refused_where_another_one_is(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    other = Claims(place.path, "0ther", 0, lambda *_: None)
+    assert other.stake() == ""
+    pool = ranks(len(NODES))
+    try:
+        told = pool.run(refusal, place)
+    finally:
+        other.release()
+    assert [text for text, _ in told] == [told[0][0]] * len(NODES)
+    assert "another job is at work" in told[0][0]
+    assert [there for _, there in told] == [[f"{PREFIX}0ther.0"]] * len(NODES)
+    for there in pool.run(stay, place):
+        tokens = {name.split(".")[2] for name in there}
+        assert (len(there), len(tokens)) == (len(NODES), 1)
+    assert marks(Path(place.path)) == []
+
+
+# --- what is in the way in memory ----------------------------------------------------------------
+
+OBSTACLES: dict[str, Callable[[Path], object]] = {
+    "a directory": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path),
+}
+
+
+def told(place: Place) -> str:
+    with pytest.raises(ConfigError) as caught:
+        attach(make_job(), place, local_every_steps=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["r00001.0", "r00001.lock"])
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_is_in_the_way_of_one_rank_is_told_by_all(
+    obstacle: str, name: str, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    job = JobDirectory.at(place.shm, job_id_of(place.path))
+    job.create()
+    OBSTACLES[obstacle](job.path / name)
+    texts = ranks(2).run(told, place)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("rank 1 cannot have its place")
+    assert str(job.path / name) in texts[0]
+    assert [path.name for path in job.path.iterdir()] == [name]

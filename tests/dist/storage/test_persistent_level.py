@@ -1,0 +1,242 @@
+"""The persistent level: flushed behind the training's back, and enough by itself to come back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import exact
+from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
+from tierckpt.agent.flusher import MOST_SUPERSEDED
+from tierckpt.storage.persistent import PersistentStore, Turns
+
+STEPS = 9
+PATIENCE_SECONDS = 60.0
+
+
+def settings(shared: str, **more: Any) -> dict[str, Any]:
+    return {
+        "persistent_path": shared,
+        "persistent_every_steps": 4,
+        "persistent_every_seconds": 0,
+        "slots": 3,
+        "when_busy": "wait",
+        **more,
+    }
+
+
+def train_and_close(place: Place, shared: str, more: dict[str, Any]) -> dict[str, Any]:
+    job = make_job()
+    attached = attach(job, place, **settings(shared, **more))
+    course = train(job, attached.ckpt, range(STEPS))
+    attached.ckpt.close()
+    return {
+        "course": course,
+        "replicated": exact.digest(job.replicated()),
+        "flushed": attached.versions("committed", "persistent"),
+        "failed": [e.message for e in attached.events if e.name == "failed"],
+        "local": attached.versions("committed", "local"),
+    }
+
+
+def come_back(place: Place, shared: str, **more: Any) -> dict[str, Any]:
+    job = make_job(seed=2)
+    attached = attach(job, place, memory_every_steps=0, **settings(shared, **more))
+    told = restored_into(job, attached)
+    attached.ckpt.close()
+    return told
+
+
+def lose_the_nodes(place: Place) -> None:
+    """Every node's disk and memory are gone."""
+    shutil.rmtree(place.path)
+    shutil.rmtree(place.shm)
+    Path(place.shm).mkdir()
+
+
+@pytest.mark.parametrize("now", [1, 2, 3])
+def test_it_is_enough_by_itself_on_any_number_of_ranks(
+    now: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
+    before = ranks(2).run(train_and_close, place, shared, {})
+    assert before[0]["flushed"] == [4, 8, STEPS], "at its interval, and the final one"
+    assert [told["failed"] for told in before] == [[], []]
+    assert [n.id.version for n in PersistentStore(shared).versions()] == [8, STEPS]
+    lose_the_nodes(place)
+    after = ranks(now).run(come_back, place, shared)
+    for number, told in enumerate(after):
+        assert told["restored"] == (STEPS, {"persistent": 2})
+        assert told["rejected"] == ()
+        assert told["replicated"] == before[0]["replicated"]
+        if now == 2:
+            assert told["digest"] == before[number]["course"][STEPS]
+
+
+def test_a_damaged_version_is_passed_over(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
+    before = ranks(2).run(train_and_close, place, shared, {})
+    lose_the_nodes(place)
+    newest = PersistentStore(shared).versions()[-1]
+    (shards,) = (tmp_path / "shared" / newest.stem).glob("*.shards")
+    with shards.open("r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    for number, told in enumerate(ranks(2).run(come_back, place, shared)):
+        assert told["restored"] == (8, {"persistent": 2})
+        assert "differ from their checksum" in told["rejected"][0]
+        assert told["digest"] == before[number]["course"][8]
+
+
+def with_an_agent_killed_in_mid_flush(place: Place, shared: str) -> dict[str, Any]:
+    job = make_job()
+    more = settings(shared, persistent_bytes_per_second=1, persistent_every_steps=1000)
+    attached = attach(job, place, **more)
+    ckpt = attached.ckpt
+    train(job, ckpt, range(3))
+    ckpt.save(now=True)
+    if rank() == 0:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not list(Path(shared).rglob("*")):
+            ckpt._agent.poll()
+            assert time.monotonic() < deadline
+        assert ckpt._agent.behind() == ["persistent"]
+        assert ckpt._agent.pid is not None
+        os.kill(ckpt._agent.pid, signal.SIGKILL)
+        # The one that follows has more bandwidth, or this test would take hours.
+        fast = {**(ckpt._agent.desk.persistent or {}), "bytes_per_second": 0}
+        object.__setattr__(ckpt._agent.desk, "persistent", fast)
+        assert ckpt._agent.wait(PATIENCE_SECONDS, everything=True)
+        ckpt._collect()
+    ckpt.abandon()
+    return {
+        "flushed": attached.versions("committed", "persistent"),
+        "notices": [e.message for e in attached.events if e.name == "notice"],
+    }
+
+
+def test_an_agent_that_is_killed_leaves_its_flush_to_the_next(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
+    zero, _ = ranks(2).run(with_an_agent_killed_in_mid_flush, place, shared)
+    (version,) = zero["flushed"]
+    assert any("agent ended unexpectedly" in text for text in zero["notices"])
+    assert [n.id.version for n in PersistentStore(shared).versions()] == [version]
+
+
+def test_a_place_that_cannot_be_written_costs_that_level_only(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place = Place.under(tmp_path, shm_dir)
+    (tmp_path / "file").write_text("not a directory")
+    shared = str(tmp_path / "file" / "shared")
+    zero, one = ranks(2).run(train_and_close, place, shared, {})
+    assert zero["flushed"] == one["flushed"] == []
+    assert len(zero["failed"]) == 3
+    assert all("training goes on" in text and shared in text for text in zero["failed"])
+    assert zero["local"] == one["local"] == [4, 8, STEPS]
+
+
+# --- several nodes, and files of several of them -----------------------------------------------
+
+
+def on_two_nodes(place: Place, shared: str, more: dict[str, Any]) -> dict[str, Any]:
+    return train_and_close(place, shared, {"node": f"node{rank() % 2}", **more})
+
+
+def come_back_on_two_nodes(place: Place, shared: str) -> dict[str, Any]:
+    return come_back(place, shared, node=f"node{rank() % 2}")
+
+
+GROUPS_OF_TWO = {
+    "shared": (True, ["00000of00002.shards", "00001of00002.shards"]),
+    "own": (False, ["s00000-00000.shards", "s00001-00001.shards", "s00002-00002.shards"]),
+}
+
+
+@pytest.mark.parametrize(("layout", "now"), [("shared", 2), ("own", 3)])
+def test_files_of_shards_that_do_not_divide_and_are_on_several_nodes(
+    layout: str, now: int, ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    """Three shards, two a file; the first file is of two nodes, and each has a disk of its own."""
+    shares, files = GROUPS_OF_TWO[layout]
+    options = {"shared_writes": shares}
+    more = {"persistent_shards_per_file": 2, "persistent_storage_options": options}
+    place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
+    shared = str(tmp_path / "shared")
+    before = ranks(3).run(on_two_nodes, place, shared, more)
+    assert [told["failed"] for told in before] == [[]] * 3
+    found = PersistentStore(shared).versions()
+    assert [name.id.version for name in found] == [8, STEPS]
+    for name in found:
+        there = (tmp_path / "shared" / name.stem).rglob("*.shards")
+        assert sorted(path.name for path in there if path.is_file()) == files
+    for node in ("node0", "node1"):
+        shutil.rmtree(tmp_path / node)
+    shutil.rmtree(place.shm)
+    Path(place.shm).mkdir()
+    # With the default number of shards in a file.
+    for number, told in enumerate(ranks(now).run(come_back_on_two_nodes, place, shared)):
+        assert told["restored"] == (STEPS, {"persistent": 3})
+        assert told["replicated"] == before[0]["replicated"]
+        if now == 3:
+            assert told["digest"] == before[number]["course"][STEPS]
+
+
+def until(name: str, version: int, attached: Attached) -> None:
+    """Wait for this event of the version's flush."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while version not in attached.versions(name, "persistent"):
+        assert time.monotonic() < deadline, [e.text() for e in attached.events]
+        time.sleep(0.01)
+        attached.ckpt._collect()
+
+
+def with_one_node_that_waits_for_its_turn(place: Place, shared: str) -> dict[str, Any]:
+    """Version after version becomes due; the second node may not send anything yet."""
+    job, waiting, last = make_job(), rank() == 1, 5
+    own = {"node": f"node{rank()}", "agent": "inline", "persistent_every_steps": 1000}
+    more = {**own, "persistent_drop_superseded": True, "when_busy": "skip"}
+    attached = attach(job, place, **settings(shared, **more))
+    ckpt = attached.ckpt
+    with pytest.MonkeyPatch.context() as patch:
+        if waiting:
+            patch.setattr(Turns, "wait_seconds", lambda *_: 0.01)
+        for version in range(1, last + 1):
+            train(job, ckpt, range(version - 1, version))
+            ckpt.save(now=True)
+            if waiting and 2 <= version <= 1 + MOST_SUPERSEDED:
+                until("skipped", version - 1, attached)
+            if not waiting and version <= 1 + MOST_SUPERSEDED:
+                until("committed", version, attached)
+            dist.barrier()
+        assert attached.versions("committed", "persistent") == ([] if waiting else [1, 2, 3])
+    until("committed", 3, attached)  # the end orders what waits, whatever is under way
+    ckpt.close()
+    return {
+        "flushed": attached.versions("committed", "persistent"),
+        "skipped": attached.versions("skipped", "persistent"),
+        "failed": attached.versions("failed", "persistent"),
+    }
+
+
+def test_of_flushes_that_newer_ones_overtake_the_third_is_completed(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place, shared = Place.under(tmp_path, shm_dir), str(tmp_path / "shared")
+    zero, one = ranks(2).run(with_one_node_that_waits_for_its_turn, place, shared)
+    assert one == {"flushed": [3, 5], "skipped": [1, 2, 4], "failed": []}
+    assert zero == {"flushed": [1, 2, 3, 5], "skipped": [4], "failed": []}
+    store = PersistentStore(shared)
+    assert [name.id.version for name in store.versions()] == [3, 5]
+    assert store.incomplete() == [], "of those that were given up nothing stays"

@@ -1,0 +1,93 @@
+"""Traces of real jobs: what happened is in them, and in an order that is possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.training import Place, attach, make_job, only_layers_release, train
+from tierckpt.cli.trace import load
+from tierckpt.tracing.spans import Span, Timeline
+from tierckpt.tracing.summary import summarize
+
+STEPS = 6
+PARAMETERS = 5 * 2
+"""Of `Net`: four layers and the head, a weight and a bias each."""
+
+
+@only_layers_release()
+def traced(place: Place, folder: str) -> None:
+    # Buckets small enough for several of them.
+    job = make_job(bucket_cap_mb=0.003)
+    # Waiting instead of skipping: every version is recorded.
+    attached = attach(
+        job,
+        place,
+        release="backward",
+        when_busy="wait",
+        local_every_steps=3,
+        trace_dir=folder,
+        trace_steps=STEPS,
+    )
+    train(job, attached.ckpt, range(STEPS + 2))
+    attached.ckpt.close()
+
+
+def of(timeline: Timeline, rank: int, version: int, kind: str) -> list[Span]:
+    return timeline.of(kind, rank=rank, version=version)
+
+
+def check_order(timeline: Timeline, ranks: int, steps: int) -> None:
+    """release <= copy's begin < its end <= barrier's end <= next update, for every version."""
+    assert timeline.ranks() == list(range(ranks))
+    for rank in range(ranks):
+        updates = timeline.of("update", rank=rank)
+        assert [s.version for s in timeline.of("boundary", rank=rank)] == list(range(1, steps + 1))
+        for version in range(1, steps):
+            (boundary,) = of(timeline, rank, version, "boundary")
+            (barrier,) = of(timeline, rank, version, "barrier")
+            releases = of(timeline, rank, version, "release")
+            copies = of(timeline, rank, version, "copy")
+            next_update = min(u.begin_us for u in updates if u.begin_us >= boundary.begin_us)
+            released = {layer: s.begin_us for s in releases for layer in s.layers}
+            assert len(released) == PARAMETERS
+            assert copies
+            for copy in copies:
+                # What shares a block is copied as soon as one of its layers is released, and
+                # without a release at the barrier.
+                earliest = min(released[layer] for layer in copy.layers)
+                assert boundary.begin_us <= min(earliest, barrier.begin_us) <= copy.begin_us
+                assert copy.begin_us <= copy.end_us <= barrier.end_us
+            assert barrier.end_us <= next_update
+
+
+def test_a_ddp_job_is_recorded(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    folder = tmp_path / "traces"
+    ranks(2).run(traced, Place.under(tmp_path, shm_dir), str(folder))
+    timeline = load(sorted(folder.glob("trace-r*.json")), None)
+    check_order(timeline, ranks=2, steps=STEPS)
+    found = summarize(timeline)
+    assert found.steps == STEPS
+    assert found.gaps.count == 2 * (STEPS - 1)
+    assert 0 < found.hidden.backward_us <= found.hidden.computing_us <= found.hidden.copy_us
+    for rank in (0, 1):
+        for version in range(1, STEPS):
+            launches = of(timeline, rank, version, "release")
+            reductions = of(timeline, rank, version, "allreduce")
+            assert len(launches) == len(reductions) > 1
+            assert [s.layers for s in reductions] == [s.layers for s in launches]
+            assert [s.begin_us for s in reductions] == [s.begin_us for s in launches]
+        (write,) = of(timeline, rank, 3, "write")
+        (seal,) = of(timeline, rank, 3, "seal")
+        assert write.begin_us == seal.end_us
+        assert write.nbytes > 0
+
+
+def test_a_second_life_goes_on_in_the_same_file(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
+    folder = tmp_path / "traces"
+    for life in range(2):
+        place = Place.under(tmp_path / f"life{life}", shm_dir)
+        ranks(2).run(traced, place, str(folder))
+    timeline = load(sorted(folder.glob("trace-r*.json")), None)
+    assert len(timeline.of("begin", rank=0)) == 2
+    assert summarize(timeline).gaps.count == 2 * 2 * (STEPS - 1)

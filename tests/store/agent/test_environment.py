@@ -1,0 +1,653 @@
+"""An agent works with the keys, credentials and modules of the trainers that it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import end, python
+from tierckpt import _children
+from tierckpt.agent import address, connection, environment, process
+from tierckpt.agent.client import AgentClient, AgentSettings
+from tierckpt.agent.flusher import FlushOrder, PersistentSettings
+from tierckpt.agent.session import Desk, DeskSettings
+from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
+from tierckpt.coordination import settings_check
+from tierckpt.format.ids import VersionId
+from tierckpt.format.manifest import Manifest
+from tierckpt.peer.address import Address
+from tierckpt.peer.read_client import RemoteNode
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.storage.persistent import PersistentStore
+from tierckpt.testing import TinyJob, run_ranks
+
+PATIENCE_SECONDS = 60.0
+KEY, OTHER_KEY = "5e" * 32, "a7" * 32
+STEPS = 3
+
+TRAINER = """
+import sys
+from tierckpt.agent.client import AgentClient, AgentSettings
+from tierckpt.agent.session import DeskSettings
+root, folder, ckpts, surroundings = sys.argv[1:]
+settings = AgentSettings(root, folder, linger_seconds=600.0)
+client = AgentClient(settings, DeskSettings(ckpts, 0, 2, 2, 0), surroundings=surroundings)
+client.start()
+while client.pid is None:
+    pass
+print(client.pid, flush=True)
+sys.stdin.read()
+"""
+JOB = """
+import sys
+from tierckpt.testing import TinyJob
+path, shm_dir, steps, modules = sys.argv[1:]
+settings = {"shm_dir": shm_dir, "local_modules": modules, "agent_linger_seconds": 600.0}
+job = TinyJob(path, **settings).run(int(steps))
+job.settle()
+print(job.checkpointer._agent.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return b"tierckpt.agent.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    end(process)
+
+
+@pytest.fixture
+def agents() -> Iterator[list[int]]:
+    """Process ids; those of them that live when the test ends are killed."""
+    pids: list[int] = []
+    yield pids
+    for pid in filter(alive, pids):
+        os.kill(pid, signal.SIGKILL)
+
+
+# --- keys and credentials ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modules", ["aes-gcm", ""])
+def test_a_restart_writes_with_its_own_key(
+    modules: str,
+    tmp_path: Path,
+    shm_dir: Path,
+    agents: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not with that of the killed life, which had another one or none, and whose agent lives."""
+    monkeypatch.delenv(FILE_VARIABLE, raising=False)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    if modules:
+        monkeypatch.setenv(KEY_VARIABLE, KEY)
+    ckpts = tmp_path / "ckpts"
+    killed = python(JOB, ckpts, shm_dir, STEPS, modules)
+    agents.append(int(killed.stdout.readline()))
+    kill(killed)
+    monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
+    settings = {"shm_dir": str(shm_dir), "local_modules": "aes-gcm"}
+    with TinyJob(ckpts, seed=1, **settings) as job:
+        restored = job.restore()
+        assert (int(restored), restored.levels) == (STEPS, {"memory": 1})
+        job.run(2 * STEPS).settle()
+    assert not job.heard("failed")
+    store = LocalStore(ckpts)
+    newest = Manifest.decode(store.read_manifest(max(store.keys(), key=lambda key: key.id)))
+    assert newest.key.id.version == 2 * STEPS
+    assert newest.encoding is not None
+    assert fingerprint(bytes.fromhex(OTHER_KEY)) in str(newest.encoding)
+    told = [e.text() for e in job.heard("notice") if "agent 0 of this node" in e.text()]
+    assert len(told) == 1
+    until(lambda: not alive(agents[0]))
+
+
+def client_of(
+    shm_dir: Path,
+    tmp_path: Path,
+    shard: int,
+    what: str,
+    ranks: tuple[int, ...] = (),
+    shared: str = "",
+    inline: bool = False,
+) -> AgentClient:
+    job = JobDirectory.at(shm_dir, "job")
+    settings = AgentSettings(str(job.root), job.path.name)
+    persistent = asdict(PersistentSettings(shared)) if shared else None
+    ckpts = str(tmp_path / "ckpts")
+    desk = DeskSettings(
+        ckpts, shard, 2, keep_last=2, keep_every=0, ranks=ranks, persistent=persistent
+    )
+    return AgentClient(settings, desk, inline, what)
+
+
+def reach(client: AgentClient) -> int:
+    client.start()
+    until(lambda: client.pid is not None)
+    assert client.pid is not None
+    return client.pid
+
+
+@pytest.fixture
+def old(shm_dir: Path, tmp_path: Path, agents: list[int]) -> Iterator[Any]:
+    """A trainer with an agent that would wait for its successor for long."""
+    job = JobDirectory.at(shm_dir, "job")
+    job.create()
+    (job.path / "r00000.0").touch()  # the folder stays while there are slots
+    process = python(TRAINER, job.root, job.path.name, tmp_path / "ckpts", "old")
+    agents.append(int(process.stdout.readline()))
+    yield process
+    end(process)
+
+
+def test_what_an_import_adds_to_the_path_is_nothing_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site-packages"
+    vendored = site / "setuptools" / "_vendor"
+    vendored.mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
+    before = environment.fingerprint()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(vendored)])
+    assert environment.fingerprint() == before
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert environment.fingerprint() != before
+
+
+def test_an_agent_of_other_surroundings_makes_way(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and its place is its successor's, whichever rank of the node comes first."""
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(connection, "JOIN_SECONDS", 10 * PATIENCE_SECONDS)
+    kill(old)
+    first, second = (client_of(shm_dir, tmp_path, shard, "new", (0, 1)) for shard in (0, 1))
+    second.start(first=False)
+    until(lambda: second.poll())
+    agents.append(reach(first))
+    assert agents[1] != agents[0]
+    assert not alive(agents[0])
+    until(lambda: second.pid is not None)
+    assert second.pid == agents[1]
+    assert (first.starts, second.starts) == (1, 0)
+    assert first.settings.index == second.settings.index == 0
+    assert {m["severity"] for m in first.poll()} == {logging.INFO}, "no trouble"
+    for client in (first, second):
+        client.close()
+    until(lambda: not alive(agents[1]))
+
+
+def meet(client: AgentClient, roster: dict[str, Any]) -> dict[str, Any]:
+    """Its agent knows those of other nodes; returns where it is found by them, as secret "one"."""
+    settings, directory = client.settings, client.desk.directory
+    shelf = {"root": settings.root, "job": settings.folder, "directory": directory}
+    where = {"secret": "one", "interface": "lo", "towards": "localhost", "shelf": shelf, "port": 0}
+    where["port"] = client.ask("meet", "listening", PATIENCE_SECONDS, where=where)["port"]
+    client.introduce(where, [], roster)
+    client.ask("meet", "listening", PATIENCE_SECONDS, where=where)  # what was said before is heeded
+    return where
+
+
+@pytest.fixture(params=["find", "start"])
+def come(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`come(client, first)`: as at attach, or when a life begins."""
+
+    def do(client: AgentClient, first: bool = True) -> None:
+        getattr(client, request.param)(first)
+
+    return do
+
+
+def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
+    come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+) -> None:
+    """The roster goes to the node's first rank, also where another one came before."""
+    ranks = (0, 1)
+    zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
+    reach(zombie)
+    roster = {"generation": 1, "agents": [{"host": "node" * 9}] * 1000}
+    where = meet(zombie, roster)
+    second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
+    come(second, first=False)
+    until(lambda: second.poll())
+    come(first)
+    assert first.roster(PATIENCE_SECONDS) == roster
+    heard = first.ask("meet", "listening", PATIENCE_SECONDS, where={**where, "secret": "two"})
+    assert heard == {"op": "listening", "error": "", "host": "127.0.0.1", "port": where["port"]}
+    agents.append(first.pid or 0)
+    assert first.roster(PATIENCE_SECONDS) == roster
+    for client in (first, second, zombie):
+        client.close()
+
+
+def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it(
+    come: Any,
+    old: Any,
+    shm_dir: Path,
+    tmp_path: Path,
+    agents: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between its connecting and its first word."""
+    ranks = (0, 1)
+    zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
+    reach(zombie)
+    roster = {"generation": 1, "agents": [{"host": "node"}]}
+    meet(zombie, roster)
+    second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
+    connect = address.Place.connect
+    told_second = list[bool]()
+
+    def overtaken(place: address.Place) -> socket.socket | None:
+        channel = connect(place)
+        if not told_second:
+            told_second.append(True)
+            come(second, first=False)
+            until(second.poll)
+        return channel
+
+    monkeypatch.setattr(address.Place, "connect", overtaken)
+    come(first)
+    assert first.roster(PATIENCE_SECONDS) == roster
+    agents.append(reach(first))
+    assert first.starts == 1
+    for client in (first, second, zombie):
+        client.close()
+
+
+def is_found(where: dict[str, Any]) -> bool:
+    """By who knows the place as secret "one"."""
+    address = Address("127.0.0.1", where["port"])
+    with contextlib.closing(RemoteNode("node", address, b"one")) as node:
+        try:
+            return node.inventory("node").host == "node"
+        except ConnectionError:
+            return False
+
+
+def test_the_life_after_next_is_told_and_finds_it_where_it_was(
+    come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+) -> None:
+    """Where the next one ended before its agents had met, or began to meet, another one is told by
+    that life's agent, whatever surroundings it has; and nodes that know the first agent find it."""
+    known = client_of(shm_dir, tmp_path, 0, "old", (0,))
+    reach(known)
+    roster = {"generation": 1, "agents": [{"host": "node"}]}
+    where = meet(known, roster)
+    lives = []
+    for what, secret in (("second", "two"), ("third", ""), ("third", "three")):
+        lives.append(client_of(shm_dir, tmp_path, 0, what, (0,)))
+        come(lives[-1])
+        assert lives[-1].roster(PATIENCE_SECONDS) == roster
+        until(lambda: is_found(where))
+        agents.append(reach(lives[-1]))
+        if secret:
+            place = {**where, "secret": secret, "port": 0}
+            heard = lives[-1].ask("meet", "listening", PATIENCE_SECONDS, where=place)
+            assert (heard["error"], heard["port"]) == ("", where["port"])
+            assert is_found(where)
+    assert len({*agents}) == 3
+    for client in (known, *lives):
+        client.close()
+
+
+def test_also_where_the_next_one_ended_at_once(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+) -> None:
+    """As one whose restore is refused: what it was told by the agent that made way for it is with
+    no other agent yet."""
+    known = client_of(shm_dir, tmp_path, 0, "old", (0,))
+    reach(known)
+    roster = {"generation": 1, "agents": [{"host": "node"}]}
+    where = meet(known, roster)
+    refused, after = (client_of(shm_dir, tmp_path, 0, "new", (0,)) for _ in range(2))
+    refused.find()
+    assert refused.roster(PATIENCE_SECONDS) == roster
+    refused.close(PATIENCE_SECONDS, abandoned=True)
+    assert is_found(where)
+    after.find()
+    assert after.roster(PATIENCE_SECONDS) == roster
+    agents.append(reach(after))
+    assert (refused.starts, after.starts) == (1, 0)
+    for client in (known, after):
+        client.close()
+
+
+def test_it_makes_way_for_one_that_is_inline(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+) -> None:
+    """Of whatever surroundings: it would keep the port, and what it knows of other nodes."""
+    zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1))
+    reach(zombie)
+    roster = {"generation": 1, "agents": [{"host": "node"}]}
+    where = meet(zombie, roster)
+    kill(old)
+    client = client_of(shm_dir, tmp_path, 0, "old", (0, 1), inline=True)
+    client.start()
+    assert client.roster(PATIENCE_SECONDS) == roster
+    heard = client.ask("meet", "listening", PATIENCE_SECONDS, where={**where, "secret": "two"})
+    assert (heard["error"], heard["port"]) == ("", where["port"])
+    assert (client.pid, client.starts) == (os.getpid(), 0)
+    until(lambda: not alive(agents[0]))  # its place is free when all but its exit is done
+    assert {m["severity"] for m in client.poll()} == {logging.INFO}, "no trouble"
+    for each in (client, zombie):
+        each.close()
+
+
+def test_a_trainer_of_the_life_before_that_still_lives_starts_no_agent(
+    old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
+) -> None:
+    """It hangs, perhaps, on a node where its rank is not any more. It hears that it is over,
+    whether it was connected when that happened or asks only later."""
+    zombies = [client_of(shm_dir, tmp_path, 1, "old") for _ in range(2)]
+    reach(zombies[0])
+    zombies[0].protect(VersionId(1, 1))
+    new = client_of(shm_dir, tmp_path, 0, "new")
+    agents.append(reach(new))
+    zombies[1].start()
+    for zombie in zombies:
+        until(lambda zombie=zombie: "a later start of this job" in told(zombie))
+        zombie.protect(VersionId(1, 2))
+        assert zombie.wait(PATIENCE_SECONDS, everything=True), "what it asks for fails"
+        assert zombie.starts == 0
+    assert new.pid == agents[1]
+    assert alive(agents[1])
+    for client in (*zombies, new):
+        client.close()
+    until(lambda: not alive(agents[1]))
+
+
+def told(client: AgentClient) -> str:
+    return "; ".join(message.get("error", "") for message in client.poll())
+
+
+def serve_here(
+    settings: AgentSettings, what: str, monkeypatch: pytest.MonkeyPatch
+) -> threading.Thread:
+    """An agent with the surroundings `what`, in a thread of ours."""
+    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
+    monkeypatch.setenv(environment.VARIABLE, what)
+    job = settings.place().job
+    job.create()
+    (job.path / "r00000.0").touch()  # the folder stays while there are slots
+    serving = threading.Thread(target=process.run, args=(settings, os.getpid()), daemon=True)
+    serving.start()
+    until(settings.place().address.exists)
+    return serving
+
+
+def test_only_the_commit_under_way_is_finished(
+    shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose disk hangs in it is passed over, loudly."""
+    begun, go_on = list[str](), threading.Event()
+
+    def commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+        begun.append(message["stem"])
+        assert go_on.wait(PATIENCE_SECONDS)
+        desk.say(op="problem", error="was finished")
+
+    monkeypatch.setattr(Desk, "_commit", commit)
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.5)
+    before, new = (client_of(shm_dir, tmp_path, 0, what) for what in ("old", "new"))
+    serving = serve_here(before.settings, "old", monkeypatch)
+    assert reach(before) == os.getpid()
+    for stem in ("one", "another"):
+        before._line.send({"op": "commit", "stem": stem, "segment": "nowhere"})
+    until(lambda: begun)
+    agents.append(reach(new))
+    assert new.settings.index == 1
+    heard = [(m["severity"], m["error"]) for m in new.poll()]
+    assert [severity for severity, _ in heard] == [logging.INFO, logging.ERROR]
+    assert "does not end; another one takes its place" in heard[1][1]
+    assert serving.is_alive()
+    go_on.set()
+    serving.join(PATIENCE_SECONDS)
+    assert not serving.is_alive()
+    assert begun == ["one"]
+    until(lambda: "was finished" in told(before))
+    for client in (before, new):
+        client.close()
+
+
+def test_flushes_that_it_gives_up_are_named(
+    old: Any, shm_dir: Path, tmp_path: Path, agents: list[int]
+) -> None:
+    """As a warning, which one rank of the node says."""
+    shared = PersistentStore(str(tmp_path / "shared"))
+    shared.create()
+    somebody = shared.lease("ffff", "another job")
+    somebody.ensure()  # so the flush waits
+    zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1), shared.url)
+    reach(zombie)
+    life = ("life", "job", ((1, 0),), 2, 1000, None, "here")
+    zombie.flush(FlushOrder(zombie.desk.directory, (0,), 2, 1, 2, *life))
+    until(lambda: "v2 waits" in told(zombie))
+    clients = [client_of(shm_dir, tmp_path, shard, "new", (0, 1), shared.url) for shard in (0, 1)]
+    agents += map(reach, clients)
+    heard = [
+        (m["severity"], m["error"].partition("makes way")[2]) for c in clients for m in c.poll()
+    ]
+    given_up = " for ours, and gives up what it still had to flush: v2"
+    assert heard[0] == (logging.WARNING, given_up)
+    assert {severity for severity, _ in heard[1:]} <= {logging.INFO}
+    assert not alive(agents[0])
+    assert somebody.held()
+    for client in (*clients, zombie):
+        client.close()
+
+
+def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
+    shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(Desk, "_commit", commit)
+    shared = str(tmp_path / "shared")
+    before, new = (client_of(shm_dir, tmp_path, 0, what, shared=shared) for what in ("old", "new"))
+    serving = serve_here(before.settings, "old", monkeypatch)
+    assert reach(before) == os.getpid()
+    before._line.send({"op": "commit", "stem": "one", "segment": "nowhere"})
+    for version in (2, 4):
+        life = ("life", "job", ((1, 0),), 2, 1000, None, "here")
+        before.flush(FlushOrder(before.desk.directory, (0,), version, 1, 2, *life))
+    before.retire(None, ((1, 0),))
+    assert begun.wait(PATIENCE_SECONDS)
+    new.start()
+    heard = list[dict[str, Any]]()
+    until(lambda: heard or heard.extend(new.poll()))
+    go_on.set()
+    serving.join(PATIENCE_SECONDS)
+    agents.append(reach(new))
+    (said,) = heard
+    assert said["severity"] == logging.WARNING
+    assert said["error"].endswith("gives up what it still had to flush: v2, v4")
+    assert not (tmp_path / "shared").exists()
+    for client in (before, new):
+        client.close()
+
+
+def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
+    shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots are free for the memory level then; and it is tried again."""
+    monkeypatch.setattr(connection, "MOST_AGENTS", 2)
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.1)
+    client = client_of(shm_dir, tmp_path, 0, "new")
+    client.settings.place().job.create()
+    places = [replace(client.settings, index=index).place() for index in range(2)]
+    asked = [0, 0]
+
+    def refuse(index: int, listener: socket.socket) -> None:
+        """As agents of earlier tierckpts do."""
+        with contextlib.suppress(OSError):
+            while True:
+                channel, _ = listener.accept()
+                with channel:
+                    channel.recv(100_000)
+                    channel.send(b'{"op": "unwelcome"}')
+                asked[index] += 1
+
+    listeners = [place.listen() for place in places]
+    threads = [threading.Thread(target=refuse, args=each) for each in enumerate(listeners)]
+    for thread in threads:
+        thread.start()
+    client.start()
+    client.protect(VersionId(1, 1))
+    assert client.wait(PATIENCE_SECONDS, everything=True)
+    until(lambda: min(asked) > 3)
+    heard = client.poll()
+    assert [m["severity"] for m in heard if m["op"] == "problem"] == [logging.INFO, logging.ERROR]
+    assert [m["error"] for m in heard if m["op"] == "protect_failed"] != []
+    for place, listener in zip(places, listeners, strict=True):
+        place.address.unlink()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", PATIENCE_SECONDS)
+    until(lambda: client.pid is not None)
+    agents.append(client.pid or 0)
+    client.close()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+def test_ranks_of_a_node_that_differ_have_one_agent(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's surroundings count."""
+    theirs = iter(["one", "another"])
+    monkeypatch.setattr(settings_check, "fingerprint", lambda: next(theirs))
+
+    def program(group: Any) -> tuple[int | None, int]:
+        settings = {"shm_dir": str(shm_dir), "group": group, "local_in_place": False}
+        with TinyJob(tmp_path / "ckpts", **settings) as job:
+            job.restore()
+            client = job.checkpointer._agent
+            until(lambda: client.pid is not None)
+            return client.pid, client.settings.index
+
+    (one, index), (other, same) = run_ranks(2, program)
+    assert one == other is not None
+    assert index == same == 0
+
+
+def test_what_differs_between_launches_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = environment.fingerprint()
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("MASTER_PORT", "12345")
+    monkeypatch.setenv("TIERCKPT_SLOTS", "3")
+    assert environment.fingerprint() == before
+    for name in ("AWS_SESSION_TOKEN", KEY_VARIABLE, "https_proxy", "HTTPS_PROXY"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "another")
+            assert environment.fingerprint() != before
+    assert environment.fingerprint() == before
+    monkeypatch.syspath_prepend("/another")
+    assert environment.fingerprint() != before
+
+
+def test_neither_the_key_nor_a_hash_of_it_is_in_the_command_line(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which every user of the machine can read."""
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    with TinyJob(tmp_path / "ckpts", shm_dir=str(shm_dir)) as job:
+        job.run(1).settle()
+        line = Path(f"/proc/{job.checkpointer._agent.pid}/cmdline").read_text()
+        assert "tierckpt.agent.server" in line
+        assert KEY not in line
+        assert environment.fingerprint() not in line
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+MINE = """
+import colorsys
+class Mine:
+    name, most_extra_bytes, hides = "mine", 0, False
+    def parameters(self): return {}
+    def encode(self, block, where): return bytes(block)
+    def decode(self, block, where): return block
+"""
+SCRIPT = """
+import colorsys, json, sys
+from tierckpt.testing import TinyJob
+sys.path.insert(0, sys.argv[1])
+with TinyJob("ckpts", shm_dir=sys.argv[2], local_modules="mine") as job:
+    job.run(2)
+print([e.text() for e in job.events if e.severity >= 30])
+"""
+
+
+@pytest.mark.parametrize("where", ["the script's folder", "one that the script names"])
+def test_the_agent_finds_the_modules_that_the_script_finds(
+    where: str, tmp_path: Path, shm_dir: Path
+) -> None:
+    """And no others in place of the standard library's, which the script imported before."""
+    (tmp_path / "script").mkdir()
+    script = tmp_path / "script" / "train.py"
+    script.write_text(SCRIPT)
+    folder = script.parent if where == "the script's folder" else tmp_path / "modules"
+    info = folder / "mine-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tierckpt.codecs]\nmine = mine:Mine\n")
+    (folder / "mine.py").write_text(MINE)
+    if folder != script.parent:
+        (folder / "colorsys.py").write_text("raise ImportError('not the library')")
+        (folder / "csv.py").write_text("raise ImportError('not the library')")
+    command = [sys.executable, str(script), str(folder.relative_to(tmp_path)), str(shm_dir)]
+    ran = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    assert ran.stdout == "[]\n"
+    store = LocalStore(tmp_path / "ckpts")
+    keys = store.keys()
+    manifests = [Manifest.decode(store.read_manifest(key)) for key in keys]
+    assert {m.key.id.version for m in manifests} == {1, 2}
+    assert all("mine" in str(m.encoding) for m in manifests)
+
+
+def test_a_path_that_is_no_more_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setattr(sys, "path", ["", "/somewhere", *sys.path])
+    assert _children.module_path()[0] == str(gone)
+    gone.rmdir()
+    assert "/somewhere" in _children.module_path()
+    os.chdir(tmp_path)

@@ -1,0 +1,305 @@
+"""The agent's threads behind the desks: whatever fails, every order is answered, and the next one
+is carried out."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.peer_shards import rank_of, shard_of
+from tierckpt.agent import protector
+from tierckpt.agent.flusher import Flusher, FlushOrder, PersistentSettings
+from tierckpt.agent.protector import PartySettings, Protector
+from tierckpt.agent.shard_guard import Held
+from tierckpt.errors import ConfigError
+from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.format.manifest import Manifest
+from tierckpt.peer.address import Address
+from tierckpt.peer.exchange import Exchange
+from tierckpt.peer.read_client import RemoteNode
+from tierckpt.peer.transport import Transport
+from tierckpt.storage.local.store import LocalStore
+
+PATIENCE_SECONDS = 60.0
+NOBODY = ("127.0.0.1", "127.0.0.1"), (9, 9)
+
+
+def party(shard: int) -> PartySettings:
+    return PartySettings(shard, (shard, shard + 1), 2, 1, 1, *NOBODY)
+
+
+@contextlib.contextmanager
+def no_thread(*names: str) -> Iterator[None]:
+    """As where a container allows no more: none whose name begins so can be started."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith(names):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        yield
+
+
+class Orders:
+    """A protector that is given orders, and what it answers."""
+
+    def __init__(self, folder: Path, *shards: int) -> None:
+        self.folder = folder
+        self.held = Held()
+        self.idle = threading.Event()
+        self.made = Protector(self.held, self.idle.set)
+        self.made.know([party(shard) for shard in shards])
+        self.said: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def order(self, version: int) -> dict[str, Any]:
+        self.idle.clear()
+        self.made.order(str(self.folder), VersionId(1, version), 9, None, self.said.put)
+        return self.said.get(timeout=PATIENCE_SECONDS)
+
+    def check_idle(self, *shards: int) -> None:
+        assert self.idle.wait(PATIENCE_SECONDS)
+        assert not self.made.busy()
+        for version in (1, 2, 3):
+            assert not any(ShardKey(VersionId(1, version), s, 9) in self.held for s in shards)
+
+
+def test_no_thread_to_protect_with_costs_that_version_and_no_more(tmp_path: Path) -> None:
+    orders = Orders(tmp_path, 0)
+    with no_thread("tierckpt-protector"):
+        said = orders.order(1)
+        assert (said["op"], said["version"]) == ("protect_failed", 1)
+        assert said["error"] == "RuntimeError: can't start new thread"
+        assert not orders.made.busy()
+    assert "do not know each other" in orders.order(2)["error"], "it is at it again"
+    orders.check_idle(0)
+
+
+def test_no_thread_for_a_shard_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    orders = Orders(tmp_path, 0, 2)
+    orders.made.open("life", "lo", 0, "localhost")
+    with no_thread("Thread-"):
+        said = orders.order(1)
+    assert said["op"] == "protect_failed"
+    assert said["error"].count("can't start new thread") == 2
+    assert "FileNotFoundError" in orders.order(2)["error"]
+    orders.check_idle(0, 2)
+    orders.made.close()
+
+
+def test_whatever_an_order_raises_is_answered_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = Orders(tmp_path, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(protector, "_protect_all", lambda order: {}[order.version])
+        said = orders.order(1)
+        assert (said["op"], said["version"]) == ("protect_failed", 1)
+        assert "KeyError" in said["error"]
+    assert "do not know each other" in orders.order(2)["error"]
+    orders.check_idle(0)
+
+
+def test_an_order_is_carried_out_by_those_who_knew_each_other_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new life, which has other shards here, begins while an order waits: that one fails, as its
+    peers are gone, and is not taken for protected because nobody looked."""
+    orders = Orders(tmp_path, 0)
+    orders.made.open("one life", "lo", 0, "localhost")
+    began, go_on = threading.Event(), threading.Event()
+    carry_out = protector._protect_all
+
+    def held_up(order: Any) -> Any:
+        began.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        return carry_out(order)
+
+    monkeypatch.setattr(protector, "_protect_all", held_up)
+    orders.made.order(str(tmp_path), VersionId(1, 1), 9, None, orders.said.put)
+    assert began.wait(PATIENCE_SECONDS)
+    orders.made.order(str(tmp_path), VersionId(1, 2), 9, None, orders.said.put)
+    orders.made.open("another", "lo", 0, "localhost")
+    orders.made.know([party(4)])
+    go_on.set()
+    for version in (1, 2):
+        said = orders.said.get(timeout=PATIENCE_SECONDS)
+        assert (said["op"], said["version"]) == ("protect_failed", version)
+        assert f"v{version} shard 0 of 9: FileNotFoundError" in said["error"]
+    orders.check_idle(0, 4)
+    orders.made.close()
+
+
+def answers(address: Address, secret: str) -> bool:
+    """Whether an agent that listens there tells who knows the secret what it has."""
+    with contextlib.closing(RemoteNode("node", address, secret.encode())) as node:
+        try:
+            node.inventory("node")
+        except ConnectionError:
+            return False
+        return True
+
+
+def test_who_met_others_in_the_life_before_is_answered_until_a_later_one_begins(
+    tmp_path: Path,
+) -> None:
+    """A life may end before all its nodes have met, or have heard that they did."""
+    orders = Orders(tmp_path)
+    lives = ("first", "never met", "third", "fourth")
+    places = []
+    for number, life in enumerate(lives):
+        places.append(orders.made.open(life, "lo", 0, "localhost"))
+        answered = [each for each in lives if answers(places[-1], each)]
+        known = {0: ["first"], 1: ["first", "never met"], 2: ["first", "third"]}
+        assert answered == known.get(number, ["third", "fourth"])
+        if life != "never met":
+            orders.made.know([])
+    assert places == places[:1] * 4, "it is looked for where it was"
+    assert not answers(places[0], "")
+    with (
+        Transport(b"third", "127.0.0.1") as former,
+        contextlib.closing(former.connect(places[0])) as link,
+    ):
+        link.send({"op": "join", "tag": "", "series": "", "to": 0, "version": 1, "generation": 1})
+        assert link.receive(PATIENCE_SECONDS)["op"] == "refused", "it is shown, and no more"
+        former.drop(link)
+    orders.made.close()
+
+
+def test_who_cannot_have_a_new_port_stays_at_the_old_one(tmp_path: Path) -> None:
+    orders = Orders(tmp_path)
+    place = orders.made.open("life", "lo", 0, "localhost")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        with pytest.raises(ConfigError, match="in use"):
+            orders.made.open("another", "lo", taken, "localhost")
+    assert answers(place, "life")
+    moved = orders.made.open("another", "lo", taken, "localhost")
+    assert moved.port == taken
+    assert answers(moved, "another")
+    assert not answers(place, "life")
+    orders.made.close()
+
+
+def test_no_thread_to_listen_with_is_told_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    orders = Orders(tmp_path, 0)
+    with no_thread("tierckpt-peer"), pytest.raises(ConfigError, match=r"cannot listen.*new thread"):
+        orders.made.open("life", "lo", 0, "localhost")
+    address = orders.made.open("life", "lo", 0, "localhost")
+    assert address.port
+    orders.made.close()
+
+
+def test_a_port_that_was_somebody_elses_for_a_while_is_tried_again(tmp_path: Path) -> None:
+    """The port of a dead agent, which all peers know, and which its successor has to take."""
+    orders = Orders(tmp_path, 0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match="in use"):
+            orders.made.open("life", "lo", port, "localhost")
+        assert "do not know each other" in orders.order(1)["error"]
+    assert "FileNotFoundError" in orders.order(2)["error"], "it is about the shard now"
+    assert orders.made.open("life", "lo", port, "localhost").port == port
+    orders.made.close()
+    assert "do not know each other" in orders.order(3)["error"], "closed is closed"
+    orders.check_idle(0)
+
+
+def test_no_thread_to_flush_with_costs_that_version_and_no_more(tmp_path: Path) -> None:
+    idle, said = threading.Event(), queue.Queue[dict[str, Any]]()
+    flusher = Flusher(PersistentSettings(path=str(tmp_path / "shared")), Held(), idle.set)
+    order = FlushOrder(
+        str(tmp_path / "local"), (0,), 1, 1, 1, "life", "job", ((1, 0),), 1, 4096, None, "here"
+    )
+    with no_thread("tierckpt-flusher"), pytest.raises(RuntimeError, match="new thread"):
+        flusher.order(order, said.put)
+    assert not flusher.busy()
+    assert order.keys[0] not in flusher.held
+    flusher.order(order, said.put)
+    assert said.get(timeout=PATIENCE_SECONDS)["op"] == "flush_failed", "there is no such shard"
+    assert idle.wait(PATIENCE_SECONDS)
+    assert not flusher.busy()
+    flusher.close()
+
+
+SHARDS = Manifest.decode(shard_of(0, 2 * PAGE_BYTES, 2)[1]).shards
+
+
+def two_nodes(folder: Path, versions: Iterable[int]) -> list[Orders]:
+    """Partners that know each other, and have their shards on disk."""
+    nodes = [Orders(folder / f"node{number}") for number in range(2)]
+    places = [node.made.open("life", "lo", 0, "localhost") for node in nodes]
+    where = tuple(p.host for p in places), tuple(p.port for p in places)
+    ranks = rank_of(0), rank_of(1)
+    for number, node in enumerate(nodes):
+        node.made.know([PartySettings(ranks[number], ranks, 2, 1, 1, *where)])
+        store = LocalStore(node.folder)
+        store.create()
+        for version in versions:
+            image, manifest = shard_of(number, 2 * PAGE_BYTES, 2, version)
+            store.commit(Manifest.decode(manifest).key, image, manifest)
+    return nodes
+
+
+def begin(node: Orders, version: int) -> None:
+    node.made.order(str(node.folder), VersionId(1, version), SHARDS, None, node.said.put)
+
+
+def test_a_version_that_another_node_left_out_is_no_failure(tmp_path: Path) -> None:
+    """Of what waits it takes the newest alone: nodes differ in what that is."""
+    nodes = late, ahead = two_nodes(tmp_path, (1, 2))
+    begin(ahead, 2)
+    begin(late, 1)
+    said = late.said.get(timeout=PATIENCE_SECONDS)
+    assert (said["op"], said["version"], said["superseded"]) == ("protect_failed", 1, True), said
+    assert "v1 was left out: v2 is next" in said["error"]
+    begin(late, 2)
+    for node in nodes:
+        said = node.said.get(timeout=PATIENCE_SECONDS)
+        assert (said["op"], said["version"]) == ("protected", 2), said
+        node.made.close()
+
+
+@pytest.mark.parametrize("then", ["retired", "made anew"])
+def test_no_parity_is_made_of_a_file_that_changed_meanwhile(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention gives its blocks to another version while they are being read."""
+    nodes = two_nodes(tmp_path, (1,))
+    store, key = LocalStore(nodes[0].folder), ShardKey(VersionId(1, 1), rank_of(0), SHARDS)
+    end = Exchange._end
+    struck = threading.Lock()
+
+    def change_and_end(exchange: Exchange) -> None:
+        if struck.acquire(blocking=False):
+            store.retire(key)
+            if then == "made anew":
+                image, manifest = shard_of(0, 2 * PAGE_BYTES, 2, life="another")
+                assert Manifest.decode(manifest).key == key
+                store.commit(key, image, manifest)
+        end(exchange)
+
+    monkeypatch.setattr(Exchange, "_end", change_and_end)
+    for node in nodes:
+        begin(node, 1)
+    why = []
+    for node in nodes:
+        said = node.said.get(timeout=PATIENCE_SECONDS)
+        assert (said["op"], said["version"]) == ("protect_failed", 1), said
+        why.append(said["error"])
+        node.made.close()
+    assert "was refilled while it was read" in " ".join(why)
+    assert [*tmp_path.rglob("*.parity")] == [], "on neither"
+
+
+def test_what_fails_is_no_version_that_was_left_out(tmp_path: Path) -> None:
+    assert not Orders(tmp_path, 0).order(1).get("superseded")

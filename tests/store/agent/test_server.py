@@ -1,0 +1,847 @@
+"""The node's agent: one for all its trainers, found again, and gone when it is not needed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import end, python
+from tierckpt.agent import connection, process, protocol
+from tierckpt.agent import server as agent
+from tierckpt.agent.address import Place
+from tierckpt.agent.client import AgentClient, AgentSettings
+from tierckpt.agent.connection import AgentLine
+from tierckpt.agent.protector import PartySettings
+from tierckpt.agent.server import PROTOCOL
+from tierckpt.agent.session import DeskSettings
+from tierckpt.config import YEAR_SECONDS
+from tierckpt.format.ids import VersionId
+from tierckpt.peer.read_client import RemoteNode
+from tierckpt.restore import restorer
+from tierckpt.storage.memory.job_directory import JobDirectory
+from tierckpt.testing import TinyJob
+
+PATIENCE_SECONDS = 60.0
+
+TRAINER = """
+import json, sys, time
+from tierckpt.agent.client import AgentClient, AgentSettings
+from tierckpt.agent.session import DeskSettings
+from tierckpt.agent.flusher import FlushOrder
+agent, desk = (json.loads(text) for text in sys.argv[1:3])
+client = AgentClient(AgentSettings(**agent), DeskSettings(**desk))
+client.start()
+while client.pid is None:
+    time.sleep(0.005)
+print(client.pid, flush=True)
+for line in sys.stdin:
+    if line.strip() == "close":
+        client.close()
+        print("closed", flush=True)
+    if line.strip() == "flush":
+        lineage = ((1, 0),)
+        order = (desk["directory"], (0,), 1, 1, 2, "life", "job", lineage, 1, 1000, None, "here")
+        client.flush(FlushOrder(*order))
+        print("flushing", flush=True)
+"""
+
+
+@pytest.fixture
+def node(shm_dir: Path, tmp_path: Path) -> Callable[..., tuple[AgentSettings, DeskSettings]]:
+    """`node(shard)`: settings of a trainer, in a job that has this node for itself."""
+    job = JobDirectory.at(shm_dir, "job")
+    job.create()
+
+    def settings(shard: int, linger: float = 0.0) -> tuple[AgentSettings, DeskSettings]:
+        desk = DeskSettings(str(tmp_path / "ckpts"), shard, 2, keep_last=2, keep_every=0)
+        return AgentSettings(str(job.root), job.path.name, linger_seconds=linger), desk
+
+    return settings
+
+
+def until(true: Callable[[], Any], patience_seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + patience_seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def reach(client: AgentClient) -> int:
+    """Its agent's process id."""
+    client.start()
+    until(lambda: client.pid is not None)
+    assert client.pid is not None
+    return client.pid
+
+
+def alive(pid: int) -> bool:
+    try:
+        return b"tierckpt.agent.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def trainer(settings: tuple[AgentSettings, DeskSettings]) -> Any:
+    return python(TRAINER, *(json.dumps(vars(each)) for each in settings))
+
+
+def test_all_trainers_of_a_node_have_the_same_agent(node: Any) -> None:
+    first, second = AgentClient(*node(0)), AgentClient(*node(1))
+    pid = reach(first)
+    assert reach(second) == pid
+    assert (first.starts, second.starts) == (1, 0)
+    first.close()
+    assert alive(pid), "it serves the other"
+    second.close()
+    until(lambda: not alive(pid))
+
+
+def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any) -> None:
+    first, second = AgentClient(*node(0)), AgentClient(*node(1))
+    first.find()
+    assert first.roster(10 * PATIENCE_SECONDS) == {}, "nobody is coming who could say"
+    assert first.poll() == []
+    assert first.starts == 0
+    assert not first.settings.place().lock.exists()
+    met(first)
+    assert first.starts == 1
+    second.find()
+    until(lambda: second.pid == first.pid)
+    assert second.starts == 0
+    first.close()
+    second.close()
+    until(lambda: not first.settings.place().lock.exists())
+
+
+@pytest.mark.parametrize("answer", [b"", b'{"op": "unwelcome"}'], ids=["hangs up", "unwelcome"])
+def test_who_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -> None:
+    """The first had no thread to spare; or is an earlier tierckpt's, and there is another one."""
+    client, found = AgentClient(*node(0)), threading.Event()
+    roster = {"generation": 1, "agents": [{"host": "x"}]}
+    numbers = [0, 1] if answer else [0]
+    listeners = [replace(client.settings, index=n).place().listen() for n in numbers]
+
+    def serve() -> None:
+        channel, _ = listeners[0].accept()
+        protocol.receive(channel)
+        found.wait(PATIENCE_SECONDS)
+        if answer:
+            channel.send(answer)
+        channel.close()
+        channel, _ = listeners[-1].accept()
+        protocol.receive(channel)
+        protocol.send(channel, {"op": "welcome", "pid": os.getpid(), "roster": roster})
+        protocol.receive(channel)
+        protocol.send(channel, {"op": "bye", "last": False})
+        channel.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    client.find()
+    found.set()
+    assert client.roster(PATIENCE_SECONDS) == roster
+    client.close()
+    thread.join(PATIENCE_SECONDS)
+    for listener in listeners:
+        listener.close()
+
+
+def test_one_that_dies_after_it_was_found_is_replaced_by_the_start(node: Any) -> None:
+    first, second = (AgentClient(*node(shard, linger=PATIENCE_SECONDS)) for shard in (0, 1))
+    pid = reach(first)
+    second.find()
+    until(lambda: second.pid == pid)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: first.poll() and not first.pid)
+    second.start()
+    met(second)
+    assert second.pid != pid
+    first.close()
+    second.close()
+    until(lambda: not second.settings.place().lock.exists())
+
+
+def test_a_restore_has_the_cores_for_itself(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that has to be started is started when all is loaded."""
+    with TinyJob(tmp_path / "ckpts", shm_dir=shm_dir) as job:
+        job.run(2)
+        job.settle()
+    seen = []
+    finish = restorer.Loader.finish
+
+    def look(loader: Any, saved: Any) -> None:
+        seen.append(again.checkpointer._agent.starts)
+        finish(loader, saved)
+
+    monkeypatch.setattr(restorer.Loader, "finish", look)
+    with TinyJob(tmp_path / "ckpts", seed=1, shm_dir=shm_dir) as again:
+        assert again.restore() == 2
+        assert (seen, again.checkpointer._agent.starts) == ([0], 1)
+
+
+def test_an_agent_that_came_too_late_to_serve_does_not_wait_for_somebody_else(node: Any) -> None:
+    """Two ranks may each start one, and the job be over before the second has looked around."""
+    first, second = AgentClient(*node(0)), AgentClient(*node(1))
+    reach(first)
+    with second._lock:
+        second._line._start_process()
+    late = second._line._process
+    assert late is not None
+    late.send_signal(signal.SIGSTOP)
+    reach(second)
+    (first.settings.place().job.path / "r00000.0").touch()  # it stays while there are slots
+    first.close()
+    threading.Timer(0.2, late.send_signal, [signal.SIGCONT]).start()
+    second.close()
+    until(lambda: not alive(late.pid), agent.FIRST_CLIENT_SECONDS / 2)
+
+
+@pytest.mark.parametrize("when", ["before it looked", "later"])
+def test_an_agent_whose_starter_died_without_a_word_waits_no_longer_than_it_lingers(
+    when: str, node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, _ = node(0)
+    starter = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    if when == "before it looked":
+        starter.communicate()
+    monkeypatch.setattr(agent, "FIRST_CLIENT_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
+    thread = threading.Thread(target=process.run, args=(settings, starter.pid), daemon=True)
+    thread.start()
+    until(lambda: settings.place().address.exists() or not thread.is_alive())
+    if when == "later":
+        assert thread.is_alive()
+        starter.communicate()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("linger_seconds", [PATIENCE_SECONDS, YEAR_SECONDS])
+def test_a_restarted_trainer_finds_the_agent_of_the_killed_one(
+    linger_seconds: float, node: Any
+) -> None:
+    killed = trainer(node(0, linger=linger_seconds))
+    pid = int(killed.stdout.readline())
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert killed.stdout.read() == "", "the agent has let go of it: now it waits"
+    end(killed)
+    successor = AgentClient(*node(0))
+    assert reach(successor) == pid
+    assert successor.starts == 0
+    successor.close()
+    until(lambda: not alive(pid))
+
+
+def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
+    """It reads the job's output until nobody has the other end any more."""
+    killed = trainer(node(0, linger=PATIENCE_SECONDS))
+    pid = int(killed.stdout.readline())
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert killed.stdout.read() == ""
+    assert alive(pid)
+    end(killed)
+    successor = AgentClient(*node(0))
+    assert reach(successor) == pid
+    successor.close()
+    until(lambda: not alive(pid))
+
+
+def test_a_launcher_need_not_wait_for_one_that_flushes(node: Any, tmp_path: Path) -> None:
+    """As the second node of two, whose first one is not there: that takes a minute."""
+    settings, desk = node(0)
+    place = {"path": str(tmp_path / "far"), "node": 1, "nodes": 2}
+    killed = trainer((settings, replace(desk, persistent=place)))
+    pid = int(killed.stdout.readline())
+    killed.stdin.write("flush\n")
+    killed.stdin.flush()
+    assert killed.stdout.readline() == "flushing\n"
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert killed.stdout.read() == ""
+    assert alive(pid), "as long as the flush is under way"
+    end(killed)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid))
+
+
+def test_a_dead_ranks_launcher_need_not_wait_for_those_that_live(node: Any) -> None:
+    """Horovod's has a pipe for each rank, and believes in a rank's death when that is closed."""
+    killed = trainer(node(0, linger=PATIENCE_SECONDS))
+    pid = int(killed.stdout.readline())
+    living = AgentClient(*node(1))
+    assert reach(living) == pid
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    ended, _, _ = select.select([killed.stdout], [], [], PATIENCE_SECONDS)
+    assert ended, "the agent has let go of it"
+    assert killed.stdout.read() == ""
+    end(killed)
+    successor = AgentClient(*node(0))
+    assert reach(successor) == pid
+    successor.close()
+    living.close()
+    until(lambda: not alive(pid))
+
+
+def test_it_does_not_wait_longer_than_it_was_told(node: Any) -> None:
+    killed = trainer(node(0, linger=0.2))
+    pid = int(killed.stdout.readline())
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    end(killed)
+    until(lambda: not alive(pid))
+
+
+def test_a_killed_one_that_has_its_successor_already_is_not_waited_for(node: Any) -> None:
+    """A launcher starts the next life before the kernel has torn down the last one."""
+    killed = trainer(node(0, linger=10 * PATIENCE_SECONDS))
+    pid = int(killed.stdout.readline())
+    successor = AgentClient(*node(0))
+    assert reach(successor) == pid
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    end(killed)
+    successor.close()
+    until(lambda: not alive(pid))
+
+
+@pytest.mark.parametrize(("since", "last"), [(1.0, True), (-PATIENCE_SECONDS, False)])
+def test_who_leaves_last_knows_and_waits_for_its_end(since: float, last: bool, node: Any) -> None:
+    """No killed one is awaited any more: its time is over."""
+    _, desk = node(0)
+    with closing(agent.Agent(linger_seconds=0.0)) as server:
+        server._missed[desk.directory, 1] = time.monotonic() - since
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            thread = server.attend(theirs)
+            protocol.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(desk)})
+            protocol.send(ours, {"op": "bye"})
+            said = [protocol.receive(ours)[0] for _ in ("welcome", "bye")]
+            thread.join(PATIENCE_SECONDS)
+        assert said[-1] == {"op": "bye", "last": last}
+
+
+def test_a_rank_of_other_surroundings_leaves_the_start_to_the_first(node: Any) -> None:
+    """An agent of its own would pass for one that has the first rank's keys and credentials."""
+    first = AgentClient(*node(0), surroundings="the first rank's")
+    other = AgentClient(*node(1), surroundings="the first rank's", may_start=False)
+    pid = reach(first)
+    assert reach(other) == pid
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: first.poll() and not first.pid)
+    until(lambda: other.poll() and not other.pid)
+    with other._lock:
+        other._line.ready()
+        assert other.starts == 0
+        other._line._start_after = 0.0
+        with pytest.raises(TimeoutError, match="the node's first rank"):
+            other._line.ready()
+    pid = reach(first)
+    assert reach(other) == pid
+    assert other.starts == 0
+    first.close()
+    other.close()
+    until(lambda: not alive(pid))
+
+
+def met(client: AgentClient) -> dict[str, Any]:
+    """Its agent is told of those of other nodes; returns what."""
+    where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
+    client.ask("meet", "listening", PATIENCE_SECONDS, where=where)
+    roster = {"generation": 1, "agents": []}
+    client.introduce(where, [], roster)
+    return roster
+
+
+def test_one_that_has_met_others_waits_for_a_job_that_was_abandoned(node: Any) -> None:
+    """Its node may be left out of the next life, which asks it."""
+    client, other = (AgentClient(*node(shard, linger=PATIENCE_SECONDS)) for shard in (0, 1))
+    pid = reach(client)
+    assert reach(other) == pid
+    roster = met(client)
+    client.close(abandoned=True)
+    other.close(abandoned=True)
+    settings, desk = node(0)
+    successor = AgentClient(settings, replace(desk, ranks=(0,)))
+    assert reach(successor) == pid
+    assert successor.roster(PATIENCE_SECONDS) == roster
+    successor.close()
+    until(lambda: not alive(pid))
+
+
+def test_one_that_has_met_nobody_does_not(node: Any) -> None:
+    """The next life finds slots and files without it."""
+    client = AgentClient(*node(0, linger=10 * PATIENCE_SECONDS))
+    pid = reach(client)
+    client.close(abandoned=True)
+    until(lambda: not alive(pid))
+
+
+class Flush:
+    """Under way."""
+
+    def __init__(self, went_on_at: float) -> None:
+        self.went_on_at = went_on_at
+
+    def busy(self) -> bool:
+        return True
+
+    def rest(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_it_waits_for_a_flush_as_long_as_that_gets_on(
+    hangs: bool, node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than it lingers; but not for ever, when a store hangs and nobody is left to see."""
+    settings, _ = node(0)
+    now = time.monotonic()
+    flush: Any = Flush(now - agent.STUCK_SECONDS if hangs else now)
+    server = agent.Agent(linger_seconds=0.0)
+    server._flushers[flush] = flush
+    let_go = threading.Event()
+    listener = settings.place().listen()
+    thread = threading.Thread(target=server.serve, args=(listener, let_go.set), daemon=True)
+    thread.start()
+    if not hangs:
+        thread.join(0.5)
+        assert thread.is_alive()
+        flush.went_on_at -= agent.STUCK_SECONDS
+        server._wake.send(b"\0")
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert let_go.is_set(), "whoever reads the job's output need not wait for the store"
+    server.close()
+    listener.close()
+
+
+def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
+    """A job went on with fewer nodes, where this one's rank has another number."""
+    settings, desk = node(1, linger=10 * PATIENCE_SECONDS)
+    killed = trainer((settings, replace(desk, ranks=(1,))))
+    pid = int(killed.stdout.readline())
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    end(killed)
+    successor = AgentClient(settings, replace(desk, shard=0, ranks=(0,)))
+    assert reach(successor) == pid
+    successor.close()
+    until(lambda: not alive(pid))
+
+
+def test_it_waits_on_while_nodes_read_what_killed_ranks_left(node: Any, tmp_path: Path) -> None:
+    """As long as for those ranks, of which it waits for no other than before."""
+    settings, _ = node(0)
+    shelf = {"root": settings.root, "job": settings.folder, "directory": str(tmp_path / "local")}
+    server = agent.Agent(linger_seconds=PATIENCE_SECONDS)
+    with closing(server):
+        address = server.protector().open("secret", "lo", 0, "localhost", shelf)
+        server._missed[shelf["directory"], 0] = time.monotonic()
+        assert server._patience(0.0) <= 0
+        with closing(RemoteNode("this one", address, b"secret")) as reader:
+            assert reader.inventory("node").found == ()
+        assert server._patience(0.0) > 0
+        server._missed.clear()
+        assert server._patience(0.0) <= 0
+
+
+def test_it_outlives_the_process_group_of_its_trainers(node: Any) -> None:
+    """torchrun kills groups."""
+    other = trainer(node(1))
+    pid = int(other.stdout.readline())
+    assert os.getpgid(pid) == pid == os.getsid(pid)
+    mine = AgentClient(*node(0))
+    assert reach(mine) == pid
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    end(other)
+    assert reach(mine) == pid
+    mine.close()
+
+
+def test_one_that_does_not_answer_is_passed_over(
+    node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pass_over = AgentLine._pass_over
+
+    def once(line: AgentLine, *why: Any) -> None:
+        """The next one lives, however long its answer takes."""
+        monkeypatch.setattr(connection, "ANSWER_SECONDS", PATIENCE_SECONDS)
+        pass_over(line, *why)
+
+    monkeypatch.setattr(AgentLine, "_pass_over", once)
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.2)
+    other = trainer(node(1))
+    stuck = int(other.stdout.readline())
+    os.kill(stuck, signal.SIGSTOP)
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    assert pid != stuck
+    assert client.settings.index == 1
+    client.close()
+    until(lambda: not alive(pid))
+    os.kill(stuck, signal.SIGCONT)
+    other.stdin.write("close\n")
+    other.stdin.flush()
+    assert other.stdout.readline() == "closed\n"
+    end(other)
+    until(lambda: not alive(stuck))
+
+
+def test_beside_an_agent_of_another_protocol_there_is_one_of_ours(node: Any) -> None:
+    """After an upgrade, an agent of the older version may still linger."""
+    settings, desk = node(0)
+    job = settings.place().job
+    job.create()
+    job.slot_path(0, 0).touch()  # as trainers have; else the older one takes the folder along
+    served: list[Any] = []
+    """Somebody else, so that it does not end."""
+    older = "from tierckpt import agent; agent.PROTOCOL = 0; process.main()"
+    told = [json.dumps(asdict(settings)), str(os.getpid())]
+    with subprocess.Popen([sys.executable, "-c", older, *told]) as old:
+        until(settings.place().address.exists)
+        until(lambda: served.append(settings.place().connect()) or served[-1])
+        client = AgentClient(settings, desk)
+        pid = reach(client)
+        assert pid != old.pid
+        client.close()
+        served[-1].close()
+        until(lambda: not alive(pid))
+        old.kill()
+    job.slot_path(0, 0).unlink()
+
+
+def test_garbage_on_its_socket_does_not_disturb_it(node: Any) -> None:
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    for garbage in (b"", b"{", b"[]", b'{"op": "commit"}', b"\xff" * 1000):
+        place: Place = client.settings.place()
+        stranger = place.connect()
+        assert stranger is not None
+        if garbage:
+            stranger.send(garbage)
+        stranger.settimeout(PATIENCE_SECONDS)
+        if garbage:
+            assert stranger.recv(100) == b"", "shown the door"
+        stranger.close()
+    assert reach(client) == pid
+    client.close()
+    until(lambda: not alive(pid))
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+NOBODY = 65534
+AS_NOBODY = f"""
+import json, os, socket, sys
+from tierckpt.agent.server import PROTOCOL
+folder = os.open(sys.argv[1], os.O_PATH)
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+where = f"/proc/self/fd/{{folder}}/agent0.socket"
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("private", [True, False])
+def test_another_user_finds_the_door_closed(private: bool, node: Any) -> None:
+    """Where the folder is not private any more, too."""
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    place = client.settings.place()
+    if not private:
+        place.job.path.chmod(0o777)
+        place.address.chmod(0o777)
+    hello = {"op": "hello", "protocol": PROTOCOL, "desk": vars(client.desk)}
+    stranger = python(
+        AS_NOBODY
+        + "try: channel.connect(where)\n"
+        + "except PermissionError: print('cannot come in', flush=True); sys.exit()\n"
+        + "try:\n"
+        + "    channel.send(sys.argv[2].encode())\n"
+        + "    print(channel.recv(1000), flush=True)\n"
+        + "except ConnectionError: print(b'', flush=True)\n",
+        place.job.path,
+        json.dumps(hello),
+    )
+    assert stranger.stdout.read() == ("cannot come in\n" if private else "b''\n")
+    end(stranger)
+    assert alive(pid)
+    assert not client.poll()
+    client.close()
+    until(lambda: not alive(pid))
+
+
+@needs_root
+def test_a_trainer_does_not_talk_to_another_users_agent(node: Any) -> None:
+    place = AgentClient(*node(0)).settings.place()
+    place.job.path.chmod(0o777)
+    stranger = python(
+        AS_NOBODY
+        + "channel.bind(where); os.chmod(where, 0o777); channel.listen(); print(flush=True)\n"
+        + "sys.stdin.read()",
+        place.job.path,
+    )
+    assert stranger.stdout.readline() == "\n"
+    assert place.connect() is None
+    end(stranger)
+
+
+IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
+
+
+def test_it_gives_way_to_the_training_by_default(node: Any) -> None:
+    """All of its threads, on the CPU and on the device."""
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+    assert len(threads) > 1, "the desk's"
+    least = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+    for thread in threads:
+        assert os.getpriority(os.PRIO_PROCESS, thread) == least
+        if IOPRIO_GET is not None:
+            priority = ctypes.CDLL(None).syscall(IOPRIO_GET, 1, thread)
+            assert (priority >> 13, priority & 7) == (2, 7), "best effort, and the last of these"
+    # Or its niceness would count for nothing beside those that train, in a session of theirs.
+    session = Path(f"/proc/{pid}/autogroup")
+    assert not session.exists() or session.read_text().split()[-1] == str(least)
+    client.close()
+    until(lambda: not alive(pid))
+
+
+def test_how_far_it_gives_way_on_the_cpu_is_the_jobs_to_say(tmp_path: Path, shm_dir: Path) -> None:
+    with TinyJob(tmp_path / "ckpts", shm_dir=shm_dir, agent_nice=3) as job:
+        job.run(1)
+        job.settle()
+        pid = job.checkpointer._agent.pid
+        assert pid is not None
+        mine = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(mine + 3, 19)
+
+
+def test_it_gives_way_before_it_has_begun(node: Any) -> None:
+    """While its interpreter starts and it imports, beside a restore."""
+    client = AgentClient(*node(0))
+    with client._lock:
+        client._line._start_process()
+    starting = client._line._process
+    assert starting is not None
+    starting.send_signal(signal.SIGSTOP)
+    found = os.getpriority(os.PRIO_PROCESS, starting.pid)
+    starting.send_signal(signal.SIGCONT)
+    assert found == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+    assert reach(client) == starting.pid
+    client.close()
+    until(lambda: not alive(starting.pid))
+
+
+JOB_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+
+
+def test_signals_that_are_meant_for_the_job_cut_nothing_short(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    """Slurm sends them to all processes of a job's cgroup. Here they come while a version waits."""
+    with TinyJob(tmp_path / "ckpts", shm_dir=shm_dir) as job:
+        job.run(1)
+        job.settle()
+        pid = job.checkpointer._agent.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            job.run(2)
+            for number in JOB_SIGNALS:
+                os.kill(pid, number)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        job.settle()
+        assert [event.version for event in job.heard("committed", "local")] == [1, 2]
+        assert not [event for event in job.events if "ended unexpectedly" in event.text()]
+        assert job.checkpointer._agent.pid == pid
+
+
+def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
+    node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a container allows no more threads; then it does again."""
+    start, refused = threading.Thread.start, list[threading.Thread]()
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "tierckpt-desk" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
+    settings, _ = node(0)
+    serving = threading.Thread(target=process.run, args=(settings, os.getpid()))
+    serving.start()
+    until(settings.place().address.exists)
+    trainers = [AgentClient(*node(shard)) for shard in (0, 1)]
+    for trainer in trainers:
+        assert reach(trainer) == os.getpid()
+    for trainer in trainers:
+        trainer.close()
+    serving.join(PATIENCE_SECONDS)
+    assert not serving.is_alive()
+    assert refused
+
+
+def parties_of(ranks: int, members: int) -> list[dict[str, Any]]:
+    """As many as a large node has, in large groups, of hosts with long names."""
+    hosts = tuple(f"{i}.of.a.very.large.cluster.somewhere.example.org" for i in range(members))
+    ports = tuple(range(40000, 40000 + members))
+    groups = [tuple(range(rank, rank + 1000 * members, 1000)) for rank in range(ranks)]
+    made = [
+        PartySettings(rank, groups[rank], members, members - 1, 1, hosts, ports)
+        for rank in range(ranks)
+    ]
+    return [party.as_message() for party in made]
+
+
+def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
+    """Both ways: what it is told of them, and what it says went wrong with each."""
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
+    client.ask("meet", "listening", PATIENCE_SECONDS, where=where)
+    parties = parties_of(ranks=200, members=64)
+    assert len(json.dumps(parties)) > 10 * 65536
+    roster = {"generation": 1, "agents": [{"host": "node" * 9}] * 10_000}
+    client.introduce(where, parties, roster)
+    client.protect(VersionId(1, 1))
+    assert client.wait(PATIENCE_SECONDS, everything=True)
+    (heard,) = client.poll()
+    assert heard["op"] == "protect_failed"
+    assert heard["error"].count("FileNotFoundError") == 200, "one for every party"
+    assert len(heard["error"]) > 10_000
+    assert client.pid == pid
+    settings, desk = node(0)
+    successor = AgentClient(settings, replace(desk, ranks=(0,)))
+    successor.start()
+    assert successor.roster(PATIENCE_SECONDS) == roster, "it hears what the agent was told before"
+    client.close()
+    successor.close()
+    until(lambda: not alive(pid))
+
+
+def test_what_the_system_does_not_take_is_told(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for as if only a buffer was full."""
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    # The agent that it hangs up on would take the folder along, with no rank of a job in it.
+    (client.settings.place().job.path / "r00000.0").touch()
+    send = socket.send_fds
+
+    def refused(channel: socket.socket, parts: list[bytes], *rest: Any) -> int:
+        if b"protect" in parts[0]:
+            raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+        return send(channel, parts, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "send_fds", refused)
+        client.protect(VersionId(1, 1))
+    heard = client.poll()
+    assert [message["op"] for message in heard] == ["problem", "protect_failed"]
+    assert all("Message too long" in message["error"] for message in heard)
+    assert not client.behind()
+    reach(client)
+    client.close()
+    until(lambda: not alive(pid))
+
+
+def test_its_folder_is_private_and_its_socket_checked(node: Any, shm_dir: Path) -> None:
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    place = client.settings.place()
+    assert place.job.path.stat().st_mode & 0o077 == 0
+    assert place.address.is_socket()
+    client.close()
+    until(lambda: not alive(pid))
+    assert not place.address.exists()
+    assert not place.lock.exists()
+
+
+def test_a_dead_ones_socket_is_replaced(node: Any) -> None:
+    first = AgentClient(*node(0))
+    os.kill(reach(first), signal.SIGKILL)
+    until(lambda: [m for m in first.poll() if "ended unexpectedly" in m.get("error", "")])
+    assert first.settings.place().address.exists(), "left behind"
+    second = AgentClient(*node(1))
+    pid = reach(second)
+    assert reach(first) == pid
+    first.close()
+    second.close()
+    until(lambda: not alive(pid))
+
+
+def test_paths_may_be_longer_than_a_socket_address(shm_dir: Path, tmp_path: Path) -> None:
+    job = JobDirectory.at(shm_dir, "j" * 120)
+    job.create()
+    desk = DeskSettings(str(tmp_path), 0, 1, 2, 0)
+    client = AgentClient(AgentSettings(str(job.root), job.path.name, linger_seconds=0), desk)
+    pid = reach(client)
+    assert len(str(client.settings.place().address)) > 108
+    client.close()
+    until(lambda: not alive(pid))
+
+
+def test_an_agent_that_comes_after_the_end_of_its_job_ends_without_a_word(shm_dir: Path) -> None:
+    """A job of a second is over, and its folder gone, before its agent's process has begun."""
+    settings = json.dumps(asdict(AgentSettings(str(shm_dir), "gone")))
+    command = [sys.executable, "-m", "tierckpt.agent.server", settings, str(os.getpid())]
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [*shm_dir.iterdir()] == []
+
+
+def test_inline_there_is_no_other_process(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    with TinyJob(tmp_path / "ckpts", shm_dir=shm_dir, agent="inline") as job:
+        job.run(5)
+        job.settle()
+        assert job.heard("committed", "local")[-1].version == 5
+        digest = job.fingerprint()
+    with TinyJob(tmp_path / "ckpts", seed=1, shm_dir=shm_dir, agent="inline") as again:
+        assert again.restore() == 5
+        assert again.fingerprint() == digest
+
+
+def test_a_connection_is_a_message_socket(node: Any) -> None:
+    """A message is whole or not there at all."""
+    client = AgentClient(*node(0))
+    pid = reach(client)
+    assert client._line._channel is not None
+    assert client._line._channel.type == socket.SOCK_SEQPACKET
+    client.close()
+    until(lambda: not alive(pid))

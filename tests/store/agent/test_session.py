@@ -1,0 +1,337 @@
+"""A trainer's desk: nothing that goes wrong ends it, and it retires what nobody else would."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.encoded_shards import NoServices
+from tierckpt.agent import protocol
+from tierckpt.agent.server import PROTOCOL, Agent
+from tierckpt.agent.session import Desk, DeskSettings
+from tierckpt.codecs import pipeline
+from tierckpt.codecs.checksum import Checksum
+from tierckpt.errors import TierckptError
+from tierckpt.format.ids import ParityKey, ShardKey, VersionId
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.testing import TinyJob
+from tierckpt.testing.store_program import commit_one
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+class Unruly(Checksum):
+    """A user's module, with an error of its own at every other version."""
+
+    name = "unruly"
+    fail: Callable[[], Exception]
+
+    def encode(self, block: Any, where: Any) -> Any:
+        if where.version % 2 == 0:
+            raise type(self).fail()
+        return super().encode(block, where)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pipeline.OURS, "unruly", ("checksum", "Unruly"))
+    monkeypatch.setattr("tierckpt.codecs.checksum.Unruly", Unruly, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [(ValueError, "no such thing"), (MemoryError, ""), (RuntimeError, "zstd")]
+)
+def test_what_a_users_module_raises_costs_that_version_and_is_named(
+    kind: type[Exception],
+    text: str,
+    tmp_path: Path,
+    shm_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch)
+    # A new one each time: its traceback keeps alive what would have been closed.
+    monkeypatch.setattr(Unruly, "fail", staticmethod(lambda: kind(text)), raising=False)
+    settings = {"shm_dir": str(shm_dir), "agent": "inline", "local_modules": "unruly"}
+    with TinyJob(tmp_path / "ckpts", **settings) as job:
+        for step in range(1, 6):
+            job.run(step)
+            job.settle()
+    assert [e.version for e in job.heard("committed", "local")] == [1, 3, 5]
+    failed = job.heard("failed", "local")
+    assert [e.version for e in failed] == [2, 4]
+    for event in failed:
+        assert "the module unruly cannot encode block 0" in event.text()
+        assert f"{kind.__name__}: {text}" in event.text()
+    assert not [e for e in job.events if "ended unexpectedly" in e.text()]
+
+
+def test_what_a_users_module_raises_in_a_restart_is_no_damage(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes were sound, or their checksum had said so: nothing older is taken instead."""
+    install(monkeypatch)
+    settings = {"shm_dir": str(shm_dir), "agent": "inline", "local_modules": "unruly"}
+    with TinyJob(tmp_path / "ckpts", **settings) as job:
+        job.run(1)
+
+    def broken(self: Unruly, block: Any, where: Any) -> Any:
+        raise IndexError("a bug")
+
+    monkeypatch.setattr(Unruly, "decode", broken)
+    again = TinyJob(tmp_path / "ckpts", **settings)
+    with pytest.raises(TierckptError, match=r"unruly cannot decode block .*IndexError: a bug"):
+        again.restore()
+    again.checkpointer.abandon()
+
+
+class Broken(NoServices):
+    """Nothing that several desks share can be had."""
+
+    def flusher(self, desk: DeskSettings) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def protector(self) -> None:
+        raise ImportError("no numpy")
+
+
+@contextlib.contextmanager
+def served(settings: DeskSettings, services: Any) -> Iterator[socket.socket]:
+    """A desk at work; the trainer's end of its channel."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        thread = threading.Thread(target=Desk(settings, theirs, services).serve)
+        thread.start()
+        try:
+            yield ours
+        finally:
+            ours.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_whatever_cannot_be_begun_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what = {"version": 7, "generation": 1}
+    key = ShardKey(VersionId(1, 7), 0, 1)
+    asked = [
+        ({"op": "commit", "stem": key.stem, "segment": str(tmp_path / "none")}, "failed", what),
+        ({"op": "flush", "order": what}, "flush_failed", what),
+        ({"op": "protect", "lost": None, **what}, "protect_failed", what),
+        ({"op": "meet", "where": {}}, "listening", {}),
+        ({"op": "know", "parties": []}, "problem", {}),
+        ({"op": "retire"}, "problem", {}),
+    ]
+    settings = DeskSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0)
+    with served(settings, Broken()) as channel:
+        for question, op, about in asked:
+            protocol.send(channel, question)
+            heard, _ = protocol.receive(channel)
+            assert heard is not None
+            assert (heard.pop("op"), heard.pop("error") != "", heard) == (op, True, about)
+
+
+# --- one trainer after the other -----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def trainer(node: Agent, desk: DeskSettings) -> Iterator[socket.socket]:
+    """The trainer's end of a channel, on which the agent has bidden welcome."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        ours.settimeout(60)
+        thread = node.attend(theirs)
+        protocol.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(desk)})
+        welcome, _ = protocol.receive(ours)
+        assert welcome is not None
+        assert welcome["op"] == "welcome"
+        try:
+            yield ours
+        finally:
+            ours.close()
+            thread.join()
+
+
+def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor's own shards come behind that, in their order."""
+    begun, go_on, served = threading.Event(), threading.Event(), list[str]()
+
+    def slow_commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+        begun.set()
+        go_on.wait()
+        served.append(message["stem"])
+
+    monkeypatch.setattr(Desk, "_commit", slow_commit)
+    settings = DeskSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
+    where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
+    roster = {"generation": 2, "agents": []}
+    with contextlib.closing(Agent(linger_seconds=0.0)) as node, contextlib.ExitStack() as lives:
+        channel = lives.enter_context(trainer(node, settings))
+        lives.callback(go_on.set)
+        protocol.send(channel, {"op": "commit", "stem": "the life before's"})
+        assert begun.wait(60)
+        channel.shutdown(socket.SHUT_RDWR)
+        successor = lives.enter_context(trainer(node, settings))
+        protocol.send(successor, {"op": "commit", "stem": "the first"})
+        protocol.send(successor, {"op": "meet", "where": where})
+        protocol.send(successor, {"op": "know", "parties": [], "roster": roster})
+        protocol.send(successor, {"op": "commit", "stem": "the second"})
+        protocol.send(successor, {"op": "bye"})
+        heard, _ = protocol.receive(successor)
+        assert heard is not None
+        assert (heard["op"], heard["error"], served) == ("listening", "", [])
+        go_on.set()
+        heard, _ = protocol.receive(successor)
+        assert heard == {"op": "bye", "last": True}
+        assert served == ["the life before's", "the first", "the second"]
+        assert node.protector().roster() == roster
+
+
+def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears those at boundaries. The kernel tells of unread ones before what was sent."""
+    begun, go_on, served = threading.Event(), threading.Event(), list[str]()
+
+    def commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+        served.append(message["stem"])
+        desk.say(op="committed")
+        begun.set()
+        go_on.wait()
+
+    monkeypatch.setattr(Desk, "_commit", commit)
+    settings = DeskSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
+    long = 1000 * "the third"
+    with contextlib.closing(Agent(linger_seconds=0.0)) as node, trainer(node, settings) as killed:
+        for stem in ("the first", "the second", long):
+            protocol.send(killed, {"op": "commit", "stem": stem})
+        assert begun.wait(60)
+        killed.close()
+        go_on.set()
+    assert served == ["the first", "the second", long]
+
+
+# --- what nobody else retires --------------------------------------------------------------------
+
+LINEAGE = [[1, 0], [2, 2]]
+"""The second life went on from v2."""
+
+
+def shards(directory: Path, generation: int, version: int, numbers: list[int], of: int) -> None:
+    """Shards of a version, and the parity beside them."""
+    store = LocalStore(directory)
+    store.create()
+    for number in numbers:
+        for kind in (ShardKey, ParityKey):
+            commit_one(store, kind(VersionId(generation, version), number, of))
+
+
+def there(directory: Path) -> set[tuple[int, int, int]]:
+    """Generation, version and shard of what exists; of shards and parity alike."""
+    store = LocalStore(directory)
+    found = [
+        {(k.id.generation, k.id.version, k.shard) for k in keys}
+        for keys in (
+            store.keys(),
+            store.parities(),
+        )
+    ]
+    assert found[0] == found[1]
+    return found[0]
+
+
+def retire(
+    directory: Path,
+    desk: DeskSettings,
+    safe: list[int],
+    held: Iterable[ShardKey] = (),
+    **more: Any,
+) -> None:
+    """Retention as the trainer asks for it, while the agent still reads what is `held`."""
+    services: Any = NoServices()
+    services.held.add(list(held))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        asked = {"safe": safe, "lineage": LINEAGE, "keep": [], "void": [], **more}
+        Desk(desk, theirs, services)._retire(asked)
+
+
+def desks(directory: Path, ranks: tuple[int, ...], of: int, keep_last: int) -> list[DeskSettings]:
+    return [DeskSettings(str(directory), r, of, keep_last, 0, ranks=ranks) for r in ranks]
+
+
+@pytest.mark.parametrize(("old", "new", "were", "are"), [
+    (8, 6, [4, 5, 6, 7], (3, 4, 5)),  # fewer ranks: s6 and s7 of 8 are ranks 0's and 1's
+    (4, 8, [2, 3], (4, 5, 6, 7)),  # more
+    (4, 4, [2, 3], (0, 1)),  # as many, and the launcher has dealt them out otherwise
+])  # fmt: skip
+def test_what_ranks_left_that_went_to_another_node_goes_too(
+    old: int, new: int, were: list[int], are: tuple[int, ...], tmp_path: Path
+) -> None:
+    for version in (1, 2):
+        shards(tmp_path, 1, version, were, of=old)
+    spare = tmp_path / f".spare.s{were[-1]:05d}of"
+    torn = tmp_path / f".v0000000002.g000001.s{were[-1]:05d}of{old:05d}.tmp"
+    for leftover in (spare, torn):
+        leftover.touch()
+    left = {(1, 1, s) for s in were} | {(1, 2, s) for s in were}
+    for version in (3, 4):
+        shards(tmp_path, 2, version, list(are), of=new)
+        left |= {(2, version, s) for s in are}
+        for desk in desks(tmp_path, are, new, keep_last=2):
+            retire(tmp_path, desk, [2, version])
+        left -= {(1, version - 2, s) for s in were}
+        assert there(tmp_path) == left
+    assert not spare.exists()
+    assert not torn.exists()
+    names = [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert all(int(n[8:13]) in are for n in names), "of those who can use them"
+
+
+def test_strays_stay_as_long_as_they_are_needed(tmp_path: Path) -> None:
+    """Nothing of this life is safe; it is to be kept; it is pinned; it is still read."""
+    shards(tmp_path, 1, 1, [2, 3], of=4)
+    shards(tmp_path, 1, 2, [2, 3], of=4)
+    before, (first, _) = there(tmp_path), desks(tmp_path, (0, 1), 4, keep_last=1)
+    retire(tmp_path, first, [1, 2])
+    assert there(tmp_path) == before
+    shards(tmp_path, 2, 3, [0, 1], of=4)
+    retire(tmp_path, first, [2, 3], keep=[[1, 2]])
+    assert there(tmp_path) == {(1, 2, 2), (1, 2, 3), (2, 3, 0), (2, 3, 1)}
+    mark = tmp_path / "v0000000002.g000001.pin"
+    mark.touch()
+    retire(tmp_path, first, [2, 3])
+    assert (1, 2, 2) in there(tmp_path)
+    mark.unlink()
+    held = [kind(VersionId(1, 2), s, 4) for kind in (ShardKey, ParityKey) for s in (2, 3)]
+    retire(tmp_path, first, [2, 3], held=held)
+    assert there(tmp_path) == {(1, 2, 2), (1, 2, 3), (2, 3, 0), (2, 3, 1)}
+    retire(tmp_path, first, [2, 3])
+    assert there(tmp_path) == {(2, 3, 0), (2, 3, 1)}
+
+
+def test_what_a_flush_still_reads_stays_until_it_has(tmp_path: Path) -> None:
+    desk = DeskSettings(str(tmp_path), 0, 1, keep_last=1, keep_every=0)
+    for version in (3, 4):
+        shards(tmp_path, 2, version, [0], of=1)
+    held = [kind(VersionId(2, 3), 0, 1) for kind in (ShardKey, ParityKey)]
+    retire(tmp_path, desk, [2, 4], held=held)
+    assert there(tmp_path) == {(2, 3, 0), (2, 4, 0)}
+    retire(tmp_path, desk, [2, 4])
+    assert there(tmp_path) == {(2, 4, 0)}
+
+
+def test_in_a_directory_that_nodes_share_nothing_is_stray(tmp_path: Path) -> None:
+    """The other node's agent may still read what it has there; it sees to that itself."""
+    shards(tmp_path, 1, 1, [0, 1, 2, 3], of=4)
+    shards(tmp_path, 2, 3, [0, 1, 2, 3], of=4)
+    for desk in desks(tmp_path, (0, 1), 4, keep_last=1):
+        retire(tmp_path, desk, [2, 3])
+    assert there(tmp_path) == {(1, 1, 2), (1, 1, 3), *((2, 3, s) for s in range(4))}

@@ -1,0 +1,121 @@
+"""A KeyboardInterrupt that the script catches, as notebooks do: the training goes on, and so must
+checkpoints, wherever it came."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.support.thorough import points
+from tierckpt.testing import TinyJob
+
+OURS = str(Path(sys.modules["tierckpt"].__file__ or "").parent)
+RECOVERY = 8
+"""Boundaries behind an interrupt, the second half of which must have cost nothing."""
+STRIDE = int(points(["1", "7"], "7")[0])
+
+
+class Interrupt:
+    """Comes at the nth of the places where this interpreter looks for signals: at the beginning of
+    functions, and behind calls of what is written in C, whose result is then lost."""
+
+    def __init__(self, number: int) -> None:
+        self.came = ""
+        self._left = number
+
+    def __call__(self, frame: FrameType, what: str, called: object) -> None:
+        code = frame.f_code
+        if what not in ("call", "c_return") or not code.co_filename.startswith(OURS):
+            return
+        self._left -= 1
+        if self._left < 0:
+            sys.setprofile(None)
+            self.came = f"{Path(code.co_filename).name}:{frame.f_lineno}, {what} {called}"
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        sys.setprofile(self)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                yield
+        finally:
+            sys.setprofile(None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"when_busy": "wait"}, id="local"),
+        pytest.param({"when_busy": "wait", "local_every_steps": 0}, id="memory-waiting"),
+        pytest.param({"when_busy": "skip", "local_every_steps": 0}, id="memory-skipping"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_a_boundary_costs_a_few_versions(
+    settings: dict[str, Any], path: Path, shm_dir: Path
+) -> None:
+    """On two slots, and every step to each level: nothing is left over to hide what is lost."""
+    with TinyJob(path, shm_dir=str(shm_dir), agent="inline", **settings) as job:
+        step = job.checkpointer.step
+        job.run(4)
+        for number in itertools.count(0, STRIDE):
+            job.train_one()
+            interrupt = Interrupt(number)
+            with interrupt.awaited():
+                step()
+            if not interrupt.came:
+                break
+            heard = len(job.events)
+            for _ in range(RECOVERY):
+                job.train_one()
+                step()
+            job.checkpointer.wait()
+            made = job.checkpointer.steps_made
+            later = set(range(made - RECOVERY // 2 + 1, made + 1))
+            for name in (
+                ("sealed", "committed") if "local_every_steps" not in settings else ["sealed"]
+            ):
+                there = {event.version for event in job.events[heard:] if event.name == name}
+                assert later <= there, f"{name} behind an interrupt at {interrupt.came}"
+        assert number > 100
+
+
+class Interrupted:
+    """An object of the user's, and somebody presses the keys while its state is asked for."""
+
+    def __init__(self) -> None:
+        self.armed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+def test_an_interrupt_while_a_state_is_captured_is_told_as_what_it_cost(
+    path: Path, settings: Any
+) -> None:
+    job = TinyJob(path, agent="inline", **settings)
+    with job:
+        extra = Interrupted()
+        job.checkpointer.register("theirs", extra)
+        job.run(3)
+        extra.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            job.run(4)
+        job.run(12)
+    assert {event.version for event in job.heard("failed")} == {4}
+    assert any("an interrupt came" in event.message for event in job.heard("failed", "memory"))
+    assert {event.version for event in job.heard("committed")} == set(range(1, 13)) - {4}

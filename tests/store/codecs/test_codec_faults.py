@@ -1,0 +1,297 @@
+"""Encoded and incremental shards under faults: what exists is whole, and stays so."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.encoded_shards import (
+    LEVELS,
+    VERSIONS,
+    Writer,
+    commit,
+    content_of,
+    desk,
+    key_of,
+    local_contents,
+    name_of,
+    persistent_contents,
+    retire,
+    shard,
+)
+from tierckpt import _faults
+from tierckpt.errors import CorruptShardError, FormatError, TierckptError
+from tierckpt.format.ids import VersionId
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.version_names import MANIFEST, RETIRED
+from tierckpt.storage.local.encoded_files import open_encoded
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import FlushCancelledError, PersistentStore
+from tierckpt.testing import injected
+
+FULL = (1, 3)
+"""Of every two versions, the first."""
+
+
+def encoding_of(directory: Path, version: int) -> Any:
+    return Manifest.decode(LocalStore(directory).read_manifest(key_of(version))).encoding
+
+
+# --- what is written ---------------------------------------------------------------------------
+
+
+def test_of_two_versions_the_second_refers_to_the_first(tmp_path: Path) -> None:
+    with desk(tmp_path, keep_last=9) as at:
+        for version in range(1, VERSIONS + 1):
+            commit(at, version)
+    for version in range(1, VERSIONS + 1):
+        encoding = encoding_of(tmp_path, version)
+        base = max(v for v in FULL if v <= version)
+        if version in FULL:
+            assert encoding.base is None
+        else:
+            assert encoding.base == VersionId(1, base)
+            # The header does not change either; the last one is the sealed manifest's.
+            absent = [not length for length in encoding.stored_bytes]
+            assert absent == [True, False, True, False, True, False]
+    assert local_contents(tmp_path) == {v: content_of(v) for v in range(1, VERSIONS + 1)}
+
+
+def test_a_base_goes_with_the_last_that_refers_to_it(tmp_path: Path) -> None:
+    with desk(tmp_path) as at:
+        kept = {}
+        for version in range(1, VERSIONS + 2):
+            commit(at, version)
+            retire(at, version)
+            kept[version] = [key.id.version for key in at.store.keys()]  # noqa: SIM118
+    assert kept == {1: [1], 2: [1, 2], 3: [3], 4: [3, 4]}
+
+
+def test_a_desk_that_begins_anew_refers_to_nothing(tmp_path: Path) -> None:
+    for version in (1, 2):
+        with desk(tmp_path, keep_last=9) as at:
+            commit(at, version)
+        assert encoding_of(tmp_path, version).base is None
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_a_flush_still_reads_keeps_its_base(held: bool, tmp_path: Path) -> None:
+    with desk(tmp_path) as at:
+        for version in (1, 2):
+            commit(at, version)
+        if held:
+            at.services.held.add([key_of(2)])
+        for version in (4, 5):
+            at.store.commit(key_of(version), memoryview(bytes(4096)), b"plain")
+        retire(at, 5)
+        assert at.store.has(key_of(2)) == at.store.has(key_of(1)) == held
+
+
+def test_a_base_that_vanished_is_not_referred_to(tmp_path: Path) -> None:
+    with desk(tmp_path, keep_last=9) as at:
+        commit(at, 1)
+        at.store.retire(key_of(1))
+        commit(at, 2)
+    assert local_contents(tmp_path) == {2: content_of(2)}
+
+
+def test_nothing_comes_to_be_beside_a_base_that_went_while_it_was_written(tmp_path: Path) -> None:
+    """Another agent, which did not know of this one, retired it."""
+    with desk(tmp_path / "here") as at:
+        commit(at, 1)
+
+        def still_sealed() -> bool:
+            LocalStore(tmp_path / "here").retire(key_of(1))
+            return True
+
+        with (
+            shard(2) as (image, manifest),
+            pytest.raises(FileNotFoundError, match="v1 shard 0 of 1 was retired while v2 shard 0"),
+        ):
+            at._store(key_of(2), image, manifest, still_sealed)
+        commit(at, 3)
+    assert local_contents(tmp_path / "here") == {3: content_of(3)}
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_kill_at_any_operation_leaves_only_what_can_be_read(level: str, shm_dir: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.encoded_shards", level, str(shm_dir)]
+    subprocess.run(command, check=True, timeout=240)
+    _, contents = LEVELS[level]
+    survived = 0
+    for marks in shm_dir.glob("*.marks"):
+        hit = marks.name.removesuffix(".marks")
+        found = contents(shm_dir / hit)
+        finished = [int(line) for line in (shm_dir / f"{hit}.log").read_text().split()]
+        assert found == {version: content_of(version) for version in found}, f"at {hit}"
+        assert not finished or max(finished) in found, f"at {hit}: {finished} were finished"
+        survived += len(finished) < VERSIONS
+    assert survived > 30, "the kills came outside all work"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_error_at_any_operation_leaves_only_what_can_be_read(level: str, shm_dir: Path) -> None:
+    work, contents = LEVELS[level]
+    for hit in range(1, 1000):
+        place, finished = shm_dir / str(hit), [0]
+        error = None
+        with injected(f"eio@file:hit={hit}") as rules:
+            try:
+                work(place, finished.append)
+            except (OSError, TierckptError) as caught:
+                error = caught
+        if not fired(rules):
+            assert hit > 30
+            return
+        found = contents(place)
+        assert found == {version: content_of(version) for version in found}, f"at {hit}: {error}"
+        assert max(finished) in {0, *found}, f"at {hit}: {error}"
+    pytest.fail("the sweep does not end")
+
+
+def fired(rules: list[_faults.Rule]) -> bool:
+    return any(rule.hits >= int(rule.conditions["hit"]) for rule in rules)
+
+
+def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
+    """In what is stored here, in the base, in either manifest."""
+    with desk(tmp_path, keep_last=9) as at:
+        commit(at, 1)
+        commit(at, 2)
+    chance, store = random.Random(0), LocalStore(tmp_path)
+    for path in [p for p in tmp_path.iterdir() if p.suffix in (".encoded", ".manifest")]:
+        sound = path.read_bytes()
+        for _ in range(60):
+            damaged = bytearray(sound)
+            damaged[chance.randrange(len(sound))] ^= 1 << chance.randrange(8)
+            path.write_bytes(damaged)
+            try:
+                manifest = Manifest.decode(store.read_manifest(key_of(2)))
+                found = b"".join(open_encoded(store, manifest).blocks())
+            except (CorruptShardError, FormatError):
+                continue
+            assert found == content_of(2)
+        path.write_bytes(sound)
+    assert local_contents(tmp_path)[2] == content_of(2)
+
+
+def test_a_base_of_another_life_is_refused(tmp_path: Path) -> None:
+    """Somebody put a file of the same name there."""
+    with desk(tmp_path, keep_last=9) as at:
+        commit(at, 1)
+        commit(at, 2)
+    store = LocalStore(tmp_path)
+    base = Manifest.decode(store.read_manifest(key_of(1)))
+    (tmp_path / f"{key_of(1).stem}.manifest").write_bytes(replace(base, life="other").encode())
+    with pytest.raises(FormatError, match="cannot be what was meant"):
+        open_encoded(store, Manifest.decode(store.read_manifest(key_of(2))))
+
+
+# --- the persistent level ------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[True, False], ids=["shared", "own"])
+def writer(request: pytest.FixtureRequest, tmp_path: Path) -> Writer:
+    return Writer(tmp_path / "place", shared_writes=request.param)
+
+
+def versions(writer: Writer) -> list[int]:
+    return [name.id.version for name in writer.store.versions()]
+
+
+def test_persistent_bases_stay_while_they_are_referred_to(writer: Writer, tmp_path: Path) -> None:
+    kept = {}
+    for version in range(1, VERSIONS + 2):
+        writer.flush(version)
+        writer.retain(version)
+        kept[version] = versions(writer)
+    assert kept == {1: [1], 2: [1, 2], 3: [3], 4: [3, 4]}
+    assert persistent_contents(tmp_path / "place") == {v: content_of(v) for v in (3, 4)}
+    assert writer.store.read_manifest(name_of(4)).bases == (name_of(3),)
+
+
+def test_nobody_can_retire_what_a_version_refers_to(writer: Writer) -> None:
+    writer.flush(1)
+    writer.flush(2)
+    assert not writer.store.retire(name_of(1))
+    assert versions(writer) == [1, 2]
+    assert writer.store.retired() == []
+    assert writer.store.retire(name_of(2))
+    assert PersistentStore(writer.store.url).retire(name_of(1))
+    assert versions(writer) == []
+
+
+def test_a_version_whose_base_is_being_retired_does_not_come_to_be(writer: Writer) -> None:
+    """The remover has set its mark, and does not see the manifest that is not there yet."""
+    writer.flush(1)
+    place = Path(writer.store.url)
+    (place / (name_of(1).stem + RETIRED)).touch()
+    with pytest.raises(FlushCancelledError, match="refers to v1"):
+        writer.flush(2)
+    assert versions(writer) == [1]
+
+
+def test_nor_one_whose_base_went_while_its_manifest_was_written(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remover was through with everything, its mark included, and saw no manifest."""
+    writer.flush(1)
+    backend = writer.store.backend
+    manifests = [Path(writer.store.url) / (name_of(v).stem + MANIFEST) for v in (1, 2)]
+    put = backend.put
+
+    def put_and_lose(path: str, *what: Any) -> Any:
+        found = put(path, *what)
+        if path == name_of(2).stem + MANIFEST:
+            assert manifests[1].exists()
+            manifests[0].unlink()
+        return found
+
+    monkeypatch.setattr(backend, "put", put_and_lose)
+    with pytest.raises(FlushCancelledError, match="refers to v1"):
+        writer.flush(2)
+    assert not any(path.exists() for path in manifests)
+
+
+def test_a_version_that_was_never_complete_is_no_base(writer: Writer) -> None:
+    writer.flush(1)
+    (Path(writer.store.url) / (name_of(1).stem + MANIFEST)).unlink()
+    source = writer.flush(2)
+    assert source.base is None
+    assert writer.flush(3).base == name_of(2)
+
+
+def test_a_base_that_went_meanwhile_is_not_referred_to(tmp_path: Path) -> None:
+    """Another life of the job, or somebody by hand, removed what this one would refer to."""
+    writer = Writer(tmp_path / "place", row="incremental full_every=9, zstd")
+    for version in (1, 2):
+        writer.flush(version)
+    assert writer.store.read_manifest(name_of(2)).bases == (name_of(1),)
+    other = PersistentStore(writer.store.url)
+    assert other.retire(name_of(2))
+    assert other.retire(name_of(1))
+    assert writer.flush(3).base is None
+    assert persistent_contents(tmp_path / "place") == {3: content_of(3)}
+
+
+def test_a_flush_that_is_made_again_writes_nothing_again(writer: Writer, tmp_path: Path) -> None:
+    """Though what it would write now would be other bytes."""
+    writer.pipeline = type(writer.pipeline)(writer.pipeline.modules, 0)
+    last = f"eio@file:op=rename,target={name_of(1).stem}.manifest"
+    with injected(last), pytest.raises(OSError, match="injected"):
+        writer.flush(1)
+    files = {p: p.stat().st_mtime_ns for p in (tmp_path / "place").rglob("*.shards")}
+    assert files
+    source = writer.flush(1)
+    assert source.made is None, "nothing was encoded"
+    assert {p: p.stat().st_mtime_ns for p in files} == files
+    assert persistent_contents(tmp_path / "place") == {1: content_of(1)}

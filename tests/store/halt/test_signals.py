@@ -1,0 +1,192 @@
+"""Who hears a signal: of several checkpointers, of the script, and behind the end."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import end, python
+
+PROGRAM = """
+import os, signal, sys, time
+from tierckpt.testing import TinyJob
+path, shm_dir, *close = sys.argv[1:]
+jobs = [
+    TinyJob(f"{path}/{n}", shm_dir=shm_dir, agent="inline", halt_patience_seconds=0.2).run(2)
+    for n in range(3)
+]
+for n in close:
+    jobs[int(n)].checkpointer.close()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("closed", ["", "0", "2", "01", "10", "02", "21"])
+def test_a_process_that_hangs_ends_at_a_signal(closed: str, path: Path, shm_dir: Path) -> None:
+    process = python(PROGRAM, path, shm_dir, *closed)
+    try:
+        assert process.wait(50) == 128 + signal.SIGTERM
+    finally:
+        end(process)
+
+
+BOTH_CLOSED = """
+import os, signal, sys, time
+from tierckpt.testing import TinyJob
+path, shm_dir, *close = sys.argv[1:]
+jobs = [TinyJob(f"{path}/{n}", shm_dir=shm_dir, agent="inline").run(2) for n in range(2)]
+for n in close:
+    jobs[int(n)].checkpointer.close()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("order", ["01", "10"])
+def test_behind_the_last_end_a_signal_is_the_processs(
+    order: str, path: Path, shm_dir: Path
+) -> None:
+    process = python(BOTH_CLOSED, path, shm_dir, *order)
+    try:
+        assert process.wait(50) == -signal.SIGTERM
+    finally:
+        end(process)
+
+
+OWN_HANDLER = """
+import os, signal, sys, time
+from tierckpt.testing import TinyJob
+path, shm_dir = sys.argv[1:]
+job = TinyJob(path, shm_dir=shm_dir, agent="inline", halt_patience_seconds=0.2).run(2)
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(2)  # an evaluation, say
+job.checkpointer.close()
+sys.exit(7 if heard else 1)
+"""
+
+
+def test_a_handler_that_a_script_installs_later_is_obeyed(path: Path, shm_dir: Path) -> None:
+    process = python(OWN_HANDLER, path, shm_dir)
+    try:
+        assert process.wait(50) == 7
+    finally:
+        end(process)
+
+
+CLOSED_ELSEWHERE = """
+import os, signal, sys, threading
+from tierckpt.testing import TinyJob
+path, shm_dir = sys.argv[1:]
+job = TinyJob(path, shm_dir=shm_dir, agent="inline").run(2)
+closing = threading.Thread(target=job.checkpointer.close)
+closing.start()
+closing.join()
+signal.signal(signal.SIGUSR2, lambda *_: None)
+files = [open(f"{path}.{n}", "wb", buffering=0) for n in range(64)]
+os.kill(os.getpid(), signal.SIGUSR2)
+sys.exit(min(1, sum(os.path.getsize(file.name) for file in files)))
+"""
+
+
+def test_closed_on_another_thread_it_writes_to_no_file_of_the_scripts(
+    path: Path, shm_dir: Path
+) -> None:
+    """Python itself writes a byte for each signal, to the descriptor that it was given."""
+    process = python(CLOSED_ELSEWHERE, path, shm_dir)
+    try:
+        assert process.wait(50) == 0
+    finally:
+        end(process)
+
+
+AGAIN = """
+import atexit, builtins, os, signal, sys
+from tierckpt.testing import TinyJob
+path, shm_dir = sys.argv[1:]
+
+def again():
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("on", flush=True)
+
+class Last:
+    def __init__(self, kill, say):
+        self.kill, self.say = kill, say
+    def __del__(self):
+        self.kill()
+        self.say()
+
+job = TinyJob(path, shm_dir=shm_dir, agent="inline").run(2)
+assert not job.checkpointer.should_exit()
+again()
+job.run(4)
+assert job.checkpointer.should_exit()
+job.checkpointer.close()
+again()
+atexit.register(again)
+builtins.goes_last = Last(
+    lambda kill=os.kill, pid=os.getpid(), number=15: kill(pid, number),
+    lambda write=os.write: write(1, b"on\\n"),
+)
+"""
+
+
+def test_the_same_request_again_is_no_death_behind_a_clean_end(path: Path, shm_dir: Path) -> None:
+    """Python takes back its handlers before it takes down all else."""
+    process = python(AGAIN, path, shm_dir)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read().splitlines() == ["on"] * 4
+        assert process.wait(50) == 0
+    finally:
+        end(process)
+
+
+STARTING = """
+import os, signal, sys
+from tierckpt.testing import TinyJob
+path, shm_dir = sys.argv[1:]
+heard = []
+signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+job = TinyJob(path, shm_dir=shm_dir, agent="inline")
+os.kill(os.getpid(), signal.SIGTERM)
+assert heard == [signal.SIGTERM]
+{meanwhile}
+job.run(2)
+sys.exit(7 if job.checkpointer.should_exit() else 1)
+"""
+
+
+@pytest.mark.parametrize("meanwhile", ["", "__import__('time').sleep(3)"], ids=["", "slow start"])
+def test_before_the_first_boundary_a_handler_that_returns_leaves_it_to_us(
+    meanwhile: str, path: Path, shm_dir: Path
+) -> None:
+    """The script wants to go on, however long its first step takes, and to end well."""
+    process = python(STARTING.format(meanwhile=meanwhile), path, shm_dir)
+    try:
+        assert process.wait(50) == 7
+    finally:
+        end(process)
+
+
+BEHIND_A_CLOSED_ONE = """
+import os, signal, sys, time
+from tierckpt.testing import TinyJob
+path, shm_dir = sys.argv[1:]
+jobs = [TinyJob(f"{path}/{n}", shm_dir=shm_dir, agent="inline") for n in range(2)]
+jobs[0].run(2).checkpointer.close()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_the_handler_of_a_closed_one_is_none_of_the_scripts(path: Path, shm_dir: Path) -> None:
+    process = python(BEHIND_A_CLOSED_ONE, path, shm_dir)
+    try:
+        assert process.wait(50) == -signal.SIGTERM
+    finally:
+        end(process)

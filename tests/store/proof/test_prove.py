@@ -1,0 +1,164 @@
+"""`tierckpt prove` on a script that is exact, and on some that are inexact in one way each.
+
+The runs are processes of their own and killed as such; they only come from the fork server, which
+has imported torch already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from tierckpt.cli.main import main
+from tierckpt.proof import runs
+
+STEPS = ("--steps", "4")
+SCRIPT = str(Path(__file__).resolve().parents[2] / "support" / "prove_script.py")
+
+
+class Forked:
+    """As `subprocess.Popen` of a Python script."""
+
+    returncode: int | None = None
+
+    def __init__(
+        self, command: Sequence[str], stdout: IO[bytes], env: Mapping[str, str], **_: Any
+    ) -> None:
+        if command[0] != "python":
+            raise FileNotFoundError(2, "No such file or directory", command[0])
+        context = multiprocessing.get_context("forkserver")
+        what = ([*command[1:]], dict(env), stdout.name, os.getcwd())
+        self._process = context.Process(target=run_script, args=what)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("script", seconds or 0.0)
+        self.returncode = self._process.exitcode
+        self._process.close()
+        return self.returncode
+
+
+def run_script(arguments: list[str], environment: dict[str, str], log: str, folder: str) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    with open(log, "ab") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERCKPT_SHM_DIR", str(shm_dir))
+    monkeypatch.setattr(runs.subprocess, "Popen", Forked)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "HOROVOD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def prove(*arguments: object, kind: str = "exact", steps: int = 100) -> int:
+    script = ("--", "python", SCRIPT, kind, steps)
+    return main(["prove", "--dir", "proof", *map(str, (*STEPS, *arguments, *script))])
+
+
+def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said so, and nothing is left in memory, nor made where its checkpoints would be."""
+    assert prove() == 0
+    out = capsys.readouterr().out
+    assert "exact: killed with SIGKILL at step 5, resumed from " in out
+    assert "to 9 are bit for bit as in the run that was not killed (1 rank, 11 tensors" in out
+    assert not (tmp_path / "ckpts").exists()
+    assert [*shm_dir.rglob("r0*")] == []
+    # What the last versions have is there for `tierckpt diff`.
+    places = [next((tmp_path / "proof" / run).glob("ckpts-*")) for run in ("undisturbed", "killed")]
+    assert main(["diff", *map(str, places)]) == 0
+    assert prove() == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("position", "All random streams are the same, and yet the step was another one"),
+        ("schedule", "Only options of an optimizer (a learning rate) differ"),
+        ("python", "The random stream of python is at another place"),
+        ("urandom", "not deterministic: step "),
+        ("afresh", "not exact: The job that was started again began afresh"),
+    ],
+)
+def test_each_way_to_be_inexact_is_named(
+    kind: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prove(kind=kind) == 1
+    out = capsys.readouterr().out
+    assert said in out
+    assert "exact: killed" not in out
+
+
+def test_what_was_not_put_to_the_test_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """A scheduler that was not given steps at ends of epochs, and these steps pass none."""
+    assert prove(kind="epochs") == 0
+    out = capsys.readouterr().out
+    assert "exact: killed with SIGKILL at step 5" in out
+    assert "not compared: no epoch ended in these steps." in out
+    assert "not compared: no learning rate changed in these steps" in out
+    assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer" in out
+    assert "Give it along: extra={'schedule': schedule}" in out
+    (how,) = re.findall(r"give --epochs, or (--kill-after \d+ --steps \d+)\n", out)
+    assert prove("--epochs", "--dir", "other", kind="epochs") == 1
+    out = capsys.readouterr().out
+    assert f"for an epoch to end before the kill and one after it: {how}\n" in out
+    assert "options/optimizer[0]/lr (0.03" in out
+    assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer" in out
+
+
+def test_from_a_version_of_the_job_which_is_not_touched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "log").open("ab") as log:
+        environment = {**os.environ, "TIERCKPT_AGENT": "inline"}
+        assert Forked(["python", SCRIPT, "exact", "8"], log, environment).wait() == 0
+    before = images(tmp_path / "ckpts")
+    assert before
+    assert prove("--from", 8, "--kill-after", 3) == 0
+    assert "killed with SIGKILL at step 11" in capsys.readouterr().out
+    assert images(tmp_path / "ckpts") == before
+    assert prove("--from", "ckpts@3", "--dir", "other") == 2
+    assert "no v3 is there, complete and sound; there are shards of v8" in capsys.readouterr().err
+
+
+def images(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "said"),
+    [
+        ("fails", 100, "nothing in it made a Checkpointer"),
+        ("exact", 7, "the script ended by itself at version 7, before 9"),
+        ("hangs", 100, "made no step for 1 s and was given up"),
+    ],
+)
+def test_what_cannot_be_judged_says_what_to_do(
+    kind: str, steps: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patience = ("--patience", 1) if kind == "hangs" else ()
+    assert prove(*patience, kind=kind, steps=steps) == 2
+    assert said in capsys.readouterr().err

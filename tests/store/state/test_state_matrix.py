@@ -1,0 +1,60 @@
+"""Whatever a training state is made of comes back bit for bit, and trains on bit for bit.
+
+The cases are in `tests/statematrix`, and `proof.py` there says what is proved of each; in jobs of
+two ranks `tests/dist/state/test_state_matrix.py` proves it of a third of them. Odd cases restore from
+memory, even ones from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product as combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.state_matrix import product
+from tests.support.state_matrix.matrix import CASES, PRODUCT, TORCH_2_4_CANNOT
+from tests.support.state_matrix.proof import Bench, restores_and_trains_on
+
+
+def every_other(names: Iterable[str]) -> dict[str, bool]:
+    return {name: index % 2 == 1 for index, name in enumerate(names)}
+
+
+ON_DISK = every_other(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_restores_and_trains_on_bit_for_bit(name: str, tmp_path: Path, shm_dir: Path) -> None:
+    if name in TORCH_2_4_CANNOT and torch.__version__.startswith("2.4."):
+        pytest.skip(f"torch 2.4's {name.split()[1]} {TORCH_2_4_CANNOT[name]}")
+    restores_and_trains_on(CASES[name], Bench(tmp_path, shm_dir, ON_DISK[name]))
+
+
+# By fives: 96 is even, and so is the number of features.
+PRODUCT_ON_DISK = {name: index % 5 in (1, 3) for index, name in enumerate(PRODUCT)}
+
+
+@pytest.mark.parametrize("name", PRODUCT)
+def test_so_does_every_optimizer_with_every_type_and_feature(
+    name: str, tmp_path: Path, shm_dir: Path
+) -> None:
+    restores_and_trains_on(PRODUCT[name], Bench(tmp_path, shm_dir, PRODUCT_ON_DISK[name]))
+
+
+def test_both_levels_and_every_kind_are_in_the_matrix() -> None:
+    kinds = {"optimizer": 30, "scheduler": 15}
+    for kind, least in kinds.items():
+        assert sum(name.startswith(kind) for name in CASES) >= least
+    assert abs(sum(ON_DISK.values()) - len(CASES) / 2) <= 1
+
+
+def test_the_product_is_one() -> None:
+    axes = (product.OPTIMIZERS, product.DTYPES, product.FEATURES)
+    assert {" ".join(map(str, chosen)) for chosen in combinations(*axes)} == set(PRODUCT)
+    for axis in axes:
+        for value in map(str, axis):
+            of_it = [name for name in PRODUCT if value in name]
+            assert {PRODUCT_ON_DISK[name] for name in of_it} == {False, True}

@@ -1,0 +1,510 @@
+"""Two jobs at one path on two machines: told apart, and a dead one's claim is nobody's."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import end, python
+from tierckpt._host import host_id
+from tierckpt.coordination.settings_check import agree_on_settings
+from tierckpt.group import SingleGroup
+from tierckpt.storage.files import file_lock
+from tierckpt.storage.files.mounts import local_by, locks_are_local
+from tierckpt.storage.local import directory_claim
+from tierckpt.storage.local.claim_file import Claim
+from tierckpt.storage.local.directory_claim import PREFIX, Claims
+from tierckpt.storage.local.launch import (
+    MOST_STARTERS,
+    Launch,
+    launch_of,
+    process_mark,
+    smallest,
+)
+from tierckpt.storage.memory.job_directory import JobBusyError
+from tierckpt.testing import TinyJob
+
+TOKEN, OTHERS = "00aa", "11bb"
+HOLD = (
+    "import json, sys; from tierckpt.storage.local.directory_claim import Claims; from tierckpt.storage.local.launch import Launch\n"
+    "launch = Launch(**json.loads(sys.argv[4]))\n"
+    "made = Claims(*sys.argv[1:3], int(sys.argv[3]), print, launch, '', json.loads(sys.argv[5]))\n"
+    "assert made.stake() == ''; print('staked', flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_claim, "HERE_SECONDS", 0.3)
+    monkeypatch.setattr(directory_claim, "ELSEWHERE_SECONDS", 0.3)
+
+
+@pytest.fixture
+def notices() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def mine(tmp_path: Path, notices: list[str]) -> Iterator[Any]:
+    """`mine(node=0, **launch)`: a claim of this process."""
+    made = []
+
+    def claim(node: int = 0, token: str = TOKEN, everyone: Any = (), **launch: Any) -> Claims:
+        tell = lambda text, _: notices.append(text)  # noqa: E731
+        made.append(Claims(tmp_path, token, node, tell, Launch(**launch), "", everyone))
+        return made[-1]
+
+    yield claim
+    for each in made:
+        each.release()
+
+
+@pytest.fixture
+def living(tmp_path: Path) -> Iterator[Any]:
+    """`living(**launch)`: another job, in a process of its own, that has claimed the place."""
+    made = []
+
+    def start(node: int = 0, everyone: Any = (), **launch: Any) -> subprocess.Popen[str]:
+        told = (json.dumps(launch), json.dumps(everyone))
+        process = python(HOLD, tmp_path, OTHERS, node, *told)
+        made.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "staked\n"
+        return process
+
+    yield start
+    for process in made:
+        process.kill()
+        end(process)
+
+
+def marks(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir() if p.name.startswith(PREFIX))
+
+
+def test_nodes_of_one_job_share_a_place_and_leave_nothing(tmp_path: Path, mine: Any) -> None:
+    zero, one = mine(0), mine(1)
+    assert (zero.stake(), one.stake()) == ("", "")
+    assert marks(tmp_path) == [f".claim.{TOKEN}.0", f".claim.{TOKEN}.1"]
+    zero.release()
+    one.release()
+    assert marks(tmp_path) == []
+
+
+def test_a_job_that_lives_is_named_and_left_alone(
+    tmp_path: Path, mine: Any, living: Any, notices: list[str]
+) -> None:
+    other = living()
+    why = mine().stake()
+    assert f"another job is at work in {tmp_path} (process {other.pid} on " in why
+    assert "give this one another path" in why
+    assert f"remove {tmp_path}/.claim.{OTHERS}.0" in why
+    assert marks(tmp_path) == [f".claim.{OTHERS}.0"]
+    (text,) = notices
+    assert f"is in use by process {other.pid}" in text
+    (tmp_path / f".claim.{OTHERS}.0").unlink()
+    assert mine().stake() == "", "the way out that was named"
+
+
+def test_a_dead_jobs_claim_is_taken_over(
+    tmp_path: Path, mine: Any, living: Any, notices: list[str]
+) -> None:
+    other = living()
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    assert marks(tmp_path) == [f".claim.{OTHERS}.0"]
+    assert mine().stake() == ""
+    assert (marks(tmp_path), notices) == ([f".claim.{TOKEN}.0"], [])
+
+
+READ = HOLD.replace(
+    "print('staked'",
+    "import os, shutil; shutil.copytree(sys.argv[1], sys.argv[1] + '.backup')\n"
+    "if os.fork() == 0: os._exit(len(os.read(0, 1)))\nprint('staked'",
+).replace("sys.stdin.read()", "os.read(0, 1)")
+
+
+def test_a_job_that_copies_its_directory_keeps_its_claim_and_its_orphans_do_not(
+    tmp_path: Path, mine: Any
+) -> None:
+    """Closing a file drops all POSIX locks that the process has on it; and workers may outlive
+    their trainer."""
+    other = python(READ, tmp_path, OTHERS, 0, "{}", "[]")
+    assert other.stdout is not None
+    assert other.stdout.readline() == "staked\n"
+    try:
+        assert f"process {other.pid} on " in mine().stake()
+        other.kill()
+        other.wait()
+        assert mine().stake() == "", "the child that is left has no claim"
+    finally:
+        end(other)
+
+
+def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_one(
+    mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that is slow: what died meanwhile is in nobody's way."""
+    other = living()
+    look, monotonic = Claims._others, time.monotonic
+    late = [0.0]
+
+    def slow(self: Claims) -> Any:
+        late[0] += 2 * directory_claim.HERE_SECONDS
+        return look(self)
+
+    def kill(seconds: float) -> None:
+        other.kill()
+        other.wait()
+
+    monkeypatch.setattr(Claims, "_others", slow)
+    monkeypatch.setattr(directory_claim.time, "monotonic", lambda: monotonic() + late[0])
+    monkeypatch.setattr(directory_claim.time, "sleep", kill)
+    assert mine().stake() == ""
+
+
+def test_one_that_is_just_dying_is_waited_for(
+    mine: Any, living: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = living()
+    naps = []
+
+    def kill(seconds: float) -> None:
+        naps.append(seconds)
+        other.kill()
+        other.wait()
+
+    monkeypatch.setattr(directory_claim.time, "sleep", kill)
+    monkeypatch.setattr(directory_claim, "HERE_SECONDS", 60.0)
+    assert mine().stake() == ""
+    assert len(naps) == 1
+
+
+# --- whose past it is ----------------------------------------------------------------------------
+
+SLURM = "cluster/1000/7"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"job": SLURM}, {"job": SLURM, "attempt": 1}),
+        ({"starters": ["x"], "everyone": ["agent", "x"]}, {"starters": ["agent"]}),
+        (
+            {"starters": ["x"], "everyone": ["agent", "x"]},
+            {"starters": ["new"], "everyone": ["agent", "new"]},
+        ),
+    ],
+    ids=["an earlier attempt", "an agent's", "told by another node"],
+)
+def test_a_life_that_hangs_keeps_no_successor_out_that_is_proved_to_be_one(
+    before: dict[str, Any], now: dict[str, Any], tmp_path: Path, mine: Any, living: Any
+) -> None:
+    living(1, **before)
+    assert mine(**now).stake() == ""
+    assert len(marks(tmp_path)) == 2, "it may wake up: its claim is its own to remove"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"name": "Slurm job 7", "job": SLURM}, {"name": "Slurm job 7", "job": SLURM}),
+        ({"job": SLURM, "attempt": 1}, {"job": SLURM}),
+        ({"job": SLURM}, {"job": SLURM.replace("cluster", "other"), "attempt": 1}),
+        ({"name": "torchrun a", "starters": ["x"]}, {"name": "torchrun a", "starters": ["y"]}),
+        ({"starters": ["agent"]}, {"starters": ["agent"]}),
+    ],
+    ids=["one allocation", "a later attempt", "another cluster", "one rdzv-id", "one agent, alive"],
+)
+def test_a_job_that_lives_is_left_alone_whatever_its_launch_is_called(
+    before: dict[str, Any], now: dict[str, Any], mine: Any, living: Any
+) -> None:
+    living(**before)
+    assert "another job is at work" in mine(**now).stake()
+
+
+def test_an_agents_ranks_of_both_lives_must_be_gone_on_its_node(mine: Any, living: Any) -> None:
+    everyone = ["agent", "x"]
+    first = living(0, everyone, starters=["agent"])
+    living(1, everyone, starters=["x"])
+    assert "another job is at work" in mine(starters=["agent"]).stake()
+    first.kill()
+    first.wait()
+    assert mine(starters=["agent"]).stake() == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, ("", "", 0)),
+        ({"TORCHELASTIC_RUN_ID": "none"}, ("", "", 0)),
+        ({"TORCHELASTIC_RUN_ID": "a"}, ("torchrun a", "", 0)),
+        ({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a"}, ("Slurm job 7", "", 0)),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_CLUSTER_NAME": "c"},
+            ("Slurm step 7.0", "c//7", 0),
+        ),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c", "SLURM_RESTART_COUNT": "2"},
+            ("Slurm job 7", "c//7", 2),
+        ),
+        ({"HOROVOD_GLOO_RENDEZVOUS_ADDR": "h"}, ("", "", 0)),
+        (
+            {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "h", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"},
+            ("Horovod h:1", "", 0),
+        ),
+    ],
+)
+def test_what_launchers_tell(environment: dict[str, str], told: tuple[str, str, int]) -> None:
+    launch = launch_of(environment)
+    assert (launch.name, launch.job, launch.attempt) == told
+
+
+def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
+    """A rank of torchrun's, here one that this process plays the agent for."""
+    tell = "import os; from tierckpt.storage.local.launch import launch_of; print(launch_of(os.environ).starters)"
+    names = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/f", "RANK": "0"}
+    told = []
+    for command in (
+        [sys.executable, "-c", tell],
+        ["sh", "-c", f'"{sys.executable}" -c "$1"; true'],
+    ):
+        around = [] if command[0] == sys.executable else ["sh", tell]
+        environment = {**os.environ, **names, "MASTER_PORT": "1"}
+        said = subprocess.check_output([*command, *around], env=environment, text=True)
+        told.append(ast.literal_eval(said))
+    (one, agent), (other, again) = told
+    assert agent == again == process_mark("self") == process_mark(os.getpid())
+    assert len({one, other, agent}) == 3
+    assert launch_of({}).starters == (process_mark("self"),)
+    assert launch_of({}, in_use=True).starters == (), "it is in another life yet"
+
+
+def test_where_proc_is_of_another_namespace_no_agent_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The number of the parent is that of any process there."""
+    names = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "MASTER_PORT": "1"}
+    assert len(launch_of(names).starters) == 2
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    assert len(launch_of(names).starters) == 1
+
+
+def test_of_many_starters_two_lives_tell_the_same() -> None:
+    one = [f"{number:016x}" for number in range(3000)]
+    assert smallest(one) == tuple(one[:MOST_STARTERS])
+    assert len(set(smallest(one[::2])) & set(smallest(one))) == MOST_STARTERS // 2
+
+
+def test_another_claim_of_this_very_process_is_seen(tmp_path: Path, mine: Any) -> None:
+    """Its own locks do not keep a process out."""
+    assert mine(token=OTHERS).stake() == ""
+    assert f"process {os.getpid()} on " in mine().stake()
+    assert marks(tmp_path) == [f".claim.{OTHERS}.0"]
+
+
+def test_another_claim_of_this_process_is_seen_by_whatever_name(tmp_path: Path, mine: Any) -> None:
+    """Its lock would be gone with the first look into the file."""
+    assert mine(token=OTHERS, everyone=["another rank's"]).stake() == ""
+    (link := tmp_path.parent / f"{tmp_path.name}.link").symlink_to(tmp_path)
+    by_link = Claims(link, TOKEN, 0, lambda *_: None, Launch(starters=("another rank's",)))
+    why = by_link.stake()
+    by_link.release()
+    assert f"process {os.getpid()} on " in why
+    probe = (
+        "import sys; from tierckpt.storage.local.store import unlocked; from pathlib import Path\n"
+    )
+    probe += "print(unlocked(Path(sys.argv[1])))"
+    command = [sys.executable, "-c", probe, tmp_path / f".claim.{OTHERS}.0"]
+    assert subprocess.check_output(command, text=True) == "False\n"
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to(path)])
+def test_what_cannot_be_opened_is_somebodys(
+    make: Callable[[Path], object], tmp_path: Path, mine: Any
+) -> None:
+    path = tmp_path / f".claim.{OTHERS}.0"
+    make(path)
+    why = mine().stake()
+    assert "another job is at work" in why
+    assert f"remove {path}" in why
+    path.rmdir() if path.is_dir() else path.unlink()
+    assert mine().stake() == ""
+
+
+def test_what_a_later_tierckpt_says_more_is_passed_over(tmp_path: Path) -> None:
+    claim = Claim("host", 7, 0.0, launch="torchrun a", starters=("x",))
+    content = json.dumps({**json.loads(claim.encode()), "more": [1]}).encode()
+    assert Claim.decode(content) == claim
+    before = {"host": "h", "pid": 7, "since_seconds": 0.0, "machine": "m", "launch": "Slurm job 7"}
+    assert Claim.decode(json.dumps(before).encode()).starters == ()
+
+
+def test_a_claim_that_says_nothing_of_its_holder_counts(tmp_path: Path, mine: Any) -> None:
+    path = tmp_path / f".claim.{OTHERS}.0.new"
+    holder = python(
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print('locked', flush=True); sys.stdin.read()",
+        path,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "locked\n"
+    assert "another job is at work" in mine().stake()
+    holder.kill()
+    end(holder)
+    assert mine().stake() == ""
+    assert marks(tmp_path) == [f".claim.{TOKEN}.0"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_the_job_goes_on_and_is_told(
+    code: int,
+    tmp_path: Path,
+    mine: Any,
+    living: Any,
+    notices: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    living()
+
+    def none_here(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "lockf", none_here)
+    assert mine().stake() == ""
+    (text,) = notices
+    assert "a job on another machine that has the same path would not be found" in text
+    assert marks(tmp_path) == [f".claim.{OTHERS}.0"], "and touches nobody's"
+
+
+def test_where_locks_are_a_machines_own_nobodys_claim_is_taken_for_a_dead_ones(
+    tmp_path: Path, mine: Any, notices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS with `nolock`: what nobody holds here may be held on another machine."""
+    monkeypatch.setattr(
+        directory_claim, "locks_are_local", lambda directory: "/shared is mounted (nfs)"
+    )
+    theirs, ours = tmp_path / ".claim.22cc.0", tmp_path / ".claim.33dd.0"
+    theirs.write_bytes(Claim("other", 7, 0.0, "another machine").encode())
+    ours.write_bytes(Claim("this", 7, 0.0, host_id()).encode())
+    assert mine().stake() == ""
+    (text,) = notices
+    assert text.startswith("/shared is mounted (nfs): a job on another machine")
+    assert "process 7 on other" in text
+    assert theirs.exists()
+    assert not ours.exists()
+
+
+MOUNTS = r"""22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+30 22 0:40 / /home\040of rw,relatime - nfs4 server:/home rw,vers=4.2,local_lock=none
+31 22 0:41 / /old rw - nfs server:/old rw,vers=3,nolock,local_lock=all
+32 22 0:42 / /lustre rw shared:1 - lustre mgs:/fs rw,flock
+33 32 0:43 / /lustre/own rw - lustre mgs:/own rw,localflock
+34 22 0:44 / /far rw - fuse.sshfs me@far: rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/x", ""),
+        ("/home of/x", ""),
+        ("/older", ""),
+        ("/old", "/old is mounted (nfs) with local_lock=all"),
+        ("/lustre/x", ""),
+        ("/lustre/own/x", "/lustre/own is mounted (lustre) with localflock"),
+        ("/far/x", "/far is fuse.sshfs, which has no locks between machines"),
+    ],
+)
+def test_mounts_tell_whose_locks_are_seen(path: str, why: str) -> None:
+    assert local_by(MOUNTS, path) == why
+    assert locks_are_local("/proc") == ""
+
+
+def test_whoever_was_taken_for_dead_before_it_had_its_lock_tries_again(
+    tmp_path: Path, mine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one looks between the making of the file and its lock."""
+    removed = []
+    lock = file_lock.try_lock_for_good
+
+    def late(fd: int) -> bool:
+        if not removed:
+            removed.append(tmp_path / f".claim.{TOKEN}.0.new")
+            removed[0].unlink()
+        return lock(fd)
+
+    monkeypatch.setattr(file_lock, "try_lock_for_good", late)
+    assert mine().stake() == ""
+    assert removed
+    assert marks(tmp_path) == [f".claim.{TOKEN}.0"]
+
+
+# --- in a job ------------------------------------------------------------------------------------
+
+JOB = (
+    "import sys; from tierckpt.testing import TinyJob\n"
+    "with TinyJob(sys.argv[1], shm_dir=sys.argv[2], node='other', agent='inline') as job:\n"
+    "    job.run(2); print('running', flush=True); sys.stdin.read()"
+)
+
+
+def test_a_second_job_is_refused_until_the_first_one_has_ended(
+    tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine: its memory has nothing of this one's. The launchers call it the same."""
+    for name in ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "7")
+    for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"):
+        monkeypatch.setenv(name, "7")
+    path, memory = tmp_path / "ckpts", shm_dir / "another machine's"
+    memory.mkdir()
+    settings = {"shm_dir": str(shm_dir), "agent": "inline"}
+    first = python(JOB, path, memory)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "running\n"
+    with pytest.raises(JobBusyError, match=f"another job is at work in {path}.*{first.pid}"):
+        TinyJob(path, **settings)
+    first.kill()
+    end(first)
+    with TinyJob(path, **settings) as job:
+        assert job.restore() == 2
+        assert len(marks(path)) == 1
+        job.run(3)
+    assert marks(path) == []
+
+
+def test_of_a_process_that_has_a_rank_of_the_job_yet_nothing_is_proved(
+    tmp_path: Path, shm_dir: Path
+) -> None:
+    settings = {"path": str(tmp_path / "ckpts"), "shm_dir": str(shm_dir)}
+    mark = process_mark("self")
+
+    def starters() -> tuple[str, ...]:
+        return agree_on_settings(settings, None, SingleGroup())[1].starters
+
+    assert mark in starters()
+    with TinyJob(agent="inline", **settings):
+        assert mark not in starters()
+        assert mark in agree_on_settings({**settings, "path": "b"}, None, SingleGroup())[1].starters
+    assert mark in starters()
+
+
+def test_one_without_a_local_level_claims_nothing(tmp_path: Path, shm_dir: Path) -> None:
+    path = tmp_path / "ckpts"
+    nothing = {"local_every_steps": 0, "local_every_seconds": 0.0}
+    with TinyJob(path, shm_dir=str(shm_dir), **nothing) as job:
+        job.run(2)
+    assert not path.exists()

@@ -1,0 +1,257 @@
+"""The persistent level on a real S3 server, which the tests start (skipped by name without one)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store.storage.test_persistent_posix import GROUPS, PersistentConformance
+from tests.support.persistent_shards import Shards, facts_of, name_of, s3_options
+from tests.support.s3_server import Proxy
+from tierckpt.errors import CorruptShardError
+from tierckpt.format.ids import ShardKey
+from tierckpt.format.version_names import MANIFEST, run_name
+from tierckpt.storage.persistent import (
+    Lease,
+    LeaseHeldError,
+    PersistentError,
+    PersistentStore,
+    RetentionPolicy,
+    RetryPolicy,
+    ShardSource,
+)
+from tierckpt.storage.persistent.backend import WINDOW_BYTES
+from tierckpt.storage.persistent.clock import SystemClock
+from tierckpt.storage.persistent.fsspec_backend import ObjectBackend
+from tierckpt.testing import BackendConformance
+from tierckpt.testing.backend_conformance import put
+from tierckpt.testing.store_program import commit_one, content_of, is_sound, key_of, manifest_of
+
+LARGE_PAGES = 3 * WINDOW_BYTES // 4096 + 1
+
+
+@pytest.fixture
+def url(tmp_path: Path, served: Path) -> str:
+    return f"s3://{tmp_path.relative_to(served)}"
+
+
+@pytest.fixture
+def backend(endpoint: str, url: str) -> Iterator[ObjectBackend]:
+    made = ObjectBackend(url, **s3_options(endpoint))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def through_proxy(proxy: Proxy, url: str) -> Iterator[ObjectBackend]:
+    made = ObjectBackend(url, **s3_options(proxy.url))
+    yield made
+    made.close()
+
+
+class TestS3Backend(BackendConformance):
+    """As rclone has it: without conditional puts."""
+
+
+class TestS3BackendWithConditions(BackendConformance):
+    @pytest.fixture
+    def backend(self, through_proxy: ObjectBackend) -> ObjectBackend:
+        return through_proxy
+
+
+@pytest.mark.usefixtures("endpoint")
+class TestS3Store(PersistentConformance):
+    factory = "tests.support.persistent_shards:s3"
+    least_operations = 12  # an object takes one, a file five
+
+    def test_a_shard_without_manifest_is_no_shard_and_is_cleaned(
+        self, store: Any, tmp_path: Path
+    ) -> None:
+        """Removed through the server, which remembers for a while what it saw in a directory."""
+        commit_one(store, key_of(1))
+        commit_one(store, key_of(2))
+        store.store.backend.delete(name_of(key_of(2)).stem + MANIFEST)
+        assert store.keys() == [key_of(1)]
+        store.clean(0)
+        assert not self.data_file(tmp_path, key_of(2)).exists()
+        assert is_sound(store, key_of(1))
+
+    def data_file(self, directory: Path, key: ShardKey) -> Path:
+        return self.folder(directory, key) / GROUPS.label(0) / run_name(range(1))
+
+    def check_files(self, directory: Path, key: ShardKey) -> None:
+        content = content_of(key)
+        assert self.data_file(directory, key).read_bytes()[: len(content)] == content
+
+
+# --- what only an object store has ------------------------------------------------------------
+
+
+def large(key: ShardKey) -> ShardSource:
+    image = memoryview(content_of(key, LARGE_PAGES))
+    return ShardSource(key.shard, image, manifest_of(key, LARGE_PAGES))
+
+
+def uploads(backend: ObjectBackend) -> list[str]:
+    """Keys of all unfinished multipart uploads below the backend's place."""
+    bucket, prefix, _ = backend._fs.split_path(backend._root)
+    try:
+        page = backend._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+    except FileNotFoundError:
+        return []  # so the server says it
+    return [str(u["Key"]) for u in page.get("Uploads") or ()]
+
+
+UPLOAD_KILLS = ["op=open", "op=write,hit=2", "op=close", "op=complete", "op=put"]
+"""The upload is of the shard; what is put is the record behind it."""
+OBJECT_REMOVAL_KILLS = ["op=put", "op=delete,hit=1", "op=abort", "op=delete,hit=2"]
+
+
+def killed(does: str, at: str, folder: Path) -> None:
+    """Another process is killed there while it does that."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from tests.support import persistent_shards as p\nfrom tests.store.storage import test_persistent_s3 as t\n"
+        "store = p.s3(Path(sys.argv[1])).store; key = t.key_of(1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program + does, str(folder)],
+        env={**os.environ, "TIERCKPT_FAULTS": f"kill@file:{at}"},
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("at", UPLOAD_KILLS)
+def test_a_flush_killed_in_an_upload_is_done_again_and_leaves_no_upload_behind(
+    at: str, endpoint: str, url: str, tmp_path: Path, backend: ObjectBackend
+) -> None:
+    killed("store.flush(p.name_of(key), p.facts_of(key, 1 << 25), [t.large(key)])", at, tmp_path)
+    other = f"{url}/{name_of(key_of(2)).stem}/00000of00001/s00000-00000.shards"
+    bucket, key, _ = backend._fs.split_path(other.removeprefix("s3://"))
+    backend._fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)  # somebody else's
+    begun, complete = at not in ("op=open", "op=put"), at == "op=put"
+    assert len(uploads(backend)) == 1 + begun
+
+    store = PersistentStore(url, **s3_options(endpoint))
+    assert store.versions() == []
+    result = store.flush(name_of(key_of(1)), facts_of(key_of(1), 1 << 25), [large(key_of(1))])
+    assert result.committed
+    assert result.written_bytes == (0 if complete else len(large(key_of(1)).image))
+    assert uploads(backend) == [key], "another writer's upload is left alone, ours is not left"
+    store.open_shard(name_of(key_of(1)), 0).verify()
+    store.retire(name_of(key_of(2)))
+    assert uploads(backend) == []
+    store.close()
+
+
+@pytest.mark.parametrize("at", OBJECT_REMOVAL_KILLS)
+def test_a_removal_that_was_killed_is_finished_by_the_next(
+    at: str, endpoint: str, url: str, tmp_path: Path
+) -> None:
+    store = PersistentStore(url, **s3_options(endpoint))
+    names = [name_of(key_of(version)) for version in (1, 2)]
+    for version, name in enumerate(names, start=1):
+        key = key_of(version)
+        source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
+        store.flush(name, facts_of(key, 1 << 20), [source])
+    killed("store.retire(p.name_of(key))", at, tmp_path)
+    store.retain(RetentionPolicy(keep_last=1), names[1])
+    assert store.versions() == [names[1]]
+    assert store.incomplete() == store.retired() == []
+    assert list(store.backend.sizes(names[0].stem)) == [], "nothing of v1 is left"
+    store.open_shard(names[1], 0).verify()
+    store.close()
+
+
+def test_a_throttling_server_is_asked_again_and_a_forbidding_one_is_not(
+    proxy: Proxy, url: str
+) -> None:
+    said: list[str] = []
+    waits: list[float] = []
+    store = PersistentStore(
+        url,
+        retry=RetryPolicy(tries=3, first_seconds=1.0),
+        sleep=waits.append,
+        on_retry=said.append,
+        **s3_options(proxy.url),
+    )
+    store.backend.inner._fs.retries = 1  # type: ignore[attr-defined]  # ours are what is tested
+    key = key_of(1)
+    source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
+    failures = iter([503, 500])
+    proxy.rule = lambda method, path, number: next(failures, None) if method == "PUT" else None
+    assert store.flush(name_of(key), facts_of(key, 1 << 20), [source]).committed
+    assert len(waits) == len(said) == 2
+    assert "try 3 in" in said[1]
+
+    proxy.rule = lambda method, path, number: 403 if method == "PUT" else None
+    with pytest.raises(PersistentError, match="check the credentials") as forbidden:
+        store.flush(name_of(key_of(2)), facts_of(key, 1 << 20), [source])
+    assert not forbidden.value.transient
+    assert url in str(forbidden.value)
+    assert len(waits) == 2
+
+    proxy.rule = lambda method, path, number: 503 if method == "PUT" else None
+    with pytest.raises(PersistentError, match="given up after 3 tries") as overloaded:
+        store.flush(name_of(key_of(2)), facts_of(key, 1 << 20), [source])
+    assert overloaded.value.transient
+    assert store.versions() == [name_of(key)]
+    store.close()
+
+
+def test_a_bucket_that_is_not_there_is_named(endpoint: str) -> None:
+    store = PersistentStore("s3://nobody-made-this/x", **s3_options(endpoint))
+    with pytest.raises(PersistentError, match=r"no bucket 'nobody-made-this'.*create the bucket"):
+        store.versions()  # else a mistyped one would be a fresh start
+    key = key_of(1)
+    source = ShardSource(0, memoryview(content_of(key)), manifest_of(key))
+    with pytest.raises(PersistentError, match=r"s3://nobody-made-this/x.*create the bucket"):
+        store.flush(name_of(key), facts_of(key, 1 << 20), [source])
+    store.close()
+
+
+def test_a_corrupted_object_is_found(endpoint: str, tmp_path: Path, url: str) -> None:
+    shards = Shards(url, **s3_options(endpoint))
+    key = key_of(1)
+    shards.commit(key, memoryview(content_of(key)), manifest_of(key))
+    name = name_of(key)
+    file = tmp_path / name.stem / GROUPS.label(0) / run_name(range(1))
+    data = bytearray(file.read_bytes())
+    data[5000] ^= 1
+    put(shards.store.backend, f"{name.stem}/{GROUPS.label(0)}/{file.name}", bytes(data))
+    with pytest.raises(CorruptShardError, match="differ from their checksum"):
+        shards.store.open_shard(name, 0).verify()
+    shards.store.close()
+
+
+def test_of_two_jobs_at_one_url_one_is_refused(through_proxy: ObjectBackend) -> None:
+    clock = SystemClock()
+    first = Lease(through_proxy, "1111", "job one", clock)
+    second = Lease(through_proxy, "2222", "job two", clock)
+    assert first.ensure() == 1
+    with pytest.raises(LeaseHeldError, match="in use by job one"):
+        second.ensure()
+    first.release()
+    assert second.ensure() == 1
+
+
+def test_a_race_for_a_free_lease_has_one_winner(proxy: Proxy, url: str) -> None:
+    """Both saw it free. The store's conditional put decides."""
+    backends = [ObjectBackend(url, **s3_options(proxy.url)) for _ in range(2)]
+    leases = [Lease(b, life, life, SystemClock()) for b, life in zip(backends, "12", strict=True)]
+    assert leases[0]._take(1, None) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends[1]._fs, "exists", lambda path: False)  # it looked a moment before
+        assert leases[1]._take(1, None) is None
+    with pytest.raises(LeaseHeldError):
+        leases[1].ensure()
+    for backend in backends:
+        backend.close()

@@ -1,0 +1,461 @@
+"""Versions with many writers: resume, cancel, damage, removal, on a real file system."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.tmpfs import SIZE_BYTES, read_only
+from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.ids import VersionId
+from tierckpt.format.version_names import MANIFEST, RETIRED
+from tierckpt.storage.persistent import (
+    FlushCancelledError,
+    Pace,
+    PersistentError,
+    PersistentStore,
+    RetentionPolicy,
+    RetryPolicy,
+    ShardSource,
+    VersionFacts,
+    VersionName,
+)
+from tierckpt.storage.persistent.backend import WINDOW_BYTES
+from tierckpt.testing import injected
+from tierckpt.testing.store_program import content_of, key_of, manifest_of
+
+SHARDS = 5
+LIFE = "5eed"
+LAYOUTS = {"shared": {}, "own": {"shared_writes": False}}
+
+
+def name(version: int, life: str = LIFE, generation: int = 1) -> VersionName:
+    return VersionName(VersionId(generation, version), SHARDS, life)
+
+
+def facts(version: int, **metrics: float) -> VersionFacts:
+    return VersionFacts("job", ((1, 0),), version, 5 * 4096, metrics)
+
+
+def source(version: int, shard: int) -> ShardSource:
+    """Shards differ in length, as they do."""
+    key = key_of(version, shard, SHARDS)
+    pages = 1 + shard
+    return ShardSource(shard, memoryview(content_of(key, pages)), manifest_of(key, pages))
+
+
+def sources(version: int, shards: Sequence[int] = range(SHARDS)) -> list[ShardSource]:
+    return [source(version, shard) for shard in shards]
+
+
+@pytest.fixture(params=LAYOUTS)
+def options(request: pytest.FixtureRequest) -> dict[str, bool]:
+    found: dict[str, bool] = LAYOUTS[request.param]
+    return found
+
+
+@pytest.fixture
+def store(tmp_path: Path, options: dict[str, bool]) -> PersistentStore:
+    """Groups of two: three groups, the last of one shard."""
+    return made(tmp_path, options)
+
+
+def made(place: Path, options: dict[str, bool]) -> PersistentStore:
+    return PersistentStore(
+        str(place), shards_per_group=2, retry=RetryPolicy(tries=1), read_back=True, **options
+    )
+
+
+def check(store: PersistentStore, version: int) -> None:
+    """Every shard is there, to the byte."""
+    assert name(version) in store.versions()
+    for shard in range(SHARDS):
+        reader, wanted = store.open_shard(name(version), shard), source(version, shard)
+        assert reader.read() == wanted.image
+        assert reader.manifest == wanted.manifest
+        reader.verify()
+
+
+def verify_all(store: PersistentStore, version: int) -> None:
+    for shard in range(SHARDS):
+        store.open_shard(name(version), shard).verify()
+
+
+# --- many writers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([(0, 1, 2), (3,), (4,)])))
+def test_whoever_is_last_commits_in_any_order(
+    store: PersistentStore, order: tuple[tuple[int, ...], ...]
+) -> None:
+    for number, shards in enumerate(order, start=1):
+        assert store.versions() == []
+        result = store.flush(name(1), facts(1), sources(1, shards))
+        assert result.committed == (number == len(order))
+    check(store, 1)
+    manifest = store.read_manifest(name(1))
+    assert manifest.nbytes == sum(len(s.image) for s in sources(1))
+    assert manifest.facts == facts(1)
+
+
+def test_ranges_are_read_without_the_rest(store: PersistentStore) -> None:
+    store.flush(name(1), facts(1), sources(1))
+    reader, wanted = store.open_shard(name(1), 3), source(1, 3).image
+    assert reader.nbytes == len(wanted)
+    assert reader.read(4096, 100) == wanted[4096:4196]
+    assert reader.read(len(wanted), 0) == b""
+    into = bytearray(100)
+    reader.read_into(4096, memoryview(into))
+    assert into == wanted[4096:4196]
+    with pytest.raises(ValueError, match="bytes"):
+        reader.read_into(len(wanted) - 99, memoryview(into))
+    with pytest.raises(ValueError, match="bytes 0 to"):
+        reader.read(0, len(wanted) + 1)
+    with pytest.raises(FileNotFoundError, match="no shard 5"):
+        store.open_shard(name(1), 5)
+
+
+def test_two_that_commit_at_once_write_the_same(
+    store: PersistentStore, tmp_path: Path, options: dict[str, bool]
+) -> None:
+    """The other one does all of it between this one's last look and its manifest."""
+    other, content = made(tmp_path, options), []
+    put = store._put
+
+    def late(path: str, data: bytes) -> None:
+        if path.endswith(MANIFEST):
+            assert other.flush(name(1), facts(1), []).committed
+            content.append((tmp_path / path).read_bytes())
+        put(path, data)
+        if path.endswith(MANIFEST):
+            content.append((tmp_path / path).read_bytes())
+
+    store._put = late  # type: ignore[method-assign]
+    assert store.flush(name(1), facts(1), sources(1)).committed
+    assert len(content) == 2
+    assert content[0] == content[1]
+    check(store, 1)
+
+
+# --- killed, cancelled, superseded ---------------------------------------------------------------
+
+
+def test_a_flush_that_was_killed_is_resumed_and_durable_shards_are_not_written_again(
+    store: PersistentStore, tmp_path: Path, options: dict[str, bool]
+) -> None:
+    program = (
+        "import sys, json; from pathlib import Path\n"
+        "from tests.store.storage import test_persistent_store as t\n"
+        "store = t.made(Path(sys.argv[1]), json.loads(sys.argv[2]))\n"
+        "store.flush(t.name(1), t.facts(1), t.sources(1))\n"
+    )
+    hit = 3 if options else 5  # in the third of three files, or the third of five shards
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), json.dumps(options)],
+        env={**os.environ, "TIERCKPT_FAULTS": f"kill@file:op=fsync,hit={hit}"},
+        timeout=60,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert store.versions() == []
+    durable = len(source(1, 0).image) + len(source(1, 1).image)
+    durable += 0 if not options else len(source(1, 2).image) + len(source(1, 3).image)
+    result = store.flush(name(1), facts(1), sources(1))
+    assert result.committed
+    assert result.reused_bytes == durable
+    assert result.written_bytes == sum(len(s.image) for s in sources(1)) - durable
+    check(store, 1)
+    store.clean()
+    assert not [p for p in tmp_path.rglob(".*")], "a temporary file is left"
+
+
+def test_what_the_last_writer_left_open_is_finished_by_anybody(store: PersistentStore) -> None:
+    with (
+        injected("eio@file:op=rename,target=v0000000001.g000001.of00005.5eed.manifest"),
+        pytest.raises(PersistentError),
+    ):
+        store.flush(name(1), facts(1), sources(1))
+    assert store.versions() == []
+    assert store.flush(name(1), facts(1), []).committed
+    check(store, 1)
+
+
+def test_a_superseded_flush_ends_between_two_windows(store: PersistentStore) -> None:
+    seen: list[int] = []
+    pace = Pace(superseded=lambda: len(seen) >= 2)
+
+    def counted(nbytes: int) -> None:
+        pace(nbytes)
+        seen.append(nbytes)
+
+    with pytest.raises(FlushCancelledError, match="superseded"):
+        store.flush(name(1), facts(1), sources(1), counted)
+    assert len(seen) == 2
+    assert store.versions() == []
+    assert store.flush(name(1), facts(1), sources(1)).committed
+
+
+def test_windows_are_bounded_and_all_are_announced(store: PersistentStore) -> None:
+    image = memoryview(bytes(2 * WINDOW_BYTES + 4096))
+    seen: list[int] = []
+    big = replace(facts(1), largest_bytes=len(image))
+    store.flush(name(1), big, [ShardSource(0, image, b"m")], seen.append)
+    assert seen == [WINDOW_BYTES, WINDOW_BYTES, 4096]
+
+
+def test_a_slot_that_was_refilled_meanwhile_is_not_stored(store: PersistentStore) -> None:
+    refilled = replace(source(1, 4), still_sealed=lambda: False)
+    store.flush(name(1), facts(1), sources(1, range(4)))
+    with pytest.raises(FlushCancelledError, match="shard 4 was refilled"):
+        store.flush(name(1), facts(1), [refilled])
+    assert store.versions() == []
+    assert store.flush(name(1), facts(1), [source(1, 4)]).written_bytes == 5 * 4096
+
+
+def test_a_shard_larger_than_its_place_is_refused(tmp_path: Path) -> None:
+    store = made(tmp_path, {})
+    with pytest.raises(PersistentError, match="maximum over all ranks"):
+        store.flush(name(1), replace(facts(1), largest_bytes=4096), sources(1))
+    assert store.versions() == []
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def test_a_corrupted_byte_is_found_wherever_it_is(store: PersistentStore, tmp_path: Path) -> None:
+    """In a shard, in a group's record, in the manifest: every file of the version."""
+    store.flush(name(1), facts(1), sources(1))
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert len(files) == 7
+    for file in files:
+        sound, at = file.read_bytes(), file.stat().st_size // 2
+        if file.suffix == ".shards":  # in the middle of a shard that it holds
+            held = next(bytes(s.image) for s in sources(1) if bytes(s.image) in sound)
+            at = sound.index(held) + len(held) // 2
+        file.write_bytes(sound[:at] + bytes([sound[at] ^ 4]) + sound[at + 1 :])
+        reader = made(tmp_path, {})
+        with pytest.raises((CorruptShardError, FormatError)):
+            verify_all(reader, 1)
+        file.write_bytes(sound)
+    check(made(tmp_path, {}), 1)
+
+
+def test_a_truncated_file_is_no_whole_group(store: PersistentStore, tmp_path: Path) -> None:
+    """Its record is there, its bytes are not: no manifest."""
+    store.flush(name(1), facts(1), sources(1, [0, 2, 3, 4]))
+    (file,) = (p for p in tmp_path.rglob("*.shards") if bytes(source(1, 4).image) in p.read_bytes())
+    group = next(tmp_path.rglob("00002of00003.group"))
+    group.unlink()
+    os.truncate(file, file.stat().st_size - 100)
+    assert not store.flush(name(1), facts(1), sources(1, [1])).committed
+    assert not store.flush(name(1), facts(1), []).committed
+    assert store.versions() == []
+
+
+# --- removing ------------------------------------------------------------------------------------
+
+
+def test_retention_keeps_what_the_policy_says(store: PersistentStore, tmp_path: Path) -> None:
+    losses = {1: 5.0, 2: 0.1, 3: 4.0, 4: 3.0, 5: 2.0, 6: 1.0}
+    for version, loss in losses.items():
+        store.flush(name(version), facts(version, loss=loss), sources(version))
+    store.pin(name(1))
+    store.flush(name(3, life="dead"), facts(3), sources(3, [0]))
+    store.flush(name(5, life=LIFE, generation=2), facts(5), sources(5, [0]))
+    policy = RetentionPolicy(keep_last=1, keep_every=4, keep_best=1, metric="loss")
+    assert store.retain(policy, name(6)) == [name(3), name(5)]
+    assert store.versions() == [name(v) for v in (1, 2, 4, 6)]
+    for version in (1, 2, 4, 6):
+        check(store, version)
+    # Other lives' unfinished versions go only when the lease says that they are no more.
+    left = [name(3, life="dead"), name(5, generation=2)]
+    assert store.incomplete() == left
+    lease = store.lease(LIFE, "us")
+    assert store.retain(policy, name(6), lease) == []
+    lease.ensure()
+    assert store.retain(policy, name(6), lease) == [name(3, life="dead")]
+
+
+def test_an_ancestors_versions_go_only_while_the_lease_is_ours(store: PersistentStore) -> None:
+    """Another living life may take itself for their heir, too."""
+    lineage = ((1, 2), (2, 2))
+    for version in (1, 2):
+        store.flush(name(version, life="01d"), facts(version), sources(version))
+    for version in (3, 4):
+        now = replace(facts(version), lineage=lineage)
+        store.flush(name(version, generation=2), now, sources(version))
+    policy, newest = RetentionPolicy(keep_last=1), name(4, generation=2)
+    lease = store.lease(LIFE, "us")
+    assert store.retain(policy, newest, lease) == [name(3, generation=2)]
+    lease.ensure()
+    assert store.retain(policy, newest, lease) == [name(v, life="01d") for v in (1, 2)]
+    assert store.versions() == [newest]
+
+
+def test_two_experiments_in_one_place_leave_each_others_versions(store: PersistentStore) -> None:
+    """Of the same name, and each in its first generation: it never saw the other."""
+    for life in ("aaaa", "bbbb"):
+        for version in (1, 2):
+            store.flush(name(version, life), facts(version), sources(version))
+    lease = store.lease("aaaa", "us")
+    lease.ensure()
+    assert store.retain(RetentionPolicy(keep_last=1), name(2, "aaaa"), lease) == [name(1, "aaaa")]
+    assert store.versions() == [name(1, "bbbb"), *(name(2, life) for life in ("aaaa", "bbbb"))]
+
+
+def test_what_a_reader_keeps_of_a_removed_version_is_removed_later(tmp_path: Path) -> None:
+    """As NFS has it: the file is busy, and its folder not empty."""
+    store = made(tmp_path, {})
+    for version in (1, 2):
+        store.flush(name(version), facts(version), sources(version))
+    (tmp_path / name(1).stem / ".nfs0001").touch()
+    policy = RetentionPolicy(keep_last=1)
+    with injected("ebusy@file:op=unlink,target=.nfs0001"):
+        assert store.retain(policy, name(2)) == [name(1)]
+    assert store.versions() == [name(2)]
+    assert store.retired() == [name(1)]
+    assert store.retain(policy, name(2)) == [name(1)]
+    assert store.retired() == store.incomplete() == []
+
+
+def test_a_version_is_given_up_unless_it_exists(store: PersistentStore) -> None:
+    store.flush(name(1), facts(1), sources(1))
+    store.flush(name(2), facts(2), sources(2, [0]))
+    assert not store.give_up(name(1))
+    check(store, 1)
+    assert store.retired() == []
+    assert store.give_up(name(2))
+    assert store.incomplete() == []
+
+
+@pytest.mark.parametrize("hit", range(1, 40))
+def test_a_removal_cut_short_is_finished_and_never_leaves_a_manifest_alone(
+    tmp_path: Path, hit: int
+) -> None:
+    store = made(tmp_path, {})
+    for version in (1, 2):
+        store.flush(name(version), facts(version), sources(version))
+    with injected(f"eio@file:hit={hit}") as rules, contextlib.suppress(PersistentError):
+        assert store.retire(name(1))
+    if not rules[0].hits >= hit:
+        assert hit > 10
+        assert store.versions() == [name(2)]
+        return
+    if name(1) in store.versions():
+        check(store, 1)
+    check(store, 2)
+    store.retain(RetentionPolicy(keep_last=1), name(2))
+    assert store.versions() == [name(2)]
+    assert store.incomplete() == store.retired() == []
+    check(store, 2)
+
+
+@pytest.mark.parametrize("at", range(1, 60))
+def test_a_removal_at_any_moment_of_a_commit_leaves_no_manifest_without_shards(
+    tmp_path: Path, at: int
+) -> None:
+    """The remover does all of its work just before the writer's step number `at`."""
+    store, remover = made(tmp_path, {}), made(tmp_path, {})
+    store.flush(name(1), facts(1), sources(1, range(4)))
+    inner, count = store.backend, itertools.count(1)
+    happened = []
+
+    class Interrupted:
+        def __getattr__(self, attribute: str) -> object:
+            found = getattr(inner, attribute)
+            if attribute in ("size", "sizes", "read", "put", "write_at") and next(count) == at:
+                happened.append(remover.retire(name(1)))
+            return found
+
+    store.backend = Interrupted()  # type: ignore[assignment]
+    with contextlib.suppress(FlushCancelledError, FileNotFoundError):
+        store.flush(name(1), facts(1), sources(1, [4]))
+    if not happened:
+        assert at > 15
+        check(remover, 1)
+        return
+    assert remover.versions() == []
+
+
+def test_a_pin_wins_over_a_removal_that_came_second(store: PersistentStore) -> None:
+    store.flush(name(1), facts(1), sources(1))
+    store.pin(name(1))
+    assert not store.retire(name(1))
+    check(store, 1)
+    store.unpin(name(1))
+    assert store.retire(name(1))
+    assert store.versions() == store.incomplete() == []
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        store.pin(name(1))
+    assert store.pinned() == []
+
+
+def test_a_version_marked_as_retired_does_not_come_to_be(
+    store: PersistentStore, tmp_path: Path
+) -> None:
+    store.flush(name(1), facts(1), sources(1, range(4)))
+    (tmp_path / (name(1).stem + RETIRED)).touch()
+    with pytest.raises(FlushCancelledError, match="retired"):
+        store.flush(name(1), facts(1), sources(1, [4]))
+    assert store.versions() == []
+
+
+def test_a_reader_reads_on_while_its_version_is_removed(tmp_path: Path) -> None:
+    store = made(tmp_path, {})
+    store.flush(name(1), facts(1), sources(1))
+    (file,) = tmp_path.rglob("00000of00003.shards")
+    with file.open("rb") as reading:
+        store.retire(name(1))
+        assert bytes(source(1, 1).image) in reading.read()
+    with pytest.raises(FileNotFoundError):
+        store.open_shard(name(1), 1)
+
+
+# --- places that fail ----------------------------------------------------------------------------
+
+
+def test_a_full_file_system_says_so_and_room_can_be_made(small_tmpfs: Path) -> None:
+    store = made(small_tmpfs, {})
+    store.flush(name(1), facts(1), sources(1))
+    image = memoryview(bytes(SIZE_BYTES))
+    big = replace(facts(2), largest_bytes=len(image))
+    with pytest.raises(PersistentError, match=f"{small_tmpfs}.*free space") as full:
+        store.flush(name(2), big, [ShardSource(0, image, b"m")])
+    assert not full.value.transient
+    check(store, 1)
+    assert store.retire(name(2)), "what was written of it gives its room back"
+    assert store.flush(name(3), facts(3), sources(3)).committed
+
+
+def test_a_read_only_file_system_says_so(small_tmpfs: Path) -> None:
+    store = made(small_tmpfs, {})
+    store.flush(name(1), facts(1), sources(1))
+    with read_only(small_tmpfs), pytest.raises(PersistentError, match="read-only"):
+        store.flush(name(2), facts(2), sources(2))
+    check(store, 1)
+
+
+def test_a_place_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    """A file system that is not mounted must not be written to where it should be."""
+    store = made(tmp_path / "unmounted", {})
+    with pytest.raises(PersistentError, match="mount it"):
+        store.flush(name(1), facts(1), sources(1))
+    assert not (tmp_path / "unmounted").exists()
+
+
+def test_trouble_that_passes_is_not_seen(tmp_path: Path) -> None:
+    waits: list[float] = []
+    store = PersistentStore(str(tmp_path), sleep=waits.append)
+    with injected("eio@file:op=write,hit=3;estale@file:op=fsync,hit=5;ebusy@file:op=rename,hit=1"):
+        assert store.flush(name(1), facts(1), sources(1)).committed
+    assert len(waits) == 3
+    check(store, 1)

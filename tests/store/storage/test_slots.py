@@ -1,0 +1,510 @@
+"""Slots: sealed or not, at every instruction; whose they are; and when they are removed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import end, python
+from tests.support.shards import IMAGE_BYTES, manifest
+from tierckpt.errors import TierckptError
+from tierckpt.format.manifest import Manifest
+from tierckpt.storage.memory import abandoned
+from tierckpt.storage.memory.job_directory import (
+    JobBusyError,
+    JobDirectory,
+    _path_lockable,
+    job_id_of,
+)
+from tierckpt.storage.memory.slots import Slot, pin, read_seal, seal_area_bytes, unpin
+
+SEAL_BYTES = seal_area_bytes(1)
+OBSTACLES: dict[str, Callable[[Path], object]] = {
+    "a directory": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link that leads nowhere": lambda path: path.symlink_to("/nowhere/at/all"),
+    "a FIFO": os.mkfifo,
+}
+"""What may be where a file should be."""
+LENGTH = slice(16, 24)
+"""Where a slot keeps the length of its manifest, which seals it."""
+
+
+@pytest.fixture
+def job(shm_dir: Path) -> JobDirectory:
+    made = JobDirectory.at(shm_dir, "job")
+    made.create()
+    return made
+
+
+@pytest.fixture
+def slot(job: JobDirectory) -> Iterator[Slot]:
+    made = Slot.create(job.slot_path(0, 0), "r0", SEAL_BYTES, IMAGE_BYTES)
+    yield made
+    made.remove()
+
+
+# --- sealing -------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_sealed_by_its_manifest_and_void_without(slot: Slot) -> None:
+    assert slot.path is not None
+    assert slot.manifest() is read_seal(slot.path) is None
+    slot.seal(manifest(7).encode())
+    assert slot.manifest() == read_seal(slot.path) == manifest(7)
+    slot.unseal()
+    assert slot.manifest() is read_seal(slot.path) is None
+
+
+def test_the_image_is_as_large_as_asked_for_and_apart_from_the_seal(slot: Slot) -> None:
+    slot.seal(manifest().encode())
+    with slot.image() as image:
+        assert len(image) == slot.image_bytes == IMAGE_BYTES
+        image[:] = b"\xff" * IMAGE_BYTES
+    assert slot.manifest() == manifest()
+
+
+def test_a_successor_opens_what_was_left(slot: Slot) -> None:
+    slot.seal(manifest(3).encode())
+    with slot.image() as image:
+        image[-4:] = b"tail"
+    assert slot.path is not None
+    other = Slot.open(slot.path)
+    assert other is not None
+    assert other.manifest() == manifest(3)
+    with other.image() as image:
+        assert image[-4:] == b"tail"
+    other.close()
+
+
+def test_a_writer_killed_while_sealing_leaves_a_seal_or_none(slot: Slot) -> None:
+    """Its memory operations, in their order; any prefix of them may be all that was done."""
+    encoded = manifest(5).encode()
+    assert slot.path is not None
+    with slot.path.open("r+b") as raw:
+        for done in range(0, len(encoded), 7):
+            raw.seek(24)
+            raw.write(encoded[:done])
+            raw.flush()
+            assert read_seal(slot.path) is None
+            assert slot.manifest() is None
+        raw.seek(24)
+        raw.write(encoded)
+        raw.seek(LENGTH.start)
+        raw.write(len(encoded).to_bytes(8, "little"))
+        raw.flush()
+    assert read_seal(slot.path) == slot.manifest() == manifest(5)
+
+
+def test_a_seal_over_a_torn_manifest_is_no_seal(slot: Slot) -> None:
+    encoded = manifest(5).encode()
+    assert slot.path is not None
+    slot.seal(encoded[:-9] + b"x" * 9)
+    assert slot.manifest() is read_seal(slot.path) is None
+    assert slot.manifest_bytes() is not None
+
+
+def test_a_manifest_that_does_not_fit_is_refused(slot: Slot) -> None:
+    with pytest.raises(TierckptError, match="the seal area has"):
+        slot.seal(bytes(SEAL_BYTES))
+    assert slot.manifest() is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"TCKPSLOT", b"x" * 5000, b"TCKPSLOT" + (1 << 40).to_bytes(8, "little") + bytes(9000)],
+    ids=["empty", "magic only", "foreign", "larger than itself"],
+)
+def test_files_that_are_no_slots_are_not_opened(job: JobDirectory, content: bytes) -> None:
+    path = job.slot_path(0, 0)
+    path.write_bytes(content)
+    assert Slot.open(path) is None
+    assert read_seal(path) is None
+    assert list(job.sealed()) == []
+
+
+def test_a_slot_that_is_gone_is_not_opened(job: JobDirectory) -> None:
+    assert Slot.open(job.slot_path(0, 9)) is None
+    assert read_seal(job.slot_path(0, 9)) is None
+
+
+def test_room_for_the_manifest_of_any_number_of_blocks() -> None:
+    for blocks in (0, 1, 100, 10_000):
+        full = Manifest(
+            **{**manifest().__dict__, "digests": bytes(8 * (blocks + 1)), "job": "j" * 60}
+        )
+        assert len(full.encode()) <= seal_area_bytes(blocks) - 24
+
+
+def test_another_process_that_reads_a_slot_is_seen(slot: Slot) -> None:
+    reader = python(
+        "import sys; from pathlib import Path; from tierckpt.storage.memory.slots import Slot, pin\n"
+        "slot = Slot.open(Path(sys.argv[1])); pin(slot.fd); print('pinned', flush=True)\n"
+        "sys.stdin.read()",
+        slot.path,
+    )
+    try:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "pinned\n"
+        assert slot.in_use_elsewhere()
+    finally:
+        reader.kill()
+        end(reader)
+    assert not slot.in_use_elsewhere(), "the kernel lets go for it"
+
+
+def test_our_own_pin_is_not_elsewhere(slot: Slot) -> None:
+    pin(slot.fd)
+    assert not slot.in_use_elsewhere()
+    unpin(slot.fd)
+
+
+# --- whose they are ------------------------------------------------------------------------------
+
+HOLD_RANK = (
+    "import sys; from tierckpt.storage.memory.job_directory import JobDirectory\n"
+    "job = JobDirectory.at(sys.argv[1], sys.argv[2]); job.create(); job.lock_rank(0)\n"
+    "print('locked', flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def living(shm_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """A trainer of job `job`, in a process of its own."""
+    process = python(HOLD_RANK, shm_dir, "job")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+    end(process)
+
+
+def test_a_rank_that_lives_in_another_process_is_busy(
+    job: JobDirectory, living: subprocess.Popen[str]
+) -> None:
+    said: list[str] = []
+    with pytest.raises(JobBusyError) as caught:
+        job.lock_rank(0, patience_seconds=0.1, on_wait=said.append)
+    assert f"process {living.pid}" in str(caught.value)
+    (waits,) = said
+    assert f"process {living.pid}" in waits
+    assert "waiting 0.1 s for its end" in waits
+    assert "Two jobs cannot write to one path: give this one another path" in str(caught.value)
+    assert "another job_id where that is set" in str(caught.value)
+    os.close(job.lock_rank(1, patience_seconds=0.1))
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_is_no_file_is_no_lock_and_nobody_waits_for_it(
+    obstacle: str, job: JobDirectory
+) -> None:
+    path = job.lock_path(0)
+    OBSTACLES[obstacle](path)
+    text = (
+        "from tierckpt.storage.memory.job_directory import JobDirectory; import sys\n"
+        "JobDirectory.at(sys.argv[1], sys.argv[2]).lock_rank(0, patience_seconds=0.1)"
+    )
+    command = [sys.executable, "-c", text, str(job.root.parent), job.job]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "Error: [Errno" in ended.stderr
+    assert ended.stderr.rstrip().endswith(f"'{path}'")
+    assert not job.lives(0)
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_is_no_file_is_no_slot(obstacle: str, job: JobDirectory) -> None:
+    path = job.slot_path(0, 0)
+    OBSTACLES[obstacle](path)
+    ((damaged, error),) = job.damaged()
+    assert (damaged, type(error)) == (path, OSError)
+    assert str(path) in str(error)
+    assert list(job.sealed()) == []
+
+
+@pytest.mark.parametrize("name", ["r00005.0", "r00005.lock", "notes"])
+def test_a_directory_among_what_dead_ranks_and_jobs_left_is_in_nobodys_way(
+    name: str, shm_dir: Path, job: JobDirectory
+) -> None:
+    dead = JobDirectory.at(shm_dir, "dead")
+    dead.create()
+    for each in (job, dead):
+        (each.path / name).mkdir()
+        each.slot_path(6, 0).touch()
+    assert job.remove_surplus(ranks=[0], slots=2)
+    assert job.remove_dead_jobs(linger_seconds=-1) == ["dead"]
+    job.slot_path(6, 0).touch()
+    job.remove_orphans()
+    assert [path.name for path in job.path.iterdir()] == [name]
+    assert [path.name for path in dead.path.iterdir()] == [name]
+
+
+def test_a_rank_that_was_killed_is_free_at_once(
+    job: JobDirectory, living: subprocess.Popen[str]
+) -> None:
+    living.send_signal(signal.SIGKILL)
+    os.close(job.lock_rank(0))
+
+
+def test_a_rank_that_is_just_dying_is_waited_for(
+    job: JobDirectory, living: subprocess.Popen[str]
+) -> None:
+    killer = python(
+        "import sys, os, time; time.sleep(0.3); os.kill(int(sys.argv[1]), 9)", living.pid
+    )
+    os.close(job.lock_rank(0, patience_seconds=60))
+    end(killer)
+
+
+def test_only_its_owner_may_look_into_a_jobs_folder(job: JobDirectory) -> None:
+    assert job.root.stat().st_mode & 0o777 == job.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_of_another_user_is_not_used(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = JobDirectory.at(shm_dir, "job")
+    mine.create()
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(PermissionError, match="set shm_dir to another place"):
+        mine.create()
+
+
+def test_job_ids_are_told_apart_by_the_place_not_by_its_spelling(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    assert (
+        job_id_of(tmp_path / "a")
+        == job_id_of(f"{tmp_path}/b/../a/")
+        == job_id_of(tmp_path / "link")
+    )
+    assert job_id_of(tmp_path / "a") != job_id_of(tmp_path / "b" / "a")
+    for odd in ("/", "/x/ä ö", "/x/" + "long" * 40):
+        assert job_id_of(odd).replace("-", "").replace("_", "").replace(".", "").isalnum()
+        assert len(job_id_of(odd)) < 60
+
+
+# --- the dead ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(shm_dir: Path) -> JobDirectory:
+    """Another job's folder, with a sealed slot in it, last heard of an hour ago by the clock."""
+    made = JobDirectory.at(shm_dir, "other")
+    made.create()
+    left = Slot.create(made.slot_path(0, 0), "r0", SEAL_BYTES, IMAGE_BYTES)
+    left.seal(manifest(created=time.time() - 3600, job="other").encode())
+    left.close()
+    os.utime(made.path, (time.time() - 3600,) * 2)
+    return made
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`wait(seconds)`: the clock that nobody can set goes on."""
+    passed = [0.0]
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: 1e6 + passed[0])
+
+    def go_on(seconds: float) -> None:
+        passed[0] += seconds
+
+    return go_on
+
+
+def test_a_dead_job_is_removed_when_nobody_came_back(
+    job: JobDirectory, other: JobDirectory, wait: Any
+) -> None:
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+    wait(2999)
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+    assert len(list(other.sealed())) == 1
+    wait(1)
+    assert job.remove_dead_jobs(linger_seconds=3000) == ["other"]
+    assert not other.path.exists()
+    assert job.path.exists()
+
+
+@pytest.mark.parametrize("wrong_seconds", [-86400, 86400])
+def test_a_clock_that_is_wrong_removes_nobodys_only_copy(
+    wrong_seconds: int, job: JobDirectory, other: JobDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    for seconds in (0, wrong_seconds):
+        monkeypatch.setattr(time, "time", lambda at=now + seconds: at)
+        assert job.remove_dead_jobs(linger_seconds=3600) == []
+        for path in (other.path, other.slot_path(0, 0), other.path / abandoned.NAME):
+            os.utime(path, (now - wrong_seconds,) * 2)
+
+
+def test_a_job_that_was_back_meanwhile_is_waited_for_anew(
+    job: JobDirectory, other: JobDirectory, wait: Any
+) -> None:
+    """Also where nobody looked while it lived."""
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+    other.unlock_rank(0, other.lock_rank(0))
+    wait(4000)
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+    wait(3000)
+    assert job.remove_dead_jobs(linger_seconds=3000) == ["other"]
+
+
+@pytest.mark.parametrize("mark", ["another boot's", "of later", "rubbish", "a directory"])
+def test_a_mark_that_tells_nothing_removes_nothing(
+    mark: str, job: JobDirectory, other: JobDirectory, wait: Any
+) -> None:
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+    path = other.path / abandoned.NAME
+    told = json.loads(path.read_text())
+    if mark == "a directory":
+        path.unlink()
+        path.mkdir()
+    elif mark == "another boot's":
+        path.write_text(json.dumps({**told, "clock": "before"}))
+    else:
+        told["monotonic_seconds"] += 1e9
+        path.write_text("{" if mark == "rubbish" else json.dumps(told))
+    wait(4000)
+    assert job.remove_dead_jobs(linger_seconds=3000) == []
+    wait(4000)
+    again = job.remove_dead_jobs(linger_seconds=3000)
+    assert again == ([] if mark == "a directory" else ["other"])
+
+
+def test_a_living_job_is_never_removed(
+    other: JobDirectory, shm_dir: Path, living: subprocess.Popen[str]
+) -> None:
+    assert JobDirectory.at(shm_dir, "job").alive()
+    assert other.remove_dead_jobs(linger_seconds=-1) == []
+    living.kill()
+    living.wait(60)
+    assert other.remove_dead_jobs(linger_seconds=-1) == ["job"]
+
+
+@pytest.mark.parametrize("look", ["dead_seconds", "lives"])
+def test_who_comes_back_while_the_dead_are_removed_keeps_its_place(
+    look: str, job: JobDirectory, other: JobDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes right after the look that found nobody, and must not be removed with its lock."""
+    taken = other.lock_path(0)
+    taken.touch()
+    looked = getattr(JobDirectory, look)
+    returned: list[subprocess.Popen[str]] = []
+
+    def look_and_come_back(self: JobDirectory, *arguments: int) -> object:
+        found = looked(self, *arguments)
+        returned.append(python(HOLD_RANK, job.root.parent, "other"))
+        while not (waits_for_a_lock(returned[0].pid) or not _path_lockable(taken)):
+            assert returned[0].poll() is None
+        return found
+
+    monkeypatch.setattr(JobDirectory, look, look_and_come_back)
+    try:
+        if look == "lives":
+            other.remove_orphans()
+        else:
+            assert job.remove_dead_jobs(linger_seconds=-1) == ["other"]
+        monkeypatch.undo()
+        (process,) = returned
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        assert other.lives(0), "its lock was removed"
+        assert other.segments() == [], "it came too late for these"
+    finally:
+        for process in returned:
+            end(process)
+
+
+def waits_for_a_lock(pid: int) -> bool:
+    """In this system waiting lines begin with an arrow."""
+    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return any(line[1] == "->" and line[5] == str(pid) for line in lines)
+
+
+def test_a_place_whose_folder_is_just_being_removed_is_made_anew(
+    job: JobDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the end of the life before: between making the folder and locking a file in it."""
+    create = JobDirectory.create
+    left = ["once"]
+
+    def create_and_lose(self: JobDirectory) -> None:
+        create(self)
+        if left and left.pop():
+            self.remove_if_unused()
+
+    monkeypatch.setattr(JobDirectory, "create", create_and_lose)
+    fd = job.lock_rank(0, patience_seconds=0.1)
+    assert not left
+    assert job.lock_path(0).exists()
+    job.unlock_rank(0, fd)
+
+
+def test_a_job_never_removes_itself(job: JobDirectory) -> None:
+    assert job.remove_dead_jobs(linger_seconds=-1) == []
+    assert job.path.exists()
+
+
+def test_a_second_trainer_in_the_same_process_is_refused_too(job: JobDirectory) -> None:
+    """A notebook whose cell is run again."""
+    first = job.lock_rank(0)
+    try:
+        with pytest.raises(JobBusyError):
+            os.close(job.lock_rank(0, patience_seconds=0.1))
+    finally:
+        os.close(first)
+
+
+def test_a_job_of_the_same_process_stays_locked_when_another_one_is_made(
+    shm_dir: Path, job: JobDirectory
+) -> None:
+    first = job.lock_rank(0)
+    try:
+        JobDirectory.at(shm_dir, "second").remove_dead_jobs(linger_seconds=3600)
+        probe = python(HOLD_RANK.replace("lock_rank(0)", "lock_rank(0, 0.1)"), shm_dir, "job")
+        assert probe.stdout is not None
+        said = probe.stdout.readline()
+        end(probe)
+        assert said == "", "another process took the rank of a living trainer"
+    finally:
+        os.close(first)
+
+
+def test_what_the_killed_left_goes_and_what_is_the_livings_stays(job: JobDirectory) -> None:
+    """Locks of ranks that are elsewhere now, and of an agent; another one lives, as does rank 0."""
+    job.create()
+    first, agent = job.lock_rank(0), "agent0.lock"
+    for name in ("r00003.lock", "agent1.lock", "agent1.socket", "agent0.socket"):
+        (job.path / name).touch()
+    hold = f"import sys; from tierckpt.storage.memory.job_directory import take_lock; from pathlib import Path\n{HOLD}"
+    holder = python(hold, job.path / agent)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        job.remove_orphans()
+        left = sorted(path.name for path in job.path.iterdir())
+        assert left == [agent, "agent0.socket", "r00000.lock"]
+    finally:
+        end(holder)
+        job.unlock_rank(0, first)
+
+
+HOLD = "fd = take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+
+
+def test_surplus_is_what_no_rank_of_this_life_will_use(job: JobDirectory) -> None:
+    """Ranks 0 and 1 are here, with two slots each; none of them lives just now."""
+    for rank, index in itertools.product(range(4), range(3)):
+        Slot.create(job.slot_path(rank, index), "r", SEAL_BYTES, IMAGE_BYTES).close()
+    assert job.remove_surplus((0, 1), slots=2)
+    ours = [job.slot_path(rank, index) for rank in (0, 1) for index in (0, 1)]
+    assert sorted(job.segments()) == ours

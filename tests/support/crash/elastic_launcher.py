@@ -1,0 +1,234 @@
+"""Elastic Horovod on this machine, as a test drives it: hosts come and go, processes are killed.
+
+    job.start(min_np=2, spares=1, rules=["kill@elastic:place=backward,step=3,rank=1"])
+    job.until_over()
+    assert job.course() == undisturbed
+
+A host is one more way to write this machine's loopback address: Horovod takes what is spelled
+differently for different hosts, and never uses one again on which a process died, unless told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.support.crash.launcher import ROOT, Process, quiet_environment
+from tierckpt import _faults
+
+PATIENCE_SECONDS = 240.0
+Line = dict[str, Any]
+Moment = tuple[int, int, int]
+"""Rank, steps made, epoch; of a job whose size stays the same."""
+
+
+class ElasticJob:
+    """One job, started once or several times; see the module's text."""
+
+    def __init__(
+        self, folder: Path, shm_dir: Path, hvd: str = "horovod.torch", **settings: str
+    ) -> None:
+        """`hvd`: the module that the script imports as Horovod; `settings`: Tierckpt's own."""
+        self.folder = folder
+        self.shm_dir = shm_dir
+        self.path = folder / "ckpts"
+        self._hvd = hvd
+        self._settings = {f"TIERCKPT_{name.upper()}": text for name, text in settings.items()}
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._names = (f"127.0.0.{'1':0>{n}}" for n in range(1, 100))
+        self.hosts: list[str] = []
+        for made in ("marks", "tmp", "ckpts"):
+            (folder / made).mkdir()
+        script = folder / "hosts.sh"
+        script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
+        script.chmod(0o755)
+
+    # --- what a launcher and a cluster do ------------------------------------------------------
+
+    def start(
+        self,
+        min_np: int,
+        workers: int = 2,
+        spares: int = 0,
+        rules: Sequence[str] = (),
+        launcher: Sequence[str] = (),
+        **options: Any,
+    ) -> ElasticJob:
+        """Start, each worker on a host of its own; `launcher` are options of horovodrun, `options`
+        the script's."""
+        self.hosts = [next(self._names) for _ in range(workers + spares)]
+        self._tell_hosts()
+        command = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
+        command += ["-np", str(workers), "--min-np", str(min_np), "--max-np", str(workers)]
+        command += ["--network-interfaces", "lo"]
+        command += ["--host-discovery-script", str(self.folder / "hosts.sh")]
+        command += [*launcher, sys.executable, "-m", "tests.support.crash.elastic_job"]
+        with (self.folder / "log").open("ab") as log:
+            self._launcher = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self._environment(rules, options),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def _environment(self, rules: Sequence[str], options: dict[str, Any]) -> dict[str, str]:
+        options = {
+            "steps": 20,
+            "gates": {},
+            "joins": [],
+            "machines": False,
+            "drifts": [],
+            **options,
+        }
+        return {
+            **quiet_environment(),
+            "ELASTIC_FOLDER": str(self.folder),
+            "ELASTIC_OPTIONS": json.dumps(options),
+            "ELASTIC_HVD": self._hvd,
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
+            "TIERCKPT_PATH": str(self.path),
+            "TIERCKPT_SHM_DIR": str(self.shm_dir),
+            "TIERCKPT_EVENTS_DIR": str(self.folder / "events"),
+            "TIERCKPT_LOCAL_EVERY_STEPS": "4",
+            "TIERCKPT_LOCAL_EVERY_SECONDS": "0",
+            # Every commit is taken, also on a machine so busy that the disk lags behind.
+            "TIERCKPT_SLOTS": "3",
+            "TIERCKPT_WHEN_BUSY": "wait",
+            **self._settings,
+            _faults.FAULTS_VARIABLE: ";".join(rules),
+            _faults.FIRED_VARIABLE: str(self.folder / "marks"),
+            "TMPDIR": str(self.folder / "tmp"),  # Horovod, killed, leaves files there
+        }
+
+    def add_host(self, name: str = "") -> str:
+        """A new one, or one that was there before."""
+        self.hosts.append(name or next(self._names))
+        self._tell_hosts()
+        return self.hosts[-1]
+
+    def remove_host(self, name: str) -> None:
+        self.hosts.remove(name)
+        self._tell_hosts()
+
+    def _tell_hosts(self) -> None:
+        new = self.folder / "hosts.new"
+        new.write_text("".join(f"{name}:1\n" for name in self.hosts))
+        new.rename(self.folder / "hosts")
+
+    def open(self, gate: str) -> None:
+        (self.folder / f"gate-{gate}").touch()
+
+    def until_over(self, well: bool = True) -> None:
+        """Return when Horovod says that the job went well, or did not."""
+        assert self._launcher is not None
+        try:
+            status = self._launcher.wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.give_up("the job did not end")
+        assert (status == 0) == well, self.output()
+
+    def kill(self) -> None:
+        """SIGKILL the launcher and every worker; agents go on."""
+        self._kill(lambda command: b"tierckpt.agent.server" not in command)
+
+    def kill_everything(self) -> None:
+        self._kill(lambda command: True)
+
+    def lose_memory(self) -> None:
+        """What is left after `kill`, agents and shared memory, ends as by a reboot."""
+        self.kill_everything()
+        for entry in self.shm_dir.iterdir():
+            shutil.rmtree(entry)
+
+    def _kill(self, chosen: Callable[[bytes], bool]) -> None:
+        def victims() -> list[int]:
+            # The tracker ends with those it serves, and removes the semaphores they left.
+            found = [(p, c) for p, c in self._processes() if b"resource_tracker" not in c]
+            return [pid for pid, command in found if chosen(command)]
+
+        while pids := victims():
+            processes = [Process(pid) for pid in pids]
+            for process in processes:
+                process.signal(signal.SIGKILL)
+            for process in processes:
+                process.kill()
+        if self._launcher is not None:
+            self._launcher.wait()
+
+    def _processes(self) -> Iterator[tuple[int, bytes]]:
+        """All that this job started and that is still there: id and command line."""
+        mark = f"ELASTIC_FOLDER={self.folder}\0".encode()
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if mark in Path(f"/proc/{pid}/environ").read_bytes():
+                    yield int(pid), Path(f"/proc/{pid}/cmdline").read_bytes()
+
+    # --- what happened -------------------------------------------------------------------------
+
+    def journal(self, **having: Any) -> list[Line]:
+        """Lines that have these values, or this key if the value is `...`; in order of time."""
+        path = self.folder / "journal.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [x for x in found if all(k in x and v in (..., x[k]) for k, v in having.items())]
+
+    def course(self) -> dict[Moment, dict[str, str]]:
+        """The state at every commit, by name of its parts; who was there twice, because of a
+        failure in between or because it was restored, must have been alike."""
+        found: dict[Moment, dict[str, str]] = {}
+        for line in self.journal(digests=...):
+            moment = (line["rank"], line["step"], line["epoch"])
+            assert found.setdefault(moment, line["digests"]) == line["digests"], moment
+        return found
+
+    def losses(self) -> dict[tuple[int, int], str]:
+        """Exact loss by rank and step."""
+        return {(x["rank"], x["step"]): x["loss"] for x in self.journal(loss=...)}
+
+    def fired(self) -> int:
+        """How many rules did what they say."""
+        return len(list((self.folder / "marks").iterdir()))
+
+    def marked(self) -> list[int]:
+        """Processes in which a rule did what it says."""
+        told = [mark.read_text() for mark in (self.folder / "marks").iterdir()]
+        return [int(pid) for pid in told if pid]  # the mark is there before the number is in it
+
+    def events(self, name: str) -> list[Line]:
+        paths = sorted((self.folder / "events").glob("*.jsonl"))
+        lines = [json.loads(x) for p in paths for x in p.read_text().splitlines()]
+        return [x for x in lines if x["name"] == name]
+
+    def left_nothing(self) -> None:
+        """After the end: no process, when agents have finished, and no shared memory."""
+        self.wait_for(lambda: not list(self._processes()), "the end of all processes")
+        assert list(self.shm_dir.rglob("*")) == []
+
+    def wait_for(self, true: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not true():
+            if time.monotonic() > deadline:
+                self.give_up(f"waited in vain for {what}")
+            time.sleep(0.02)
+
+    def give_up(self, why: str) -> NoReturn:
+        raise AssertionError(f"{why}\n{self.output()}")
+
+    def output(self) -> str:
+        """What everybody wrote, and the end of the journal."""
+        log = (self.folder / "log").read_text(errors="replace").replace("\0", "")
+        lines = [str({k: v for k, v in x.items() if k != "digests"}) for x in self.journal()]
+        return "\n".join(["--- log", log[-8000:], "--- end of the journal", *lines[-40:]])

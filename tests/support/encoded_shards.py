@@ -1,0 +1,232 @@
+"""Small shards of which half never changes, and a node's work with them, to be killed anywhere.
+
+As a program: `python -m tests.support.encoded_shards <level> <folder>` kills a child at every file
+operation of that work. Of the k-th child, `<folder>/<k>` is the level's place, `<k>.log` the
+versions that it finished, and `<k>.marks` has a file if the kill fired; the last was not killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tierckpt import _faults
+from tierckpt.agent.flush_sources import Bases, EncodedSource
+from tierckpt.agent.session import Desk, DeskSettings
+from tierckpt.agent.shard_guard import Held
+from tierckpt.codecs.decoder import Decoder, Read
+from tierckpt.codecs.encoder import cut
+from tierckpt.codecs.pipeline import Pipeline
+from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
+from tierckpt.format.manifest import Manifest, digest
+from tierckpt.storage.local.encoded_files import open_encoded
+from tierckpt.storage.local.store import LocalStore
+from tierckpt.storage.persistent import (
+    PersistentStore,
+    RetentionPolicy,
+    RetryPolicy,
+    VersionFacts,
+    VersionName,
+)
+
+LIFE = "5eed"
+BLOCK_BYTES = 2 * PAGE_BYTES
+BLOCKS = 4
+ROW = "incremental full_every=2, zstd"
+VERSIONS = 3
+
+
+def key_of(version: int) -> ShardKey:
+    return ShardKey(VersionId(1, version), 0, 1)
+
+
+def name_of(version: int) -> VersionName:
+    return VersionName(VersionId(1, version), 1, LIFE)
+
+
+def content_of(version: int) -> bytes:
+    """A header, blocks that never change, and blocks that always do. One item is 4 bytes."""
+    metadata = {
+        "format": "tierckpt-shard",
+        "format_version": "1.0",
+        "pieces": json.dumps([["x", "float32", [1], None, 4, "cpu", 0, 1, 0, 0]]),
+        "blocks": json.dumps([[BLOCKS, BLOCK_BYTES]]),
+        "structure": "{}",
+    }
+    text = json.dumps({"__metadata__": metadata}).encode().ljust(PAGE_BYTES - 8)
+    header = len(text).to_bytes(8, "little") + text
+    seeds = [0 if number % 2 else version for number in range(BLOCKS)]
+    blocks = [hashlib.shake_128(f"{n} {s}".encode()) for n, s in enumerate(seeds)]
+    return header + b"".join(block.digest(BLOCK_BYTES) for block in blocks)
+
+
+def sealed_of(version: int, content: bytes) -> Manifest:
+    image = memoryview(content)
+    return Manifest(
+        "job",
+        version,
+        1,
+        LIFE,
+        ((1, 0),),
+        version,
+        0,
+        1,
+        len(image),
+        PAGE_BYTES,
+        0,
+        b"".join(digest(block) for block in cut(image, PAGE_BYTES)),
+        float(version),
+    )
+
+
+@contextlib.contextmanager
+def shard(version: int) -> Iterator[tuple[memoryview, bytes]]:
+    """The image, where direct I/O wants it, and its manifest."""
+    content = content_of(version)
+    with mmap.mmap(-1, len(content)) as memory, memoryview(memory) as image:
+        image[:] = content
+        yield image, sealed_of(version, content).encode()
+
+
+# --- the local level -----------------------------------------------------------------------------
+
+
+class NoServices:
+    makes_way = False
+
+    def __init__(self) -> None:
+        self.held = Held()
+
+    def flusher(self, desk: DeskSettings) -> None:
+        return None
+
+    def protector(self) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def desk(directory: Path, row: str = ROW, keep_last: int = 1) -> Iterator[Desk]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        theirs.setblocking(False)
+        settings = DeskSettings(str(directory), 0, 1, keep_last, 0, modules=row)
+        made = Desk(settings, ours, NoServices())  # type: ignore[arg-type]
+        made.store.create()
+        yield made
+
+
+def commit(at: Desk, version: int) -> None:
+    with shard(version) as (image, manifest):
+        at._store(key_of(version), image, manifest, lambda: True)
+
+
+def retire(at: Desk, safe: int) -> None:
+    at._retire({"safe": [1, safe], "lineage": [[1, 0]], "keep": [], "void": []})
+
+
+def local(directory: Path, finished: Callable[[int], None]) -> None:
+    with desk(directory) as at:
+        for version in range(1, VERSIONS + 1):
+            commit(at, version)
+            finished(version)
+            retire(at, version)
+
+
+def local_contents(directory: Path) -> dict[int, bytes]:
+    """All that exist, decoded; cleaned first, as a trainer that comes back does."""
+    store = LocalStore(directory)
+    store.create()
+    store.clean(0)
+    return {
+        key.id.version: b"".join(
+            open_encoded(store, Manifest.decode(store.read_manifest(key))).blocks()
+        )
+        for key in store.keys()  # noqa: SIM118
+    }
+
+
+# --- the persistent level ------------------------------------------------------------------------
+
+
+class Writer:
+    """One node's agent, as far as the persistent level goes."""
+
+    def __init__(self, directory: Path, row: str = ROW, **options: bool) -> None:
+        self.store = PersistentStore(str(directory), retry=RetryPolicy(tries=1), **options)
+        self.store.create()
+        self.pipeline = Pipeline.of_setting(row, "row")
+        self.bases = Bases(self.store.exists)
+
+    def flush(self, version: int) -> EncodedSource:
+        with shard(version) as (image, sealed):
+            base = self.bases.base_of(0, self.pipeline.full_every)
+            source = EncodedSource(
+                sealed, lambda: cut(image, PAGE_BYTES), lambda: True, self.pipeline, base
+            )
+            largest = self.pipeline.most_bytes(len(image))
+            facts = VersionFacts("job", ((1, 0),), version, largest)
+            self.store.flush(name_of(version), facts, [source])
+            self.bases.wrote(source)
+            return source
+
+    def retain(self, version: int) -> list[VersionName]:
+        return self.store.retain(RetentionPolicy(keep_last=1), name_of(version))
+
+
+def persistent(directory: Path, finished: Callable[[int], None]) -> None:
+    writer = Writer(directory)
+    for version in range(1, VERSIONS + 1):
+        writer.flush(version)
+        finished(version)
+        writer.retain(version)
+
+
+def persistent_contents(directory: Path) -> dict[int, bytes]:
+    store = PersistentStore(str(directory))
+    store.create()
+
+    def other(key: ShardKey) -> tuple[Manifest, Read]:
+        found = store.open_shard(VersionName(key.id, key.shards, LIFE), key.shard)
+        return Manifest.decode(found.manifest), found.read
+
+    found = {}
+    for name in store.versions():
+        reader = store.open_shard(name, 0)
+        decoder = Decoder(Manifest.decode(reader.manifest), reader.read, other)
+        found[name.id.version] = b"".join(decoder.blocks())
+    return found
+
+
+LEVELS = {"local": (local, local_contents), "persistent": (persistent, persistent_contents)}
+
+
+# --- the sweep -----------------------------------------------------------------------------------
+
+
+def sweep(level: str, folder: Path) -> None:
+    work, _ = LEVELS[level]
+    Pipeline.of_setting(ROW, "row")  # imports what it needs: once, not in every child
+    for hit in range(1, 1000):
+        marks = folder / f"{hit}.marks"
+        marks.mkdir()
+        child = os.fork()
+        if child == 0:
+            os.environ[_faults.FIRED_VARIABLE] = str(marks)
+            _faults._rules = _faults.parse(f"kill@file:hit={hit}")
+            with (folder / f"{hit}.log").open("w", buffering=1) as log:
+                work(folder / str(hit), lambda version: print(version, file=log))
+            os._exit(0)
+        os.waitpid(child, 0)
+        if not any(marks.iterdir()):
+            return
+
+
+if __name__ == "__main__":
+    sweep(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,94 @@
+"""Processes that stand for nodes: each in a network namespace, told and heard by lines of JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.peer_shards import wait_until
+from tierckpt.testing.network import Network, NoNetworkError, burst_bytes
+
+
+def made_network(count: int) -> Network:
+    """Skips the test where there are no namespaces."""
+    try:
+        return Network(count)
+    except NoNetworkError as error:
+        pytest.skip(str(error))
+
+
+@contextlib.contextmanager
+def narrowed(network: Network, number: int, bytes_per_second: float) -> Iterator[None]:
+    """A node has a narrow cable from now on. At the end of the block: work for more than a second
+    went through it, and no more than fits, whichever way. On a busy machine it is only less."""
+    network.narrow(number, bytes_per_second)
+    began_seconds, before = time.monotonic(), network.carried_bytes(number)
+    yield
+    after, seconds = network.carried_bytes(number), time.monotonic() - began_seconds
+    passed_bytes = [late - early for late, early in zip(after, before, strict=True)]
+    fits_bytes = burst_bytes(bytes_per_second) + bytes_per_second * seconds
+    assert bytes_per_second < max(passed_bytes) <= 1.05 * fits_bytes, "the cable was not narrow"
+
+
+class NodeProcess:
+    """`python -m <program>` on node `number`; `rule` is a fault (see `tierckpt._faults`).
+
+    A fault leaves its mark in `marks`, so nodes that are to be hit by the same rule share that.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        number: int,
+        program: list[str],
+        rule: str = "",
+        marks: Path | None = None,
+        **environment: str,
+    ) -> None:
+        faults = {"TIERCKPT_FAULTS": rule}
+        if marks is not None:
+            faults["TIERCKPT_FAULTS_DIR"] = str(marks)
+        self.process = subprocess.Popen(
+            [*network.inside(number), sys.executable, "-m", *program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **faults, **environment},
+        )
+
+    def heard(self) -> Any:
+        """The next line; "killed" when there is none, and never will be."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else "killed"
+
+    def tell(self, order: Any) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+
+    def wait_stopped(self) -> None:
+        """Until its fault has stopped it."""
+        wait_until(self._stopped)
+
+    def _stopped(self) -> bool:
+        status = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] == "T"
+
+    def go_on(self) -> None:
+        """After `wait_stopped`."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Also when it is stopped."""
+        self.process.kill()
+        self.process.communicate()

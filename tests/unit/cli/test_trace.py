@@ -1,0 +1,274 @@
+"""`tierckpt trace`, and the command line that it is in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.cli import main
+from tierckpt.cli.trace import load
+from tierckpt.tracing.plot import MOST_ROWS, TREE_ROW, row_names, step_of, typical_version
+from tierckpt.tracing.recorder import ALLREDUCE, COPIER, TRAINING, Trace
+from tierckpt.tracing.spans import Span, Timeline, TimelineError
+
+US = 1e-6
+
+
+def write_trace(folder: Path, rank: int, versions: int = 3) -> Path:
+    """A trace of steps of 1000 microseconds, made with the recorder itself; step v takes v more."""
+    path = folder / f"trace-r{rank:05d}.json"
+    trace = Trace(path, rank, versions + 1, lambda _: "", lambda _: None)
+    trace._epoch_us = 1e15  # without a fraction, so that durations are not rounded
+    at = 1000.0
+    for version in range(1, versions + 1):
+
+        def span(kind: str, begin: int, end: int, row: int, **args: Any) -> None:
+            trace.span(kind, at + begin * US, at + end * US, row, version=version, **args)  # noqa: B023
+
+        span("boundary", 0, 50, TRAINING)
+        layers = {"layers": ["body.0.weight", "body.0.bias"], "bytes": 4000}
+        span("allreduce", 300, 500, ALLREDUCE, **layers)
+        span("copy", 310, 410, COPIER, **layers)
+        span("tree", 420, 430, COPIER)
+        span("barrier", 800, 850 + version, TRAINING)
+        span("update", 900, 990, TRAINING)
+        at += 1000 * US
+    trace.close()
+    return path
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> list[str]:
+    return [str(write_trace(tmp_path, rank)) for rank in (0, 1)]
+
+
+def test_a_summary_says_the_numbers(traces: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["trace", "summary", "--ours", *traces]) == 0
+    said = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines()]
+    assert ["1 KiB to 4 KiB", "6", "0.200", "0.200", "0.200", "0.200"] in rows
+    assert ["between weight updates", "4", "0.910", "0.910", "0.910"] in rows
+    assert ["barrier", "6", "0.051", "0.052", "0.053"] in rows
+    assert ["hidden under allreduces", "0.660", "100.0 %"] in rows
+
+
+def test_a_summary_can_leave_out_the_first_steps(
+    traces: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["trace", "summary", "--from-version", "3", "--ours", *traces]) == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines()]
+    assert [row[2].strip() for row in rows if row[1:] and row[1].strip() == "barrier"] == ["2"]
+    assert main.main(["trace", "summary", "--from-version", "9", "--ours", *traces]) == 1
+    assert "no boundary of v9" in capsys.readouterr().err
+
+
+def test_a_merge_is_one_file(
+    traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "merged.json"
+    assert main.main(["trace", "merge", str(out), "--ours", *traces]) == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1}
+    assert "merged.json: 38 spans of 2 rank(s)" in capsys.readouterr().out
+
+
+def test_a_picture_is_made(traces: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "step.png"
+    # In a process of its own: matplotlib keeps fonts open for as long as there is one.
+    done = run("trace", "plot", str(out), "--ours", *traces)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert "the step after v2" in done.stdout  # the median of the three
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--version", "17"], "rank 0 recorded no copy of v17; it recorded v1 to v3"),
+        (["--ranks", "5"], "no version was copied by all of the ranks 5"),
+    ],
+)
+def test_a_picture_of_what_is_not_there(
+    options: list[str],
+    problem: str,
+    traces: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib")
+    command = ["trace", "plot", str(tmp_path / "x.png"), "--ours", *traces, *options]
+    assert main.main(command) == 1
+    assert problem in capsys.readouterr().err
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert main.main(["trace", "plot", str(tmp_path / "x.png"), "--ours", *traces]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_bad_input_is_named(
+    traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.json").write_text('[{"ph": "B", "name": "x", "ts": 1}]')
+    for files, problem in (
+        ([str(tmp_path / "none.json")], "cannot read"),
+        ([str(tmp_path / "other.json")], "goes behind --horovod"),
+        ([traces[0], traces[0]], "both of rank 0"),
+        ([*traces, "--horovod", traces[0]], "does not say when it began"),
+    ):
+        assert main.main(["trace", "summary", "--ours", *files]) == 1
+        said = capsys.readouterr().err
+        assert problem in said
+        assert said.startswith("tierckpt: ")
+        assert str(tmp_path) in said
+
+
+def test_a_timeline_of_another_run_is_refused(
+    traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = {"start_time_since_epoch_in_micros": 1000}
+    begin = {"ph": "B", "name": "ALLREDUCE", "ts": 1, "pid": 1}
+    entries = [
+        {"ph": "M", "pid": 0, "args": start},
+        {"ph": "M", "pid": 1, "args": {"name": "allreduce.a"}},
+        begin,
+        {"ph": "E", "ts": 2, "pid": 1},
+    ]
+    (tmp_path / "h.json").write_text(json.dumps(entries))
+    command = ["trace", "summary", "--ours", *traces, "--horovod", str(tmp_path / "h.json")]
+    assert main.main(command) == 1
+    assert "are they of one run?" in capsys.readouterr().err
+
+
+def test_a_process_set_without_horovods_rank_0_is_not_in_its_timeline(
+    traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which has the reductions of another set, and they may have the same names."""
+    for rank, path in enumerate(traces):
+        trace = Trace(Path(path), rank, 1, lambda _: "", lambda _: None)
+        trace.know({})
+        trace.close()
+    command = ["trace", "summary", "--ours", *traces, "--horovod", str(tmp_path / "h.json")]
+    assert main.main(command) == 1
+    assert "h.json has no reductions of these ranks" in capsys.readouterr().err
+
+
+# --- the picture's rows --------------------------------------------------------------------------
+
+
+def spans_of(layers: list[str]) -> list[Span]:
+    return [Span("allreduce", 0, i, i + 1, layers=(n,)) for i, n in enumerate(layers)]
+
+
+def test_a_module_is_a_row() -> None:
+    found = row_names(spans_of(["fc.weight", "fc.bias", "body.0.weight", "scale"]))
+    assert found == {
+        "fc.weight": "fc",
+        "fc.bias": "fc",
+        "body.0.weight": "body.0",
+        "scale": "scale",
+    }
+
+
+def test_many_layers_are_drawn_by_what_they_are_in() -> None:
+    layers = [f"layer{i}.{j}.conv.weight" for i in range(4) for j in range(4)]
+    assert set(row_names(spans_of(layers)).values()) == {
+        f"layer{i}.{j}.conv" for i in range(4) for j in range(4)
+    }
+    layers += [f"layer{i}.{j}.norm.weight" for i in range(4) for j in range(4)]
+    assert len(set(row_names(spans_of(layers)).values())) == 16  # layer0.0 and so on
+    layers += [f"layer{i}.9.norm.weight" for i in range(4)]
+    assert set(row_names(spans_of(layers)).values()) == {f"layer{i}" for i in range(4)}
+
+
+def test_each_ranks_own_state_has_a_row_of_its_own(tmp_path: Path) -> None:
+    timeline = load([write_trace(tmp_path, 0)], None)
+    step = step_of(timeline, 0, 2)
+    assert [s.layers for s in step if s.kind == "tree"] == [(TREE_ROW,)]
+    rows = row_names([*spans_of([f"p{i}" for i in range(MOST_ROWS - 1)]), *step])
+    assert len(set(rows.values())) == MOST_ROWS + 1
+    assert rows[TREE_ROW] == TREE_ROW
+
+
+def test_what_cannot_be_put_together_shares_the_last_row() -> None:
+    rows = list(row_names(spans_of([f"p{i}" for i in range(50)])).values())
+    assert len(set(rows)) == MOST_ROWS
+    assert rows.count("others") == 50 - MOST_ROWS + 1
+
+
+def test_the_typical_step_is_the_median_of_those_all_ranks_have() -> None:
+    timeline = Timeline()
+    for rank, versions in ((0, (1, 2, 3, 4)), (1, (1, 2, 3))):
+        for version, lasted in zip(versions, (500, 100, 300, 50), strict=False):
+            at = 1000 * version
+            timeline.add(
+                [
+                    Span("boundary", rank, at, at + 10, version=version),
+                    Span("copy", rank, at + 20, at + 30, version=version),
+                    Span("barrier", rank, at + lasted - 10, at + lasted, version=version),
+                ]
+            )
+    assert typical_version(timeline, [0, 1]) == 3
+    with pytest.raises(TimelineError, match="no version was copied by all"):
+        typical_version(timeline, [0, 1, 2])
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tierckpt", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}
+    )
+
+
+def test_as_a_module_it_runs_and_says_what_went_wrong_in_one_line(tmp_path: Path) -> None:
+    done = run("trace", "summary", "--ours", str(tmp_path / "none.json"))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        f"tierckpt: cannot read {tmp_path / 'none.json'}: No such file or directory"
+    ]
+
+
+def test_the_console_script_is_main() -> None:
+    setup = ConfigParser()
+    setup.read(Path(__file__).parents[3] / "setup.cfg")
+    scripts = setup["options.entry_points"]["console_scripts"].split("\n")
+    assert f"tierckpt = {main.main.__module__}:{main.main.__name__}" in scripts
+
+
+def test_without_a_command_it_shows_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main([])
+    assert ended.value.code == 2
+    assert "usage: tierckpt" in capsys.readouterr().err
+
+
+def test_every_command_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    said = capsys.readouterr().out
+    for add in main.COMMANDS:
+        assert f"    {add.__name__.rstrip('_')} " in said
+
+
+def test_it_starts_without_torch_and_numpy() -> None:
+    modules = "tierckpt.cli.main, tierckpt.cli.trace, tierckpt.tracing.recorder"
+    program = f"import sys, {modules}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

@@ -1,0 +1,389 @@
+"""A rank's share of a restart's reading: every byte brought once, checked, and damage named."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.peer_shards import shard_of
+from tierckpt.codecs.codec import ModuleError
+from tierckpt.core.copies import Place
+from tierckpt.core.restore_plan import RestorePlan, Source
+from tierckpt.errors import CorruptShardError, FormatError
+from tierckpt.format.ids import VersionId
+from tierckpt.format.manifest import Manifest
+from tierckpt.format.shard_file import decode_header
+from tierckpt.format.shard_summary import Contents, Outline, OwnState
+from tierckpt.group import SingleGroup
+from tierckpt.restore import shard_reader
+from tierckpt.restore.broadcast import Courier
+from tierckpt.restore.progress import Progress
+from tierckpt.restore.shard_image import Image, in_file
+from tierckpt.restore.shard_reader import RUN_BYTES, Blame, Reads, runs_of
+from tierckpt.restore.verified_version import Attempt
+from tierckpt.restored import Volume
+from tierckpt.storage.persistent import PersistentError
+
+SHARD_BYTES = 2 * RUN_BYTES + 3 * 4096
+SHARDS = 3
+
+
+class Disk:
+    """Shards that are brought range by range, from what may be damaged, into what was empty."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, bytearray] = {}
+        self.manifests: dict[int, Manifest] = {}
+        self.brought: dict[int, list[tuple[int, int]]] = {}
+        self.closed: list[int] = []
+        self.broken: set[int] = set()
+        self._lock = threading.Lock()
+        for number in range(SHARDS):
+            image, record = shard_of(number, SHARD_BYTES, SHARDS)
+            self.stored[number] = bytearray(image)
+            self.manifests[number] = replace(Manifest.decode(record), shard=number)
+            self.brought[number] = []
+
+    def open_image(self, key: Any, place: Place, life: str, *rest: Any) -> Image:
+        number = key.shard
+        if number in self.broken:
+            raise FileNotFoundError(f"shard {number} cannot be opened")
+        view = memoryview(bytearray(len(self.stored[number])))
+
+        def bring(low: int, high: int) -> None:
+            with self._lock:
+                self.brought[number].append((low, high))
+            view[low:high] = self.stored[number][low:high]
+
+        return Image(self.manifests[number], view, lambda: self.closed.append(number), bring)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk()
+    monkeypatch.setattr(shard_reader, "open_image", made.open_image)
+    return made
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(3) as made:
+        yield made
+
+
+def sources(readers: list[int]) -> tuple[Source, ...]:
+    place = Place("persistent", "*", "somewhere")
+    return tuple(Source(s, place, reader, direct=False) for s, reader in enumerate(readers))
+
+
+def read(
+    pool: ThreadPoolExecutor, volume: Volume
+) -> tuple[list[tuple[int, str]], dict[int, Image], Reads]:
+    images: dict[int, Image] = {}
+    reads = Reads(pool, images, volume.read)
+    reads.open(VersionId(1, 1), SHARDS, "", sources([0] * SHARDS))
+    return [(failure.key.shard, failure.why) for failure in reads.finish()], images, reads
+
+
+def test_every_byte_is_brought_once(disk: Disk, pool: ThreadPoolExecutor) -> None:
+    volume = Volume()
+    failures, images, reads = read(pool, volume)
+    assert failures == []
+    assert reads.opened()
+    for number, ranges in disk.brought.items():
+        assert [high for _, high in sorted(ranges)][-1] == SHARD_BYTES
+        assert [low for low, _ in sorted(ranges)] == [0, *(h for _, h in sorted(ranges)[:-1])]
+        assert images[number].view == disk.stored[number]
+    assert volume.read_bytes == SHARDS * SHARD_BYTES
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (100, "(the header) differ"),
+        (4096, "bytes 4096 to 528384 differ"),
+        (SHARD_BYTES - 1, f"to {SHARD_BYTES} differ"),
+    ],
+)
+def test_damage_is_named_and_the_rest_is_still_read(
+    at: int, said: str, disk: Disk, pool: ThreadPoolExecutor
+) -> None:
+    disk.stored[1][at] ^= 1
+    failures, _, reads = read(pool, Volume())
+    ((number, why),) = failures
+    assert number == 1
+    assert said in why
+    assert 2 in reads.headers
+
+
+def test_the_first_damage_of_several_is_named(disk: Disk, pool: ThreadPoolExecutor) -> None:
+    for at in (5000, SHARD_BYTES - 1):
+        disk.stored[0][at] ^= 1
+    failures, _, _ = read(pool, Volume())
+    assert "bytes 4096 to" in failures[0][1]
+    assert len(failures) == 1
+
+
+def test_what_is_sound_is_shown_in_order_up_to_the_first_damage(
+    disk: Disk, pool: ThreadPoolExecutor
+) -> None:
+    disk.stored[1][4096 + RUN_BYTES] ^= 1
+    disk.broken.add(2)
+    _, _, reads = read(pool, Volume())
+    shown: dict[int, bytes] = {0: b"", 1: b""}
+    for shard, offset, window in reads.sound():
+        assert offset == len(shown[shard]), "nothing is left out"
+        assert offset > 0 or len(window) == reads.headers[shard].header_bytes
+        shown[shard] += window
+    assert shown[0] == disk.stored[0]
+    run = next(runs_of(reads.headers[1]))
+    assert shown[1] == disk.stored[1][: run.high]
+
+
+def test_what_is_short_or_cannot_be_opened_is_lost(disk: Disk, pool: ThreadPoolExecutor) -> None:
+    del disk.stored[0][-4096:]
+    disk.broken.add(2)
+    failures, images, reads = read(pool, Volume())
+    assert [number for number, _ in failures] == [0, 2]
+    assert failures[0][1] == f"truncated: {SHARD_BYTES - 4096} of {SHARD_BYTES} bytes"
+    assert failures[1][1] == "shard 2 cannot be opened"
+    assert list(images) == [1]
+    assert disk.closed == [0]
+    assert not reads.opened()
+
+
+def test_a_mistake_of_ours_is_no_damage(disk: Disk, pool: ThreadPoolExecutor) -> None:
+    """Nor is it raised: the other ranks wait to be told."""
+    disk.manifests[0] = replace(disk.manifests[0], digests=None)  # type: ignore[arg-type]
+    images: dict[int, Image] = {}
+    reads = Reads(pool, images)
+    reads.open(VersionId(1, 1), SHARDS, "", sources([0] * SHARDS))
+    (failure,) = reads.finish()
+    assert (failure.key.shard, failure.blame) == (0, Blame.RANK)
+    assert failure.why.startswith("TypeError: ")
+    assert sorted(images) == [1, 2]
+
+
+def test_what_was_put_aside_comes_back_and_a_disk_that_lost_it_is_no_copys_fault(
+    disk: Disk, pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = in_file(disk.manifests[0], tmp_path)
+    image.view[:] = disk.stored[0]
+    image.rest(0, SHARD_BYTES)
+    image.settle()
+    image.touch(100, 9000)
+    assert image.view == disk.stored[0]
+    assert list(tmp_path.iterdir()) == [], "it has no name"
+
+    def fail(number: int) -> None:
+        raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr("tierckpt.restore.shard_image.os.fsync", fail)
+    monkeypatch.setattr(shard_reader, "open_image", lambda *_: image)
+    reads = Reads(pool, {})
+    reads.open(VersionId(1, 1), SHARDS, "", sources([0])[:1])
+    (failure,) = reads.finish()
+    assert failure.blame is Blame.RANK
+    assert f"cannot be kept in {tmp_path}" in failure.why
+    image.close()
+
+
+def wrapped(cause: Exception) -> PersistentError:
+    error = PersistentError("given up", "s3://b/k", True)
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "near", "far"),
+    [
+        (CorruptShardError("differs"), Blame.COPY, Blame.COPY),
+        (FormatError("what is this"), Blame.COPY, Blame.COPY),
+        (EOFError("truncated"), Blame.COPY, Blame.COPY),
+        (ModuleError("no key"), Blame.COPY, Blame.COPY),
+        (FileNotFoundError(errno.ENOENT, "gone"), Blame.COPY, Blame.SIGHT),
+        (FileNotFoundError("slot is gone"), Blame.COPY, Blame.SIGHT),
+        (OSError(errno.EIO, "disk fails"), Blame.COPY, Blame.SIGHT),
+        (PermissionError(errno.EACCES, "no right"), Blame.SIGHT, Blame.SIGHT),
+        (OSError(errno.ESTALE, "stale"), Blame.SIGHT, Blame.SIGHT),
+        (wrapped(TimeoutError()), Blame.SIGHT, Blame.SIGHT),
+        (ImportError("no client"), Blame.SIGHT, Blame.SIGHT),
+        (OSError(errno.ENOMEM, "no memory"), Blame.RANK, Blame.RANK),
+        (OSError(errno.EMFILE, "too many"), Blame.RANK, Blame.RANK),
+        (wrapped(OSError(errno.ENFILE, "too many")), Blame.RANK, Blame.RANK),
+        (MemoryError(), Blame.RANK, Blame.RANK),
+        (RuntimeError("a client's own"), Blame.RANK, Blame.RANK),
+    ],
+    ids=str,
+)
+def test_what_is_to_blame(error: Exception, near: Blame, far: Blame) -> None:
+    """What lies on a node is the same for all who see it; the way to what is far is each rank's."""
+    assert Blame.of(Place("local", "node", "/disk"), error) is near
+    assert Blame.of(Place("persistent", "*", "/far"), error) is far
+
+
+@given(st.lists(st.integers(1, RUN_BYTES), max_size=40))
+def test_runs_are_all_blocks_in_order(block_bytes: list[int]) -> None:
+    header: Any = SimpleNamespace(header_bytes=8192, block_bytes=tuple(block_bytes))
+    low, number, seen = 8192, 1, []
+    for run in runs_of(header):
+        assert (run.low, run.first) == (low, number)
+        assert 0 < sum(run.block_bytes) <= RUN_BYTES
+        low, number = low + sum(run.block_bytes), number + len(run.block_bytes)
+        seen += run.block_bytes
+    assert seen == block_bytes
+
+
+# --- showing to others ---------------------------------------------------------------------------
+
+
+class Other(SingleGroup):
+    """Rank 1 of two; what rank 0 broadcasts is `said`."""
+
+    rank, size = 1, 2
+
+    def __init__(self, said: bytes) -> None:
+        self.said, self.lengths = said, list[int]()
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        self.lengths.append(len(buffer))
+        if source == 0:
+            at = sum(self.lengths) - len(buffer)
+            buffer.copy_(torch.tensor(list(self.said[at : at + len(buffer)]), dtype=torch.uint8))
+
+
+def test_a_rank_holds_a_window_of_what_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
+    said = bytes(i % 251 for i in range(2500))
+    group, volume, seen = Other(said), Volume(), bytearray()
+    courier = Courier(group, volume)
+    (source, _) = sources([0, 1])[:2]
+
+    def visit(shard: int, offset: int, window: memoryview) -> None:
+        assert (shard, offset) == (0, len(seen))
+        seen.extend(window)
+
+    courier.show(source, outline(100, 2400), None, visit)
+    assert seen == said
+    assert group.lengths == [1000, 1000, 500]
+    assert volume.exchanged_bytes == 2500
+
+
+def test_the_first_window_has_the_whole_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
+    group = Other(bytes(2500))
+    Courier(group, Volume()).show(
+        sources([0, 1])[0], outline(1400, 1100), None, lambda shard, offset, window: None
+    )
+    assert group.lengths == [1400, 1000, 100]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_was_mapped_is_brought_again_before_it_is_shown(
+    direct: bool, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have left memory meanwhile; to look at a page that cannot come back is SIGBUS."""
+    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
+    monkeypatch.setattr("tierckpt.restore.broadcast.MAPPED_BYTES", 1000)
+    touched: list[tuple[int, int]] = []
+    shown: list[int] = []
+
+    def touch(low: int, high: int) -> None:
+        assert len(shown) == len(touched)
+        touched.append((low, high))
+        if low == 2400:
+            raise OSError(errno.EIO, "the disk fails")
+
+    data = bytearray(i % 251 for i in range(4000))
+    image = Image(disk.manifests[0], memoryview(data), lambda: None, touch=touch)
+    sent = Sender()
+    courier = Courier(sent, Volume())
+    source = replace(sources([0])[0], direct=direct)
+
+    def visit(shard: int, offset: int, window: memoryview) -> None:
+        assert window == data[offset : offset + len(window)]
+        shown.append(offset)
+
+    courier.show(source, outline(1400, 2600), image, visit)
+    assert shown == [0, 1400]
+    assert touched == [(0, 1400), (1400, 2400), (2400, 3400)], "not a second time"
+    assert "the disk fails" in courier.trouble
+    assert courier.trouble_of_any() == courier.trouble
+    assert sent.lengths == ([] if direct else [1400, 1000, 1000, 600]), "others wait for each"
+
+
+def test_what_is_mapped_and_not_wanted_is_not_touched(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierckpt.restore.broadcast.MAPPED_BYTES", 1000)
+    touched: list[int] = []
+    shown: list[int] = []
+    image = Image(
+        disk.manifests[0],
+        memoryview(bytearray(4000)),
+        lambda: None,
+        touch=lambda low, high: touched.append(low),
+    )
+    courier = Courier(SingleGroup(), Volume())
+
+    def wants(shard: int, low: int, high: int) -> bool:
+        assert low > 0, "of the header nobody is asked"
+        return (shard, low, high) == (0, 2400, 3400)
+
+    courier.show(
+        replace(sources([0])[0], direct=True),
+        outline(1400, 2600),
+        image,
+        lambda shard, offset, window: shown.append(offset),
+        wants,
+    )
+    assert shown == touched == [0, 2400]
+    assert not courier.trouble
+
+
+def test_what_is_sent_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may want it."""
+    monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
+    group = Other(bytes(2500))
+    courier, source = Courier(group, Volume()), sources([0, 1])[0]
+    courier.show(source, outline(100, 2400), None, lambda *_: None, lambda *_: False)
+    assert group.lengths == [1000, 1000, 500]
+
+
+class Sender(SingleGroup):
+    """Rank 0, and how much it sent each time."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        self.lengths.append(len(buffer))
+
+
+def outline(header_bytes: int, data_bytes: int) -> Outline:
+    return Outline(header_bytes, data_bytes, (), 0, None)
+
+
+def test_what_was_fetched_is_let_go_when_it_is_loaded(disk: Disk, pool: ThreadPoolExecutor) -> None:
+    _, images, _ = read(pool, Volume())
+    plan = RestorePlan(VersionId(1, 1), sources([0] * SHARDS))
+    headers = [decode_header(bytes(disk.stored[s])) for s in range(SHARDS)]
+    courier = Courier(SingleGroup(), Volume())
+    contents = Contents([Outline.of(s, h) for s, h in enumerate(headers)], OwnState(b"", b"", ()))
+    attempt = Attempt(plan, courier, Progress(False), images, contents)
+    held = []
+    attempt.visit(lambda shard, offset, window: held.append((shard, len(images))))
+    assert held == [(0, 3), (1, 2), (2, 1)]
+    assert images == {}
+    assert disk.closed == [0, 1, 2]
