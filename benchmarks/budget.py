@@ -68,7 +68,7 @@ class Case:
 
 
 @contextmanager
-def surroundings(case: Case) -> Iterator[None]:
+def environment(case: Case) -> Iterator[None]:
     """What ranks that are started inside are told through their environment."""
     told = {"TIERCKPT_OVERHEAD_BUDGET": str(case.budget)}
     if case.slow:
@@ -100,7 +100,7 @@ class Bench:
         state_bytes = 0
         for case in cases:
             say(f"{case.name}: {self.options.learning} steps to learn")
-            with ExitStack() as stack, surroundings(case):
+            with ExitStack() as stack, environment(case):
                 team, state_bytes = self._team(f"budget{cases.index(case)}", stack)
                 self._visit(case, team)
         return state_bytes

@@ -102,7 +102,7 @@ class Nodes:
     def begin(self, orders: Iterable[dict[str, Any]]) -> Callable[[], Done]:
         """Node number i begins with order number i; call what is returned, to wait for all."""
         numbers = [self._tell(number, order) for number, order in enumerate(orders)]
-        return lambda: _together([Work(**self._hear(number)) for number in numbers])
+        return lambda: _error_barrier([Work(**self._hear(number)) for number in numbers])
 
     def do(self, orders: Iterable[dict[str, Any]]) -> Done:
         """The same, waited for."""
@@ -144,7 +144,7 @@ def _setup(number: int, nbytes: int, place: Place, network: Network | None) -> S
     )
 
 
-def _together(works: list[Work]) -> Done:
+def _error_barrier(works: list[Work]) -> Done:
     return Done(
         [max(same) for same in zip(*(work.seconds for work in works), strict=True)],
         max(work.end for work in works) - min(work.begin for work in works),

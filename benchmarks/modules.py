@@ -27,7 +27,7 @@ from files import write_json
 from limits import timed
 from report import align
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
-from tierckpt.codecs.codec import Module, ModuleError, Where
+from tierckpt.codecs.codec import BlockId, Codec, CodecError
 from tierckpt.codecs.pipeline import make_module
 from tierckpt.format.encoding import Buffer
 
@@ -121,7 +121,7 @@ def ways(item_bytes: int) -> Iterator[Both]:
         name, _, parameter = setting.partition(" level=")
         try:
             module = make_module(name, {"level": int(parameter)} if parameter else {})
-        except ModuleError as error:
+        except CodecError as error:
             print(f"not measured: {error}", file=sys.stderr)
             continue
         yield _both(setting, module, item_bytes)
@@ -130,8 +130,8 @@ def ways(item_bytes: int) -> Iterator[Both]:
     yield from _blosc2(item_bytes)
 
 
-def _both(name: str, module: Module, item_bytes: int) -> Both:
-    where = Where("job", "life", 1, 1, 0, 1, 0, item_bytes)
+def _both(name: str, module: Codec, item_bytes: int) -> Both:
+    where = BlockId("job", "life", 1, 1, 0, 1, 0, item_bytes)
     return Both(name, lambda b: module.encode(b, where), lambda b: module.decode(b, where))
 
 

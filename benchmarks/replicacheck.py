@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_ckpt
 from tierckpt.replicas.digests import Look
-from tierckpt.replicas.monitor import Replicas
+from tierckpt.replicas.monitor import ReplicaMonitor
 
 KINDS = ("without", "versions", "checked")
 
@@ -64,7 +64,10 @@ class Spent:
         for _ in range(1000):
             time.thread_time()
         self._clock_seconds = (time.perf_counter() - begin) / 1000
-        for owner, names in ((Replicas, ("compare", "vote", "begin", "finish")), (Look, ("run",))):
+        for owner, names in (
+            (ReplicaMonitor, ("compare", "vote", "begin", "finish")),
+            (Look, ("run",)),
+        ):
             for name in names:
                 setattr(owner, name, self._counting(getattr(owner, name)))
 

@@ -14,12 +14,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
-from tierckpt.checkpointer.script_mode import refuse_second, serve
+from tierckpt.checkpointer.script_mode import attach_to_script, refuse_second
 from tierckpt.coordination.settings_check import refused
 from tierckpt.state.extras import named_objects
 from tierckpt.state.validate import refuse_model
 
-from .comm_hook import CommHook, Hook
+from .comm_hook import CommHook, ReleaseHook
 from .comm_hook_state import HookState
 from .ddp_modules import common_group, find_ddps, reduced_by
 from .launched import SHARED_STORE, restarts_share_a_store
@@ -75,7 +75,9 @@ class Checkpointer(tierckpt.Checkpointer):
         except tierckpt.TierckptError as error:
             raise refused(error, current_group()) from error.__cause__
         group = current_group(members)
-        self._hooks = {n: hook for n, ddp in ddps.items() if (hook := Hook.of(ddp)) is not None}
+        self._hooks = {
+            n: hook for n, ddp in ddps.items() if (hook := ReleaseHook.of(ddp)) is not None
+        }
         self.releases_by_layer = bool(ddps) and self._hooks.keys() == ddps.keys()
         if ddps and group.size > 1:
             self.reduced = [param for ddp in ddps.values() for param in reduced_by(ddp)]
@@ -160,7 +162,7 @@ def _refuse_hooks(
     hook_states: Sequence[HookState],
 ) -> None:
     """Raise for what cannot be, before anything is registered or any other rank is asked."""
-    for state in (state for ddp in ddps.values() for state in Hook.states_of(ddp)):
+    for state in (state for ddp in ddps.values() for state in ReleaseHook.states_of(ddp)):
         _refuse_local_sgd(state)
     if comm_hook is not None:
         _refuse_local_sgd(comm_hook[0])
@@ -170,7 +172,7 @@ def _refuse_hooks(
                 "what a hook remembers is of one. Make the Checkpointer without, and then call "
                 "register_comm_hook of each of them"
             )
-        if not all(map(Hook.may_be_given, ddps.values())) or not ddps:
+        if not all(map(ReleaseHook.may_be_given, ddps.values())) or not ddps:
             raise tierckpt.ConfigError(
                 "comm_hook was given, but the model is no DistributedDataParallel module or has a "
                 "communication hook already; give the hook here and do not register it yourself"
@@ -221,7 +223,7 @@ def wrap(
     checkpointer = Checkpointer(model, optimizer, **{"boundary": "forward", **settings})
     for each in checkpointer.state.given.values():
         each.checkpointer = checkpointer  # type: ignore[attr-defined]
-    serve(checkpointer, restore, close_at_exit)
+    attach_to_script(checkpointer, restore, close_at_exit)
     return optimizer
 
 

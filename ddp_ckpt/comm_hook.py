@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tierckpt.state.rng import load_rng, pack_rng
 
 from .ddp_modules import reduced_by
-from .gradient_mean import Mean, Reduced
-from .gradient_order import Arrivals
-from .uneven_inputs import Uneven
+from .gradient_mean import GradientMean, Reduced
+from .gradient_order import GradientOrder
+from .uneven_inputs import UnevenInputs
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
@@ -35,7 +35,7 @@ BUILT_IN = {
 """DDP's hooks in C++, and those in Python that compute the same."""
 
 
-class Hook:
+class ReleaseHook:
     """One DDP module's hook. DDP takes one in a module's life; checkpointers that follow each other
     take turns with it."""
 
@@ -52,9 +52,9 @@ class Hook:
         self._params = list(ddp.module.parameters())
         self._number = {id(p): i for i, p in enumerate(self._params)}
         self._reduced = reduced_by(ddp)
-        self._arrivals = Arrivals(self._reduced, self._number)
-        self.mean = Mean(ddp, self._number)
-        self._uneven = Uneven(ddp)
+        self._arrivals = GradientOrder(self._reduced, self._number)
+        self.mean = GradientMean(ddp, self._number)
+        self._uneven = UnevenInputs(ddp)
         self._buckets: list[list[torch.Tensor]] = []
         """Parameters of the buckets of the newest backward pass, in order."""
         self._passes = 0
@@ -104,14 +104,14 @@ class Hook:
             setattr(ddp, name, _Instead(self, name, chain))
 
     @classmethod
-    def of(cls, ddp: DistributedDataParallel) -> Hook | None:
+    def of(cls, ddp: DistributedDataParallel) -> ReleaseHook | None:
         """The module's hook, registered if need be; None when the user has one registered."""
         if not cls.has_room(ddp):
             return None
         return cls._known(ddp) or cls(ddp)
 
     @staticmethod
-    def _known(ddp: DistributedDataParallel) -> Hook | None:
+    def _known(ddp: DistributedDataParallel) -> ReleaseHook | None:
         """The module's hook, if it is registered."""
         instead = ddp.register_comm_hook
         return instead.hook if isinstance(instead, _Instead) else None
@@ -222,7 +222,7 @@ class Hook:
 class _Instead:
     """Stands in a module for a method of DDP's; a copy of the module has DDP's own again."""
 
-    def __init__(self, hook: Hook, name: str, chain: Callable[..., Any]) -> None:
+    def __init__(self, hook: ReleaseHook, name: str, chain: Callable[..., Any]) -> None:
         self.hook = hook
         self._name, self._chain = name, chain
 
@@ -267,4 +267,4 @@ def _release_nothing(
     """Before there is a checkpointer."""
 
 
-__all__ = ["CommHook", "Hook"]
+__all__ = ["CommHook", "ReleaseHook"]

@@ -19,7 +19,7 @@ else:
 Reduced = torch.futures.Future[torch.Tensor]
 
 
-class Mean:
+class GradientMean:
     """The mean over all ranks, with DDP's own arithmetic.
 
     DDP multiplies a gradient by the reciprocal of the world size while it copies it into its

@@ -9,7 +9,7 @@ import torch
 from .gradient_hooks import watch_gradients
 
 
-class Arrivals:
+class GradientOrder:
     """Watches until `stop()`. DDP makes its final buckets by this order, after the first pass.
 
     Threads: gradients come on autograd's.

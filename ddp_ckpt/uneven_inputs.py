@@ -24,7 +24,7 @@ OTHER_DIVISOR = (
 )
 
 
-class Uneven:
+class UnevenInputs:
     """Whether a DDP module is under `join()`, by way of its `join_hook`, which that asks for."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -58,4 +58,4 @@ class Uneven:
             raise tierckpt.UnsupportedStateError(OTHER_DIVISOR)
 
 
-__all__ = ["Uneven"]
+__all__ = ["UnevenInputs"]

@@ -21,7 +21,7 @@ from tierckpt.state.training_state import label_optimizers
 from tierckpt.state.validate import refuse_model
 
 from .horovod_group import current_group
-from .pending_gradients import Leftovers
+from .pending_gradients import PendingGradients
 from .reductions import Reductions
 
 ACCUMULATED = (
@@ -110,7 +110,7 @@ class Checkpointer(tierckpt.Checkpointer):
             _check_optimizer(label, each, horovods.values())
         process_set = _common_process_set(horovods.values())
         self._reductions = {name: Reductions(each) for name, each in horovods.items()}
-        self._leftovers = Leftovers(self._reductions)
+        self._pending_gradients = PendingGradients(self._reductions)
         self._untrained: Sequence[torch.Tensor] = ()
         if process_set.size() > 1:
             self._untrained = _untrained(model, optimizers.values())
@@ -144,7 +144,7 @@ class Checkpointer(tierckpt.Checkpointer):
         """See `tierckpt.Checkpointer`; what an iteration cut short launched is dropped."""
         for reductions in self._reductions.values():
             reductions.settle(self.group)
-        self._leftovers.forget()
+        self._pending_gradients.forget()
         return super().restore(version, strict, progress)
 
     def pack_adapter(self) -> Any:
@@ -156,7 +156,7 @@ class Checkpointer(tierckpt.Checkpointer):
         thawed = [p for p in self._untrained if p.requires_grad]
         if not thawed:
             return
-        held = _held([*self.state.optimizers.values(), *self._own_hooks.strangers])
+        held = _held([*self.state.optimizers.values(), *self._own_hooks.unregistered])
         self._keep_apart((p for p in thawed if id(p) in held), APART)
 
     def own_vote(self) -> int:
@@ -164,7 +164,7 @@ class Checkpointer(tierckpt.Checkpointer):
         return VOID if self._between else 0
 
     def _boundary(self, force: bool = False) -> None:
-        left = self._leftovers.at_boundary()
+        left = self._pending_gradients.at_boundary()
         self._between = left and not (force or self._is_elastic)
         if self._between:
             self._count_misplaced()
@@ -180,11 +180,11 @@ class Checkpointer(tierckpt.Checkpointer):
         """The gradients so far would be in no version."""
         self._misplaced += self._iterations.steps > 0
         if self._misplaced == MISPLACED_BOUNDARIES:
-            names = some(self._leftovers.names) or "an optimizer"  # another rank's
+            names = some(self._pending_gradients.names) or "an optimizer"  # another rank's
             self._reports.notice(MISPLACED.format(names=names), logging.WARNING)
 
     def _tell_of_cut(self) -> None:
-        names = some(self._leftovers.names) or "an optimizer"  # another rank's
+        names = some(self._pending_gradients.names) or "an optimizer"  # another rank's
         version = self.steps_made
         self._say(self._cut.format(version=version, at=self._at(), names=names), logging.WARNING)
 
@@ -212,7 +212,7 @@ class Checkpointer(tierckpt.Checkpointer):
         why = super()._no_moment()
         if why or all(each.passes == 1 for each in self._reductions.values()):
             return why
-        early, safe = self._halting.reason < Reason.NONE, self._agreement.memory.safe is not None
+        early, safe = self._halt.reason < Reason.NONE, self._agreement.memory.safe is not None
         ends, there = zip(*self.group.all_gather_object((early, safe)), strict=True)
         if any(ends) and all(there) and self._what_is_cut() is CUT:
             return ENDS_BETWEEN
@@ -241,12 +241,12 @@ class Checkpointer(tierckpt.Checkpointer):
         step. A rank may have had no batch for one that others made."""
         if all(each.passes == 1 for each in self._reductions.values()):
             return False
-        return any(self.group.all_gather_object(bool(self._leftovers.names)))
+        return any(self.group.all_gather_object(bool(self._pending_gradients.names)))
 
     def _before_step(self, label: str) -> None:
-        if self._leftovers.step_begins(label):
+        if self._pending_gradients.step_begins(label):
             text = USED.format(name=label, version=self.version)
-            self._underway.give_up(text)
+            self._active.give_up(text)
             self._reports.notice(text, logging.WARNING)
         reductions = self._reductions.get(label)
         if reductions is None or not reductions.step_begins():

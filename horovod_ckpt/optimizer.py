@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 
 import tierckpt
-from tierckpt.checkpointer.script_mode import serve
+from tierckpt.checkpointer.script_mode import attach_to_script
 from tierckpt.state.names import named_buffers, named_parameters
 from tierckpt.state.training_state import label_optimizers
 
@@ -54,7 +54,7 @@ def DistributedOptimizer(
     distributed = hvd.DistributedOptimizer(optimizer, *args, **horovods)
     checkpointer = install(distributed, model, **settings)
     if not isinstance(checkpointer, Outside):
-        serve(checkpointer, restore, close_at_exit)
+        attach_to_script(checkpointer, restore, close_at_exit)
     return distributed
 
 

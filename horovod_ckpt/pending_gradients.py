@@ -26,7 +26,7 @@ Gradients = list[tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]]
 """Parameters, and what their `grad` was."""
 
 
-class Leftovers:
+class PendingGradients:
     """One rank's. Training thread; keeps no gradient alive."""
 
     def __init__(self, reductions: Mapping[str, Reductions]) -> None:
@@ -83,4 +83,4 @@ def _are_there(left: Gradients) -> bool:
     return False
 
 
-__all__ = ["Leftovers"]
+__all__ = ["PendingGradients"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .events import Complaints
+from .events import RepeatedErrorLog
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class CallbackList:
     def __init__(self, registered: Iterable[Callbacks] = ()) -> None:
         """Raises TypeError for what are no callbacks; so does `add`."""
         self._registered = check_callbacks(registered)
-        self._complaints = Complaints()
+        self._repeated_errors = RepeatedErrorLog()
         self.telling = 0
         """While others than AT_EASE are called: how many calls are within each other."""
 
@@ -100,4 +100,4 @@ class CallbackList:
             getattr(callbacks, name)(*args)
         except Exception as error:
             text = f"{name} of a {type(callbacks).__name__} failed"
-            self._complaints.log((which, name), text, error)
+            self._repeated_errors.log((which, name), text, error)

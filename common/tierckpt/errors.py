@@ -143,6 +143,9 @@ class PersistentError(TierckptError, OSError):
         self.url = url
         self.transient = transient
 
+    def __reduce__(self) -> tuple[type[PersistentError], tuple[str, str, bool]]:
+        return type(self), (str(self), self.url, self.transient)
+
 
 class FlushCancelledError(TierckptError):
     """A flush was given up between two windows: superseded, or somebody retired the version.
@@ -157,9 +160,13 @@ class LeaseHeldError(TierckptError):
 
     def __init__(self, url: str, owner: str, expires_seconds: float, left_seconds: float) -> None:
         self.owner, self.expires_seconds = owner, expires_seconds
+        self._given = (url, owner, expires_seconds, left_seconds)
         super().__init__(
             f"{url} is in use by {owner}, whose lease ends in {left_seconds:.0f} s unless it is "
             "renewed. Two jobs cannot write to one place: give this one another persistent path. "
             "If the other one is dead, wait for that time; nothing need be removed. If it hangs "
             f"and cannot be ended: tierckpt takeover {url}"
         )
+
+    def __reduce__(self) -> tuple[type[LeaseHeldError], tuple[str, str, float, float]]:
+        return type(self), self._given

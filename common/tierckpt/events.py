@@ -96,7 +96,7 @@ class EventLog:
         self.telling = 0
         """While receivers are called: how many calls of `emit` are within each other."""
         self._callbacks = [] if callback is None else [callback]
-        self._complaints = Complaints()
+        self._repeated_errors = RepeatedErrorLog()
         self._file: BinaryIO | None = None
         if folder is not None:
             path = Path(folder) / f"events-r{rank:05d}.jsonl"
@@ -135,7 +135,7 @@ class EventLog:
             receive(event)
         except Exception as error:
             text = f"an event receiver failed; the event was: {event.text()}"
-            self._complaints.log(which, text, error)
+            self._repeated_errors.log(which, text, error)
 
     def _write(self, event: Event) -> None:
         if self._file is None:
@@ -182,7 +182,7 @@ def _append(file: BinaryIO, line: bytes) -> None:
 logger = logging.getLogger("tierckpt")
 
 
-class Complaints:
+class RepeatedErrorLog:
     """Of one caller. Its thread; never raises."""
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ class Restored(int):
         return f"Restored({int(self)}, version={self.version}, levels={self.levels})"
 
 
-class Volume:
+class TransferStats:
     """Bytes that one rank moved. Any thread."""
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ from tierckpt.events import check_receiver
 from tierckpt.state.extras import PLAIN_VALUES
 
 from .attributes import Attributes, refuse_names
-from .survivors import NOT_SOUND, Condition, Live, best_of, left_by, left_half_way
+from .survivors import NOT_SOUND, Condition, Survivors, best_of, left_by, left_half_way
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -133,7 +133,7 @@ class TorchState(State):  # type: ignore[misc]
         check_receiver(self._settings.get("on_event"))
         self.checkpointer: _Checkpointer | None = None
         self.restored: Restored | None = None
-        self._live: Live | None = None
+        self._live: Survivors | None = None
         """What is in the models while there is no checkpointer; None before training began."""
         self._was_reset = False
         """Reset callbacks are still to be called."""
@@ -267,7 +267,7 @@ class TorchState(State):  # type: ignore[misc]
 
     def _bring_together(self, ckpt: _Checkpointer) -> Restored | None:
         """See `sync`; returns what a restore brought, None where it is a live state."""
-        everyone: list[Live | None] = ckpt.group.all_gather_object(self._live)
+        everyone: list[Survivors | None] = ckpt.group.all_gather_object(self._live)
         root, live = best_of(everyone) or (0, None)
         if live is None or live.condition is not Condition.EXACT:
             restored = self._from_levels(ckpt, live)
@@ -291,7 +291,7 @@ class TorchState(State):  # type: ignore[misc]
             ckpt.log.emit("notice", version=live.version, severity=logging.ERROR, message=text)
         return None
 
-    def _from_levels(self, ckpt: _Checkpointer, live: Live | None) -> Restored:
+    def _from_levels(self, ckpt: _Checkpointer, live: Survivors | None) -> Restored:
         """What the levels have, loaded; if that is nothing, `live` is what the ranks go on from."""
         if live is None:
             return ckpt.restore()
@@ -313,7 +313,7 @@ class TorchState(State):  # type: ignore[misc]
             self._tell_how_far_back(ckpt, restored, live)
         return restored
 
-    def _tell_how_far_back(self, ckpt: _Checkpointer, restored: Restored, live: Live) -> None:
+    def _tell_how_far_back(self, ckpt: _Checkpointer, restored: Restored, live: Survivors) -> None:
         """What the ranks that are left had in their models may be newer than what came back."""
         if ckpt.group.rank or restored.version >= live.version:
             return
@@ -398,7 +398,7 @@ class _Checkpointer(Checkpointer):
         if not self._iterations.steps and not self.half_way:
             self._iterations.count_one()
         super().step(metric)
-        if self._underway.overwritten and not self._copies_at_once:
+        if self._active.overwritten and not self._copies_at_once:
             self._copies_at_once = True
             self.log.emit(
                 "notice", version=self.version, severity=logging.ERROR, message=OVERWRITTEN

@@ -59,9 +59,9 @@ class Attributes:
         models: dict[str, torch.nn.Module] = self._named(self._models)
         if len(models) == 1:
             return next(iter(models.values()))
-        together = torch.nn.Module()
-        together._modules.update(models)  # add_module would refuse names such as `type`
-        return together
+        error_barrier = torch.nn.Module()
+        error_barrier._modules.update(models)  # add_module would refuse names such as `type`
+        return error_barrier
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:

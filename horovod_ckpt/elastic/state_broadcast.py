@@ -21,7 +21,7 @@ from tierckpt.state.extras import ExtraStates
 from tierckpt.state.modules import changing_buffers
 from tierckpt.state.modules.custom_states import ModuleStates
 from tierckpt.state.names import named_buffers, named_parameters
-from tierckpt.state.optimizers.put_back import Putback, Values
+from tierckpt.state.optimizers.put_back import OptimizerRestore, Values
 from tierckpt.state.training_state import TrainingState
 
 MOST_BYTES = 2**30
@@ -88,7 +88,7 @@ def send_remainders(state: TrainingState, root: int) -> None:
         for param in _parameters(optimizer):
             if param in optimizer.state:
                 values[label][state.name_of(param)] = dict(optimizer.state[param])
-    Putback(state, {"remainders": told, "groups": groups}, values).put()
+    OptimizerRestore(state, {"remainders": told, "groups": groups}, values).put()
 
 
 def send_tensors(named: Mapping[str, torch.Tensor], root: int) -> None:

@@ -26,7 +26,7 @@ class Condition(enum.IntEnum):
 
 
 @dataclass(frozen=True, order=True)
-class Live:
+class Survivors:
     """A state in the models and the optimizers; of several the largest is the best to go on from.
 
     A rank that never trained has none.
@@ -44,19 +44,19 @@ class Live:
     """More than half of them were alike, and this rank differed."""
 
 
-NOT_SOUND = Live(Condition.UNSOUND, 0, 0, ())
+NOT_SOUND = Survivors(Condition.UNSOUND, 0, 0, ())
 
 
-def left_by(ckpt: tierckpt.Checkpointer, condition: Condition) -> Live:
+def left_by(ckpt: tierckpt.Checkpointer, condition: Condition) -> Survivors:
     """What a rank has that trained with `ckpt`, whose last restore may have got half-way."""
     condition = Condition.UNSOUND if ckpt.state.torn else condition
     finding = ckpt.drift
     odd = finding is not None and ckpt.group.rank in (finding.odd or ())
     at = (ckpt.steps_made, ckpt.iteration, ckpt.lineage, ckpt.version)
-    return Live(condition, *at, finding is not None, odd)
+    return Survivors(condition, *at, finding is not None, odd)
 
 
-def best_of(everyone: Sequence[Live | None]) -> tuple[int, Live] | None:
+def best_of(everyone: Sequence[Survivors | None]) -> tuple[int, Survivors] | None:
     """The rank that has the best of what all ranks have, and that; None where nobody has any. Of
     several it is the first one that is not odd."""
     live = max(filter(None, everyone), default=None)
@@ -66,11 +66,11 @@ def best_of(everyone: Sequence[Live | None]) -> tuple[int, Live] | None:
     return min(ranks, key=lambda rank: everyone[rank].odd), live  # type: ignore[union-attr]
 
 
-def left_half_way(ckpt: tierckpt.Checkpointer, before: Live | None) -> Live | None:
+def left_half_way(ckpt: tierckpt.Checkpointer, before: Survivors | None) -> Survivors | None:
     """What a rank has that was about to begin with `ckpt`, and had `before` then."""
     if ckpt.state.torn:
         return NOT_SOUND
     if ckpt.version:  # all of it had come
         version = ckpt.version
-        return Live(Condition.INEXACT, version, ckpt.iteration, ckpt.lineage, version)
+        return Survivors(Condition.INEXACT, version, ckpt.iteration, ckpt.lineage, version)
     return before and replace(before, condition=min(before.condition, Condition.INEXACT))

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.chaos.cluster import Cluster
 from tests.chaos.plan import Fault
 from tierckpt.config import PersistentConfig
-from tierckpt.core.copies import Inventory, Place
+from tierckpt.core.copies import Inventory, Location
 from tierckpt.core.restore_plan import plan_restore
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.version_names import VersionName
@@ -75,7 +75,7 @@ class Damage:
             for i, node in enumerate(self._cluster.shape.node_numbers)
         ]
 
-    def _path(self, place: Place, key: ShardKey, part: str) -> Path | None:
+    def _path(self, place: Location, key: ShardKey, part: str) -> Path | None:
         if place.level == "memory":
             return Path(place.where)
         if place.level == "local":
@@ -132,7 +132,7 @@ def _hit(level: str, key: ShardKey) -> Hit:
     return level, key.shard, key.id.generation, key.id.version
 
 
-def _in_directory(key: ShardKey, place: Place, part: str) -> Path:
+def _in_directory(key: ShardKey, place: Location, part: str) -> Path:
     return Path(place.where) / _name(key, part)
 
 

@@ -30,7 +30,7 @@ class Truth:
     """By life: what it went on from; None after a fresh start."""
     places: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By life: the node of every rank."""
-    _lives: dict[int, int] = field(default_factory=dict)
+    _history: dict[int, int] = field(default_factory=dict)
     """By generation: the newest life of it."""
     _sealed: dict[Moment, set[int]] = field(default_factory=lambda: defaultdict(set))
     _local: dict[Moment, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -51,9 +51,9 @@ class Truth:
 
     def began(self, life: int, generation: int, parent: tuple[int, int]) -> None:
         """A life went on from `parent` (generation, version); version 0 is a fresh start."""
-        made_by = self._lives.get(parent[0], 0)
+        made_by = self._history.get(parent[0], 0)
         self.parents[life] = (made_by, parent[1]) if parent[1] else None
-        self._lives[generation] = life
+        self._history[generation] = life
 
     def heard(self, life: int, rank: int, event: str, level: str, version: int, said: str) -> None:
         """A rank was told of a version."""
@@ -80,7 +80,7 @@ class Truth:
 
     def damaged(self, level: str, rank: int, generation: int, version: int) -> None:
         """One copy has a wrong bit, or lacks its end. What may be made from it is worth nothing."""
-        moment = (self._lives.get(generation, 0), version)
+        moment = (self._history.get(generation, 0), version)
         rank = 0 if level == "persistent" else rank
         self._gone.add((level, moment, rank))
         self._hit.add((level, moment))

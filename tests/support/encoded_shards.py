@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tierckpt import _faults
 from tierckpt.agent.flush_sources import Bases, EncodedSource
-from tierckpt.agent.session import Desk, DeskSettings
-from tierckpt.agent.shard_guard import Held
+from tierckpt.agent.session import SessionSettings, TrainerSession
+from tierckpt.agent.shard_guard import ShardGuard
 from tierckpt.codecs.decoder import Decoder, Read
 from tierckpt.codecs.encoder import cut
 from tierckpt.codecs.pipeline import Pipeline
@@ -102,9 +102,9 @@ class NoServices:
     makes_way = False
 
     def __init__(self) -> None:
-        self.held = Held()
+        self.held = ShardGuard()
 
-    def flusher(self, desk: DeskSettings) -> None:
+    def flusher(self, session: SessionSettings) -> None:
         return None
 
     def protector(self) -> None:
@@ -112,27 +112,27 @@ class NoServices:
 
 
 @contextlib.contextmanager
-def desk(directory: Path, row: str = ROW, keep_last: int = 1) -> Iterator[Desk]:
+def session(directory: Path, row: str = ROW, keep_last: int = 1) -> Iterator[TrainerSession]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         theirs.setblocking(False)
-        settings = DeskSettings(str(directory), 0, 1, keep_last, 0, modules=row)
-        made = Desk(settings, ours, NoServices())  # type: ignore[arg-type]
+        settings = SessionSettings(str(directory), 0, 1, keep_last, 0, modules=row)
+        made = TrainerSession(settings, ours, NoServices())  # type: ignore[arg-type]
         made.store.create()
         yield made
 
 
-def commit(at: Desk, version: int) -> None:
+def commit(at: TrainerSession, version: int) -> None:
     with shard(version) as (image, manifest):
         at._store(key_of(version), image, manifest, lambda: True)
 
 
-def retire(at: Desk, safe: int) -> None:
+def retire(at: TrainerSession, safe: int) -> None:
     at._retire({"safe": [1, safe], "lineage": [[1, 0]], "keep": [], "void": []})
 
 
 def local(directory: Path, finished: Callable[[int], None]) -> None:
-    with desk(directory) as at:
+    with session(directory) as at:
         for version in range(1, VERSIONS + 1):
             commit(at, version)
             finished(version)

@@ -22,10 +22,10 @@ PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/l
 @functools.cache
 def slurm_missing() -> str:
     """Why there is no Slurm to be started, beginning with its name; empty: there is one."""
-    absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
-    if not absent:
+    former_nodes = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    if not former_nodes:
         return ""
-    reason = f"no Slurm: {', '.join(absent)} not found (Debian: slurmctld slurmd munge)"
+    reason = f"no Slurm: {', '.join(former_nodes)} not found (Debian: slurmctld slurmd munge)"
     if os.environ.get("REQUIRE_SLURM", "0") not in ("", "0"):
         pytest.fail(f"REQUIRE_SLURM is set, and there is {reason}", pytrace=False)
     return reason

@@ -7,14 +7,20 @@ import pickle
 import pytest
 
 from tierckpt import errors
-from tierckpt.errors import NodeHealthError, RestoreError, StateMismatchError
+from tierckpt.errors import (
+    LeaseHeldError,
+    NodeHealthError,
+    PersistentError,
+    RestoreError,
+    StateMismatchError,
+)
 
 PLAIN = [
     each
     for each in vars(errors).values()
     if isinstance(each, type)
     and issubclass(each, errors.TierckptError)
-    and each not in (NodeHealthError, StateMismatchError)
+    and each not in (LeaseHeldError, NodeHealthError, PersistentError, StateMismatchError)
 ]
 
 
@@ -23,6 +29,8 @@ PLAIN = [
     [
         *(each("what is wrong") for each in PLAIN),
         RestoreError("v3 is gone", "Start afresh"),
+        LeaseHeldError("s3://bucket/job", "job a on node1", 1e9, 30.0),
+        PersistentError("s3://bucket/job cannot be written", "s3://bucket/job", transient=True),
         NodeHealthError({"node1": ["no space", "no memory"]}),
         StateMismatchError("Version v3", ["a is missing", "b is new"]),
     ],

@@ -32,13 +32,13 @@ class AgentSettings:
     module_path: tuple[str, ...] = ()
     """Where it finds modules; empty: where its starter does, then. See `children`."""
 
-    def place(self) -> Place:
+    def place(self) -> AgentFiles:
         """Where it is found."""
-        return Place(JobDirectory(Path(self.root), self.folder), self.index)
+        return AgentFiles(JobDirectory(Path(self.root), self.folder), self.index)
 
 
 @dataclass(frozen=True)
-class Place:
+class AgentFiles:
     """Where the agent number `index` of a job on this node is found."""
 
     job: JobDirectory
@@ -93,4 +93,4 @@ class Place:
             os.close(fd)
 
 
-__all__ = ["TAKEN", "AgentSettings", "Place"]
+__all__ = ["TAKEN", "AgentFiles", "AgentSettings"]

@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from tierckpt._text import some
-from tierckpt.core.stall_timeout import Patience
+from tierckpt.core.stall_timeout import StallTimeout
 from tierckpt.format.ids import Lineage, ShardKey, VersionId
 from tierckpt.storage.memory.slots import Slot
 
 from .address import AgentSettings
-from .connection import OTHERS, AgentLine, Message
+from .connection import OTHERS, AgentConnection, Message
 from .flusher import FlushOrder
-from .session import DeskSettings
+from .session import SessionSettings
 
 LOOK_SECONDS = 5.0
 """So often the agent is asked whether its flushes get on, while somebody waits for them."""
@@ -32,17 +32,17 @@ class AgentClient:
     def __init__(
         self,
         settings: AgentSettings,
-        desk: DeskSettings,
+        session: SessionSettings,
         inline: bool = False,
-        surroundings: str = "",
+        environment: str = "",
         may_start: bool = True,
     ) -> None:
         """`inline`: the agent is a thread of this process (for debugging, and where processes
-        may not be started); it dies with it. `surroundings`: the same for all ranks of the node,
-        see `surroundings.fingerprint`; an agent of others makes way. `may_start`: they are this
+        may not be started); it dies with it. `environment`: the same for all ranks of the node,
+        see `environment.fingerprint`; an agent of others makes way. `may_start`: they are this
         process's, too, from which an agent that it starts would have them."""
-        self.desk = desk
-        self._line = AgentLine(settings, desk, self, inline, surroundings, may_start)
+        self.session = session
+        self._line = AgentConnection(settings, session, self, inline, environment, may_start)
         self._lock = self._line.lock
         self._pending: dict[VersionId, tuple[ShardKey, Slot]] = {}
         self._tried_again: set[VersionId] = set()
@@ -54,7 +54,7 @@ class AgentClient:
         """To an agent that is new: who those of other nodes are."""
         self._heritage: list[Message] = []
         """The same, before this life's have met: whom an agent knew that made way."""
-        self._roster: dict[str, Any] = {}
+        self._known_nodes: dict[str, Any] = {}
         """What the agent knew before it was told."""
         self._heard: list[Message] = []
         self._asked = False
@@ -154,18 +154,18 @@ class AgentClient:
             )
 
     def introduce(
-        self, where: dict[str, Any], parties: list[dict[str, Any]], roster: dict[str, Any]
+        self, where: dict[str, Any], parties: list[dict[str, Any]], known_nodes: dict[str, Any]
     ) -> None:
         """Tell the agent, which listens at `where`, who the others are; its successor, too.
 
         That listens at the same port, so nobody else has to be told. Never blocks.
         """
         with self._lock:
-            know = {"op": "know", "parties": parties, "roster": roster}
+            know = {"op": "know", "parties": parties, "roster": known_nodes}
             self._introduction = [{"op": "meet", "where": where}, know]
             self._line.send(know)
 
-    def roster(self, timeout_seconds: float) -> dict[str, Any]:
+    def known_nodes(self, timeout_seconds: float) -> dict[str, Any]:
         """What was said of other nodes' agents: by us; or before us, if the agent was there before
         us and bids welcome in time. Empty where nothing was."""
         if self._introduction:
@@ -175,10 +175,10 @@ class AgentClient:
         while time.monotonic() < deadline:
             with self._lock:
                 self._line.look()
-                if self._roster or self.starts or not self._line.reaching:
+                if self._known_nodes or self.starts or not self._line.reaching:
                     break
             time.sleep(0.002)
-        return self._roster
+        return self._known_nodes
 
     def ask(self, op: str, answer: str, timeout_seconds: float, **values: Any) -> Message:
         """Say something and wait for the answer; other messages are kept for `poll`.
@@ -262,7 +262,7 @@ class AgentClient:
         """`wait` for everything; also False when flushes, or the agent, hang: what is under way has
         not got on for `quiet_seconds`. A flush that is slow is waited for, while there are
         `seconds_left`. `meanwhile` is called every few seconds, and may `poll`."""
-        patience = Patience(quiet_seconds, time.monotonic())
+        patience = StallTimeout(quiet_seconds, time.monotonic())
         pause = min(LOOK_SECONDS, quiet_seconds / 2)
         while not self.wait(min(pause, seconds_left()), everything=True):
             meanwhile()
@@ -288,16 +288,16 @@ class AgentClient:
 
     def greeted(self, welcome: Message) -> Iterable[Message]:
         """See `agentline.Owner`."""
-        self._roster = welcome["roster"] or self._roster
+        self._known_nodes = welcome["roster"] or self._known_nodes
         return self._introduction or self._heritage
 
     def made_way(self, unwelcome: Message) -> None:
         """See `agentline.Owner`. One rank of the node says what is given up."""
-        self._roster = unwelcome["roster"] or self._roster
+        self._known_nodes = unwelcome["roster"] or self._known_nodes
         if where := unwelcome.get("where"):
-            self._heritage = [{"op": "succeed", "where": where, "roster": self._roster}]
+            self._heritage = [{"op": "succeed", "where": where, "roster": self._known_nodes}]
         text = f"agent {self.settings.index} of this node has {OTHERS}; it makes way for ours"
-        given_up = unwelcome["given_up"] if self.desk.speaks else []
+        given_up = unwelcome["given_up"] if self.session.speaks else []
         if given_up:
             versions = some([f"v{version}" for version in given_up], 8)
             text += f", and gives up what it still had to flush: {versions}"

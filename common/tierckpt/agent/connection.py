@@ -23,12 +23,12 @@ from typing import Any, Protocol
 
 from tierckpt._children import child_command, child_environment
 
-from . import environment as surroundings
+from . import environment as environment
 from . import protocol
 from .address import TAKEN, AgentSettings
 from .process import lower_priority
 from .server import PROTOCOL, Agent
-from .session import DeskSettings
+from .session import SessionSettings
 
 ANSWER_SECONDS = 5.0
 """An agent that does not bid welcome for so long is passed over for another."""
@@ -77,16 +77,16 @@ class Owner(Protocol):
         """No agent can be had before somebody asks for one again. Calls `hang_up`."""
 
 
-class AgentLine:
+class AgentConnection:
     """One rank's connection to its node's agent."""
 
     def __init__(
         self,
         settings: AgentSettings,
-        desk: DeskSettings,
+        session: SessionSettings,
         owner: Owner,
         inline: bool,
-        surroundings: str,
+        environment: str,
         may_start: bool,
     ) -> None:
         """See `AgentClient`."""
@@ -99,10 +99,10 @@ class AgentLine:
         self.welcome = False
         self._greeted: int | None = None
         """Process id of the last agent that said it."""
-        self._desk, self._owner = desk, owner
-        self._surroundings, self._may_start = surroundings, may_start
+        self._session, self._owner = session, owner
+        self._environment, self._may_start = environment, may_start
         if inline:  # no process's: two agents of a node undo each other's work
-            self._surroundings = f"inline {surroundings}"
+            self._environment = f"inline {environment}"
         self._inline = Agent(0.0) if inline else None
         self._unsent: deque[Packet] = deque()
         self._process: subprocess.Popen[bytes] | None = None
@@ -326,8 +326,8 @@ class AgentLine:
             return False
         self._since, self._incoming = time.monotonic(), protocol.Joiner()
         self._packets.clear()
-        hello = {"op": "hello", "protocol": PROTOCOL, "desk": asdict(self._desk)}
-        what = {"surroundings": self._surroundings, "began": self._began}
+        hello = {"op": "hello", "protocol": PROTOCOL, "desk": asdict(self._session)}
+        what = {"surroundings": self._environment, "began": self._began}
         try:
             protocol.send(self._channel, {**hello, **what})
         except OSError:  # it is just ending
@@ -379,7 +379,7 @@ class AgentLine:
                 str(os.getpid()),
                 path=settings.module_path,
             ),
-            env={**child_environment(), surroundings.VARIABLE: self._surroundings},
+            env={**child_environment(), environment.VARIABLE: self._environment},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
@@ -515,7 +515,7 @@ def _packed(message: Message, fds: list[int] | None = None) -> list[Packet]:
     return [(first, fds or []), *((packet, []) for packet in more)]
 
 
-def _close_in_child(line: AgentLine | None) -> None:
+def _close_in_child(line: AgentConnection | None) -> None:
     if line is not None and line._channel is not None:
         line._channel.close()
         line._channel = None

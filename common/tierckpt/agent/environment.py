@@ -33,7 +33,7 @@ NAMES = frozenset(
 """Further ones, in capitals or not."""
 
 
-def fingerprint() -> str:
+def environment_fingerprint() -> str:
     """Of this process: alike where an agent would do the same. From it no value can be read."""
     path = without_packages_own(module_path())
     what = [sys.executable, path, sorted(relevant(os.environ).items())]
@@ -49,4 +49,4 @@ def relevant(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-__all__ = ["VARIABLE", "fingerprint", "relevant"]
+__all__ = ["VARIABLE", "environment_fingerprint", "relevant"]

@@ -23,28 +23,28 @@ from tierckpt.format.ids import Lineage, ShardKey, VersionId
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import (
     FlushCancelledError,
+    FlushPacer,
     Lease,
     LeaseHeldError,
-    Pace,
     PersistentError,
     PersistentStore,
     RetentionPolicy,
     RetryPolicy,
     Throttle,
-    Turns,
+    TimeSlots,
     VersionFacts,
     VersionName,
 )
 from tierckpt.storage.persistent.backend import WINDOW_BYTES
 from tierckpt.storage.persistent.clock import Clock, SystemClock
 from tierckpt.storage.persistent.lease import LEASE_SECONDS
-from tierckpt.storage.persistent.lease_keeper import Keeper
-from tierckpt.storage.persistent.pins import Arrivals
+from tierckpt.storage.persistent.lease_keeper import LeaseKeeper
+from tierckpt.storage.persistent.pins import NewPins
 from tierckpt.storage.persistent.rate_limit import NAP_SECONDS
 from tierckpt.storage.persistent.retry import lacks_room
 
 from .flush_sources import Bases, open_source
-from .shard_guard import Held
+from .shard_guard import ShardGuard
 
 FIRST_PAUSE_SECONDS, HELD_RETRY_SECONDS = 0.1, 5.0
 """A lease that is not to be had is asked about again after this, doubling up to that."""
@@ -134,7 +134,7 @@ class Flusher:
     def __init__(
         self,
         settings: PersistentSettings,
-        held: Held,
+        held: ShardGuard,
         on_idle: Callable[[], None],
         clock: Clock | None = None,
     ) -> None:
@@ -150,7 +150,7 @@ class Flusher:
         self._thread: threading.Thread | None = None
         self._store: PersistentStore | None = None
         self._lease: Lease | None = None
-        self._keeper = Keeper(lambda: self._make_store(RetryPolicy(tries=1)))
+        self._keeper = LeaseKeeper(lambda: self._make_store(RetryPolicy(tries=1)))
         self._resting = False
         """No trainer lives here for whom the lease would be kept between flushes."""
         self._cancelled = False
@@ -162,7 +162,7 @@ class Flusher:
         """What is being flushed."""
         self._told: set[str] = set()
         """What need not be said again of this flush."""
-        self._arrivals = Arrivals()
+        self._arrivals = NewPins()
         self._unproved: list[VersionName] = []
         """Versions whose other parts were still to come when this node's were there."""
 
@@ -323,7 +323,7 @@ class Flusher:
             for key in order.keys:
                 base = self._bases.base_of(key.shard, pipeline.full_every)
                 sources.append(stack.enter_context(open_source(local, key, pipeline, base)))
-            result = store.flush(order.name, facts, sources, self._pace(lease))
+            result = store.flush(order.name, facts, sources, self._pacer(lease))
             for source in sources:
                 self._bases.wrote(source)
         if result.committed:
@@ -336,18 +336,18 @@ class Flusher:
             "seconds": self._clock.monotonic() - begin,
         }
 
-    def _pace(self, lease: Lease) -> Pace:
+    def _pacer(self, lease: Lease) -> FlushPacer:
         settings = self.settings
         if settings.bytes_per_second and self._throttle is None:
             now = self._clock.monotonic()
             self._throttle = Throttle(settings.bytes_per_second, WINDOW_BYTES, now)
-        turns = Turns(settings.node, settings.nodes, settings.nodes_at_once)
+        turns = TimeSlots(settings.node, settings.nodes, settings.nodes_at_once)
 
         def keep() -> None:
             lease.keep()
             self._go_on()
 
-        return Pace(self._throttle, turns, self._superseded, keep, self._clock)
+        return FlushPacer(self._throttle, turns, self._superseded, keep, self._clock)
 
     def _make_store(self, retry: RetryPolicy | None = None) -> PersistentStore:
         settings = self.settings
@@ -432,7 +432,7 @@ class Flusher:
 
     def _sleep(self, seconds: float) -> None:
         """Between two tries of a call to the store. The lease is not seen to: that is a call."""
-        Pace(superseded=self._superseded, keep=self._go_on, clock=self._clock).sleep(seconds)
+        FlushPacer(superseded=self._superseded, keep=self._go_on, clock=self._clock).sleep(seconds)
 
     def _pause(self, seconds: float) -> None:
         """Wait, but not when something newer does."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tierckpt.storage.memory.job_directory import take_lock
 
-from . import environment as surroundings
+from . import environment as environment
 from .address import TAKEN, AgentSettings
 from .server import Agent
 
@@ -69,7 +69,7 @@ def run(settings: AgentSettings, starter_pid: int) -> int:
     lower_priority(settings.nice)
     listener = place.listen()
     try:
-        agent = Agent(settings.linger_seconds, os.environ.pop(surroundings.VARIABLE, ""))
+        agent = Agent(settings.linger_seconds, os.environ.pop(environment.VARIABLE, ""))
         with contextlib.closing(agent), _process(starter_pid) as starter:
             agent.serve(listener, _let_go_of_output, starter)
     finally:

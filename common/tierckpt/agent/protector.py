@@ -23,12 +23,12 @@ from tierckpt.errors import LEFT_OUT, ConfigError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.peer.address import Address, own_host
 from tierckpt.peer.exchange import Exchange, Party, Shard
-from tierckpt.peer.read_server import Shelf
+from tierckpt.peer.read_server import ReadServer
 from tierckpt.peer.transport import Transport
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
 
-from .shard_guard import Held, open_shard
+from .shard_guard import ShardGuard, open_shard
 
 Answer = Callable[[dict[str, Any]], None]
 
@@ -112,14 +112,14 @@ class _Place:
     interface: str
     port: int
     towards: str
-    shelf: dict[str, str] | None
+    read_server: dict[str, str] | None
 
 
 class Protector:
     """One a node and job. Any thread may call it; a thread of its own protects version by version,
     all shards of the node at once."""
 
-    def __init__(self, held: Held, on_idle: Callable[[], None]) -> None:
+    def __init__(self, held: ShardGuard, on_idle: Callable[[], None]) -> None:
         self._held = held
         self._on_idle = on_idle
         self._lock = threading.Lock()
@@ -128,11 +128,11 @@ class Protector:
         self._met: _Place | None = None
         """That of the life in which agents met last. Where those of a later one do not, or not all
         have heard of it when that ends, this is what they know each other by."""
-        self._shelf = Shelf()
+        self._read_server = ReadServer()
         self._transport: Transport | None = None
         self._parties: list[PartySettings] = []
-        self._roster: dict[str, Any] = {}
-        """See `roster`."""
+        self._known_nodes: dict[str, Any] = {}
+        """See `known_nodes`."""
         self._orders: list[_Order] = []
         self._thread: threading.Thread | None = None
 
@@ -142,19 +142,19 @@ class Protector:
         interface: str,
         port: int,
         towards: str,
-        shelf: dict[str, str] | None = None,
+        read_server: dict[str, str] | None = None,
     ) -> Address:
         """Listen for the agents of the life that has this secret. Exchanges of the life before are
-        given up, and its agents may only look. `shelf`: what is shown to whoever asks what is
+        given up, and its agents may only look. `read_server`: what is shown to whoever asks what is
         here, the local level's `directory` and the job's memory (`root` and `job`).
 
         Raises ConfigError when that is not possible.
         """
         with self._lock:
-            self._place = _Place(secret, interface, port, towards, shelf)
-            if shelf:
-                job = JobDirectory(Path(shelf["root"]), shelf["job"])
-                self._shelf.add(LocalStore(shelf["directory"]), job)
+            self._place = _Place(secret, interface, port, towards, read_server)
+            if read_server:
+                job = JobDirectory(Path(read_server["root"]), read_server["job"])
+                self._read_server.add(LocalStore(read_server["directory"]), job)
             return self._listen()
 
     def _listen(self) -> Address:
@@ -165,7 +165,7 @@ class Protector:
             host = own_host(place.interface, place.towards)
             self._transport = self._successor(secret, host, place.port)
             self._secret = secret
-            self._transport.shelf = self._shelf
+            self._transport.read_server = self._read_server
         return self._transport.address
 
     def _successor(self, secret: bytes, host: str, port: int) -> Transport:
@@ -191,30 +191,30 @@ class Protector:
                 self._listen()
 
     def know(
-        self, parties: list[PartySettings], roster: Mapping[str, Any] = MappingProxyType({})
+        self, parties: list[PartySettings], known_nodes: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
         """Who protects the node's shards from now on, and where all agents of the job are."""
         with self._lock:
-            self._parties, self._roster = parties, dict(roster)
+            self._parties, self._known_nodes = parties, dict(known_nodes)
             self._met = self._place
             if self._met is not None and self._transport is not None:
                 self._met = replace(self._met, port=self._transport.address.port)
 
-    def roster(self) -> dict[str, Any]:
-        """What `know` was told of all agents: an `absent.Roster`; empty before."""
-        return self._roster
+    def known_nodes(self) -> dict[str, Any]:
+        """What `know` was told of all agents: an `former_nodes.Roster`; empty before."""
+        return self._known_nodes
 
     def met_at(self) -> dict[str, Any]:
         """Where those agents find this one, as `open` takes it; empty before. For `succeed`."""
         with self._lock:
             return asdict(self._met) if self._met is not None else {}
 
-    def succeed(self, where: dict[str, Any], roster: Mapping[str, Any]) -> None:
+    def succeed(self, where: dict[str, Any], known_nodes: Mapping[str, Any]) -> None:
         """Be to others what an agent was that made way, and said this: the life that has begun may
         end before its own have met."""
         with contextlib.suppress(ConfigError):  # for the life itself another port will do
             self.open(**where)
-        self.know([], roster)
+        self.know([], known_nodes)
 
     def order(
         self,
@@ -262,7 +262,7 @@ class Protector:
 
     def asked_at(self) -> float:
         """When another node last read what is here (monotonic); -inf before."""
-        return self._shelf.asked_at
+        return self._read_server.asked_at
 
     def close(self) -> None:
         """Give the port back. Exchanges under way fail."""

@@ -11,8 +11,8 @@ I/O priority, and imports neither torch nor numpy.
 Trainers reach it over a Unix socket in the job's private folder, one JSON object a message (see
 `packets`):
 
-    -> {"op": "hello", "protocol": 4, "desk": {...},             first; see DeskSettings, and
-        "surroundings": ..., "began": ...}                       `surroundings.fingerprint`; began:
+    -> {"op": "hello", "protocol": 4, "desk": {...},             first; see SessionSettings, and
+        "surroundings": ..., "began": ...}                       `environment.fingerprint`; began:
                                                                  when the trainer did (monotonic)
     -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
     -> {"op": "retire", "safe": [generation, version] or null,
@@ -54,8 +54,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import protocol as packets
 from .flusher import Flusher, PersistentSettings
-from .session import Desk, DeskSettings
-from .shard_guard import Held
+from .session import SessionSettings, TrainerSession
+from .shard_guard import ShardGuard
 
 if TYPE_CHECKING:
     from .protector import Protector
@@ -84,32 +84,32 @@ OUTLIVED = {"op": "unwelcome", "outlived": True}
 class Agent:
     """Serves every trainer that comes, each at a desk (and in a thread) of its own."""
 
-    def __init__(self, linger_seconds: float, surroundings: str = "") -> None:
-        """`surroundings`: a fingerprint; only trainers of the same are served. Empty: all are."""
+    def __init__(self, linger_seconds: float, environment: str = "") -> None:
+        """`environment`: a fingerprint; only trainers of the same are served. Empty: all are."""
         self.linger_seconds = linger_seconds
-        self._surroundings = surroundings
+        self._environment = environment
         self.makes_way = False
         """A life of other surroundings has begun: no more orders are taken, and this ends."""
         self._leave_at = 0.0
         """Until then the first rank of that life is waited for (monotonic)."""
         self._given_up: list[int] = []
         """Versions whose flush was given up for it."""
-        self._life: Life = ((PROTOCOL, surroundings), -math.inf)
+        self._life: Life = ((PROTOCOL, environment), -math.inf)
         """The newest that came."""
         self._lock = threading.Lock()
         self._desks: dict[tuple[str, int], threading.Thread] = {}
         """Who serves the last trainer that came to a desk. One trainer of a shard at a time: a
         killed one's work is finished before its successor's begins."""
-        self._seated: set[Desk] = set()
+        self._seated: set[TrainerSession] = set()
         """Where trainers are served."""
-        self._newest: dict[tuple[str, int], Desk] = {}
+        self._newest: dict[tuple[str, int], TrainerSession] = {}
         """Of the last trainer that came for a shard."""
         self._serving = 0
         self._missed: dict[tuple[str, int], float] = {}
         """Desks whose trainer was killed, and until when to wait for its successor."""
         self._here: dict[str, tuple[int, ...]] = {}
         """By directory: the node's ranks in the newest life that came."""
-        self.held = Held()
+        self.held = ShardGuard()
         self._flushers: dict[PersistentSettings, Flusher] = {}
         self._protector: Protector | None = None
         self._woken, self._wake = socket.socketpair()
@@ -248,11 +248,11 @@ class Agent:
                 hello = _greeting(channel)
                 if hello is None:
                     return
-                settings = _desk_of(hello)
+                settings = _session_of(hello)
                 if settings is None or not self._serves(hello):
                     self._turn_away(hello, settings, channel)
                     return
-                made = Desk(settings, channel, self)
+                made = TrainerSession(settings, channel, self)
                 before = self._sit_down(made)
                 said_goodbye = False  # until it does: it is waited for also if the desk breaks
                 made.say(**self._welcome(settings))
@@ -282,46 +282,48 @@ class Agent:
     def _may_be_asked(self) -> bool:
         """Whether to linger is of use: the agents of several nodes have met, and a life without
         this node would ask. On the node itself slots and files are found without an agent."""
-        met = self._protector is not None and bool(self._protector.roster())
+        met = self._protector is not None and bool(self._protector.known_nodes())
         return met and self.linger_seconds > 0
 
     def _serves(self, hello: dict[str, Any]) -> bool:
         """Whether such a trainer is served here."""
         life = _life_of(hello)
         (protocol, theirs), _ = life
-        same = theirs == self._surroundings or not (theirs and self._surroundings)
+        same = theirs == self._environment or not (theirs and self._environment)
         with self._lock:
             if self.makes_way or protocol != PROTOCOL or not same:
                 return False
             self._life = max(self._life, life, key=_began)
             return True
 
-    def _sit_down(self, desk: Desk) -> threading.Thread | None:
+    def _sit_down(self, session: TrainerSession) -> threading.Thread | None:
         """Be the newest that serves its shard, in this thread; returns who did before."""
         with self._lock:
-            self._seated.add(desk)
+            self._seated.add(session)
             if self.makes_way:  # since that was looked at
-                self._given_up += desk.leave()
-            self._missed.pop(desk.at, None)
-            self._newest[desk.at] = desk
-            if desk.settings.ranks:
-                self._here[desk.settings.directory] = desk.settings.ranks
-            before = self._desks.get(desk.at)
-            self._desks[desk.at] = threading.current_thread()
+                self._given_up += session.leave()
+            self._missed.pop(session.at, None)
+            self._newest[session.at] = session
+            if session.settings.ranks:
+                self._here[session.settings.directory] = session.settings.ranks
+            before = self._desks.get(session.at)
+            self._desks[session.at] = threading.current_thread()
             return before
 
-    def _welcome(self, desk: DeskSettings) -> dict[str, Any]:
+    def _welcome(self, session: SessionSettings) -> dict[str, Any]:
         """To a trainer."""
-        return {"op": "welcome", "pid": os.getpid(), "roster": self._roster(desk)}
+        return {"op": "welcome", "pid": os.getpid(), "roster": self._known_nodes(session)}
 
-    def _roster(self, desk: DeskSettings) -> dict[str, Any]:
+    def _known_nodes(self, session: SessionSettings) -> dict[str, Any]:
         """What is known of other nodes' agents: for the node's first trainer."""
-        return self._protector.roster() if desk.first and self._protector is not None else {}
+        return (
+            self._protector.known_nodes() if session.first and self._protector is not None else {}
+        )
 
     # --- for trainers of other surroundings ----------------------------------------------------
 
     def _turn_away(
-        self, hello: dict[str, Any], desk: DeskSettings | None, channel: socket.socket
+        self, hello: dict[str, Any], session: SessionSettings | None, channel: socket.socket
     ) -> None:
         """Make way for a later life; a trainer of an earlier one is told that it is over."""
         life = _life_of(hello)
@@ -334,10 +336,10 @@ class Agent:
             packets.send(channel, OUTLIVED)
             return
         what = {"makes_way": True, "pid": os.getpid(), "given_up": sorted({*self._given_up})}
-        roster = {} if desk is None else self._roster(desk)
-        where = self._protector.met_at() if roster and self._protector is not None else {}
-        packets.send(channel, {"op": "unwelcome", **what, "roster": roster, "where": where})
-        if desk is None or desk.speaks:
+        known_nodes = {} if session is None else self._known_nodes(session)
+        where = self._protector.met_at() if known_nodes and self._protector is not None else {}
+        packets.send(channel, {"op": "unwelcome", **what, "roster": known_nodes, "where": where})
+        if session is None or session.speaks:
             with self._lock:
                 self._leave_at = 0.0
         if self._protector is not None:
@@ -353,16 +355,16 @@ class Agent:
         self._leave_at = time.monotonic() + FIRST_SECONDS
         for flusher in self._flushers.values():
             self._given_up += flusher.cancel()
-        for desk in self._seated:
-            self._given_up += desk.leave()
+        for session in self._seated:
+            self._given_up += session.leave()
 
     # --- what all desks share ------------------------------------------------------------------
 
-    def flusher(self, desk: DeskSettings) -> Flusher | None:
+    def flusher(self, session: SessionSettings) -> Flusher | None:
         """One for all desks that flush to the same place."""
-        if desk.persistent is None:
+        if session.persistent is None:
             return None
-        settings = PersistentSettings(**desk.persistent)
+        settings = PersistentSettings(**session.persistent)
         with self._lock:
             self._check_stays()
             return self._flushers.setdefault(settings, Flusher(settings, self.held, self._wake_up))
@@ -407,10 +409,10 @@ def _began(life: Life) -> float:
     return life[1]
 
 
-def _desk_of(hello: dict[str, Any]) -> DeskSettings | None:
+def _session_of(hello: dict[str, Any]) -> SessionSettings | None:
     """What a trainer says of itself; None where that is another tierckpt's."""
     try:
-        return DeskSettings(**{**hello["desk"], "ranks": tuple(hello["desk"]["ranks"])})
+        return SessionSettings(**{**hello["desk"], "ranks": tuple(hello["desk"]["ranks"])})
     except (ValueError, TypeError, KeyError):
         return None
 

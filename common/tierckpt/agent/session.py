@@ -27,7 +27,7 @@ from tierckpt.storage.suspects import SuspectMarks
 
 from . import protocol
 from .flusher import Flusher, FlushOrder
-from .shard_guard import Held
+from .shard_guard import ShardGuard
 
 if TYPE_CHECKING:
     from .protector import Protector
@@ -47,7 +47,7 @@ LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class DeskSettings:
+class SessionSettings:
     """What a trainer says of itself."""
 
     directory: str
@@ -77,11 +77,11 @@ class DeskSettings:
 class NodeServices(Protocol):
     """What all desks of an agent share. Any thread."""
 
-    held: Held
+    held: ShardGuard
     makes_way: bool
     """No more orders are taken."""
 
-    def flusher(self, desk: DeskSettings) -> Flusher | None:
+    def flusher(self, session: SessionSettings) -> Flusher | None:
         """The persistent level's, if the desk has one."""
         ...
 
@@ -90,11 +90,11 @@ class NodeServices(Protocol):
         ...
 
 
-class Desk:
+class TrainerSession:
     """Messages wait in the socket while a slot is written."""
 
     def __init__(
-        self, settings: DeskSettings, channel: socket.socket, services: NodeServices
+        self, settings: SessionSettings, channel: socket.socket, services: NodeServices
     ) -> None:
         self.settings = settings
         self.services = services

@@ -11,7 +11,7 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.storage.local.store import LocalStore
 
 
-class Held:
+class ShardGuard:
     """Local shards that must not be retired now. Any thread."""
 
     def __init__(self) -> None:

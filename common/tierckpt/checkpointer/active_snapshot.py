@@ -15,16 +15,16 @@ import torch
 
 from tierckpt.config import Config
 from tierckpt.coordination.reports import Reports
-from tierckpt.core.tuning.autotune import Meter
+from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.snapshot.snapshot import Copier, Head, Phase, Snapshot, SnapshotError, Work
-from tierckpt.snapshot.staging import Capture
+from tierckpt.snapshot.staging import Staging
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool
 
-from .slot_handoff import Handover
+from .slot_handoff import SlotHandoff
 
 if TYPE_CHECKING:
     from tierckpt.tracing.recorder import Trace
@@ -36,7 +36,7 @@ LAST_CHANCE_SECONDS = 5.0
 """After an exception a copy that needs longer is given up: what it waits for may never come."""
 
 
-class Underway:
+class ActiveSnapshot:
     """Owns the thread that copies, and what it copies from. Training thread."""
 
     def __init__(
@@ -45,9 +45,9 @@ class Underway:
         state: TrainingState,
         group: Group,
         pool: SlotPool,
-        handover: Handover,
+        slot_handoff: SlotHandoff,
         reports: Reports,
-        meter: Meter | None,
+        meter: StepTimer | None,
         by_layer: bool,
         unchanged: Unchanged,
     ) -> None:
@@ -57,8 +57,8 @@ class Underway:
         """None while nothing is being copied that the optimizer could tear."""
         self.release_early = config.release == "forward" or not by_layer
         """Everything may be copied from the boundary on."""
-        self.capture = Capture(state, group, pool)
-        self._pool, self._handover, self._reports = pool, handover, reports
+        self.capture = Staging(state, group, pool)
+        self._pool, self._handoff, self._reports = pool, slot_handoff, reports
         self._meter, self._unchanged = meter, unchanged
         self._may_turn_early = config.release == "auto"
         self.overwritten = False
@@ -80,10 +80,10 @@ class Underway:
         """
         try:
             head, adapter = told()
-            choose_slot = self._handover.chooser(id_, len(head.lineage))
-            return self.capture.take(head, levels, adapter, choose_slot, self._handover.done)
+            choose_slot = self._handoff.chooser(id_, len(head.lineage))
+            return self.capture.take(head, levels, adapter, choose_slot, self._handoff.done)
         except Exception as error:
-            self._handover.broken(id_)
+            self._handoff.broken(id_)
             self._reports.lost(id_.version, f"the state could not be captured: {error}")
             return None
 
@@ -95,7 +95,7 @@ class Underway:
         snapshot.trace = trace
         snapshot.begin = self._copier.submit
         self.snapshot = snapshot  # from here on it is completed, whatever interrupts this
-        self._handover.begun(snapshot)
+        self._handoff.begun(snapshot)
         self._copier.expect(snapshot)
         if snapshot.starts_at_once or not self._pool.complete:
             snapshot.start()
@@ -114,8 +114,8 @@ class Underway:
         if self.snapshot is not None:
             self.snapshot.barrier()
             self.snapshot = None
-        while self._handover.finished:
-            self._report(self._handover.finished.popleft())
+        while self._handoff.finished:
+            self._report(self._handoff.finished.popleft())
         self._reports.say()
 
     def complete(self) -> None:
@@ -171,4 +171,4 @@ class Underway:
             )
 
 
-__all__ = ["Underway"]
+__all__ = ["ActiveSnapshot"]

@@ -15,7 +15,7 @@ from tierckpt._children import module_path
 from tierckpt._text import some
 from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
-from tierckpt.agent.session import DeskSettings
+from tierckpt.agent.session import SessionSettings
 from tierckpt.config import Config
 from tierckpt.coordination.shown_once import said_by
 from tierckpt.errors import NodeHealthError
@@ -180,10 +180,10 @@ def agent_client(
     group: Group,
     job: JobDirectory,
     node: Node,
-    surroundings: str,
+    environment: str,
     may_start: bool = True,
 ) -> AgentClient:
-    """This rank's way to the node's agent, which is not started yet; `surroundings` are those of
+    """This rank's way to the node's agent, which is not started yet; `environment` are those of
     the node's first rank. `may_start`: this rank's are the same."""
     persistent = None
     if config.uses("persistent"):
@@ -197,7 +197,7 @@ def agent_client(
             linger_seconds=config.agent_linger_seconds,
             module_path=tuple(module_path()),
         ),
-        DeskSettings(
+        SessionSettings(
             directory=config.directory,
             shard=group.rank,
             shards=group.size,
@@ -208,6 +208,6 @@ def agent_client(
             ranks=node.ranks,
         ),
         inline=config.agent == "inline",
-        surroundings=surroundings,
+        environment=environment,
         may_start=may_start,
     )

@@ -13,25 +13,25 @@ from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.schedule import LEVELS, Schedule
-from tierckpt.core.tuning.autotune import UNKNOWN, Meter
+from tierckpt.core.tuning.autotune import UNKNOWN, StepTimer
 from tierckpt.core.votes import VOID, Vote
 from tierckpt.format.ids import VersionId
 from tierckpt.storage.memory.slot_pool import SlotPool
 
-from .tiers import Levels
+from .tiers import Tiers
 
 
-class Rounds:
+class Boundary:
     """One rank's part. Training thread; waits for the agent only with `when_busy="wait"`."""
 
     def __init__(
         self,
         config: Config,
         schedule: Schedule,
-        meter: Meter | None,
+        meter: StepTimer | None,
         agreement: Agreement,
         pool: SlotPool,
-        levels: Levels,
+        levels: Tiers,
         reports: Reports,
     ) -> None:
         """What it is given stays its owner's. `meter`: None where no interval is automatic."""
@@ -46,13 +46,13 @@ class Rounds:
 
     def hear(self) -> Vote:
         """What all ranks agreed on since the last boundary, and what the agent said."""
-        self._levels.handover.take_stock()
+        self._levels.slot_handoff.take_stock()
         agreed, broken = self._agreement.read()
         if agreed.adapter == VOID and self._last is not None:
             void, take = self._last
             self._schedule.requested |= frozenset(take)
             self._void |= {void} if take else set()
-        self._levels.onward.backlog.go_on()
+        self._levels.promotion.backlog.go_on()
         if broken in self._void:
             self._void.remove(broken)
         elif broken is not None:
@@ -75,7 +75,7 @@ class Rounds:
             self._agent.wait(None)
             self._levels.collect()
             if len(self._agreement.memory.open) > 1:  # votes are behind, and would stay so
-                self._levels.handover.wait()
+                self._levels.slot_handoff.wait()
                 self._agreement.settle()
         return decision.take
 
@@ -119,4 +119,4 @@ class Rounds:
         )
 
 
-__all__ = ["Rounds"]
+__all__ = ["Boundary"]

@@ -26,27 +26,27 @@ from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.peer_setup import Groups, redundancy_groups
 from tierckpt.coordination.pinning import mark_everywhere
 from tierckpt.coordination.reports import Reports
-from tierckpt.coordination.settings_check import Roll, agree_on_settings, refused
+from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.coordination.vote_exchange import ballots_for
 from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.replica_check import Finding
 from tierckpt.core.schedule import Schedule
-from tierckpt.core.tuning.autotune import Meter
+from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.core.votes import VOID, VOTE_WIDTH
 from tierckpt.errors import PinError, RestoreError, TierckptError
 from tierckpt.events import Callback, EventLog, check_receiver
 from tierckpt.format.ids import Lineage, VersionId, on_lineage
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group, SingleGroup
-from tierckpt.halt.controller import Halting
+from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.install import Hooks
 from tierckpt.hooks.iterations import MIXED, Iterations, Unattached
 from tierckpt.proof.recorder import record_if_ordered
-from tierckpt.replicas.monitor import Replicas
+from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.restorer import all_finished
-from tierckpt.restore.session import Comeback
+from tierckpt.restore.session import RestoreSession
 from tierckpt.restored import Restored
 from tierckpt.resumable_loader import ResumableLoader
 from tierckpt.snapshot.snapshot import Head, Snapshot
@@ -56,13 +56,13 @@ from tierckpt.state.validate import refuse_model
 from tierckpt.tracing.recorder import open_trace
 
 from . import attach, shutdown
-from .active_snapshot import Underway
-from .boundary import Rounds
+from .active_snapshot import ActiveSnapshot
+from .boundary import Boundary
 from .epoch_ends import EpochEnds
-from .node_resources import Berth
-from .repair import mend
-from .save_now import Demand, Sealed
-from .tiers import Levels
+from .node_resources import NodeResources
+from .repair import repair
+from .save_now import SaveNow, Sealed
+from .tiers import Tiers
 
 HEAVY = (
     "{what} that the state_dict() of optimizers has beside state and options are copied at every "
@@ -164,21 +164,21 @@ class Checkpointer:
             attach.check_state(self.state)
         except TierckptError as error:
             raise refused(error, self.group) from error.__cause__
-        self.config, roll = agree_on_settings(settings, config_file, self.group)
+        self.config, topology = agree_on_settings(settings, config_file, self.group)
         self.state.forward_changes(self.config.forward_changes)
-        self._node = roll.node(self.group.rank)
+        self._node = topology.node(self.group.rank)
         # While nothing has been started yet.
-        groups, unprotected = redundancy_groups(self.config, roll, self.group)
+        groups, unprotected = redundancy_groups(self.config, topology, self.group)
         slots = self.config.slots or (3 if self._uses_cuda() else 2)
         unwell = attach.check_health(self.config, self.state, self.group, self._node, slots)
         self.restored = Restored(0)
         with contextlib.ExitStack() as undo:  # or another try would meet what is left of this one
             undo.callback(self.group.close)
             self._open_books(on_event, undo)
-            self._berth = Berth(self.config, self.group, roll, slots, self._reports)
-            undo.callback(self._berth.let_go)
-            self._pool = self._berth.pool
-            self._berth.tell_of_room(self.state, self.group, self._node)
+            self._resources = NodeResources(self.config, self.group, topology, slots, self._reports)
+            undo.callback(self._resources.let_go)
+            self._pool = self._resources.pool
+            self._resources.tell_of_room(self.state, self.group, self._node)
             for text in (unwell, unprotected):
                 if text and self.group.rank == 0:
                     self._reports.notice(text, logging.ERROR)
@@ -188,9 +188,11 @@ class Checkpointer:
                 self._say(omitted, logging.INFO)
             for text in attach.own_ways(self.state):
                 self._warn(text)
-            self._join(roll, groups, undo)
+            self._join(topology, groups, undo)
             self._watch(model, undo)
-            self._halting = Halting(self.config, self.group.rank, self._node, self._reports.notice)
+            self._halt = HaltController(
+                self.config, self.group.rank, self._node, self._reports.notice
+            )
             record_if_ordered(self)
             shutdown.at_exit(self)
             undo.pop_all()
@@ -203,48 +205,48 @@ class Checkpointer:
             self.group,
             ballots_for(self.group, self._node, VOTE_WIDTH),
             self.config,
-            lambda *safe: self._levels.onward.local_safe(*safe),
-            lambda: self._levels.onward.retire(),
+            lambda *safe: self._levels.promotion.local_safe(*safe),
+            lambda: self._levels.promotion.retire(),
         )
         undo.callback(self._agreement.close)
         self._reports = Reports(
             self.config, self.log, self._callbacks, self._agreement, lambda: self.version
         )
 
-    def _join(self, roll: Roll, groups: Groups, undo: contextlib.ExitStack) -> None:
+    def _join(self, topology: JobTopology, groups: Groups, undo: contextlib.ExitStack) -> None:
         """What is behind the slots, and what copies into them."""
         config, group, agreement, reports = self.config, self.group, self._agreement, self._reports
-        self._levels = Levels(config, group, roll, groups, self._berth, agreement, reports)
-        self._lives, self._agent = self._levels.lives, self._levels.agent
+        self._levels = Tiers(config, group, topology, groups, self._resources, agreement, reports)
+        self._history, self._agent = self._levels.history, self._levels.agent
         undo.callback(self._agent.close, abandoned=True)
         self._levels.open()
         self._schedule = Schedule(config)
         automatic = self._schedule.tuner.every_steps
-        self._meter = Meter("persistent" in automatic) if automatic else None
-        self._rounds = Rounds(
+        self._meter = StepTimer("persistent" in automatic) if automatic else None
+        self._rounds = Boundary(
             config, self._schedule, self._meter, agreement, self._pool, self._levels, reports
         )
-        self._demand = Demand(config, group, self._pool, agreement, self._levels)
+        self._demand = SaveNow(config, group, self._pool, agreement, self._levels)
         self._unchanged = Unchanged(self.state, self._say)
         self._epoch_ends = EpochEnds(self.state)
-        self._underway = Underway(
+        self._active = ActiveSnapshot(
             config,
             self.state,
             group,
             self._pool,
-            self._levels.handover,
+            self._levels.slot_handoff,
             reports,
             self._meter,
             self.releases_by_layer,
             self._unchanged,
         )
-        undo.callback(self._underway.close)
-        self._replicas = Replicas(
+        undo.callback(self._active.close)
+        self._replicas = ReplicaMonitor(
             config,
             group,
             self.state,
             reports,
-            self._underway.submit,
+            self._active.submit,
             self._find_apart,
             self._levels.drift.alike,
             self._levels.drift.found,
@@ -253,13 +255,13 @@ class Checkpointer:
     def _watch(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
         """What is before them: where iterations and their steps begin and end."""
         self._ahead = 0
-        self._closed = self._ending = self._saving = False
+        self._closed = self._shutdown = self._saving = False
         self._iterations = Iterations(
             self.config.boundary,
             boundary=self._boundary,
             before_step=self._before_step,
             made_step=self._made_step,
-            left_to_us=self._underway.capture.keep_streams,
+            left_to_us=self._active.capture.keep_streams,
             say=self._say,
             step_of=self._step_of,
         )
@@ -294,7 +296,7 @@ class Checkpointer:
         mixed = self._iterations.guessed
         self._iterations.called()
         self._own_hooks.called()
-        self._underway.capture.drop_streams()
+        self._active.capture.drop_streams()
         self._epoch_ends.passed()
         self.iteration += 1
         if mixed:
@@ -324,7 +326,7 @@ class Checkpointer:
             self._trace.released(params, self.version, reduction, launched_seconds)
         self._released += 1
         self._replicas.wake()
-        self._underway.release(params)
+        self._active.release(params)
         if self._callbacks:
             self._callbacks.call("on_allreduce_launched", params)
 
@@ -376,19 +378,19 @@ class Checkpointer:
         The same on all ranks, if they ask after the same boundary. A script that never asks is
         ended all the same: all ranks close and raise SystemExit at the boundary.
         """
-        return self._halting.should_exit()
+        return self._halt.should_exit()
 
     @property
     def exit_reason(self) -> str:
         """Why `should_exit()` is true, in words; empty while it is not."""
-        return self._halting.reason.text()
+        return self._halt.reason.text()
 
     @property
     def interrupted(self) -> bool:
         """True when `should_exit()` is because processes (a signal) or the allocation end: the job
         is to be started again. False for what somebody asked for with `tierckpt halt`, but for
         `--seconds-left`: then it is the allocation that ends."""
-        return self._halting.reason.is_interruption
+        return self._halt.reason.is_interruption
 
     def restore(
         self,
@@ -459,7 +461,7 @@ class Checkpointer:
         Between two steps; also in the middle of an iteration, as long as no optimizer has begun its
         step.
         """
-        self._underway.complete()
+        self._active.complete()
         self._replicas.finish()
 
     def carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
@@ -472,7 +474,7 @@ class Checkpointer:
             iteration: calls of `step()` before this one.
             lineage: that of the checkpointer before.
         """
-        self._lives.look()
+        self._history.look()
         live = Restored(iteration)
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
         live.calls = iteration
@@ -491,7 +493,7 @@ class Checkpointer:
     def _refuse_closed(self, what: str, error: type[TierckptError]) -> None:
         if self._closed:
             raise error(f"{what} after close() or abandon(): make another Checkpointer")
-        if self._ending:
+        if self._shutdown:
             raise error(f"{what} while close() or abandon() is at work")
         if self._over:
             raise error(f"{what} in a forked child: the Checkpointer is its parent's")
@@ -500,7 +502,7 @@ class Checkpointer:
     def _over(self) -> bool:
         """Nothing is to be done any more: it ended, or is just ending, or this is a forked child,
         and what there is of checkpoints is its parent's."""
-        return self._closed or self._ending or os.getpid() != self._process
+        return self._closed or self._shutdown or os.getpid() != self._process
 
     @property
     def _amid(self) -> bool:
@@ -524,7 +526,7 @@ class Checkpointer:
     @property
     def lineage(self) -> Lineage:
         """The lives this state comes from; see `naming.Lineage`."""
-        return self._lives.lineage
+        return self._history.lineage
 
     def close(self) -> None:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
@@ -547,7 +549,7 @@ class Checkpointer:
             self._agreement.close_asked = True
             return
         with self._end():
-            self._halting.be_calm()
+            self._halt.be_calm()
             remove = self._finish()
             drifted = self._replicas.error
             self._reports.emit("closed", message=self.exit_reason or "the training's end")
@@ -558,11 +560,11 @@ class Checkpointer:
     @contextlib.contextmanager
     def _end(self) -> Iterator[None]:
         """While it lasts, callbacks are still told of events, and can begin nothing."""
-        self._ending = True
+        self._shutdown = True
         try:
             yield
         finally:
-            self._ending = False
+            self._shutdown = False
 
     def _finish(self) -> bool:
         """All that the end waits for. True when nothing has to stay in memory. Collective."""
@@ -572,7 +574,7 @@ class Checkpointer:
                 self._reports.notice(f"no final checkpoint is taken: {why}", logging.ERROR)
                 self._commit_newest()
                 return False
-            if self._went_back and self.steps_made == self._lives.began_at:
+            if self._went_back and self.steps_made == self._history.began_at:
                 text = f"no step was made behind v{self.version}: what is newer stays as it is"
                 self._say(text, logging.INFO)
                 return False
@@ -581,28 +583,30 @@ class Checkpointer:
         except Exception as error:
             self._reports.notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
         # The life before, if nobody restored it, may be all there is of it.
-        before = not self._lives.lineage and any(self._berth.job.sealed())
-        together, answers = True, end is not None and end.disk_answers
+        before = not self._history.lineage and any(self._resources.job.sealed())
+        error_barrier, answers = True, end is not None and end.disk_answers
         digest = self._replicas.last_digest(self.version)
         try:
             told = self.group.all_gather_object((safe, before, answers, digest))
             everyone = [each[:3] for each in told]
             self._replicas.compare_last([digest for *_, digest in told])
         except Exception as error:
-            everyone, together = [(False, before, answers)], False
+            everyone, error_barrier = [(False, before, answers)], False
             self._reports.notice(f"the other ranks cannot be asked: {error!r}", logging.ERROR)
         if not (safe := all(safe for safe, _, _ in everyone)):
             left = "nothing of it is left in memory on this node"
-            if any(self._berth.job.sealed()):
-                left = f"what is in memory here stays there for a restart ({self._berth.job.path})"
+            if any(self._resources.job.sealed()):
+                left = (
+                    f"what is in memory here stays there for a restart ({self._resources.job.path})"
+                )
             severity = logging.ERROR if self._node.first == self.group.rank else logging.DEBUG
             text = f"v{self.version} is not durable everywhere (on some rank it is not on disk)"
             self._reports.notice(f"{text}; {left}", severity)
         whole = safe and all(answers for _, _, answers in everyone)
-        self._await_others(end, together, whole)
+        self._await_others(end, error_barrier, whole)
         return safe and not any(before for _, before, _ in everyone)
 
-    def _make_durable(self, end: shutdown.Ending) -> bool:
+    def _make_durable(self, end: shutdown.Shutdown) -> bool:
         """The final checkpoint, where there is something new. False when it did not get there."""
         if self._local_enabled() and not self._nothing_new():
             if self._made_none and self._demand.commit_as_it_is(self._begun_from_memory()):
@@ -611,30 +615,32 @@ class Checkpointer:
             else:
                 self._save_now(end.last_call)
         if end.disk_has_all(self.wait):
-            self._levels.onward.backlog.flush_last()
+            self._levels.promotion.backlog.flush_last()
         durable = self._nothing_new() or self._agreement.local.safe == self._id()
         # A job that ends early comes back; without a disk, what is in memory is all it has.
-        return durable or not (self._local_enabled() or self._halting.reason < Reason.NONE)
+        return durable or not (self._local_enabled() or self._halt.reason < Reason.NONE)
 
-    def _await_others(self, end: shutdown.Ending | None, together: bool, whole: bool) -> None:
-        """Other nodes and stores. Ranks leave `together`, where none takes longer than its group
+    def _await_others(
+        self, end: shutdown.Shutdown | None, error_barrier: bool, whole: bool
+    ) -> None:
+        """Other nodes and stores. Ranks leave `error_barrier`, where none takes longer than its group
         waits: all know by now what is durable. Where that is the `whole` of what they have,
         versions go that were kept until something newer is with other nodes."""
         try:
             if end is not None and end.disk_answers:
                 end.await_others(self._collect)
                 self._collect()
-            if together:
+            if error_barrier:
                 self.group.barrier()
-            if whole and self._lives.lineage:
+            if whole and self._history.lineage:
                 self._agreement.settle()
-                self._levels.onward.retire()
+                self._levels.promotion.retire()
         except Exception as error:
             self._reports.notice(f"not all ranks end together: {error!r}", logging.INFO)
 
-    def _begin_ending(self) -> shutdown.Ending:
+    def _begin_ending(self) -> shutdown.Shutdown:
         nbytes = attach.shard_bytes(self.state, self.group.size) * len(self._node.ranks)
-        return shutdown.Ending(self.config, self._agent, self._reports, self._halting, nbytes)
+        return shutdown.Shutdown(self.config, self._agent, self._reports, self._halt, nbytes)
 
     def abandon(self, commit_newest: bool = False) -> None:
         """End without a final checkpoint, leaving everything for a successor; not collective.
@@ -648,7 +654,7 @@ class Checkpointer:
         self._refuse_amid("abandon()", TierckptError)
         with self._end():
             try:
-                self._underway.last_chance()
+                self._active.last_chance()
             except Exception as error:
                 self._reports.notice(f"the newest version was given up: {error!r}", logging.WARNING)
             if commit_newest:
@@ -667,7 +673,7 @@ class Checkpointer:
         text = (
             "no final checkpoint is taken: not all ranks have come to this end, or they cannot be "
             "asked any more, as the communication was shut down before (call close() first). What "
-            f"there is up to v{self.version} stays, also in memory ({self._berth.job.path})"
+            f"there is up to v{self.version} stays, also in memory ({self._resources.job.path})"
         )
         self._reports.notice(text, logging.WARNING)
         self.abandon(commit_newest=True)
@@ -686,7 +692,7 @@ class Checkpointer:
         Where a signal came that was to bring the end, the error may be its work (it ended a worker
         of a DataLoader), and the node may be gone soon: the newest version in memory gets to disk.
         """
-        came = self._halting.signal_name
+        came = self._halt.signal_name
         if came and self._local_enabled() and not self._over:
             text = (
                 f"{came} came to this rank, and the training ended with an error: no further "
@@ -747,18 +753,18 @@ class Checkpointer:
     def _boundary(self, force: bool = False) -> None:
         self._own_hooks.unsaved.boundary(speaks=self.group.rank == 0)
         begin = time.perf_counter()
-        self._underway.finish()
+        self._active.finish()
         self.version += self._iterations.pass_boundary()
-        if not self._lives.lineage:
+        if not self._history.lineage:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
         self.agreed_vote = agreed.adapter
         place = self.iteration if self._iterations.explicit else self._released
         self._replicas.compare(agreed, self._agreement.rows, place)
         self._unchanged.compare(agreed.unchanged)
-        if self._agreement.superseded_earlier(self._lives.generation):
-            self._berth.clear(self._node)
-        unattended = self._halting.hear(agreed)
+        if self._agreement.superseded_earlier(self._history.generation):
+            self._resources.clear(self._node)
+        unattended = self._halt.hear(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.own_vote()
         if self._replicas.refusing:
             if self._replicas.asking:  # it may turn out that nothing differs
@@ -768,15 +774,15 @@ class Checkpointer:
                 what = self._replicas.suspicion or "in what is known in a few steps"
                 self._reports.lost(self.version, f"replicas differ: {what}")
         snapshot = self._open_snapshot(take, vote == VOID) if take else None
-        halt, check = self._halting.vote(self.version), self._replicas.vote(place)
+        halt, check = self._halt.vote(self.version), self._replicas.vote(place)
         row, unchanged = self._replicas.row(), self._unchanged.count
         self._rounds.vote(self._id(), begin, take, halt, vote, check, unchanged, row)
         self._replicas.voted()
         self._replicas.begin(self.version)
-        if self._underway.release_early:
+        if self._active.release_early:
             self._replicas.wake()
         if snapshot is not None:
-            self._underway.begin(snapshot, begin, self._trace)
+            self._active.begin(snapshot, begin, self._trace)
         if self._trace is not None:
             self._trace = self._trace.boundary(self.version, begin)
         self._callbacks.call("on_step_boundary", self.version)
@@ -796,12 +802,12 @@ class Checkpointer:
         # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
         self._agreement.open(id_, levels)
         if "persistent" in levels:
-            self._levels.onward.flush_when_safe(id_, self._at())
+            self._levels.promotion.flush_when_safe(id_, self._at())
         if void:
-            self._levels.handover.broken(id_)
+            self._levels.slot_handoff.broken(id_)
             return None
         with torch.inference_mode(False):  # an evaluation's; what is made here is used again
-            taken = self._underway.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
+            taken = self._active.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
         if orphans := self.state.new_orphans():
             self._warn(ORPHANS.format(names=some(orphans)))
         if heavy := self.state.new_heavy():
@@ -810,11 +816,11 @@ class Checkpointer:
 
     def _head(self) -> Head:
         return Head(
-            job=self._berth.job.job,
+            job=self._resources.job.job,
             version=self.version,
             generation=self._id().generation,
-            life=self._lives.name,
-            lineage=self._lives.lineage,
+            life=self._history.name,
+            lineage=self._history.lineage,
             iteration=self._at(),
             calls=self._at() if self._iterations.explicit else self._calls,
             metric=self._measured(),
@@ -830,7 +836,7 @@ class Checkpointer:
     # --- lives ---------------------------------------------------------------------------------
 
     def _id(self) -> VersionId:
-        return VersionId(self._lives.generation, self.version)
+        return VersionId(self._history.generation, self.version)
 
     def _at(self) -> int:
         """What `restore()` will return: calls of `step()`, or versions if it is never called."""
@@ -844,38 +850,38 @@ class Checkpointer:
         self._agreement.void()
         self._agent.wait(None)
         self._collect()
-        comeback = Comeback(
+        restore_session = RestoreSession(
             self.config,
             self.group,
             self.state,
-            self._lives,
+            self._history,
             self._reports,
             bar,
             begin,
-            self._berth.left_elsewhere,
+            self._resources.left_elsewhere,
         )
-        attempt = comeback.find(version, self.version)
+        attempt = restore_session.find(version, self.version)
         if attempt is None:
             self._levels.meet()
-            return comeback.report(Restored(0))
+            return restore_session.report(Restored(0))
         with contextlib.closing(attempt):
-            lineage, result = comeback.load(attempt, strict, self.load_adapter)
+            lineage, result = restore_session.load(attempt, strict, self.load_adapter)
             self._go_on_from(lineage, result)
             all_finished(attempt, self.group)
-            chosen = version is not None or bool(comeback.passed_over)
-            self._went_back = chosen and comeback.has_newer(attempt)
+            chosen = version is not None or bool(restore_session.passed_over)
+            self._went_back = chosen and restore_session.has_newer(attempt)
             self.state.drop_gradients()  # of an iteration that was cut short, or of none
             books = (self._agreement, self._pool, self._reports)
-            if self._local_enabled() and not mend(attempt, self.group, self._levels, *books):
+            if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
                 self._schedule.requested = frozenset(("memory", "local"))
-        return comeback.report(result)
+        return restore_session.report(result)
 
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration, self.metric = result.version, int(result), None
         self._calls = result.calls
         self._iterations.go_on_from(result)
-        self._underway.capture.forget()
+        self._active.capture.forget()
         self._replicas.restart()
         self._unchanged.forget()
         self._schedule.start_at(result.version)
@@ -892,7 +898,7 @@ class Checkpointer:
             with self._epoch_ends.between(self._iterations.steps > 0):
                 found = self._demand.commit(before, self._at(), self._is_live)
                 if found is Sealed.MOVED_ON:
-                    self._lives.take_again(self.version)
+                    self._history.take_again(self.version)
                 if found is not Sealed.LIVE:
                     self._boundary(force=True)
         finally:
@@ -914,7 +920,7 @@ class Checkpointer:
         ):
             return False
         with torch.inference_mode(False):
-            return self._underway.capture.is_unmoved(manifest, image, self.pack_adapter())
+            return self._active.capture.is_unmoved(manifest, image, self.pack_adapter())
 
     def _keeps_boundary(self) -> bool:
         """For adapters: whether the state at the last boundary is worth more than the live one."""
@@ -945,8 +951,8 @@ class Checkpointer:
 
     def _before_change(self) -> None:
         """The same before weights are changed by what is no step."""
-        if self._underway.snapshot is not None:
-            self._underway.finish()
+        if self._active.snapshot is not None:
+            self._active.finish()
         self._replicas.finish()
 
     def _say(self, text: str, severity: int) -> None:
@@ -963,7 +969,7 @@ class Checkpointer:
         if not mistaken:
             return
         self.state.keep_apart(mistaken)
-        self._underway.capture.forget()
+        self._active.capture.forget()
         self._replicas.forget()
         names = [self.state.name_of(param) for param in mistaken]
         self._say(why.format(names=some(names)), logging.WARNING)
@@ -975,10 +981,10 @@ class Checkpointer:
         """See `ending.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
         of its vote."""
         mine = (self.steps_made, self._agreement.turns)
-        why, together = shutdown.no_moment(
+        why, error_barrier = shutdown.no_moment(
             self.group, *mine, self.state.torn, self._iterations.stepping
         )
-        if not together:
+        if not error_barrier:
             self.catch_up()  # the copier may wait for a vote
             self._agreement.void()
             self.wait(WAIT_SECONDS)
@@ -993,8 +999,8 @@ class Checkpointer:
         """True when no step was made since the start, or since the version restored from disk."""
         if not self._made_none:
             return False
-        begun = self._lives.began_at
-        durable, past = self._agreement.local.safe, self._lives.lineage
+        begun = self._history.began_at
+        durable, past = self._agreement.local.safe, self._history.lineage
         if durable is None or durable.version != begun:
             return begun == 0
         return on_lineage(durable, past)
@@ -1004,12 +1010,12 @@ class Checkpointer:
         """No step was made, nor a version taken, since the start or the version restored."""
         memory = self._agreement.memory
         known = [*memory.open, *filter(None, [memory.safe])]
-        taken = any(self._lives.is_own(id_.generation) for id_ in known)
-        return self.steps_made == self._lives.began_at and not taken
+        taken = any(self._history.is_own(id_.generation) for id_ in known)
+        return self.steps_made == self._history.began_at and not taken
 
     def _begun_from_memory(self) -> VersionId | None:
         """The version that this life began with, if it is in memory, of an earlier one."""
-        safe, begun = self._agreement.memory.safe, self._lives.began_at
+        safe, begun = self._agreement.memory.safe, self._history.began_at
         known = safe is not None and safe.version == begun and on_lineage(safe, self.lineage)
         return safe if known else None
 
@@ -1027,16 +1033,16 @@ class Checkpointer:
 
     def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
         self._closed = True
-        self._halting.close()
+        self._halt.close()
         self._own_hooks.close()
         # The copier would wait for what is never released.
-        self._underway.give_up("the job ended in the middle of an iteration")
+        self._active.give_up("the job ended in the middle of an iteration")
         self._agreement.close()  # the copier may wait for the vote of a rank that is gone
-        self._underway.close()
+        self._active.close()
         self._replicas.restart()  # and with it what is held of the state
         self._levels.drift.wait()
         self._agent.close(abandoned=abandoned)
-        self._berth.leave(remove)
+        self._resources.leave(remove)
         self.group.close()
         if self._trace is not None:
             self._trace.close()

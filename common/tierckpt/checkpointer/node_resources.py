@@ -14,13 +14,13 @@ from pathlib import Path
 
 from tierckpt.config import Config
 from tierckpt.coordination.reports import Reports
-from tierckpt.coordination.settings_check import Roll
+from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.coordination.shown_once import said_by
 from tierckpt.errors import ConfigError
 from tierckpt.group import Group, Node
 from tierckpt.halt.controller import watched_directories
 from tierckpt.state.training_state import TrainingState
-from tierckpt.storage.local.directory_claim import Claims
+from tierckpt.storage.local.directory_claim import DirectoryClaim
 from tierckpt.storage.memory import image_file, job_directory
 from tierckpt.storage.memory.job_directory import JobBusyError
 from tierckpt.storage.memory.slot_pool import SlotPool
@@ -29,11 +29,11 @@ from tierckpt.storage.suspects import SuspectMarks
 from . import attach
 
 
-class Berth:
+class NodeResources:
     """Owns what it names. Training thread; `pool` has rules of its own."""
 
     def __init__(
-        self, config: Config, group: Group, roll: Roll, slots: int, reports: Reports
+        self, config: Config, group: Group, topology: JobTopology, slots: int, reports: Reports
     ) -> None:
         """Take it: `slots` of them, those adopted that are there. What dead jobs left is removed.
 
@@ -45,23 +45,23 @@ class Berth:
         self.directory_is_new = config.uses("local") and not there  # else nobody makes it
         self.directory_is_another = False
         """Than the life before had that left what is in memory here."""
-        self._is_first = roll.node(group.rank).first == group.rank
+        self._is_first = topology.node(group.rank).first == group.rank
         """Of its node's ranks."""
         self._is_clear = False
-        self._claims: Claims | None = None
+        self._claims: DirectoryClaim | None = None
         with contextlib.ExitStack() as undo:
-            refusals = group.all_gather_object(self._refusal(slots, roll, undo))
+            refusals = group.all_gather_object(self._refusal(slots, topology, undo))
             for refusal in filter(None, refusals):
                 raise said_by(refusal, 0, group.rank)
             undo.pop_all()
 
     def _refusal(
-        self, slots: int, roll: Roll, undo: contextlib.ExitStack
+        self, slots: int, topology: JobTopology, undo: contextlib.ExitStack
     ) -> JobBusyError | ConfigError | None:
         """Take this rank's place and its node's directory; why they are not to be had, else None.
         The other ranks wait for it."""
         try:
-            self._take(slots, roll.node(self._rank), undo)
+            self._take(slots, topology.node(self._rank), undo)
         except (JobBusyError, ConfigError) as error:
             return error
         except OSError as error:
@@ -69,7 +69,7 @@ class Berth:
                 f"rank {self._rank} cannot have its place in shared memory: {error}. Move what is "
                 f"in the way there out of {self.job.path}, which this job alone writes to"
             )
-        taken = self._claim(roll, undo)
+        taken = self._claim(topology, undo)
         return JobBusyError(taken) if taken else None
 
     def _take(self, slots: int, node: Node, undo: contextlib.ExitStack) -> None:
@@ -104,19 +104,19 @@ class Berth:
         undo.callback(lambda: self.pool.close(remove=False))
         self.pool.adopt()
 
-    def _claim(self, roll: Roll, undo: contextlib.ExitStack) -> str:
+    def _claim(self, topology: JobTopology, undo: contextlib.ExitStack) -> str:
         """Once a node; why another job has the directory, else empty."""
-        node = roll.node(self._rank)
+        node = topology.node(self._rank)
         if node.first != self._rank or not self._config.uses("local"):
             return ""
-        self._claims = Claims(
+        self._claims = DirectoryClaim(
             self._config.directory,
-            roll.token,
+            topology.token,
             node.index,
             self._reports.notice,
-            roll.launch,
+            topology.launch,
             self.job.path,
-            roll.starters,
+            topology.starters,
         )
         undo.callback(self._claims.release)
         return self._claims.stake()
@@ -174,4 +174,4 @@ class Berth:
         self.job.unlock_rank(self._rank, self._lock_fd)
 
 
-__all__ = ["Berth"]
+__all__ = ["NodeResources"]

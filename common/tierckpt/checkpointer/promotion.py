@@ -16,8 +16,8 @@ from tierckpt.agent.client import AgentClient
 from tierckpt.agent.flusher import MOST_SUPERSEDED, FlushOrder
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.job_history import Lives
-from tierckpt.coordination.peer_setup import Peers
+from tierckpt.coordination.job_history import JobHistory
+from tierckpt.coordination.peer_setup import PeerSetup
 from tierckpt.core.ledger import DONE
 from tierckpt.core.retention import Best
 from tierckpt.core.stall_timeout import most_quiet_seconds
@@ -53,7 +53,7 @@ def _device_of(job: JobDirectory) -> str:
     return ""
 
 
-class Onward:
+class Promotion:
     """One rank's part. All ranks are told the same of versions, so all come to the same.
 
     Training thread. Nothing here waits (but see `Backlog`), or is collective. What it is given
@@ -66,8 +66,8 @@ class Onward:
         best: Best,
         agent: AgentClient,
         agreement: Agreement,
-        peers: Peers,
-        lives: Lives,
+        peers: PeerSetup,
+        history: JobHistory,
         order: Order | None,
         backlog: Backlog,
         spared: Spared | None = None,
@@ -75,7 +75,7 @@ class Onward:
         """`best`: of the local level. `order`: see `flush_order`. `backlog` is asked to go on at
         every boundary. `spared` hears what is complete there."""
         self._best, self._agent, self._agreement = best, agent, agreement
-        self._peers, self._lives, self._order = peers, lives, order
+        self._peers, self._history, self._order = peers, history, order
         self.backlog = backlog
         self.spared = spared or Spared()
         self._to_flush: dict[VersionId, int] = {}
@@ -85,7 +85,7 @@ class Onward:
 
     def restart(self) -> None:
         """A life has begun that goes on from an earlier one's: its best versions stay."""
-        self._best.restart(self._lives.metrics())
+        self._best.restart(self._history.metrics())
         self.backlog.restart()
 
     def flush_when_safe(self, id_: VersionId, iteration: int) -> None:
@@ -109,7 +109,7 @@ class Onward:
 
     def retire(self) -> None:
         """It is known of one more version whether it is complete on all local levels."""
-        local, lineage = self._agreement.local, self._lives.lineage
+        local, lineage = self._agreement.local, self._history.lineage
         void = [id_ for id_ in local.broken if id_ not in local.open]  # else it is tried again
         # What peers can bring back stays until they can bring back something newer.
         keep = self._agreement.peer.protected() | self._best.versions | self.backlog.versions
@@ -135,8 +135,8 @@ class Onward:
             order = self._order(
                 version=safe.version,
                 generation=safe.generation,
-                life=self._lives.name,
-                lineage=self._lives.lineage,
+                life=self._history.name,
+                lineage=self._history.lineage,
                 iteration=iteration,
                 largest_bytes=largest_bytes,
                 metric=metric,
@@ -228,4 +228,4 @@ class Backlog:
             self._agent.flush(order)
 
 
-__all__ = ["Backlog", "Onward", "flush_order"]
+__all__ = ["Backlog", "Promotion", "flush_order"]

@@ -16,7 +16,7 @@ from tierckpt.core.ledger import BROKEN, DONE
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
-from tierckpt.restore.shard_image import Image
+from tierckpt.restore.shard_image import ShardImage
 from tierckpt.storage.memory.slot_pool import NoSlotError, SlotPool
 from tierckpt.storage.memory.slots import Slot, seal_area_bytes
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from tierckpt.coordination.agreement import Agreement
     from tierckpt.coordination.reports import Reports
     from tierckpt.group import Group
-    from tierckpt.restore.verified_version import Attempt
+    from tierckpt.restore.verified_version import VerifiedVersion
 
-    from .tiers import Levels
+    from .tiers import Tiers
 
 
-def mend(
-    attempt: Attempt,
+def repair(
+    attempt: VerifiedVersion,
     group: Group,
-    levels: Levels,
+    levels: Tiers,
     agreement: Agreement,
     pool: SlotPool,
     reports: Reports,
@@ -47,19 +47,19 @@ def mend(
     id_ = attempt.plan.id
     if any(source.place.level == AGENT for source in attempt.plan.sources):
         return False  # that agent ends soon, and its node may be gone then
-    lacking = shards_to_mend(attempt.plan, levels.lives.found)
-    if lacking != frozenset() and not was_lost(attempt.plan, levels.lives.damaged):
+    lacking = shards_to_mend(attempt.plan, levels.history.found)
+    if lacking != frozenset() and not was_lost(attempt.plan, levels.history.damaged):
         return True  # it never was on all disks, or was another number of ranks'
     if any(source.rebuilt for source in attempt.plan.sources) and not levels.peers.ready:
         return True  # what it was made of still protects it, and nothing would a new version
     if lacking is None:
         return False
-    parities = parities_to_mend(attempt.plan, levels.peers.groups, levels.lives.parities)
+    parities = parities_to_mend(attempt.plan, levels.peers.groups, levels.history.parities)
     if not lacking and not parities:
         return True
     levels.peers.mend(id_, parities)
     if not lacking:
-        levels.onward.protect(id_)
+        levels.promotion.protect(id_)
         return True
     agreement.local.open.append(id_)
     if group.rank not in lacking:
@@ -75,7 +75,7 @@ def mend(
         agreement.tell("local", id_, BROKEN)
         reports.not_committed_later(id_, f"what is to be mended cannot be kept: {error}")
     else:
-        levels.handover.commit_sealed(id_, slot)
+        levels.slot_handoff.commit_sealed(id_, slot)
     return True
 
 
@@ -140,7 +140,7 @@ def parities_to_mend(
     return frozenset(lost)
 
 
-def keep(image: Image, pool: SlotPool, protected: set[VersionId], pinned: set[str]) -> Slot:
+def keep(image: ShardImage, pool: SlotPool, protected: set[VersionId], pinned: set[str]) -> Slot:
     """Copy a sound shard into a slot of this rank, sealed as it was when it was taken.
 
     `protected` and `pinned` as in `SlotPool.choose`; raises what that raises.

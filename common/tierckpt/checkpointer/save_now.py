@@ -16,7 +16,7 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
 from tierckpt.storage.memory.slot_pool import SlotPool
 
-from .tiers import Levels
+from .tiers import Tiers
 
 
 class Sealed(enum.IntEnum):
@@ -33,11 +33,11 @@ IsLive = Callable[[Manifest, memoryview], bool]
 """Whether the live state is what was sealed so, of which these are manifest and image."""
 
 
-class Demand:
+class SaveNow:
     """One rank's part. Training thread, with nothing being copied."""
 
     def __init__(
-        self, config: Config, group: Group, pool: SlotPool, agreement: Agreement, levels: Levels
+        self, config: Config, group: Group, pool: SlotPool, agreement: Agreement, levels: Tiers
     ) -> None:
         """What it is given stays its owner's."""
         self._config, self._group, self._pool = config, group, pool
@@ -56,9 +56,9 @@ class Demand:
             self._pool.void(id_)
             self._agreement.forget(id_)
         if found is Sealed.LIVE:
-            onward = self._levels.onward
-            if self._config.uses("persistent") and id_ != onward.ordered:
-                onward.flush_when_safe(id_, iteration)
+            promotion = self._levels.promotion
+            if self._config.uses("persistent") and id_ != promotion.ordered:
+                promotion.flush_when_safe(id_, iteration)
             self._commit(id_)
         return found
 
@@ -82,7 +82,7 @@ class Demand:
         assert slot is not None
         if self._config.uses("local") and id_ != local.safe and id_ not in local.open:
             local.open.append(id_)
-            self._levels.handover.commit_sealed(id_, slot)
+            self._levels.slot_handoff.commit_sealed(id_, slot)
 
     def _look(self, id_: VersionId, is_live: IsLive) -> Sealed:
         """At this rank's."""
@@ -101,13 +101,13 @@ class Demand:
     def settle(self, id_: VersionId) -> None:
         """Learn what became of it, and have it go on from the local level. Collective."""
         self._agreement.settle()
-        onward = self._levels.onward
-        if onward.awaits(id_) and id_ == self._agreement.local.safe:  # and was so before
+        promotion = self._levels.promotion
+        if promotion.awaits(id_) and id_ == self._agreement.local.safe:  # and was so before
             slot = self._pool.find(id_)
             manifest = slot.manifest() if slot is not None else None
             mine = (manifest.image_bytes, manifest.metric) if manifest else (0, None)
             told = self._group.all_gather_object(mine)
-            onward.local_safe(id_, max(nbytes for nbytes, _ in told), told[0][1])
+            promotion.local_safe(id_, max(nbytes for nbytes, _ in told), told[0][1])
 
     def commit_newest(self) -> bool:
         """Hand the newest version in memory to the agent, if the local level lacks it; not
@@ -120,8 +120,8 @@ class Demand:
         slot = self._pool.find(newest)
         if slot is None:  # removed from outside, just now
             return False
-        self._levels.handover.commit_sealed(newest, slot)
+        self._levels.slot_handoff.commit_sealed(newest, slot)
         return True
 
 
-__all__ = ["Demand", "Sealed"]
+__all__ = ["SaveNow", "Sealed"]

@@ -24,7 +24,7 @@ _ends: list[Callable[[], Checkpointer | None]] = []
 """What `close_at_exit` was given."""
 
 
-def serve(checkpointer: Checkpointer, restore: bool, ends_with_script: bool) -> None:
+def attach_to_script(checkpointer: Checkpointer, restore: bool, ends_with_script: bool) -> None:
     """Do what the script does not: restore now if asked to, and close when the process ends."""
     _served.add(checkpointer)
     if restore:

@@ -19,7 +19,7 @@ from tierckpt.config import Config
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.stall_timeout import most_quiet_seconds
 from tierckpt.group import Group
-from tierckpt.halt.controller import Halting
+from tierckpt.halt.controller import HaltController
 
 NOTICE_SECONDS = 5.0
 """When a wait for the disk, for other nodes or for the persistent level is longer, it is said."""
@@ -50,7 +50,7 @@ def no_moment(
     elif names := ", ".join(sorted(stepping)):
         mine = f"the step of {names} did not come to its end"
     everyone = group.all_gather_object((steps_made, turns, mine))
-    together = len({turns for _, turns, _ in everyone}) == 1
+    error_barrier = len({turns for _, turns, _ in everyone}) == 1
     troubles = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(everyone) if why]
     counts = [steps for steps, _, _ in everyone]
     if not troubles and min(counts) < max(counts):
@@ -58,7 +58,7 @@ def no_moment(
         troubles.append(
             f"rank {ahead} has {counts[ahead]} steps behind it, and rank {behind} {counts[behind]}"
         )
-    return next(iter(troubles), ""), together
+    return next(iter(troubles), ""), error_barrier
 
 
 class Ends(Protocol):
@@ -83,17 +83,22 @@ def _end_all() -> None:
         checkpointer.end_with_process()
 
 
-class Ending:
+class Shutdown:
     """One `close()`. Training thread; not collective."""
 
     disk_answers = False
     """The node's disk has all that was on its way there."""
 
     def __init__(
-        self, config: Config, agent: AgentClient, reports: Reports, halting: Halting, nbytes: int
+        self,
+        config: Config,
+        agent: AgentClient,
+        reports: Reports,
+        halting: HaltController,
+        nbytes: int,
     ) -> None:
         """It begins now. `nbytes`: of a version, all shards of this node together."""
-        self._config, self._agent, self._reports, self._halting = config, agent, reports, halting
+        self._config, self._agent, self._reports, self._halt = config, agent, reports, halting
         self._patience_seconds = seconds = most_quiet_seconds(nbytes)
         granted = halting.seconds_to_wait()
         self.granted_seconds = seconds if granted is None else min(seconds, granted)
@@ -114,9 +119,9 @@ class Ending:
     def await_others(self, hear: Callable[[], None]) -> None:
         """Other nodes and the persistent level: the scheduler may take the node when we are gone.
         As long as what is under way gets on, that is: a store that hangs does not keep the job
-        from ending; nor longer than `Halting` grants. Says that it waits, and what is not there in
+        from ending; nor longer than `HaltController` grants. Says that it waits, and what is not there in
         the end; `hear` says meanwhile what fails."""
-        granted = self._halting.seconds_for_others
+        granted = self._halt.seconds_for_others
         if self._agent.wait(min(NOTICE_SECONDS, granted()), everything=True):
             return
         self._reports.notice(f"waiting until everything is with {self._farther()}", logging.INFO)
@@ -147,4 +152,4 @@ class Ending:
         return f"the node's agent (process {self._agent.pid}) goes on with it as long as it lives"
 
 
-__all__ = ["Ending", "at_exit", "no_moment", "script_failed"]
+__all__ = ["Shutdown", "at_exit", "no_moment", "script_failed"]

@@ -29,7 +29,7 @@ def _id_of(snapshot: Snapshot) -> VersionId:
     return VersionId(snapshot.head.generation, snapshot.head.version)
 
 
-class Handover:
+class SlotHandoff:
     """One rank's part. What it is given stays its owner's. Methods say which thread calls them."""
 
     def __init__(
@@ -138,4 +138,4 @@ class Handover:
             self._reports.not_committed_later(id_, error)
 
 
-__all__ = ["Handover"]
+__all__ = ["SlotHandoff"]

@@ -1,7 +1,7 @@
 """Levels: what is behind the slots, and what it hears of the life that this rank is in.
 
-`lives` tells what earlier starts of the job left there. This node's agent, and those of other
-nodes (`peers`), put there what this one takes: `handover` brings it to the agent, `onward` farther.
+`history` tells what earlier starts of the job left there. This node's agent, and those of other
+nodes (`peers`), put there what this one takes: `slot_handoff` brings it to the agent, `promotion` farther.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.former_nodes import Absent
-from tierckpt.coordination.job_history import Lives
-from tierckpt.coordination.peer_setup import Groups, Peers
+from tierckpt.coordination.former_nodes import FormerNodes
+from tierckpt.coordination.job_history import JobHistory
+from tierckpt.coordination.peer_setup import Groups, PeerSetup
 from tierckpt.coordination.reports import Reports
-from tierckpt.coordination.settings_check import Roll
+from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.core.retention import Best
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import Group
@@ -26,58 +26,60 @@ from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.store import LocalStore
 
 from . import attach
-from .node_resources import Berth
-from .promotion import Backlog, Onward, flush_order
-from .slot_handoff import Handover
+from .node_resources import NodeResources
+from .promotion import Backlog, Promotion, flush_order
+from .slot_handoff import SlotHandoff
 
 
-class Levels:
+class Tiers:
     """One rank's way to them. Owns its parts; training thread."""
 
     def __init__(
         self,
         config: Config,
         group: Group,
-        roll: Roll,
+        topology: JobTopology,
         groups: Groups,
-        berth: Berth,
+        resources: NodeResources,
         agreement: Agreement,
         reports: Reports,
     ) -> None:
         """`groups`: see `redundancy_groups`. Nothing is started yet."""
-        self._config, self._group, self._node = config, group, roll.node(group.rank)
+        self._config, self._group, self._node = config, group, topology.node(group.rank)
         self._agreement, self._reports = agreement, reports
-        host, job = roll.hosts[group.rank], berth.job
-        surroundings = roll.surroundings[self._node.first]
-        alike = roll.surroundings[group.rank] == surroundings
-        self.agent = attach.agent_client(config, group, job, self._node, surroundings, alike)
+        host, job = topology.hosts[group.rank], resources.job
+        environment = topology.environment[self._node.first]
+        alike = topology.environment[group.rank] == environment
+        self.agent = attach.agent_client(config, group, job, self._node, environment, alike)
         with contextlib.ExitStack() as undo:
             undo.callback(self.agent.close)
             asks = config.uses("peer") and self._node.first == group.rank
-            self.absent = Absent(self.agent, roll.hosts, asks)
+            self.former_nodes = FormerNodes(self.agent, topology.hosts, asks)
             store = LocalStore(config.directory)
-            directory = (berth.directory_is_new, berth.directory_is_another)
-            self.lives = Lives(config, group, job, store, host, self.absent, *directory)
-            self.peers = Peers(config, group, roll, self.agent, groups)
-            self.onward = Onward(
+            directory = (resources.directory_is_new, resources.directory_is_another)
+            self.history = JobHistory(
+                config, group, job, store, host, self.former_nodes, *directory
+            )
+            self.peers = PeerSetup(config, group, topology, self.agent, groups)
+            self.promotion = Promotion(
                 Best(config.local.keep_best, config.best == "lowest"),
                 self.agent,
                 agreement,
                 self.peers,
-                self.lives,
+                self.history,
                 flush_order(config, group, self._node, job, host),
                 Backlog(config, self.agent, agreement, reports.passed_over),
                 Spared(config.replica_check_steps > 0 and group.size > 1),
             )
-            self.handover = Handover(group, berth.pool, self.agent, agreement, reports)
+            self.slot_handoff = SlotHandoff(group, resources.pool, self.agent, agreement, reports)
             self.drift = Drift(
                 config,
                 group,
                 self._node,
                 job,
-                self.lives,
+                self.history,
                 agreement,
-                self.onward.spared,
+                self.promotion.spared,
                 reports,
             )
             undo.pop_all()
@@ -105,10 +107,10 @@ class Levels:
 
     def begin_afresh(self) -> None:
         """From nothing, although nobody looked whether there is something. Collective."""
-        self.lives.look()
-        self.lives.begin_afresh()
+        self.history.look()
+        self.history.begin_afresh()
         self.meet()
-        old = self.lives.newest()
+        old = self.history.newest()
         if old is not None and self._group.rank == 0:
             self._reports.notice(
                 f"{self._config.path} holds {old} of an earlier run, and restore() was not "
@@ -119,28 +121,28 @@ class Levels:
 
     def go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """From the version that the live state is of. Collective."""
-        self.lives.go_on_from(lineage, result.version)
+        self.history.go_on_from(lineage, result.version)
         id_ = VersionId(result.generation, result.version)
         self._pin_as_elsewhere(id_)
         # Even when some shards came from elsewhere: those in memory may be the only ones.
-        memory = id_ if "memory" in result.levels else self.lives.newest("memory", id_)
+        memory = id_ if "memory" in result.levels else self.history.newest("memory", id_)
         # Until something newer is protected, what was rebuilt may have to be rebuilt again.
-        peer = id_ if "peer" in result.levels else self.lives.newest_protected(id_)
-        local, broken = self.lives.newest("local", id_), self.lives.incomplete()
-        persistent = self.lives.newest("persistent", id_)
-        ages_seconds = {"persistent": self.lives.age_seconds(persistent, id_)}
+        peer = id_ if "peer" in result.levels else self.history.newest_protected(id_)
+        local, broken = self.history.newest("local", id_), self.history.incomplete()
+        persistent = self.history.newest("persistent", id_)
+        ages_seconds = {"persistent": self.history.age_seconds(persistent, id_)}
         if "peer" not in result.levels:  # what was rebuilt is on its way there (see `mending`)
-            ages_seconds["local"] = self.lives.age_seconds(local, id_)
+            ages_seconds["local"] = self.history.age_seconds(local, id_)
         self._agreement.restart(memory, local, peer, broken, ages_seconds)
-        self.onward.restart()
-        self.onward.spared.restart(self.lives.newest_clean(id_, "local"))
+        self.promotion.restart()
+        self.promotion.spared.restart(self.history.newest_clean(id_, "local"))
         self.meet()
 
     def _pin_as_elsewhere(self, id_: VersionId) -> None:
         """A version that is pinned on some node stays on all: one that has it only now, as what was
         lost is made there again (see `mending`), has no mark of it."""
-        pins = {pin for each in self.lives.pins for pin in each if pin.version == id_}
-        mine = self.lives.pins[self._group.rank]
+        pins = {pin for each in self.history.pins for pin in each if pin.version == id_}
+        mine = self.history.pins[self._group.rank]
         is_first = self._node.first == self._group.rank
         if not (pins.difference(mine) and is_first and self._config.uses("local")):
             return
@@ -155,12 +157,12 @@ class Levels:
         life that has begun. Collective. Not before, where nobody waits for one: its start is 0.1 s
         of work, and more of waiting for memory, beside a restore that wants the cores."""
         self._have_agent(self.agent.start)
-        lives, absent = self.lives, self.absent.alive
+        history, former_nodes = self.history, self.former_nodes.alive
 
         def complain(text: str) -> None:
             self._reports.notice(text, logging.ERROR)
 
-        self.peers.meet(lives.secret, lives.generation, absent, complain)
+        self.peers.meet(history.secret, history.generation, former_nodes, complain)
 
 
-__all__ = ["Levels"]
+__all__ = ["Tiers"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt._text import counted, size_text, some
-from tierckpt.core.copies import FoundParity, Place
+from tierckpt.core.copies import FoundParity, Location
 from tierckpt.errors import ConfigError, CorruptShardError, TierckptError
 from tierckpt.format.ids import ShardKey
 from tierckpt.offline.catalog import Row, rows_of, without_bare
@@ -180,7 +180,7 @@ def verify_versions(args: argparse.Namespace, console: Console) -> None:
 
     there = survey(args.path)
     counts: dict[str, _Tally] = {}
-    bad: set[tuple[ShardKey, Place]] = set()
+    bad: set[tuple[ShardKey, Location]] = set()
     with closing(Progress(Progress.wanted(0, None))) as bar:
         bar.begin("verifying")
         for verdict in verify(there, bar, args.version):

@@ -187,7 +187,7 @@ def _writing(events: Sequence[Record], level: str) -> float:
     return median(sum(e["seconds"].values()) for e in found) if found else 0.0
 
 
-def _lives(events: Sequence[Record]) -> Iterator[list[Record]]:
+def _history(events: Sequence[Record]) -> Iterator[list[Record]]:
     """Each rank's events, cut where it was restarted."""
     by_rank: dict[int, list[Record]] = defaultdict(list)
     for event in events:
@@ -201,7 +201,7 @@ def _lives(events: Sequence[Record]) -> Iterator[list[Record]]:
 def _step_seconds(events: Sequence[Record]) -> float:
     """The median step between versions that followed each other in one life."""
     found = []
-    for life in _lives(events):
+    for life in _history(events):
         for one, next_one in pairwise(e for e in life if e["name"] == "sealed"):
             steps = next_one["version"] - one["version"]
             if steps > 0:

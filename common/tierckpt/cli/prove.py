@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tierckpt._text import some
 from tierckpt.coordination.proof_order import KEPT as KEPT_FOLDER
-from tierckpt.coordination.proof_order import SEED, Order
+from tierckpt.coordination.proof_order import SEED, ProofOrder
 from tierckpt.errors import ConfigError
 from tierckpt.proof import coverage, verdict
 from tierckpt.proof.coverage import Asked
@@ -66,7 +66,7 @@ class Plan:
     def first(self) -> Run:
         """The run that nobody disturbs."""
         until = self.kill_at + self.steps
-        order = Order(self.folder / "undisturbed", until, None if self.begin else KEPT)
+        order = ProofOrder(self.folder / "undisturbed", until, None if self.begin else KEPT)
         order.write()
         if self.begin:
             link_all(self.folder / SEED, order.folder / SEED)
@@ -83,7 +83,7 @@ class Plan:
         """A run that begins with what the first one began with, or kept."""
         taken = len([*self.folder.glob(f"{name}*")])
         folder = self.folder / (f"{name}{taken + 1}" if taken else name)
-        order = Order(folder, until, None, self.kill_at if kill else None)
+        order = ProofOrder(folder, until, None, self.kill_at if kill else None)
         order.write()
         if self.begin:
             link_all(self.folder / SEED, order.folder / SEED)
@@ -91,7 +91,7 @@ class Plan:
             link_all(self.seed, order.folder)
         return self._carry_out(order)
 
-    def _carry_out(self, order: Order) -> Run:
+    def _carry_out(self, order: ProofOrder) -> Run:
         name = order.folder.name
         with Bar(name, self.begin, order.until, self.console) as bar:
             run = Run(f"the {name} run", order, self.command, self.patience_seconds, bar.step)

@@ -29,7 +29,7 @@ from typing import Any
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.encoding import Buffer, Parameter
 
-from .codec import ModuleError, Where
+from .codec import BlockId, CodecError
 
 FILE_VARIABLE = "TIERCKPT_ENCRYPTION_KEY_FILE"
 KEY_VARIABLE = "TIERCKPT_ENCRYPTION_KEY"
@@ -42,7 +42,7 @@ MAKE_ONE = "openssl rand -hex 32 makes one"
 class AesGcm:
     """`key_id` is for readers: the key must be the one that it was written with.
 
-    Raises ModuleError, naming the places, when there is no key, or another one.
+    Raises CodecError, naming the places, when there is no key, or another one.
     """
 
     name = "aes-gcm"
@@ -52,11 +52,11 @@ class AesGcm:
     def __init__(self, key_id: str = "") -> None:
         found = find_key()
         if found is None:
-            raise ModuleError(_no_key(key_id))
+            raise CodecError(_no_key(key_id))
         key, where = found
         self.key_id = fingerprint(key)
         if key_id and key_id != self.key_id:
-            raise ModuleError(f"{_needs(key_id)}, and the one in {where} has {self.key_id}. {GIVE}")
+            raise CodecError(f"{_needs(key_id)}, and the one in {where} has {self.key_id}. {GIVE}")
         self._xaes = Xaes(key)
 
     def __repr__(self) -> str:
@@ -66,12 +66,12 @@ class AesGcm:
         """A fingerprint, from which the key cannot be found."""
         return {"key_id": self.key_id}
 
-    def encode(self, block: Buffer, where: Where) -> Buffer:
+    def encode(self, block: Buffer, where: BlockId) -> Buffer:
         """See `Module.encode`."""
         nonce = os.urandom(NONCE_BYTES)
         return b"".join((nonce, self._xaes.seal(nonce, block, where.as_bytes())))
 
-    def decode(self, block: Buffer, where: Where) -> Buffer:
+    def decode(self, block: Buffer, where: BlockId) -> Buffer:
         """See `Module.decode`. Raises CorruptShardError for what was changed, or moved."""
         view = memoryview(block)
         try:
@@ -92,7 +92,7 @@ class Xaes:
             aead = importlib.import_module("cryptography.hazmat.primitives.ciphers.aead")
             self.invalid = importlib.import_module("cryptography.exceptions").InvalidTag
         except ImportError as error:
-            raise ModuleError(
+            raise CodecError(
                 f"the module aes-gcm needs a package that is not installed ({error}); run: pip "
                 "install 'tierckpt[encryption]'"
             ) from error
@@ -145,7 +145,7 @@ def _no_key(key_id: str) -> str:
 
 
 def find_key() -> tuple[bytes, str] | None:
-    """The key, and in words where it was found; None when none is given. Raises ModuleError for
+    """The key, and in words where it was found; None when none is given. Raises CodecError for
     what is no key."""
     path, text = os.environ.get(FILE_VARIABLE, ""), os.environ.get(KEY_VARIABLE, "")
     if path:
@@ -153,7 +153,7 @@ def find_key() -> tuple[bytes, str] | None:
         try:
             found = Path(path).read_bytes()
         except OSError as error:
-            raise ModuleError(f"the key of aes-gcm: cannot read {where}: {error}") from error
+            raise CodecError(f"the key of aes-gcm: cannot read {where}: {error}") from error
     elif text:
         found, where = text.encode(), f"the environment variable {KEY_VARIABLE}"
     else:
@@ -165,7 +165,7 @@ def find_key() -> tuple[bytes, str] | None:
     except ValueError:  # whose text would show the key
         key = b""
     if len(key) != KEY_BYTES:
-        raise ModuleError(
+        raise CodecError(
             f"{where} does not hold a key of {KEY_BYTES} bytes: there are {len(found)} characters, "
             f"and it should be {2 * KEY_BYTES} hexadecimal digits ({MAKE_ONE})"
         )

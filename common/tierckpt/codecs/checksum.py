@@ -13,7 +13,7 @@ import xxhash
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.encoding import Buffer, Parameter
 
-from .codec import Where
+from .codec import BlockId
 
 
 class Checksum:
@@ -27,11 +27,11 @@ class Checksum:
         """None."""
         return {}
 
-    def encode(self, block: Buffer, where: Where) -> Buffer:
+    def encode(self, block: Buffer, where: BlockId) -> Buffer:
         """See `Module.encode`."""
         return b"".join((xxhash.xxh3_64_digest(block), block))
 
-    def decode(self, block: Buffer, where: Where) -> Buffer:
+    def decode(self, block: Buffer, where: BlockId) -> Buffer:
         """See `Module.decode`."""
         content = memoryview(block)[8:]
         if xxhash.xxh3_64_digest(content) != bytes(block[:8]):

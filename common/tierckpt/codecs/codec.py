@@ -16,12 +16,12 @@ from tierckpt.errors import TierckptError
 from tierckpt.format.encoding import Buffer, Parameter
 
 
-class ModuleError(TierckptError):
+class CodecError(TierckptError):
     """A module cannot do its work: its package, or its key, is missing or is another one."""
 
 
 @dataclass(frozen=True)
-class Where:
+class BlockId:
     """Which block it is. No two blocks that a job ever stores agree in everything but the last."""
 
     job: str
@@ -41,7 +41,7 @@ class Where:
         return json.dumps([*place, self.index], separators=(",", ":")).encode()
 
 
-class Module(Protocol):
+class Codec(Protocol):
     """A class of these is called with the parameters that the user gave, by name, as keywords; and
     with those of `parameters`, to read what another instance wrote.
 
@@ -60,18 +60,18 @@ class Module(Protocol):
         """What a reader must know. Goes into manifests, which anybody may read: no secrets."""
         ...
 
-    def encode(self, block: Buffer, where: Where) -> Buffer:
+    def encode(self, block: Buffer, where: BlockId) -> Buffer:
         """What is to be stored; at least one byte. `block` is the caller's and not kept.
 
-        Raises ModuleError.
+        Raises CodecError.
         """
         ...
 
-    def decode(self, block: Buffer, where: Where) -> Buffer:
+    def decode(self, block: Buffer, where: BlockId) -> Buffer:
         """The inverse, to the byte.
 
         Raises CorruptShardError when `block` is not what `encode` made, where that can be told;
-        what gets by is found later, by the shard's own checksums. Raises ModuleError. What it
+        what gets by is found later, by the shard's own checksums. Raises CodecError. What it
         returns must not grow beyond all bounds, whatever it is given.
         """
         ...

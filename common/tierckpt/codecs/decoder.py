@@ -25,7 +25,7 @@ class Decoder:
     def __init__(self, manifest: Manifest, read: Read, open_other: OpenOther) -> None:
         """Reads the sealed manifest, and with it proves that modules and keys are the right ones.
 
-        Raises what `read` and `open_other` raise; ModuleError; CorruptShardError or FormatError
+        Raises what `read` and `open_other` raise; CodecError; CorruptShardError or FormatError
         when what is stored is not what the manifests say.
         """
         self._manifest, self._read = manifest, read

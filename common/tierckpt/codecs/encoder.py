@@ -8,7 +8,7 @@ from dataclasses import replace
 from tierckpt.format.encoding import Block, Buffer, Encoding, blocks_of
 from tierckpt.format.manifest import Manifest, digest, digest_at
 
-from .codec import Where
+from .codec import BlockId
 from .delta import Base, content_hash
 from .pipeline import Pipeline
 
@@ -37,7 +37,7 @@ class Encoder:
     def stored(self, plain: Iterable[Buffer]) -> Iterator[Buffer]:
         """What is to be stored, one after the other; `plain` are all blocks of the image in order.
 
-        A block that was yielded is valid until the next one is asked for. Raises ModuleError, and
+        A block that was yielded is valid until the next one is asked for. Raises CodecError, and
         FormatError when the blocks are no shard.
         """
         for index, block in enumerate(plain):
@@ -97,10 +97,10 @@ class Encoder:
         return None if self._base else Base(self.manifest, tuple(self._hashes))
 
 
-def where(sealed: Manifest, index: int, item_bytes: int = 1) -> Where:
+def where(sealed: Manifest, index: int, item_bytes: int = 1) -> BlockId:
     """The place of a block of this shard."""
     m = sealed
-    return Where(m.job, m.life, m.generation, m.version, m.shard, m.shards, index, item_bytes)
+    return BlockId(m.job, m.life, m.generation, m.version, m.shard, m.shards, index, item_bytes)
 
 
 Plain = Callable[[], Iterator[Buffer]]

@@ -20,7 +20,7 @@ from typing import Any
 from tierckpt.errors import ConfigError, TierckptError
 from tierckpt.format.encoding import Buffer, Description, Parameter
 
-from .codec import Module, ModuleError, Where
+from .codec import BlockId, Codec, CodecError
 
 GROUP = "tierckpt.codecs"
 OURS = {
@@ -37,7 +37,7 @@ FULL_EVERY = 8
 class Pipeline:
     """What a level does to blocks. False when that is nothing. Any thread."""
 
-    modules: tuple[Module, ...] = ()
+    modules: tuple[Codec, ...] = ()
     full_every: int = 0
     """Of so many versions one is whole, the others refer to it; 0: all are whole."""
 
@@ -62,19 +62,19 @@ class Pipeline:
                 continue
             try:
                 modules.append(make_module(name, parameters))
-            except ModuleError as error:
+            except CodecError as error:
                 raise ConfigError(f"{what} is {text!r}: {error}") from error
         return Pipeline(tuple(modules), full_every)
 
     @staticmethod
     def of_description(description: Description) -> Pipeline:
-        """What undoes that which a manifest names. Raises ModuleError when it cannot be had."""
+        """What undoes that which a manifest names. Raises CodecError when it cannot be had."""
         modules = []
         for name, values in description:
             try:
                 modules.append(make_module(name, values))
-            except ModuleError as error:
-                raise ModuleError(f"it went through the module {name!r}: {error}") from error
+            except CodecError as error:
+                raise CodecError(f"it went through the module {name!r}: {error}") from error
         return Pipeline(tuple(modules))
 
     def __bool__(self) -> bool:
@@ -90,16 +90,16 @@ class Pipeline:
         """For manifests."""
         return tuple((module.name, dict(module.parameters())) for module in self.modules)
 
-    def encode(self, block: Buffer, where: Where) -> Buffer:
-        """See `Module.encode`; in the order of the setting. Whatever else than they may raise comes
-        out as a ModuleError that names the module."""
+    def encode(self, block: Buffer, where: BlockId) -> Buffer:
+        """See `Codec.encode`; in the order of the setting. Whatever else than they may raise comes
+        out as a CodecError that names the module."""
         for module in self.modules:
             with _named(module, "encode", where):
                 block = module.encode(block, where)
         return block
 
-    def decode(self, block: Buffer, where: Where) -> Buffer:
-        """See `Module.decode`; in the reverse order. Errors as from `encode`."""
+    def decode(self, block: Buffer, where: BlockId) -> Buffer:
+        """See `Codec.decode`; in the reverse order. Errors as from `encode`."""
         for module in reversed(self.modules):
             with _named(module, "decode", where):
                 block = module.decode(block, where)
@@ -118,32 +118,32 @@ class Pipeline:
 
 
 @contextlib.contextmanager
-def _named(module: Module, what: str, where: Where) -> Iterator[None]:
+def _named(module: Codec, what: str, where: BlockId) -> Iterator[None]:
     try:
         yield
     except TierckptError:
         raise
     except Exception as error:  # whatever a user's module does
-        raise ModuleError(
+        raise CodecError(
             f"the module {module.name} cannot {what} block {where.index}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
-def make_module(name: str, parameters: Mapping[str, Parameter]) -> Module:
-    """The module of that name. Raises ModuleError, saying which there are, and what they take."""
+def make_module(name: str, parameters: Mapping[str, Parameter]) -> Codec:
+    """The module of that name. Raises CodecError, saying which there are, and what they take."""
     made = _class_of(name)
     try:
         inspect.signature(made).bind(**parameters)
     except TypeError as error:
         known = ", ".join(inspect.signature(made).parameters) or "none"
-        raise ModuleError(f"the module {name} takes these parameters: {known}; {error}") from None
+        raise CodecError(f"the module {name} takes these parameters: {known}; {error}") from None
     try:
-        module: Module = made(**parameters)
+        module: Codec = made(**parameters)
     except TierckptError:
         raise
     except Exception as error:  # one that a rank alone met would leave the others waiting for it
-        raise ModuleError(
+        raise CodecError(
             f"the module {name} cannot be made: {type(error).__name__}: {error}"
         ) from error
     return module
@@ -157,21 +157,21 @@ def _class_of(name: str) -> Callable[..., Any]:
                 importlib.import_module(f".{file}", __package__), attribute
             )
         except ImportError as error:
-            raise ModuleError(f"the module {name} cannot be used here: {error}") from error
+            raise CodecError(f"the module {name} cannot be used here: {error}") from error
         return found
     from importlib.metadata import entry_points  # which is slow to import
 
     theirs = {point.name: point for point in entry_points(group=GROUP)}
     if name not in theirs:
         known = ", ".join(sorted({*OURS, INCREMENTAL, *theirs}))
-        raise ModuleError(
+        raise CodecError(
             f"there is no module {name!r}; those there are: {known}. If it is a package's, "
             "install that on every node"
         )
     try:
         return theirs[name].load()  # type: ignore[no-any-return]
     except Exception as error:  # whatever somebody else's package does when it is imported
-        raise ModuleError(
+        raise CodecError(
             f"the module {name} ({theirs[name].value}) cannot be loaded: {error}"
         ) from error
 

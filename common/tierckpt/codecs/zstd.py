@@ -19,7 +19,7 @@ import numpy as np
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.encoding import Buffer, Parameter
 
-from .codec import ModuleError, Where
+from .codec import BlockId, CodecError
 
 AS_IT_IS = 0
 """First byte of a stored block that was not compressed; else it is the size of the numbers."""
@@ -38,13 +38,13 @@ class Zstd:
         try:
             self._zstd: Any = importlib.import_module("zstandard")
         except ImportError as error:
-            raise ModuleError(
+            raise CodecError(
                 f"the module zstd needs a package that is not installed ({error}); run: pip "
                 "install 'tierckpt[compression]'"
             ) from error
         lowest, highest = -100, self._zstd.MAX_COMPRESSION_LEVEL
         if type(level) is not int or not lowest <= level <= highest:
-            raise ModuleError(f"zstd level={level}: levels are whole, {lowest} to {highest}")
+            raise CodecError(f"zstd level={level}: levels are whole, {lowest} to {highest}")
         self.level = level
         self._mine = threading.local()
 
@@ -52,7 +52,7 @@ class Zstd:
         """The level; a reader does not need it, but may like to know."""
         return {"level": self.level}
 
-    def encode(self, block: Buffer, where: Where) -> Buffer:
+    def encode(self, block: Buffer, where: BlockId) -> Buffer:
         """See `Module.encode`."""
         coder = getattr(self._mine, "compressor", None)
         if coder is None:  # a compressor is one thread's
@@ -63,7 +63,7 @@ class Zstd:
             return b"".join((bytes([AS_IT_IS]), block))
         return b"".join((bytes([size]), packed))
 
-    def decode(self, block: Buffer, where: Where) -> Buffer:
+    def decode(self, block: Buffer, where: BlockId) -> Buffer:
         """See `Module.decode`."""
         view = memoryview(block)
         if view[0] == AS_IT_IS:

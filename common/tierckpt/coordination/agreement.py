@@ -16,7 +16,7 @@ from types import MappingProxyType
 from tierckpt.config import Config
 from tierckpt.core.halt_conditions import Reason
 from tierckpt.core.ledger import BROKEN, DONE, PENDING, REMEMBERED, Ledger, superseded_by
-from tierckpt.core.tuning.autotune import UNKNOWN, Figures
+from tierckpt.core.tuning.autotune import UNKNOWN, CostEstimate
 from tierckpt.core.votes import Vote, as_vote, of_vote
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
@@ -149,7 +149,7 @@ class Agreement:
         slot_free: bool,
         local_free: bool,
         halt: tuple[Reason, bool] = (Reason.NONE, False),
-        figures: Figures = UNKNOWN,
+        figures: CostEstimate = UNKNOWN,
         adapter: int = 0,
         check: tuple[int, int, int, int] = (0, 0, 0, -1),
         unchanged: int = 0,

@@ -1,7 +1,7 @@
 """Together: what one rank raises in a stretch of a restart, all ranks raise.
 
 Between two collectives a rank is alone. If it raises there and leaves, the others wait for it in
-the next collective, some of them for ever. In a stretch of `Together` every object that is gathered
+the next collective, some of them for ever. In a stretch of `ErrorBarrier` every object that is gathered
 comes with a word on its rank, and the end of the stretch is a gathering, too: whoever raises has
 its word in the place of what the others wait for.
 """
@@ -19,7 +19,7 @@ from tierckpt.group import Group
 from .shown_once import said_by, same_on_all
 
 
-class Together:
+class ErrorBarrier:
     """A group, and `with` it a stretch that all ranks begin, and end alike: all well, or all raise.
 
     Where some raise and others do not, all raise the same RestoreError, which names a rank that
@@ -46,7 +46,7 @@ class Together:
         self._group.broadcast(buffer, source)
         self._over = over
 
-    def __enter__(self) -> Together:
+    def __enter__(self) -> ErrorBarrier:
         """A stretch begins."""
         self._over = False
         return self
@@ -88,4 +88,4 @@ def _in_words(error: Exception) -> str:
     return str(error) if known else f"{type(error).__name__}: {error}"
 
 
-__all__ = ["Together"]
+__all__ = ["ErrorBarrier"]

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from tierckpt._text import some
 from tierckpt.agent.client import AgentClient
-from tierckpt.core.copies import Inventory, Place
+from tierckpt.core.copies import Inventory, Location
 from tierckpt.format.manifest import digest
 from tierckpt.group import Group
 
 if TYPE_CHECKING:
     from tierckpt.peer.read_client import RemoteNode
 
-    from .error_barrier import Together
+    from .error_barrier import ErrorBarrier
 
 ROSTER_SECONDS = 5.0
 """So long this node's agent may take to bid welcome, which is to say whom it knows."""
@@ -41,7 +41,7 @@ UNKNOWN: Mark = (0, "")
 
 
 @dataclass(frozen=True)
-class Known:
+class AgentAddress:
     """A node's agent."""
 
     host: str
@@ -63,27 +63,29 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Roster:
+class KnownNodes:
     """The agents of one life of the job, and those of lives before that it had to ask."""
 
     generation: int
     """Of the life."""
-    agents: tuple[Known, ...]
+    agents: tuple[AgentAddress, ...]
 
     def as_message(self) -> dict[str, Any]:
         """For the socket."""
         return asdict(self)
 
     @staticmethod
-    def of_message(values: dict[str, Any]) -> Roster:
+    def of_message(values: dict[str, Any]) -> KnownNodes:
         """The inverse of `as_message`."""
-        return Roster(int(values["generation"]), tuple(Known(**each) for each in values["agents"]))
+        return KnownNodes(
+            int(values["generation"]), tuple(AgentAddress(**each) for each in values["agents"])
+        )
 
-    def without(self, hosts: Iterable[str]) -> Roster:
+    def without(self, hosts: Iterable[str]) -> KnownNodes:
         """Those of other nodes."""
         here = set(hosts)
-        absent = tuple(each for each in self.agents if each.host not in here)
-        return Roster(self.generation, absent)
+        former_nodes = tuple(each for each in self.agents if each.host not in here)
+        return KnownNodes(self.generation, former_nodes)
 
     @property
     def mark(self) -> Mark:
@@ -91,33 +93,33 @@ class Roster:
         return self.generation, digest(repr(self.agents).encode()).hex()
 
 
-class Absent:
+class FormerNodes:
     """One rank's way to them; `look` is collective. Training thread, but for `open`."""
 
     def __init__(self, agent: AgentClient, hosts: Sequence[str], asks: bool) -> None:
         """`hosts`: every rank's node. `asks`: this rank speaks with the node's agent, which has a
         peer level."""
         self._agent, self._hosts, self._asks = agent, hosts, asks
-        self.alive: list[Known] = []
+        self.alive: list[AgentAddress] = []
         """Those that answered when all looked last; alike on all ranks."""
         self.silent: list[str] = []
         """The nodes that did not, and why; the first few. Alike on all ranks."""
         self._down: dict[str, threading.Event] = {}
         """Of these, by the name of their places: set where one has not answered since."""
 
-    def roster(self) -> Roster | None:
+    def known_nodes(self) -> KnownNodes | None:
         """What this node's agent knows of absent nodes; None where there are none, or it does not
         say."""
         if not self._asks:
             return None
         with contextlib.suppress(Exception):  # of whatever kind: the other ranks wait for this one
-            if told := self._agent.roster(ROSTER_SECONDS):
-                roster = Roster.of_message(told).without(self._hosts)
-                return roster if roster.agents else None
+            if told := self._agent.known_nodes(ROSTER_SECONDS):
+                known_nodes = KnownNodes.of_message(told).without(self._hosts)
+                return known_nodes if known_nodes.agents else None
         return None
 
     def look(
-        self, group: Group | Together, roster: Roster | None, marks: Sequence[Mark]
+        self, group: Group | ErrorBarrier, known_nodes: KnownNodes | None, marks: Sequence[Mark]
     ) -> list[list[Inventory]]:
         """What those nodes have, by the rank that asked. `marks`: of every rank's roster. Of those
         that differ, as nodes come from different lives, one rank each tells it, and each rank asks
@@ -130,7 +132,7 @@ class Absent:
             return [[] for _ in marks]
         newest_first = sorted({*marks} - {UNKNOWN}, reverse=True)
         tellers = [marks.index(mark) for mark in newest_first[:MOST_LISTS]]
-        told = group.all_gather_object(roster if group.rank in tellers else None)
+        told = group.all_gather_object(known_nodes if group.rank in tellers else None)
         known = dict.fromkeys(each for teller in tellers for each in told[teller].agents)
         everyone = group.all_gather_object(_ask_all(list(known)[group.rank :: group.size]))
         self.alive = [known for answers, _ in everyone for known, _ in answers]
@@ -138,7 +140,7 @@ class Absent:
         self.silent = self._told_of_silent(why for _, whys in everyone for why in whys.items())
         return [[inventory for _, inventory in answers] for answers, _ in everyone]
 
-    def _told_of_silent(self, whys: Iterable[tuple[Known, str]]) -> list[str]:
+    def _told_of_silent(self, whys: Iterable[tuple[AgentAddress, str]]) -> list[str]:
         """A line for each node of which no agent answered, or for the first few."""
         answered = {known.host for known in self.alive}
         nodes: dict[str, list[str]] = {}
@@ -154,7 +156,7 @@ class Absent:
         rest = [f"nor do {len(more)} more nodes that it was on: {some(more)}"] if more else []
         return lines[:MOST_TOLD] + rest
 
-    def open(self, place: Place) -> RemoteNode | None:
+    def open(self, place: Location) -> RemoteNode | None:
         """One that answered, for what is at that place; the caller closes it. Any thread."""
         for known in self.alive:
             if known.where == place.where:
@@ -162,13 +164,15 @@ class Absent:
         return None
 
 
-def _ask_all(nodes: Sequence[Known]) -> tuple[list[tuple[Known, Inventory]], dict[Known, str]]:
+def _ask_all(
+    nodes: Sequence[AgentAddress],
+) -> tuple[list[tuple[AgentAddress, Inventory]], dict[AgentAddress, str]]:
     """What those that answer have, and why the others do not. Raises nothing: the other ranks wait
     for this one."""
-    answers: list[tuple[Known, Inventory]] = []
+    answers: list[tuple[AgentAddress, Inventory]] = []
     silent = {known: f"{known.where} was not asked: no more threads" for known in nodes}
 
-    def ask(known: Known) -> None:
+    def ask(known: AgentAddress) -> None:
         try:
             with contextlib.closing(_remote(known)) as node:
                 answers.append((known, node.inventory(known.host)))
@@ -188,7 +192,7 @@ def _ask_all(nodes: Sequence[Known]) -> tuple[list[tuple[Known, Inventory]], dic
 
 
 def _remote(
-    known: Known, down: threading.Event | None = None, in_memory: bool = False
+    known: AgentAddress, down: threading.Event | None = None, in_memory: bool = False
 ) -> RemoteNode:
     from tierckpt.peer.address import Address
     from tierckpt.peer.read_client import RemoteNode

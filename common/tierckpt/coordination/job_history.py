@@ -20,8 +20,8 @@ from tierckpt.core.copies import (
     Found,
     FoundParity,
     Inventory,
+    Location,
     Pin,
-    Place,
     Problem,
 )
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
@@ -31,8 +31,8 @@ from tierckpt.storage.inventory import nothing_seen, take_inventory
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
 
-from .error_barrier import Together
-from .former_nodes import UNKNOWN, Absent
+from .error_barrier import ErrorBarrier
+from .former_nodes import UNKNOWN, FormerNodes
 
 if TYPE_CHECKING:
     from tierckpt.peer.read_client import RemoteNode
@@ -46,7 +46,7 @@ MOST_NAMED = 8
 """Shards, or places."""
 
 
-class Lives:
+class JobHistory:
     """One rank's knowledge, alike on all. Training thread; `look` is collective."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Lives:
         job: JobDirectory,
         store: LocalStore,
         host: str,
-        absent: Absent | None = None,
+        former_nodes: FormerNodes | None = None,
         directory_is_new: bool = False,
         directory_is_another: bool = False,
     ) -> None:
@@ -91,7 +91,7 @@ class Lives:
         """Where nobody could see what is there."""
         self._config, self._group, self._job = config, group, job
         self._store, self._host = store, host
-        self._absent = absent
+        self._former_nodes = former_nodes
         self._directory_is_new, self._is_another = directory_is_new, directory_is_another
         self._next_generation = 1
         self._began = 0, 0
@@ -116,15 +116,15 @@ class Lives:
         """Whether a version of that generation was taken in this life, or a later one."""
         return generation >= self._began[0]
 
-    def look(self, together: Together | None = None) -> None:
+    def look(self, error_barrier: ErrorBarrier | None = None) -> None:
         """Take stock of all levels on all nodes; this is what a new life begins with. In a stretch
-        of `together`, if that is given."""
+        of `error_barrier`, if that is given."""
         shared = self._config.persistent if self._group.rank == 0 else None
         try:
             mine = take_inventory(self._job, self._store, self._host, shared)
         except Exception as error:  # the other ranks wait for it
             mine = nothing_seen(self._host, error)
-        inventories = self._gather(together or self._group, mine)
+        inventories = self._gather(error_barrier or self._group, mine)
         token = inventories[0].token
         self.name, self.secret = token[:NAME_LETTERS], token[NAME_LETTERS:]
         self.found = [i.found for i in inventories]
@@ -141,21 +141,21 @@ class Lives:
         self.unseen = _told(p for i in inventories for p in i.unseen)
         self._next_generation = 1 + max(i.generation for i in inventories)
 
-    def _gather(self, group: Group | Together, mine: Inventory) -> Sequence[Inventory]:
+    def _gather(self, group: Group | ErrorBarrier, mine: Inventory) -> Sequence[Inventory]:
         """Every rank's, and what agents of nodes have on which no rank is."""
-        roster = self._absent.roster() if self._absent else None
-        told = group.all_gather_object((mine, roster.mark if roster else UNKNOWN))
+        known_nodes = self._former_nodes.known_nodes() if self._former_nodes else None
+        told = group.all_gather_object((mine, known_nodes.mark if known_nodes else UNKNOWN))
         inventories, marks = zip(*told, strict=True)
-        if self._absent is None:
+        if self._former_nodes is None:
             return inventories
-        theirs = self._absent.look(group, roster, marks)
+        theirs = self._former_nodes.look(group, known_nodes, marks)
         return [each.plus(more) for each, more in zip(inventories, theirs, strict=True)]
 
-    def open_agent(self, place: Place) -> RemoteNode | None:
+    def open_agent(self, place: Location) -> RemoteNode | None:
         """The agent of an absent node, for what is at that place; the caller closes it."""
-        return self._absent.open(place) if self._absent else None
+        return self._former_nodes.open(place) if self._former_nodes else None
 
-    def reject(self, bad: Collection[tuple[ShardKey, Place]]) -> None:
+    def reject(self, bad: Collection[tuple[ShardKey, Location]]) -> None:
         """These copies proved damaged: of what is on a disk the name alone is known."""
         self.found = [tuple(f for f in each if (f.key, f.place) not in bad) for each in self.found]
         self.damaged |= {key for key, place in bad if place.level == "local"}
@@ -163,7 +163,7 @@ class Lives:
     @property
     def silent(self) -> list[str]:
         """Nodes without a rank that did not tell what they have, and why; the first few."""
-        return self._absent.silent if self._absent else []
+        return self._former_nodes.silent if self._former_nodes else []
 
     def begin_afresh(self) -> None:
         """Start from nothing, in a generation of its own."""

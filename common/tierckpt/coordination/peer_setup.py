@@ -15,8 +15,8 @@ from tierckpt.group import Group, Node
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import job_directory
 
-from .former_nodes import Known, Roster
-from .settings_check import Roll
+from .former_nodes import AgentAddress, KnownNodes
+from .settings_check import JobTopology
 
 if TYPE_CHECKING:
     from tierckpt.peer.address import Address
@@ -28,7 +28,7 @@ MEET_SECONDS = 30.0
 Groups = tuple[RedundancyGroup, ...]
 
 
-def redundancy_groups(config: Config, roll: Roll, group: Group) -> tuple[Groups, str]:
+def redundancy_groups(config: Config, topology: JobTopology, group: Group) -> tuple[Groups, str]:
     """Who protects whom, empty when nobody does; and what to say where that is not as asked.
 
     Raises ConfigError when it cannot be as asked and the job has yet to begin. Later nodes may be
@@ -39,7 +39,7 @@ def redundancy_groups(config: Config, roll: Roll, group: Group) -> tuple[Groups,
     if not config.uses("peer"):
         return (), ""
     try:
-        return plan_groups(roll.domains, scheme, config.peer.group_size), ""
+        return plan_groups(topology.domains, scheme, config.peer.group_size), ""
     except TooFewDomainsError as error:
         if not any(group.all_gather_object(_is_begun(config))):
             raise
@@ -83,7 +83,7 @@ def out_of_reach(addresses: Sequence[Address | None], networks: Sequence[str]) -
     return problems
 
 
-class Peers:
+class PeerSetup:
     """One rank's part. Training thread.
 
     What needs another node goes on between the agents; here they are only introduced.
@@ -93,13 +93,13 @@ class Peers:
         self,
         config: Config,
         group: Group,
-        roll: Roll,
+        topology: JobTopology,
         agent: AgentClient,
         groups: Groups,
     ) -> None:
         """`groups`: see `redundancy_groups`."""
-        self._config, self._group, self._roll, self._agent = config.peer, group, roll, agent
-        self._node: Node = roll.node(group.rank)
+        self._config, self._group, self._topology, self._agent = config.peer, group, topology, agent
+        self._node: Node = topology.node(group.rank)
         self.groups = groups
         self.ready = False
         """The agents know each other."""
@@ -115,11 +115,11 @@ class Peers:
         self,
         secret: str,
         generation: int,
-        absent: Sequence[Known],
+        former_nodes: Sequence[AgentAddress],
         complain: Callable[[str], None],
     ) -> None:
         """Introduce the agents of all nodes to each other; collective, when a life begins, of which
-        they prove to know the secret. They remember those of `absent` nodes for the next one.
+        they prove to know the secret. They remember those of `former_nodes` nodes for the next one.
 
         A node whose agent cannot be reached costs the level, on all ranks alike, and not the job.
         """
@@ -142,7 +142,7 @@ class Peers:
             return
         if mine is None:
             return
-        hosts = self._roll.hosts
+        hosts = self._topology.hosts
         of_host = {h: a for h, a in zip(hosts, addresses, strict=True) if a is not None}
         of_rank = {rank: of_host[host] for rank, host in enumerate(hosts)}
         parties = [
@@ -152,9 +152,9 @@ class Peers:
             if rank in self._node.ranks
         ]
         where["port"] = mine.port
-        everybody = (Known(h, a.host, a.port, secret) for h, a in sorted(of_host.items()))
-        roster = Roster(generation, (*everybody, *absent))
-        self._agent.introduce(where, [p.as_message() for p in parties], roster.as_message())
+        everybody = (AgentAddress(h, a.host, a.port, secret) for h, a in sorted(of_host.items()))
+        known_nodes = KnownNodes(generation, (*everybody, *former_nodes))
+        self._agent.introduce(where, [p.as_message() for p in parties], known_nodes.as_message())
 
     def protect(self, version: VersionId) -> bool:
         """Have a version protected that is complete on all local levels.
@@ -174,10 +174,10 @@ class Peers:
         """What the agent is told of where to listen, and what to show."""
         others = [
             n
-            for n, h in zip(self._roll.names, self._roll.hosts, strict=True)
-            if h != self._roll.hosts[self._group.rank]
+            for n, h in zip(self._topology.names, self._topology.hosts, strict=True)
+            if h != self._topology.hosts[self._group.rank]
         ]
-        mine = self._roll.names[self._group.rank]
+        mine = self._topology.names[self._group.rank]
         # Not towards ourselves: a machine's own name is often a loopback address on it.
         towards = next((name for name in others if name != mine), "localhost")
         agent = self._agent
@@ -189,7 +189,7 @@ class Peers:
             "shelf": {
                 "root": agent.settings.root,
                 "job": agent.settings.folder,
-                "directory": agent.desk.directory,
+                "directory": agent.session.directory,
             },
         }
 

@@ -32,7 +32,7 @@ _PATHS: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
-class Order:
+class ProofOrder:
     """What a run is to do."""
 
     folder: Path
@@ -67,7 +67,7 @@ class Order:
         return str(scratch / "{node}" if "{node}" in path else scratch)
 
 
-def order_here() -> Order | None:
+def order_here() -> ProofOrder | None:
     """This process's; None where nobody proves anything. Raises ConfigError where it cannot be
     read: without it the job would write to the user's checkpoints."""
     folder = os.environ.get(VARIABLE)
@@ -76,7 +76,7 @@ def order_here() -> Order | None:
     try:
         values = json.loads((Path(folder) / FILE_NAME).read_text())
         given = {name: values[name] for name in ("keep", "kill_at")}
-        return Order(Path(folder), int(values["until"]), **given)
+        return ProofOrder(Path(folder), int(values["until"]), **given)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{VARIABLE} is {folder!r}, and there is no order of `tierckpt prove` that can be read "
@@ -123,11 +123,11 @@ def path_of(place: str) -> str:
     return _PATHS.get(place, place)
 
 
-def _take_seed(order: Order, directory: Path) -> None:
+def _take_seed(order: ProofOrder, directory: Path) -> None:
     """Any rank that comes first, for its node; before any rank looks for it."""
     with contextlib.suppress(OSError):
         directory.parent.mkdir(exist_ok=True)
         (order.folder / SEED).rename(directory)
 
 
-__all__ = ["Order", "order_here", "path_of", "redirected"]
+__all__ = ["ProofOrder", "order_here", "path_of", "redirected"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from tierckpt._host import host_id
 from tierckpt._text import some
-from tierckpt.agent.environment import fingerprint
+from tierckpt.agent.environment import environment_fingerprint
 from tierckpt.codecs.pipeline import Pipeline
 from tierckpt.config import STORAGE_OPTIONS, TABLES, Config, known_settings, load_config
 from tierckpt.errors import ConfigError, TierckptError, UnsupportedStateError
@@ -33,7 +33,7 @@ OWN = frozenset((*PLACES, "peer_domain", "peer_interface", "peer_port"))
 
 
 @dataclass(frozen=True)
-class Roll:
+class JobTopology:
     """Who takes part in the job, and where; by rank."""
 
     hosts: tuple[str, ...]
@@ -42,8 +42,8 @@ class Roll:
     """Host names of their machines."""
     domains: tuple[str, ...]
     """What dies together."""
-    surroundings: tuple[str, ...] = ()
-    """See `surroundings.fingerprint`. Its node's first rank's count for an agent."""
+    environment: tuple[str, ...] = ()
+    """See `environment.fingerprint`. Its node's first rank's count for an agent."""
     token: str = ""
     """Drawn for this attach, by rank 0."""
     launch: Launch = field(default_factory=Launch)
@@ -65,9 +65,9 @@ class _Told:
     compared: tuple[tuple[str, str], ...] = ()
     where: tuple[str, str, str] = ("", "", "")
     """Node, host name, domain."""
-    surroundings: str = ""
+    environment: str = ""
     token: str = ""
-    """See `Roll`."""
+    """See `JobTopology`."""
     starters: tuple[str, ...] = ()
     kind: str = ConfigError.__name__
     """Of the error that says so."""
@@ -75,7 +75,7 @@ class _Told:
 
 def agree_on_settings(
     arguments: Mapping[str, Any], config_file: str | os.PathLike[str] | None, group: Group
-) -> tuple[Config, Roll]:
+) -> tuple[Config, JobTopology]:
     """Load this rank's settings, and compare them with the other ranks'. Collective.
 
     Raises ConfigError on all ranks, naming those whose settings cannot be used (a key may be
@@ -90,7 +90,7 @@ def agree_on_settings(
         host = host_id(config.node)
         where = (host, socket.gethostname(), config.peer.domain or host)
         compared, token = tuple(_compared(config)), secrets.token_hex(8)
-        mine = _Told("", compared, where, fingerprint(), token, launch.starters)
+        mine = _Told("", compared, where, environment_fingerprint(), token, launch.starters)
     except ConfigError as error:
         if group.size == 1:
             raise
@@ -100,10 +100,10 @@ def agree_on_settings(
         raise said_by(wrong, 0, group.rank)
     assert config is not None, "or this rank had trouble"
     hosts, names, domains = zip(*(told.where for told in everyone), strict=True)
-    surroundings = tuple(told.surroundings for told in everyone)
+    environment = tuple(told.environment for told in everyone)
     starters = smallest(starter for told in everyone for starter in told.starters)
     token = everyone[0].token
-    return config, Roll(hosts, names, domains, surroundings, token, launch, starters)
+    return config, JobTopology(hosts, names, domains, environment, token, launch, starters)
 
 
 def refused(error: TierckptError, group: Group) -> TierckptError:

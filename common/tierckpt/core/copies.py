@@ -10,7 +10,7 @@ from tierckpt.errors import NewerFormatError
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
 
 AGENT = "agent"
-"""Level of what the agent of a node shows that is none of the job's any more, see `absent`."""
+"""Level of what the agent of a node shows that is none of the job's any more, see `former_nodes`."""
 LEVELS = ("memory", "local", "peer", AGENT, "persistent")
 """Cheapest first."""
 FAR = frozenset((AGENT, "persistent"))
@@ -20,7 +20,7 @@ EVERYWHERE = "*"
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class Location:
     """One copy of one shard."""
 
     level: str
@@ -43,7 +43,7 @@ class Found:
     """A shard that some rank sees, by its manifest; its data was not looked at."""
 
     key: ShardKey
-    place: Place
+    place: Location
     lineage: Lineage
     life: str = ""
     metric: float | None = None
@@ -61,7 +61,7 @@ class FoundParity:
     """Parity that some rank sees, by its manifest."""
 
     key: ParityKey
-    place: Place
+    place: Location
     lineage: Lineage
     life: str
     group: tuple[int, ...]
@@ -73,7 +73,7 @@ class FoundParity:
 class Problem(NamedTuple):
     """Why something cannot be used, or seen."""
 
-    place: Place
+    place: Location
     why: str
     newer: bool = False
     """It is of a newer format."""
@@ -82,7 +82,7 @@ class Problem(NamedTuple):
 
     @staticmethod
     def of(
-        place: Place, error: Exception, what: str = "", keys: tuple[ShardKey, ...] = ()
+        place: Location, error: Exception, what: str = "", keys: tuple[ShardKey, ...] = ()
     ) -> Problem:
         """What `error` makes of it; `what` comes first, where the place says too little."""
         why = str(error).removeprefix(f"{place.where}: ")  # errors of a store begin so
@@ -140,7 +140,7 @@ __all__ = [
     "Found",
     "FoundParity",
     "Inventory",
+    "Location",
     "Pin",
-    "Place",
     "Problem",
 ]

@@ -16,9 +16,9 @@ from tierckpt.erasure.exchange_plan import plan_rebuild
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import Key, Lineage, ParityKey, ShardKey, VersionId, newest_first
 
-from .copies import EVERYWHERE, FAR, LEVELS, Found, FoundParity, Place
+from .copies import EVERYWHERE, FAR, LEVELS, Found, FoundParity, Location
 
-REBUILT = Place("peer", EVERYWHERE, "rebuilt")
+REBUILT = Location("peer", EVERYWHERE, "rebuilt")
 """Of what was lost and is made again."""
 
 
@@ -27,7 +27,7 @@ class Source:
     """Where one shard comes from."""
 
     shard: int
-    place: Place
+    place: Location
     reader: int
     """The rank that reads and verifies it, or makes it."""
     direct: bool
@@ -46,7 +46,7 @@ class ParitySource:
     member: int
     """On the ring."""
     key: ParityKey
-    place: Place
+    place: Location
     reader: int
     segments: tuple[int, ...]
     """Which of it are read; nothing is made of the others."""
@@ -81,10 +81,10 @@ class RestorePlan:
         return {level: names.count(level) for level in LEVELS if level in names}
 
 
-Bad = frozenset[tuple[ShardKey, Place]]
-Readers = Mapping[tuple[ShardKey, Place], int]
+Bad = frozenset[tuple[ShardKey, Location]]
+Readers = Mapping[tuple[ShardKey, Location], int]
 """Who read a copy at an earlier try, and has it."""
-Unreachable = frozenset[tuple[ShardKey, Place, int]]
+Unreachable = frozenset[tuple[ShardKey, Location, int]]
 """Copies that a rank could not get at, and that rank; others may."""
 
 
@@ -110,7 +110,7 @@ def plan_restore(
     """
     nodes = nodes or [str(rank) for rank in range(len(inventories))]
     sight = _Sight(len(inventories), readers, unreachable)
-    seen: dict[tuple[str, ShardKey], dict[Place, list[int]]] = {}
+    seen: dict[tuple[str, ShardKey], dict[Location, list[int]]] = {}
     lineages: dict[VersionId, Lineage] = {}
     for rank, inventory in enumerate(inventories):
         for item in inventory:
@@ -150,9 +150,9 @@ class _Sight:
         far = [(key, place, rank) for key, place, rank in unreachable if _is_far(place)]
         self._without = {(key.id, place, rank) for key, place, rank in far}
         self._trouble = {(place, rank) for _, place, rank in far}
-        self._of_all: dict[tuple[VersionId, Place], Sequence[int]] = {}
+        self._of_all: dict[tuple[VersionId, Location], Sequence[int]] = {}
 
-    def of(self, key: ShardKey, seen: Mapping[Place, Sequence[int]]) -> Places:
+    def of(self, key: ShardKey, seen: Mapping[Location, Sequence[int]]) -> Places:
         """Of the places where ranks saw the shard, those that are left, with who may read there."""
         readers = {place: self._readers(key, place, ranks) for place, ranks in seen.items()}
         left = {place: ranks for place, ranks in readers.items() if ranks}
@@ -163,11 +163,11 @@ class _Sight:
             if _cost(place) not in held or self._holder(key, place) is not None
         }
 
-    def _holder(self, key: ShardKey, place: Place) -> int | None:
+    def _holder(self, key: ShardKey, place: Location) -> int | None:
         holder = self._had.get((key, place))
         return None if (key, place, holder) in self._unreachable else holder
 
-    def _readers(self, key: ShardKey, place: Place, seers: Sequence[int]) -> Sequence[int]:
+    def _readers(self, key: ShardKey, place: Location, seers: Sequence[int]) -> Sequence[int]:
         if (holder := self._holder(key, place)) is not None:
             return [holder]
         if place.host != EVERYWHERE:
@@ -176,23 +176,23 @@ class _Sight:
             self._of_all[key.id, place] = self._all_but_those_in_trouble(key.id, place)
         return self._of_all[key.id, place]
 
-    def _all_but_those_in_trouble(self, version: VersionId, place: Place) -> Sequence[int]:
+    def _all_but_those_in_trouble(self, version: VersionId, place: Location) -> Sequence[int]:
         if not self._trouble:
             return self._everyone
         left = [rank for rank in self._everyone if (version, place, rank) not in self._without]
         return [rank for rank in left if (place, rank) not in self._trouble] or left
 
 
-def _cost(place: Place) -> tuple[int, bool, bool]:
+def _cost(place: Location) -> tuple[int, bool, bool]:
     """The cheapest is the least."""
     return LEVELS.index(place.level), not place.in_memory, place.encoded
 
 
-def _is_far(place: Place) -> bool:
+def _is_far(place: Location) -> bool:
     return place.level in FAR
 
 
-Places = Mapping[Place, Sequence[int]]
+Places = Mapping[Location, Sequence[int]]
 """Where a shard is, and which ranks may read it there."""
 
 
@@ -210,7 +210,7 @@ def _readers_at(places: Places) -> Sequence[int]:
     return sorted({*first}.union(*others)) if others else first
 
 
-def _place_of(reader: int, places: Places) -> Place:
+def _place_of(reader: int, places: Places) -> Location:
     return next(place for place, ranks in places.items() if reader in ranks)
 
 
@@ -287,7 +287,7 @@ def _parities_of(
     sight: _Sight,
 ) -> Parities:
     """What there is of the version that `key` is of."""
-    found: dict[tuple[tuple[int, ...], int, int], dict[ParityKey, dict[Place, list[int]]]] = {}
+    found: dict[tuple[tuple[int, ...], int, int], dict[ParityKey, dict[Location, list[int]]]] = {}
     for rank, inventory in enumerate(parities):
         for p in inventory:
             same = (p.life, p.key.id, p.key.shards) == (life, key.id, key.shards)

@@ -35,7 +35,7 @@ class RetentionPolicy:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldVersions:
     """A version that exists."""
 
     name: VersionName
@@ -50,7 +50,7 @@ class Held:
 
 
 def retirable(
-    held: Iterable[Held], policy: RetentionPolicy, job: str, lineage: Lineage, life: str
+    held: Iterable[HeldVersions], policy: RetentionPolicy, job: str, lineage: Lineage, life: str
 ) -> list[VersionName]:
     """Versions that no rule wants, and none that stays refers to, oldest first.
 
@@ -77,7 +77,7 @@ def retirable(
     return sorted(going - needed)
 
 
-def _of_line(held: list[Held], lineage: Lineage, life: str) -> list[Held]:
+def _of_line(held: list[HeldVersions], lineage: Lineage, life: str) -> list[HeldVersions]:
     """The life's own versions, and its ancestors'.
 
     A lineage has no names of lives. Where several took one generation, because they never saw each

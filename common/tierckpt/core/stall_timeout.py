@@ -18,7 +18,7 @@ def most_quiet_seconds(nbytes: int) -> float:
     return min(QUIET_SECONDS + nbytes / SLOWEST_BYTES_PER_SECOND, MOST_QUIET_SECONDS)
 
 
-class Patience:
+class StallTimeout:
     """One wait. Times are of one clock that does not jump."""
 
     def __init__(self, quiet_seconds: float, now: float) -> None:
@@ -42,4 +42,4 @@ class Patience:
         return over and was_over
 
 
-__all__ = ["Patience", "most_quiet_seconds"]
+__all__ = ["StallTimeout", "most_quiet_seconds"]

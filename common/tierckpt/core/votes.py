@@ -6,7 +6,7 @@ import math
 import struct
 from dataclasses import dataclass
 
-from tierckpt.core.tuning.autotune import Figures
+from tierckpt.core.tuning.autotune import CostEstimate
 
 from .halt_conditions import Reason
 from .ledger import DONE
@@ -128,9 +128,9 @@ class Vote:
         return Vote(*values)
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> CostEstimate:
         """The largest of all ranks, each."""
-        return Figures(
+        return CostEstimate(
             -self.less_step_us,
             -self.less_memory_us,
             -self.less_local_us,

@@ -20,7 +20,7 @@ from .shard_file import ShardHeader
 
 
 @dataclass(frozen=True)
-class Outline:
+class ShardSummary:
     """One shard's, as who read it tells it all ranks. Its size goes with the number of tensors that
     begin in it, so that of all shards together does not grow with tensors times ranks."""
 
@@ -34,10 +34,10 @@ class Outline:
     """Of the optimizers; shard 0's alone."""
 
     @staticmethod
-    def of(shard: int, header: ShardHeader) -> Outline:
+    def of(shard: int, header: ShardHeader) -> ShardSummary:
         """What is told of a shard."""
         striped = [piece for piece in header.pieces if not piece.own]
-        return Outline(
+        return ShardSummary(
             header.header_bytes,
             header.data_bytes,
             tuple(piece.spec for piece in striped if piece.start == 0),
@@ -52,7 +52,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class OwnState:
+class RankState:
     """What a rank takes from one shard alone: where it was, and what was its own."""
 
     manifest: bytes
@@ -62,18 +62,18 @@ class OwnState:
     """Of per-rank tensors."""
 
     @staticmethod
-    def of(manifest: bytes, tree: bytes, header: ShardHeader) -> OwnState:
+    def of(manifest: bytes, tree: bytes, header: ShardHeader) -> RankState:
         """Of the shard with that header."""
-        return OwnState(manifest, tree, tuple(p.spec for p in header.pieces if p.own))
+        return RankState(manifest, tree, tuple(p.spec for p in header.pieces if p.own))
 
 
 @dataclass
-class Contents:
+class VersionSummary:
     """All that a version consists of, for one rank."""
 
-    outlines: Sequence[Outline]
+    outlines: Sequence[ShardSummary]
     """By shard."""
-    own: OwnState
+    own: RankState
     missing: list[str] = field(default_factory=list)
     """Tensors of which elements are in no shard, in words."""
     specs: dict[str, TensorSpec] = field(init=False)

@@ -43,7 +43,7 @@ Notice = Callable[[str, int], None]
 """Takes text and severity."""
 
 
-class Halting:
+class HaltController:
     """One rank's part. Training thread; signals are heard if that is the main thread."""
 
     def __init__(

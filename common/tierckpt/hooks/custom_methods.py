@@ -22,7 +22,7 @@ from .step_hook import never_compiled
 NOT_THEIRS = ("torch.", "horovod.", "tierckpt", "abc", "builtins", "typing")
 
 
-class OwnMethods:
+class CustomMethods:
     """Owns what it puts in their place: `close` takes it away. Training thread."""
 
     def __init__(
@@ -127,4 +127,4 @@ def _own(kind: type, with_step: bool) -> Iterator[tuple[str, Callable[..., Any]]
             yield name, function
 
 
-__all__ = ["OwnMethods", "Waiting"]
+__all__ = ["CustomMethods", "Waiting"]

@@ -28,7 +28,7 @@ Say = Callable[[str, int], None]
 _counter = attrgetter("_version")
 
 
-class Unstepped:
+class IdleOptimizers:
     """Says it, once for each optimizer. Training thread."""
 
     def __init__(self, state: TrainingState, say: Say) -> None:
@@ -130,4 +130,4 @@ def _members(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
-__all__ = ["BOUNDARIES", "STEPS", "Unstepped"]
+__all__ = ["BOUNDARIES", "STEPS", "IdleOptimizers"]

@@ -1,7 +1,7 @@
 """Hooks: what a checkpointer puts on the model and on optimizers, put up and taken down together.
 
 Before any step of any optimizer it is asked whose that is: one that was given (`iterations`), one
-that was not and changes the state (`strangers`), or none of our business.
+that was not and changes the state (`unregistered`), or none of our business.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tierckpt.state.optimizers.nested import inside
 from tierckpt.state.training_state import TrainingState
 
 from .closures import Arguments
-from .custom_methods import OwnMethods
+from .custom_methods import CustomMethods
 from .iterations import Iterations
-from .step_hook import Stepwatch
-from .unregistered_optimizers import Strangers
+from .step_hook import GlobalStepHook
+from .unregistered_optimizers import UnregisteredOptimizers
 from .unsaved_objects import Unsaved
 
 if TYPE_CHECKING:
@@ -45,30 +45,30 @@ class Hooks:
         `before_change`, a method, when something else than a step may; `say` takes text and
         severity, each thing once. `line`: see `unsaved`."""
         self._iterations = iterations
-        self._strangers = Strangers(state, before_stranger, say)
+        self._unregistered = UnregisteredOptimizers(state, before_stranger, say)
         self._counters = Counters(state, say)
-        self.unsaved = Unsaved(state, self._strangers.found, line, say)
+        self.unsaved = Unsaved(state, self._unregistered.found, line, say)
         given, steppers = state.given.values(), state.steppers
         with contextlib.ExitStack() as undo:
             undo.callback(iterations.unwatch)
             iterations.watch(model, steppers)
             within = [inner for each in given for _, inner in inside(each)]
-            undo.callback(OwnMethods([*given, *within], state.hollow, before_change).close)
-            undo.callback(Stepwatch(self._before_any_step).close)
+            undo.callback(CustomMethods([*given, *within], state.hollow, before_change).close)
+            undo.callback(GlobalStepHook(self._before_any_step).close)
             if trace is not None:  # behind the stepwatch: what is waited for there is no update
                 for hook in trace.watch({n: each[0] for n, each in steppers.items() if each}):
                     undo.callback(hook.remove)
             self._undo = undo.pop_all()
 
     @property
-    def strangers(self) -> list[torch.optim.Optimizer]:
+    def unregistered(self) -> list[torch.optim.Optimizer]:
         """Optimizers that were not given and step parameters of the model."""
-        return self._strangers.found()
+        return self._unregistered.found()
 
     def called(self) -> None:
         """The loop called `step()`, of the checkpointer: the iteration is over."""
         stepped = self._iterations.stepped
-        self._strangers.unstepped.boundary(stepped)
+        self._unregistered.unstepped.boundary(stepped)
         if stepped:
             self._counters.boundary()
 
@@ -82,7 +82,7 @@ class Hooks:
         self.unsaved.step_begins()
         if self._iterations.watches(optimizer):
             return self._iterations.begins(optimizer, args, kwargs)
-        self._strangers.begins(optimizer)
+        self._unregistered.begins(optimizer)
         return None
 
 

@@ -39,7 +39,7 @@ def never_compiled(reason: str) -> Callable[[Function], Function]:
     return marked
 
 
-class Stepwatch:
+class GlobalStepHook:
     """Owns the hook: `close` removes it."""
 
     def __init__(self, before_step: BeforeStep) -> None:
@@ -72,4 +72,4 @@ def _put_first(handle: Any) -> None:
         hooks.move_to_end(handle.id, last=False)
 
 
-__all__ = ["Stepwatch", "never_compiled"]
+__all__ = ["GlobalStepHook", "never_compiled"]

@@ -18,10 +18,10 @@ import torch
 from tierckpt._text import some
 from tierckpt.state.training_state import TrainingState, optimizer_class
 
-from .idle_optimizers import Unstepped
+from .idle_optimizers import IdleOptimizers
 
 
-class Strangers:
+class UnregisteredOptimizers:
     """Holds back the steps of strangers. Used by the threads that make them: the training's."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Strangers:
         """`barrier` returns when the state may be changed; `say` takes text and severity, of each
         class once."""
         self._state, self._barrier, self._say = state, barrier, say
-        self.unstepped = Unstepped(state, say)
+        self.unstepped = IdleOptimizers(state, say)
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, bool, bool]] = (
             weakref.WeakKeyDictionary()
         )
@@ -76,4 +76,4 @@ class Strangers:
         return bool(names), bool(names)
 
 
-__all__ = ["Strangers"]
+__all__ = ["UnregisteredOptimizers"]

@@ -44,13 +44,13 @@ class Unsaved:
     def __init__(
         self,
         state: TrainingState,
-        strangers: Callable[[], Iterable[torch.optim.Optimizer]],
+        unregistered: Callable[[], Iterable[torch.optim.Optimizer]],
         line: str,
         say: Say,
     ) -> None:
-        """`strangers` are optimizers beside the given ones that step the model's parameters; `line`
+        """`unregistered` are optimizers beside the given ones that step the model's parameters; `line`
         is how an object is given, with `{name}` and `{it}`; `say` takes text and severity."""
-        self._state, self._strangers, self._line, self._say = state, strangers, line, say
+        self._state, self._unregistered, self._line, self._say = state, unregistered, line, say
         self._scalers: list[_Ref] = []
         self._looks = 0
         self._marks: list[Any] = []
@@ -139,7 +139,7 @@ class Unsaved:
 
     def _ours(self) -> Iterator[Any]:
         """Optimizers whose steps change the model."""
-        for each in (*self._state.given.values(), *self._strangers()):
+        for each in (*self._state.given.values(), *self._unregistered()):
             yield each
             yield from (inner for _, inner in inside(each))
 

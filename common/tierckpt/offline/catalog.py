@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tierckpt.core.copies import LEVELS, Found, FoundParity, Place, Problem
+from tierckpt.core.copies import LEVELS, Found, FoundParity, Location, Problem
 from tierckpt.format.ids import ShardKey, VersionId, on_lineage
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.local.store import LocalStore
@@ -156,7 +156,7 @@ def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
             _add_persistent(row, VersionName(id_, shards, life), there.open_store)
 
 
-def manifest_at(key: ShardKey, place: Place) -> Manifest | None:
+def manifest_at(key: ShardKey, place: Location) -> Manifest | None:
     """Of one copy in memory or on a disk; None where it is no longer there, or not sound."""
     with suppress(Exception):
         if place.level == "memory":

@@ -13,8 +13,8 @@ import torch
 
 from tierckpt.format.manifest import digest
 from tierckpt.state.custom_values import (
+    ForeignValue,
     Parts,
-    Stranger,
     is_made_of_tensors,
     name_of,
     taken_apart,
@@ -61,7 +61,7 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Leaf]]:
         yield from _inner(value.inner, path)
         if value.context:
             yield from _flat(value.context, f"{path}.context")
-    elif isinstance(value, Stranger):
+    elif isinstance(value, ForeignValue):
         yield path, Kind(value.kind)
         inner = value.parts if isinstance(value.parts, Mapping) else {"value": value.parts}
         yield from _inner(inner, path)

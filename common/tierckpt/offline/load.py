@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from tierckpt.coordination.error_barrier import Together
+from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.core.copies import Problem
 from tierckpt.errors import RestoreError
 from tierckpt.format.layout import Piece
 from tierckpt.format.manifest import Manifest
-from tierckpt.format.shard_summary import Contents
+from tierckpt.format.shard_summary import VersionSummary
 from tierckpt.group import SingleGroup
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.restorer import Restorer
-from tierckpt.restore.shard_image import Image
-from tierckpt.restore.tensor_fill import Filler
-from tierckpt.restore.verified_version import Attempt
+from tierckpt.restore.shard_image import ShardImage
+from tierckpt.restore.tensor_fill import PieceWriter
+from tierckpt.restore.verified_version import VerifiedVersion
 from tierckpt.state import tree_codec
 from tierckpt.state.extras import EXTRA_STATES
 from tierckpt.state.modules.custom_states import MODULE_STATES, into_model
@@ -88,7 +88,7 @@ def load(
         version: this one, and no other.
         model_only: leave out what optimizers keep, which takes its memory, too.
         as_parts: where the class of a value (a member of an Enum, a named tuple, a tensor made of
-            tensors) is not imported here, have a `tierckpt.state.custom_values.Stranger` in its place: the name
+            tensors) is not imported here, have a `tierckpt.state.custom_values.ForeignValue` in its place: the name
             of the class, and what the value is made of.
         progress: show a bar on standard error; None: if that is a terminal.
 
@@ -120,7 +120,7 @@ def _load(
     if version is None:
         refuse_newer(there)
     restorer = Restorer(
-        Together(SingleGroup()),
+        ErrorBarrier(SingleGroup()),
         [there.found],
         lambda text: None,  # they are in `rejected`
         [there.parities],
@@ -160,12 +160,12 @@ def leave_out_memory(there: Survey) -> None:
         there.unseen.append(Problem(newest.place, f"{newest.key.id} is left out: {why}"))
 
 
-def _is_mapped(attempt: Attempt, shard: int) -> bool:
+def _is_mapped(attempt: VerifiedVersion, shard: int) -> bool:
     source = attempt.plan.sources[shard]
     return source.place.mappable and not source.rebuilt
 
 
-def _unchanged(attempt: Attempt, mapped: Mapping[int, Image]) -> bool:
+def _unchanged(attempt: VerifiedVersion, mapped: Mapping[int, ShardImage]) -> bool:
     """True where the manifests of what is mapped are as they were: a writer removes them before it
     changes the first byte (FORMAT.md), so what was copied is what was verified."""
     return all(
@@ -194,14 +194,16 @@ def _text(path: Where | Sequence[Where]) -> str:
 class _Reading:
     """One verified version on its way into new tensors."""
 
-    def __init__(self, attempt: Attempt, contents: Contents, model_only: bool) -> None:
+    def __init__(
+        self, attempt: VerifiedVersion, contents: VersionSummary, model_only: bool
+    ) -> None:
         self._attempt, self._contents, self._model_only = attempt, contents, model_only
         self._manifest = Manifest.decode(contents.own.manifest)
         self._tree = tree_codec.decode(contents.own.tree)
         own = {spec.name: spec for spec in contents.own.specs}
         specs = {n: s for n, s in {**contents.specs, **own}.items() if self._wanted(n)}
         self._tensors = {name: tree_codec.empty(spec, "cpu") for name, spec in specs.items()}
-        self._filler = Filler(self._place_of)
+        self._filler = PieceWriter(self._place_of)
         self._tied: dict[str, str] = {}
 
     def saved(self) -> Saved:
@@ -209,7 +211,7 @@ class _Reading:
         attempt, contents = self._attempt, self._contents
         if contents.missing:
             raise RestoreError(f"{attempt.plan.id} is not whole: {'; '.join(contents.missing[:4])}")
-        attempt.courier.make_room(contents.outlines)
+        attempt.broadcaster.make_room(contents.outlines)
         attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
         attempt.visit(self._take, self._filler.wants)
         if attempt.trouble:

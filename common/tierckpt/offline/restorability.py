@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from tierckpt._text import some
-from tierckpt.core.copies import Place
+from tierckpt.core.copies import Location
 from tierckpt.core.restore_plan import Source
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 
@@ -16,7 +16,7 @@ MOST_SHARDS = 8
 
 
 def outlook(
-    there: Survey, lost: Iterable[ShardKey], bad: Collection[tuple[ShardKey, Place]] = ()
+    there: Survey, lost: Iterable[ShardKey], bad: Collection[tuple[ShardKey, Location]] = ()
 ) -> list[str]:
     """A sentence for each version of which shards in `lost` have no sound copy at some place,
     newest first. `bad` are copies, of shards and parity, that no restart can use."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tierckpt.coordination.error_barrier import Together
+from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import CorruptShardError, RestoreError
 from tierckpt.format.ids import ShardKey
@@ -22,7 +22,7 @@ from tierckpt.format.shard_file import ShardHeader
 from tierckpt.group import SingleGroup
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.restorer import Restorer
-from tierckpt.restore.shard_image import LOST, Image, already_there, open_image
+from tierckpt.restore.shard_image import LOST, ShardImage, already_there, open_image
 from tierckpt.restore.shard_reader import check_header
 from tierckpt.state import tree_codec as tree
 
@@ -41,7 +41,7 @@ they lie alike."""
 class Shard:
     """One shard, of which no byte is used before it is compared with its digest."""
 
-    def __init__(self, image: Image, on_read: OnRead) -> None:
+    def __init__(self, image: ShardImage, on_read: OnRead) -> None:
         """Takes `image` over. Raises what is in `images.LOST`."""
         self.image, self._on_read = image, on_read
         self.manifest: Manifest = image.manifest
@@ -260,7 +260,7 @@ def _lazily(path: str, plan: RestorePlan, there: Survey, on_read: OnRead) -> Sto
 
 def _verified(path: Where, version: int | None, there: Survey, on_read: OnRead) -> StoredVersion:
     with closing(Progress(False)) as bar:
-        group = Together(SingleGroup())
+        group = ErrorBarrier(SingleGroup())
         found, parities = [there.found], [there.parities]
         restorer = Restorer(group, found, lambda text: None, parities, bar, there.open_far)
         attempt = restorer.find(version)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tierckpt._text import directory_of, is_url
 from tierckpt.config import PersistentConfig, load_config
-from tierckpt.core.copies import Found, FoundParity, Place, Problem
+from tierckpt.core.copies import Found, FoundParity, Location, Problem
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.errors import ConfigError
 from tierckpt.format.ids import ShardKey, VersionId
@@ -78,7 +78,7 @@ class Survey:
     """Jobs whose memory on this machine no restart from these places sees: it has another job id,
     as what is here was moved, or copied."""
 
-    def open_far(self, place: Place) -> PersistentStore:
+    def open_far(self, place: Location) -> PersistentStore:
         """The persistent level that is at this place."""
         return self.open_store(place.where)
 
@@ -87,7 +87,7 @@ class Survey:
         found = [each for each in self.found if not self.is_elsewhere(each.place)]
         return plan_restore([found], version=version, parities=[self.parities])
 
-    def is_elsewhere(self, place: Place) -> bool:
+    def is_elsewhere(self, place: Location) -> bool:
         """Whether it is memory that no restart from these places sees."""
         return job_of(place) in self.elsewhere
 
@@ -109,7 +109,7 @@ class Survey:
         return list(dict.fromkeys(told))
 
 
-def job_of(place: Place) -> str:
+def job_of(place: Location) -> str:
     """Whose memory it is; empty for another level."""
     return Path(place.where).parent.name.partition("@")[0] if place.level == "memory" else ""
 
@@ -241,12 +241,15 @@ def _has_shards(folder: Path, there: Survey) -> bool:
 
 
 def _tell_unseen(folder: Path, error: OSError, there: Survey) -> None:
-    where = Place("local", socket.gethostname(), str(folder.absolute()))
+    where = Location("local", socket.gethostname(), str(folder.absolute()))
     there.unseen.append(Problem.of(where, error))
 
 
 def _look_at_disk(folder: Path, there: Survey) -> None:
-    store, place = LocalStore(folder), Place("local", socket.gethostname(), str(folder.resolve()))
+    store, place = (
+        LocalStore(folder),
+        Location("local", socket.gethostname(), str(folder.resolve())),
+    )
     look_at_local(store, place, there.found, there.problems, there.unseen)
     there.parities += look_at_parities(store, place, there.problems, there.unseen)
     with suppress(OSError):  # said already
@@ -280,7 +283,7 @@ def _look_at_memory(roots: Iterable[Path], jobs: Iterable[str], there: Survey) -
         there.memory.append(str(root / job))
         if root.is_dir() and not os.access(root, os.R_OK | os.X_OK):
             why = PermissionError(errno.EACCES, "another user's")
-            place = Place("memory", socket.gethostname(), str(root / job))
+            place = Location("memory", socket.gethostname(), str(root / job))
             there.unseen.append(Problem.of(place, why))
         with suppress(OSError):
             for folder in sorted(root.glob(f"{glob.escape(job)}*")):

@@ -16,8 +16,8 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.peer.parity_file import check_parity
 from tierckpt.restore.progress import Progress
 from tierckpt.restore.rebuild import reader_of
-from tierckpt.restore.shard_image import LOST, Image, in_memory
-from tierckpt.restore.shard_reader import READERS, Blame, Reads
+from tierckpt.restore.shard_image import LOST, ShardImage, in_memory
+from tierckpt.restore.shard_reader import READERS, FaultScope, Reads
 from tierckpt.storage.files.mapped_file import MappedFile
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import VersionName
@@ -43,7 +43,9 @@ class Verdict:
     @staticmethod
     def of_error(copy: Copy, error: Exception) -> Verdict:
         """On a copy that raised it."""
-        return Verdict(copy, 0, str(error), unread=Blame.of(copy.place, error) is not Blame.COPY)
+        return Verdict(
+            copy, 0, str(error), unread=FaultScope.of(copy.place, error) is not FaultScope.COPY
+        )
 
 
 def verify(there: Survey, progress: Progress, version: int | None = None) -> Iterator[Verdict]:
@@ -58,7 +60,7 @@ def verify(there: Survey, progress: Progress, version: int | None = None) -> Ite
 
 
 def _of_shard(copy: Found, there: Survey, pool: ThreadPoolExecutor, progress: Progress) -> Verdict:
-    images: dict[int, Image] = {}
+    images: dict[int, ShardImage] = {}
     reads = Reads(pool, images, progress.advance, there.open_far, make_room=in_memory)
     source = Source(copy.key.shard, copy.place, reader=0, direct=False)
     try:
@@ -71,7 +73,9 @@ def _of_shard(copy: Found, there: Survey, pool: ThreadPoolExecutor, progress: Pr
     if failures and failures[0].undecodable:
         return _as_stored(copy, there, failures[0].why)
     if failures:
-        return Verdict(copy, nbytes, failures[0].why, unread=failures[0].blame is not Blame.COPY)
+        return Verdict(
+            copy, nbytes, failures[0].why, unread=failures[0].blame is not FaultScope.COPY
+        )
     return Verdict(copy, nbytes, "")
 
 

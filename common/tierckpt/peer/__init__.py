@@ -6,7 +6,7 @@ resting on those before it:
 - `errors`: what goes wrong with a peer;
 - `address`: where an agent listens;
 - `wire`: frames on one connection between two agents that know the same secret;
-- `shelf`, `remote`: what an agent lets others read, and how they do;
+- `read_server`, `remote`: what an agent lets others read, and how they do;
 - `transport`: one agent's connections;
 - `inbox`: what an exchange receives, put straight where it belongs;
 - `parity`: the parity file and its manifest;

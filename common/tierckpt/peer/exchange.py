@@ -53,7 +53,7 @@ from .address import Address
 from .inbox import Inbox
 from .parity_file import ParityWriter
 from .transport import Transport
-from .window_loop import Course
+from .window_loop import WindowLoop
 from .wire import MOST_TEXT, Link, no_excuse
 
 ASK_SECONDS = 2.0
@@ -294,7 +294,7 @@ class Exchange:
                 if writer is not None:
                     writer.write(data, offset)
 
-            course = Course(
+            course = WindowLoop(
                 self.member, plan, stripes, self._shard.image, self._inbox, self._send, keep
             )
             self._phase("course", course.run)

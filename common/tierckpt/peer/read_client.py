@@ -1,4 +1,4 @@
-"""What an agent of another node lets us read (`shelf`), for a process that is no agent itself.
+"""What an agent of another node lets us read (`read_server`), for a process that is no agent itself.
 
 It reads as a persistent level does: shards by version and number, in ranges.
 """

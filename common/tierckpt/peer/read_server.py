@@ -1,6 +1,6 @@
 """What an agent lets others read: shards and parity of its node, by name and in ranges.
 
-For a life of the job that this node is no part of any more (see `absent`): as nobody looks there,
+For a life of the job that this node is no part of any more (see `former_nodes`): as nobody looks there,
 what lies in its memory and on its disk would count as lost. Nothing is checked here; who reads
 compares with the checksums in the manifests.
 """
@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Inventory, Place, Problem
+from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Inventory, Location, Problem
 from tierckpt.format.ids import Key, Lineage, ParityKey, ShardKey, VersionId
 from tierckpt.format.manifest import digest
 from tierckpt.storage.inventory import take_inventory
@@ -27,7 +27,7 @@ MOST_BYTES = 4 << 20
 """What is read at once, and held."""
 
 
-class Shelf:
+class ReadServer:
     """Any thread. Methods raise OSError, and ValueError for what is no request of ours."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ def _problems(seen: Iterable[Iterable[Problem]]) -> list[dict[str, Any]]:
 
 
 def listed(data: bytes, where: str, host: str) -> Inventory:
-    """What `Shelf.list` told of node `host`: all of it may be read by anybody, through the agent
+    """What `ReadServer.list` told of node `host`: all of it may be read by anybody, through the agent
     that is called `where`. Raises ValueError, KeyError or TypeError for anything else."""
     told = json.loads(data)
     return Inventory(
@@ -189,7 +189,7 @@ def listed(data: bytes, where: str, host: str) -> Inventory:
 
 
 def _found(told: dict[str, Any], where: str) -> Found:
-    place = Place(AGENT, EVERYWHERE, where, bool(told["encoded"]), bool(told["in_memory"]))
+    place = Location(AGENT, EVERYWHERE, where, bool(told["encoded"]), bool(told["in_memory"]))
     complete = told["complete"] and VersionId(*told["complete"])
     return Found(_told_key(told, ShardKey), place, *_past(told), complete=complete)
 
@@ -198,7 +198,7 @@ def _found_parity(told: dict[str, Any], where: str) -> FoundParity:
     lineage, life = _past(told)
     return FoundParity(
         _told_key(told, ParityKey),
-        Place(AGENT, EVERYWHERE, where),
+        Location(AGENT, EVERYWHERE, where),
         lineage,
         life,
         group=tuple(told["group"]),
@@ -208,7 +208,7 @@ def _found_parity(told: dict[str, Any], where: str) -> FoundParity:
 
 
 def _problem(told: dict[str, Any], where: str) -> Problem:
-    place, keys = Place(AGENT, EVERYWHERE, where), tuple(_key(stem) for stem in told["stems"])
+    place, keys = Location(AGENT, EVERYWHERE, where), tuple(_key(stem) for stem in told["stems"])
     return Problem(place, str(told["why"]), bool(told["newer"]), keys)
 
 

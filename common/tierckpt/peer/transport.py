@@ -25,7 +25,7 @@ from tierckpt.errors import LEFT_OUT, ConfigError, ExchangeCancelledError, PeerE
 from tierckpt.format.ids import VersionId
 
 from .address import Address
-from .read_server import Shelf
+from .read_server import ReadServer
 from .wire import HELLO_SECONDS, MOST_TEXT, Link, admit, greet, reach
 
 MOST_STRANGERS = 64
@@ -92,13 +92,13 @@ class Transport:
         self._latest: dict[tuple[str, int], VersionId] = {}
         self._given_up: dict[tuple[str, int], tuple[VersionId, str]] = {}
         """The last exchange of a series and member that failed here, and why."""
-        self.shelf = Shelf()
+        self.read_server = ReadServer()
         """What peers may read here."""
         self._kept: dict[Address, list[Link]] = {}
         self._doubted: set[Address] = set()
         self._links: set[Link] = set()
         self._threads: set[threading.Thread] = set()
-        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._unregistered = threading.BoundedSemaphore(MOST_STRANGERS)
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -250,14 +250,14 @@ class Transport:
                     return
                 time.sleep(LOOK_SECONDS)  # out of descriptors: it may pass
                 continue
-            if not self._strangers.acquire(blocking=False):
+            if not self._unregistered.acquire(blocking=False):
                 sock.close()
                 continue
             link = self._hold(Link(sock, str(Address(host, port)), HELLO_SECONDS))
             try:
                 self._start(partial(self._receive, link))
             except RuntimeError:  # no more threads: it may pass, and who called tries again
-                self._strangers.release()
+                self._unregistered.release()
                 self.drop(link)
 
     def _receive(self, link: Link) -> None:
@@ -269,7 +269,7 @@ class Transport:
                 self._notice(f"a connection was refused: {error}")
                 return
             finally:
-                self._strangers.release()
+                self._unregistered.release()
             link.seconds = self.limits.stall_seconds
             with contextlib.suppress(PeerError):  # whoever it concerns has heard of it
                 while True:
@@ -288,12 +288,14 @@ class Transport:
                 elif host := self._await_host(link, head):
                     host.attend(link, head, record)
             elif operation == "list":
-                link.send({"op": "list"}, self.shelf.list())
+                link.send({"op": "list"}, self.read_server.list())
             elif operation == "manifest":
-                link.send({"op": "manifest"}, self.shelf.manifest(str(head["stem"]), in_memory))
+                link.send(
+                    {"op": "manifest"}, self.read_server.manifest(str(head["stem"]), in_memory)
+                )
             elif operation == "fetch":
                 where = (int(head["offset"]), int(head["length"]), str(head["copy"]), in_memory)
-                link.send({"op": "bytes"}, self.shelf.read(str(head["stem"]), *where))
+                link.send({"op": "bytes"}, self.read_server.read(str(head["stem"]), *where))
             elif operation == "why":
                 link.send(self._state_of(head))
             else:

@@ -35,7 +35,7 @@ def window_bytes_of(code: Code) -> int:
     return max(PAGE_BYTES, min(WINDOW_BYTES, most // PAGE_BYTES * PAGE_BYTES))
 
 
-class Course:
+class WindowLoop:
     """What `plan` has member `member` do with every window. For one thread; run it once."""
 
     def __init__(

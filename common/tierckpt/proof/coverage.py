@@ -134,8 +134,8 @@ class _Epochs:
         if not length:
             return None
         first, begun = next((v, p[number][1]) for v, p in self.seen if number in p)
-        pace = (yielded - begun) / (last - first) if last > first and yielded > begun else 1.0
-        period, more = math.ceil(length / pace), math.ceil((length - yielded) / pace)
+        pacer = (yielded - begun) / (last - first) if last > first and yielded > begun else 1.0
+        period, more = math.ceil(length / pacer), math.ceil((length - yielded) / pacer)
         if before:
             return replace(asked, steps=asked.steps + more + SURE)
         end = self.ends[0] if self.ends else last + more + 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierckpt.callbacks import Callbacks
-from tierckpt.coordination.proof_order import PROGRESS, Order, order_here, path_of
+from tierckpt.coordination.proof_order import PROGRESS, ProofOrder, order_here, path_of
 from tierckpt.core.halt_conditions import HaltRequest
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.format.shard_file import decode_header
@@ -42,7 +42,7 @@ def record_if_ordered(checkpointer: Checkpointer) -> None:
 class Recorder(Callbacks):
     """One checkpointer's."""
 
-    def __init__(self, order: Order, checkpointer: Checkpointer) -> None:
+    def __init__(self, order: ProofOrder, checkpointer: Checkpointer) -> None:
         self._order, self._checkpointer = order, checkpointer
         self._rank, self._ranks = checkpointer.group.rank, checkpointer.group.size
         place = checkpointer.config.path
@@ -52,12 +52,12 @@ class Recorder(Callbacks):
         self._armed = order.kill_at is not None and not order.mark.exists()
         self._begun = 0
         self._to_keep = order.keep
-        memory = str(checkpointer._berth.job.path)
+        memory = str(checkpointer._resources.job.path)
         who = {"rank": self._rank, "ranks": self._ranks, "pid": os.getpid()}
         self._writer.line("attached", **who, path=path_of(place), place=place, memory=memory)
         self._unsaved: tuple[int, int] = (0, 0)
         loader_passes.watch()
-        checkpointer._halting.ask(HaltRequest(after_version=order.until))
+        checkpointer._halt.ask(HaltRequest(after_version=order.until))
 
     def on_restored(self, restored: Restored) -> None:
         """Where this life begins."""

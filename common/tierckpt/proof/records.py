@@ -137,7 +137,7 @@ def read(folder: Path) -> dict[str, Record]:
     found: dict[str, Record] = {}
     for path in sorted((folder / RECORDS).glob("*.jsonl")):
         job, rank = path.stem.rsplit(".r", 1)
-        found.setdefault(job, Record()).lives[int(rank)] = [*_lives(path)]
+        found.setdefault(job, Record()).lives[int(rank)] = [*_history(path)]
     return {job: record for job, record in found.items() if any(record.lives.values())}
 
 
@@ -150,7 +150,7 @@ def taking_part(records: Mapping[str, Record]) -> dict[str, Record]:
     }
 
 
-def _lives(path: Path) -> Iterator[Life]:
+def _history(path: Path) -> Iterator[Life]:
     life: Life | None = None
     with path.open("rb") as file:
         offset = 0

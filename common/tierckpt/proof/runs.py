@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierckpt.coordination.proof_order import PROGRESS, VARIABLE, Order
+from tierckpt.coordination.proof_order import PROGRESS, VARIABLE, ProofOrder
 from tierckpt.errors import TierckptError
 from tierckpt.storage.memory.job_directory import JobDirectory
 
@@ -44,7 +44,7 @@ class Run:
     """One run of the command: one launch, or several where it was killed and started again."""
 
     name: str
-    order: Order
+    order: ProofOrder
     command: Sequence[str]
     patience_seconds: float
     """Without a step for so long it is given up."""
@@ -102,7 +102,7 @@ class Run:
                 )
             except OSError as error:
                 raise ProveError(f"{self.command[0]} cannot be started: {error}") from error
-        with _ending(process):
+        with _shutdown(process):
             self._watch(process)
         return process.returncode
 
@@ -170,7 +170,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _shutdown(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """What is interrupted here is ended, with all that it started."""
     try:
         yield

@@ -19,7 +19,7 @@ from tierckpt.core.replica_check import NONE, Unit, fold
 from tierckpt.format.layout import TensorSpec
 from tierckpt.state import tree_codec
 
-from .replicated_state import GPU_PART_ELEMENTS, Replicated
+from .replicated_state import GPU_PART_ELEMENTS, ReplicatedState
 from .tensor_places import OutdatedError
 
 INLINE_BYTES = 1024 * 1024
@@ -36,7 +36,7 @@ _version_counter = attrgetter("_version")
 class Look:
     """The digests of some slices at one boundary. Methods say which thread calls them."""
 
-    def __init__(self, replicated: Replicated, which: range, turn: int, version: int) -> None:
+    def __init__(self, replicated: ReplicatedState, which: range, turn: int, version: int) -> None:
         """Training thread, at the boundary."""
         self.replicated, self.which = replicated, which
         self.turn, self.version = turn, version
@@ -198,15 +198,15 @@ class _GpuSums:
             item = spec.itemsize_bytes
             flat = tree_codec.flat(tensor)[unit.low // item : unit.high // item]
             sums.append(weighted_sum(flat))
-        together = torch.stack(sums)
+        error_barrier = torch.stack(sums)
         self._arrived: torch.cuda.Event | None = None
-        if together.is_cuda:
+        if error_barrier.is_cuda:
             self._host = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
-            self._host.copy_(together, non_blocking=True)
+            self._host.copy_(error_barrier, non_blocking=True)
             self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
         else:
-            self._host = together.cpu()
+            self._host = error_barrier.cpu()
 
     def fetch(self) -> Iterable[tuple[int, int]]:
         """(unit's place in the look, digest). It was launched an iteration ago."""

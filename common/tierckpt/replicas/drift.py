@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.job_history import Lives
+from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.replica_check import Finding
 from tierckpt.format.ids import VersionId
@@ -86,24 +86,24 @@ class Drift:
         group: Group,
         node: Node,
         job: JobDirectory,
-        lives: Lives,
+        lives: JobHistory,
         agreement: Agreement,
         spared: Spared,
         reports: Reports,
     ) -> None:
         self._config, self._group, self._job = config, group, job
         self._is_first = node.first == group.rank
-        self._lives, self._agreement, self._spared = lives, agreement, spared
+        self._history, self._agreement, self._spared = lives, agreement, spared
         self._reports = reports
         self._thread: threading.Thread | None = None
 
     def alike(self, version: int) -> None:
         """All ranks were alike at that version of this life."""
-        self._spared.alike(self._lives.generation, version)
+        self._spared.alike(self._history.generation, version)
 
     def found(self, finding: Finding) -> Consequences:
         """Mark what may be a mixture; returns what is marked, and which version is none."""
-        agreement, lives = self._agreement, self._lives
+        agreement, lives = self._agreement, self._history
         self._spared.drifted()
         known = {*agreement.memory.open, *agreement.local.open, *agreement.persistent.open}
         known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
@@ -133,8 +133,8 @@ class Drift:
         )
 
     def _begin(self, known: Iterable[VersionId], clean: int, text: str) -> None:
-        life = self._lives.name
-        suspects = {i for i in known if self._lives.is_own(i.generation) and i.version > clean}
+        life = self._history.name
+        suspects = {i for i in known if self._history.is_own(i.generation) and i.version > clean}
 
         def work() -> None:
             try:
@@ -157,7 +157,7 @@ class Drift:
         if self._config.uses("local"):
             keys = LocalStore(self._config.directory).keys()
             on_disk = {key.id for key in keys}
-        every, is_own = in_memory | on_disk, self._lives.is_own
+        every, is_own = in_memory | on_disk, self._history.is_own
         seen = {i for i in every if is_own(i.generation) and i.version > clean}
         for folder in (self._job.path, Path(self._config.directory)):
             SuspectMarks(folder).add(known | seen, text)
@@ -167,7 +167,7 @@ class Drift:
         persistent = self._config.persistent
         with contextlib.closing(PersistentStore(persistent.path, **persistent.options())) as store:
             for name in store.versions():
-                of_us = self._lives.is_own(name.id.generation) and name.life == life
+                of_us = self._history.is_own(name.id.generation) and name.life == life
                 if of_us and name.id.version > clean:
                     store.mark_suspect(name, text.encode())
 

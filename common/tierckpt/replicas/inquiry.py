@@ -28,7 +28,7 @@ from tierckpt.core.replica_check import (
 )
 
 from .digests import Look
-from .replicated_state import Replicated
+from .replicated_state import ReplicatedState
 
 TEXT_BYTES = 7
 """Of a line's text in each number of a row."""
@@ -96,7 +96,7 @@ class Inquiry:
     def __init__(
         self,
         look: Look | None,
-        now: Replicated | None,
+        now: ReplicatedState | None,
         stands: bool,
         place: int,
         fresh: int,

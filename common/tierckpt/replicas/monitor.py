@@ -23,7 +23,7 @@ from tierckpt.state.training_state import TrainingState
 
 from .digests import Look
 from .inquiry import Inquiry, Outcome
-from .replicated_state import Replicated
+from .replicated_state import ReplicatedState
 from .texts import (
     ALIKE_AGAIN,
     GONE,
@@ -51,7 +51,7 @@ SPREAD_AFTER = 2
 """So many boundaries after a finding the votes are about the look at all of the state."""
 
 
-class Replicas:
+class ReplicaMonitor:
     """One rank's part. Training thread; nothing here waits for another rank, but `compare_last`.
 
     `finish` is to be called before anything changes the state; `compare`, `vote`, `row`, `voted`
@@ -89,7 +89,7 @@ class Replicas:
 
     def restart(self) -> None:
         """A life begins, or the state is another one now: what was seen is forgotten."""
-        self._replicated: Replicated | None = None
+        self._replicated: ReplicatedState | None = None
         self._structure = NONE
         self._look: Look | None = None
         """Of the last boundary."""
@@ -192,7 +192,7 @@ class Replicas:
     def _look_up(self) -> None:
         known = self._replicated
         if known is None or not known.stands(self._state):
-            self._replicated = Replicated(self._state, self._slices)
+            self._replicated = ReplicatedState(self._state, self._slices)
             if self._structure != self._replicated.structure or (known and known.outdated):
                 self._next_all = True  # what is in which slice is another matter
             self._structure = self._replicated.structure
@@ -255,7 +255,7 @@ class Replicas:
         spread = self._spread_in == 1
         self._spread_in = max(self._spread_in - 1, 0)
         alike = agree(agreed.check, agreed.check_complement)
-        together = agreed.place == ~agreed.place_complement
+        error_barrier = agreed.place == ~agreed.place_complement
         self._count_silent(alike is None)
         if look is None or alike is None:
             self._next_all |= self._voted_all
@@ -264,7 +264,7 @@ class Replicas:
         if alike:
             if look is not None:
                 self._found_alike(look)
-        elif self.finding is None and not together:
+        elif self.finding is None and not error_barrier:
             self._found(Outcome(apart=True), look.version if look is not None else UNKNOWN)
         elif self.finding is None:
             if self._inquiry is None:
@@ -272,7 +272,7 @@ class Replicas:
         else:
             if look is not None:
                 self._mark(look, UNKNOWN)
-            if together and spread:
+            if error_barrier and spread:
                 self._ask(look)
 
     def _count_silent(self, silent: bool) -> None:
@@ -337,7 +337,7 @@ class Replicas:
                 and look.replicated.stands(self._state)
             )
             if not stands:
-                self._replicated = Replicated(self._state, self._slices)
+                self._replicated = ReplicatedState(self._state, self._slices)
             elif look is not None:
                 fresh = self._look_anew(look)
         except Exception as error:
@@ -418,4 +418,4 @@ def _only_devices(lines: Sequence[str]) -> bool:
     return len({line.rpartition(" on ")[0] for line in lines}) == 1
 
 
-__all__ = ["Replicas"]
+__all__ = ["ReplicaMonitor"]

@@ -27,7 +27,7 @@ GPU_PART_ELEMENTS = 1 << 20
 """A unit on a GPU is not longer: each costs two launches."""
 
 
-class Replicated:
+class ReplicatedState:
     """The tensors that all ranks have alike, cut into slices. Training thread."""
 
     def __init__(self, state: TrainingState, slices: int) -> None:
@@ -83,7 +83,7 @@ class Slice:
     """Some units, and where their tensors are. What goes round at every look are C loops over
     lists that were made once."""
 
-    def __init__(self, replicated: Replicated, units: Sequence[Unit]) -> None:
+    def __init__(self, replicated: ReplicatedState, units: Sequence[Unit]) -> None:
         self.units = units
         places = {unit.tensor: replicated.places[unit.tensor] for unit in units}
         self._finder = Finder(places)
@@ -189,4 +189,4 @@ def _check(tensor: Any, spec: TensorSpec) -> None:
         raise OutdatedError(f"{spec.name} is another one")
 
 
-__all__ = ["GPU_PART_ELEMENTS", "Replicated", "Slice"]
+__all__ = ["GPU_PART_ELEMENTS", "ReplicatedState", "Slice"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from tierckpt._text import some
 from tierckpt.format.manifest import DIGEST_BYTES, Manifest
-from tierckpt.snapshot.copy_plan import Plan
+from tierckpt.snapshot.copy_plan import CopyPlan
 from tierckpt.state.training_state import TrainingState, optimizer_class
 
 IN_A_ROW = 3
@@ -43,13 +43,13 @@ class Unchanged:
         """The state is another one now."""
         self.count = 0
         """So many of the newest versions are, in this rank's stripe, those before them."""
-        self._last: tuple[Plan, bytes] | None = None
+        self._last: tuple[CopyPlan, bytes] | None = None
         self._runs: list[tuple[int, int]] = []
         """Where the digests of striped blocks are in a manifest's."""
         self._first = self._newest = 0
         self._said = False
 
-    def sealed(self, plan: Plan, manifest: Manifest) -> None:
+    def sealed(self, plan: CopyPlan, manifest: Manifest) -> None:
         """A version is complete on this rank."""
         known = self._last is not None and self._last[0] is plan
         if not known:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tierckpt.coordination.error_barrier import Together
+from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.core.restore_plan import Source
 from tierckpt.errors import FormatError
-from tierckpt.format.shard_summary import Outline
+from tierckpt.format.shard_summary import ShardSummary
 from tierckpt.group import Group
-from tierckpt.restored import Volume
+from tierckpt.restored import TransferStats
 
-from .shard_image import Image
+from .shard_image import ShardImage
 
 BROADCAST_BYTES = 64 * 1024 * 1024
 """A window: all that a rank holds of what others read."""
@@ -37,10 +37,10 @@ def all_of_it(shard: int, low: int, high: int) -> bool:
     return True
 
 
-class Courier:
+class ShardBroadcaster:
     """The group's broadcasts, counted. Training thread; all ranks call it alike."""
 
-    def __init__(self, group: Group | Together, volume: Volume) -> None:
+    def __init__(self, group: Group | ErrorBarrier, volume: TransferStats) -> None:
         self.rank, self.size = group.rank, group.size
         self._group, self._volume = group, volume
         self.trouble = ""
@@ -63,7 +63,7 @@ class Courier:
         told = dict.fromkeys(why for why in self._group.all_gather_object(self.trouble) if why)
         return "; ".join(list(told)[:4])
 
-    def make_room(self, outlines: Iterable[Outline]) -> None:
+    def make_room(self, outlines: Iterable[ShardSummary]) -> None:
         """Take the memory that showing these takes, while an error leaves nobody waiting."""
         longest = (min(o.nbytes, max(BROADCAST_BYTES, o.header_bytes)) for o in outlines)
         self._buffer = torch.empty(max(longest, default=0), dtype=torch.uint8, device="cpu")
@@ -76,8 +76,8 @@ class Courier:
     def show(
         self,
         source: Source,
-        outline: Outline,
-        image: Image | None,
+        outline: ShardSummary,
+        image: ShardImage | None,
         visit: Visit,
         wants: Wants = all_of_it,
     ) -> None:
@@ -118,7 +118,7 @@ class Courier:
         except Exception as error:
             self.fail(shard, error)
 
-    def _window(self, image: Image | None, low: int, high: int) -> memoryview:
+    def _window(self, image: ShardImage | None, low: int, high: int) -> memoryview:
         """Part of a shard, or room for it."""
         if image is not None and not self.trouble:
             try:

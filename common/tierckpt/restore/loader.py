@@ -10,17 +10,17 @@ import torch
 from tierckpt.errors import StateTornError
 from tierckpt.format.layout import Piece, TensorSpec
 from tierckpt.format.manifest import Manifest
-from tierckpt.format.shard_summary import Contents
+from tierckpt.format.shard_summary import VersionSummary
 from tierckpt.state import tree_codec
 from tierckpt.state.custom_values import strangers
 from tierckpt.state.extras import PLAIN_VALUES, PlainValues, load_extra
 from tierckpt.state.modules.changing_buffers import ChangedBuffers
 from tierckpt.state.modules.custom_states import MODULE_STATES
 from tierckpt.state.names import FIXED, parameter_of, path_of
-from tierckpt.state.optimizers.put_back import Putback, Values
+from tierckpt.state.optimizers.put_back import OptimizerRestore, Values
 from tierckpt.state.training_state import NAMELESS, TrainingState, optimizer_class
 
-from .tensor_fill import Filler, NewTensors
+from .tensor_fill import PieceWriter, TensorPreallocator
 
 
 class Loader:
@@ -29,10 +29,10 @@ class Loader:
     def __init__(
         self,
         state: TrainingState,
-        contents: Contents,
+        contents: VersionSummary,
         rank: int,
         size: int,
-        new: NewTensors,
+        new: TensorPreallocator,
         strict: bool = True,
         began: Mapping[str, Any] | None = None,
     ) -> None:
@@ -47,7 +47,7 @@ class Loader:
         self.own_specs = {spec.name: spec for spec in contents.own.specs}
         self._missing = contents.missing
         self._iteration = Manifest.decode(contents.own.manifest).iteration
-        self._filler = Filler(self._place_of)
+        self._filler = PieceWriter(self._place_of)
         self._shard_of: dict[str, int] = {}
         """From which shard comes what was every rank's own."""
         self._own: dict[str, None] = {}
@@ -218,11 +218,11 @@ class Loader:
         return self._new.make(spec, "cpu" if on_host else param.device)
 
     def load_window(self, shard: int, offset: int, window: memoryview) -> None:
-        """Copy what a part of a shard has of its pieces into place: see `Filler.take`."""
+        """Copy what a part of a shard has of its pieces into place: see `PieceWriter.take`."""
         self._filler.take(shard, offset, window)
 
     def wants(self, shard: int, low: int, high: int) -> bool:
-        """Whether `load_window` has any use for these bytes: see `Filler.wants`."""
+        """Whether `load_window` has any use for these bytes: see `PieceWriter.wants`."""
         return self._filler.wants(shard, low, high)
 
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
@@ -248,7 +248,7 @@ class Loader:
                 self.notices.append(other)
             else:
                 values[label] = self._values_of(label, saved)
-        putback = Putback(self.state, saved, values, whole=not self._differs)
+        putback = OptimizerRestore(self.state, saved, values, whole=not self._differs)
         putback.put()
         self.notices += putback.notices
         per_rank = saved["extra_per_rank"] if self.shards == self.size else {}
@@ -266,10 +266,10 @@ class Loader:
             )
 
     def _finish_modules(self, record: dict[str, Any] | None) -> None:
-        wrong, complaints = self.state.module_states.load(record)
+        wrong, repeated_errors = self.state.module_states.load(record)
         if wrong and self.strict:
-            raise StateTornError("; ".join([*wrong, *complaints]))
-        self.notices += [f"accepted (strict=False): {text}" for text in wrong] + complaints
+            raise StateTornError("; ".join([*wrong, *repeated_errors]))
+        self.notices += [f"accepted (strict=False): {text}" for text in wrong] + repeated_errors
 
     def _of_another_kind(
         self, label: str, optimizer: torch.optim.Optimizer, saved: dict[str, Any]

@@ -20,8 +20,8 @@ from tierckpt.format.ids import ParityKey
 from tierckpt.peer.parity_file import Read, check_parity
 from tierckpt.peer.rebuild import Rebuilding
 
-from .broadcast import Courier, clear
-from .shard_image import Bring, Image, OpenStore, ParityFile, in_memory, open_parity
+from .broadcast import ShardBroadcaster, clear
+from .shard_image import Bring, OpenStore, ParityImage, ShardImage, in_memory, open_parity
 from .shard_reader import Failure, OnRead
 
 
@@ -34,17 +34,17 @@ class Parities:
     def __init__(
         self,
         plan: RestorePlan,
-        courier: Courier,
+        broadcaster: ShardBroadcaster,
         pool: Executor,
         open_store: OpenStore,
         on_read: OnRead = lambda nbytes: None,
     ) -> None:
         """`open_store`: for what is on no node of the job's. `on_read` hears of bytes read, from
         any thread."""
-        self._plan, self._courier, self._pool, self._on_read = plan, courier, pool, on_read
+        self._plan, self._broadcaster, self._pool, self._on_read = plan, broadcaster, pool, on_read
         self._open_store = open_store
-        self._mine: dict[ParityKey, tuple[ParityManifest, ParityFile]] = {}
-        self._room: dict[int, Image] = {}
+        self._mine: dict[ParityKey, tuple[ParityManifest, ParityImage]] = {}
+        self._room: dict[int, ShardImage] = {}
         """For the shards that are made here."""
         self._begun: list[tuple[Rebuild, Rebuilding, dict[int, Read], dict[int, Read]]] = []
         """With what reads the shards and the parities of the group."""
@@ -55,7 +55,7 @@ class Parities:
     def open(self) -> None:
         """Map this rank's, and begin to check them."""
         for source in (s for each in self._plan.rebuilds for s in each.parities):
-            if source.reader == self._courier.rank:
+            if source.reader == self._broadcaster.rank:
                 try:
                     self._open(source)
                 except Exception as error:
@@ -86,21 +86,23 @@ class Parities:
         self._mine[source.key] = (record, file)
         self._checks.append((source, self._pool.submit(self._check, source, record, file)))
 
-    def _check(self, source: ParitySource, record: ParityManifest, file: ParityFile) -> None:
+    def _check(self, source: ParitySource, record: ParityManifest, file: ParityImage) -> None:
         self._on_read(check_parity(record, reader_of(file.view, file.bring), source.segments))
 
     def records(self) -> list[tuple[ParityKey, bytes]]:
         """The manifests of this rank's, for the others."""
         return [(key, record.encode()) for key, (record, _) in self._mine.items()]
 
-    def make_room(self, records: Mapping[ParityKey, bytes], images: Mapping[int, Image]) -> str:
+    def make_room(
+        self, records: Mapping[ParityKey, bytes], images: Mapping[int, ShardImage]
+    ) -> str:
         """Take the memory for what this rank makes, before any rank waits for another; returns why
         there is none, in words. `images`: of what this rank has read, by shard."""
         for each in self._plan.rebuilds:
             record = ParityManifest.decode(records[each.parities[0].key])
             views: dict[int, memoryview] = {}
             for shard in each.lost:
-                if self._plan.sources[shard].reader != self._courier.rank:
+                if self._plan.sources[shard].reader != self._broadcaster.rank:
                     continue
                 member = each.group.index(shard)
                 manifest = record.manifests[member]
@@ -114,7 +116,7 @@ class Parities:
             self._begun.append((each, made, self._shards(each, images), self._parities(each)))
         return ""
 
-    def rebuild(self, images: dict[int, Image], trouble: list[str]) -> list[Failure]:
+    def rebuild(self, images: dict[int, ShardImage], trouble: list[str]) -> list[Failure]:
         """Make this rank's part of what is lost, into `images`. Collective; after `make_room`.
 
         Returns the parities of groups of which something came out wrong here: one of them is
@@ -129,7 +131,7 @@ class Parities:
             except CorruptShardError as error:
                 suspected += [Failure(s.key, s.place, str(error)) for s in each.parities]
             except Exception as error:
-                if self._courier.broken:
+                if self._broadcaster.broken:
                     raise
                 trouble.append(f"shards {sorted(made)}: {type(error).__name__}: {error}")
             else:
@@ -138,7 +140,7 @@ class Parities:
                     self._room.pop(shard)
         return suspected
 
-    def _shards(self, each: Rebuild, images: Mapping[int, Image]) -> dict[int, Read]:
+    def _shards(self, each: Rebuild, images: Mapping[int, ShardImage]) -> dict[int, Read]:
         readers = {s.shard: s.reader for s in self._plan.sources}
         return {
             member: self._broadcast(readers[shard], self._image(shard, images))
@@ -149,7 +151,7 @@ class Parities:
     def _parities(self, each: Rebuild) -> dict[int, Read]:
         return {s.member: self._broadcast(s.reader, self._parity(s.key)) for s in each.parities}
 
-    def _image(self, shard: int, images: Mapping[int, Image]) -> Read:
+    def _image(self, shard: int, images: Mapping[int, ShardImage]) -> Read:
         def read(offset: int, into: memoryview) -> None:
             image = images[shard]  # not there where the rebuild failed that was to make it
             reader_of(image.view, image.touch)(offset, into)
@@ -167,12 +169,12 @@ class Parities:
         """A range, from the rank that has it to all; they ask for the same ones in one order."""
 
         def read_together(offset: int, into: memoryview) -> None:
-            if reader == self._courier.rank:
+            if reader == self._broadcaster.rank:
                 try:
                     read(offset, into)
                 except Exception:  # told by the check of this source, as damage is
                     clear(into)
-            self._courier.broadcast(into, reader)
+            self._broadcaster.broadcast(into, reader)
 
         return read_together
 

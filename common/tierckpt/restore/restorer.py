@@ -21,28 +21,28 @@ from typing import Any
 
 import torch
 
-from tierckpt.coordination.error_barrier import Together
+from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.shown_once import said_by
-from tierckpt.core.copies import Found, FoundParity, Place
+from tierckpt.core.copies import Found, FoundParity, Location
 from tierckpt.core.restore_plan import RestorePlan, Source, plan_restore
 from tierckpt.errors import RestoreError, StateMismatchError, StateTornError
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_file import ShardHeader, decode_header
-from tierckpt.format.shard_summary import Contents, Outline, OwnState, counts, lacking
+from tierckpt.format.shard_summary import RankState, ShardSummary, VersionSummary, counts, lacking
 from tierckpt.group import Group
-from tierckpt.restored import Restored, Volume
+from tierckpt.restored import Restored, TransferStats
 from tierckpt.state import rng, tree_codec
 from tierckpt.state.training_state import TrainingState
 
-from .broadcast import Courier
+from .broadcast import ShardBroadcaster
 from .loader import Loader
 from .progress import Progress
 from .rebuild import Parities
-from .shard_image import Image, OpenStore, Part, open_image, open_persistent
-from .shard_reader import READERS, RUN_BYTES, Blame, Failure, Kept, Reads
-from .tensor_fill import NewTensors
-from .verified_version import Aside, Attempt
+from .shard_image import OpenStore, Part, ShardImage, open_image, open_persistent
+from .shard_reader import READERS, RUN_BYTES, Failure, FaultScope, Kept, Reads
+from .tensor_fill import TensorPreallocator
+from .verified_version import SpillPolicy, VerifiedVersion
 
 __all__ = ["Restorer", "all_finished", "load"]
 
@@ -59,16 +59,16 @@ class Restorer:
 
     def __init__(
         self,
-        group: Together,
+        group: ErrorBarrier,
         inventories: Sequence[Sequence[Found]],
         on_reject: Callable[[str], None],
         parities: Sequence[Sequence[FoundParity]] = (),
         progress: Progress | None = None,
         open_store: OpenStore = open_persistent,
-        new: NewTensors | None = None,
+        new: TensorPreallocator | None = None,
         look_again: LookAgain | None = None,
         nodes: Sequence[str] = (),
-        aside: Aside | None = None,
+        aside: SpillPolicy | None = None,
     ) -> None:
         """`new` is shown what this rank reads while threads read the rest, and what it sees of the
         others'; anew for each version that is tried. `look_again` takes stock anew, on all ranks.
@@ -79,16 +79,16 @@ class Restorer:
         self.rejected: list[str] = []
         self.seconds = self.rebuild_seconds = 0.0
         """Of it all, and of rebuilding, which goes on while threads read."""
-        self.volume = Volume()
+        self.volume = TransferStats()
         self._progress = progress or Progress(False)
         self._open_store, self._new = open_store, new
         self._look_again, self._nodes, self._aside = look_again, nodes, aside
         self._kept: Kept = {}
-        self._readers: dict[tuple[ShardKey, Place], int] = {}
+        self._readers: dict[tuple[ShardKey, Location], int] = {}
         """Who has what of all that was fetched at the last try."""
-        self.bad: set[tuple[ShardKey, Place]] = set()
+        self.bad: set[tuple[ShardKey, Location]] = set()
         """Copies that nobody is to read any more."""
-        self._unreachable: set[tuple[ShardKey, Place, int]] = set()
+        self._unreachable: set[tuple[ShardKey, Location, int]] = set()
         """With the rank that could not get at it."""
         self._silent: dict[str, set[int]] = {}
         """By the name of an agent's places: the ranks that got no answer from it."""
@@ -96,9 +96,11 @@ class Restorer:
         """Versions that lack only a key or a module here, and which."""
         self._on_reject = on_reject
 
-    def find(self, version: int | None = None, avoid: Container[VersionId] = ()) -> Attempt | None:
+    def find(
+        self, version: int | None = None, avoid: Container[VersionId] = ()
+    ) -> VerifiedVersion | None:
         """The newest version that proves sound on all ranks, and is none of `avoid`; None when
-        there is none. In a stretch that all ranks end alike (`Together`).
+        there is none. In a stretch that all ranks end alike (`ErrorBarrier`).
 
         Raises RestoreError, on all ranks, when a newer one is there and cannot be decoded for want
         of a key or a module: to go back behind it would be the beginning of its end; and when one
@@ -137,8 +139,8 @@ class Restorer:
         if self.rebuild_seconds:
             result.seconds["rebuild"] = self.rebuild_seconds
 
-    def _try(self, plan: RestorePlan) -> Attempt | None:
-        attempt = Attempt(plan, Courier(self.group, self.volume), self._progress)
+    def _try(self, plan: RestorePlan) -> VerifiedVersion | None:
+        attempt = VerifiedVersion(plan, ShardBroadcaster(self.group, self.volume), self._progress)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(attempt.close)
             if not self._verify(attempt):
@@ -146,7 +148,7 @@ class Restorer:
             on_failure.pop_all()
         return attempt
 
-    def _verify(self, attempt: Attempt) -> bool:
+    def _verify(self, attempt: VerifiedVersion) -> bool:
         """Read and check this rank's share; False, with more known as bad, when any was bad."""
         plan = attempt.plan
         trouble: list[str] = []
@@ -154,11 +156,13 @@ class Restorer:
         mine = [s for s in plan.sources if s.reader == self.group.rank and not s.rebuilt]
         self._progress.begin(f"verifying v{plan.id.version}")
         headers, suspected, failures = self._read(attempt, mine, trouble)
-        outlines: dict[int, Outline] = {}
-        small: dict[int, OwnState] = {}
+        outlines: dict[int, ShardSummary] = {}
+        small: dict[int, RankState] = {}
         with _noted(trouble):
             outlines, small = _told_here(attempt, headers)
-        trouble += [f"{f.key} on node {f.node}: {f.why}" for f in failures if f.blame is Blame.RANK]
+        trouble += [
+            f"{f.key} on node {f.node}: {f.why}" for f in failures if f.blame is FaultScope.RANK
+        ]
         told = ("; ".join(trouble[:1]), failures, suspected, outlines, small)
         troubles, failed_of, suspected_of, outlines_of, small_of = zip(
             *self.group.all_gather_object(told), strict=True
@@ -175,7 +179,7 @@ class Restorer:
             outlines = {shard: o for each in outlines_of for shard, o in each.items()}
             small = {shard: o for each in small_of for shard, o in each.items()}
             own = small.get(attempt.own_shard) or _own_state(attempt, headers)
-            attempt.contents = Contents([outlines[s.shard] for s in plan.sources], own)
+            attempt.contents = VersionSummary([outlines[s.shard] for s in plan.sources], own)
             if not attempt.contents.whole():
                 held = counts(_headers_here(attempt, headers).values())
                 everyones = self.group.all_gather_object(held)
@@ -183,7 +187,7 @@ class Restorer:
         return not failed
 
     def _read(
-        self, attempt: Attempt, mine: Sequence[Source], trouble: list[str]
+        self, attempt: VerifiedVersion, mine: Sequence[Source], trouble: list[str]
     ) -> tuple[dict[int, ShardHeader], list[Failure], list[Failure]]:
         """Have this rank's share checked, and lost shards rebuilt; (headers, what may be damaged,
         what is). What is no copy's fault is added to `trouble`."""
@@ -210,7 +214,7 @@ class Restorer:
 
     def _keep(
         self,
-        attempt: Attempt,
+        attempt: VerifiedVersion,
         sources: Iterable[Source],
         headers: Mapping[int, ShardHeader],
         damaged: Container[int],
@@ -231,12 +235,14 @@ class Restorer:
                 image.close()
 
     def _rebuild(
-        self, attempt: Attempt, pool: ThreadPoolExecutor, reads: Reads, trouble: list[str]
+        self, attempt: VerifiedVersion, pool: ThreadPoolExecutor, reads: Reads, trouble: list[str]
     ) -> tuple[list[Failure], list[Failure]]:
         """Make the lost shards while threads still read; (what may be damaged, what is). Not where
         a rank has `trouble`, to which this one's is added."""
         begin = time.perf_counter()
-        parities = Parities(attempt.plan, attempt.courier, pool, self._open_store, self._on_read)
+        parities = Parities(
+            attempt.plan, attempt.broadcaster, pool, self._open_store, self._on_read
+        )
         with contextlib.closing(parities):
             parities.open()
             if not all(s.place.mappable for s in attempt.plan.sources):
@@ -281,11 +287,11 @@ class Restorer:
     def _reject(self, failed: Iterable[tuple[int, Failure]]) -> None:
         """Never again: a damaged copy by anybody, one that a rank could not get at by that rank;
         and by anybody all that an agent has which does not answer."""
-        for rank, each in sorted(failed, key=lambda f: f[1].blame is Blame.SIGHT):
+        for rank, each in sorted(failed, key=lambda f: f[1].blame is FaultScope.SIGHT):
             key, place = each.key, each.place
             if (key, place) in self.bad:
                 continue
-            if each.blame is Blame.SIGHT:
+            if each.blame is FaultScope.SIGHT:
                 self._unreachable.add((key, place, rank))
             else:
                 self.bad.add((key, place))
@@ -353,7 +359,7 @@ def _cannot_decode(versions: Mapping[VersionId, str]) -> RestoreError:
     )
 
 
-def _readers_of(plan: RestorePlan) -> dict[tuple[ShardKey, Place], int]:
+def _readers_of(plan: RestorePlan) -> dict[tuple[ShardKey, Location], int]:
     """Of what is fetched: none of it is fetched twice, whoever has less to read at the next try."""
     shards = len(plan.sources)
     return {
@@ -368,23 +374,25 @@ def _fetches_most(plan: RestorePlan, mine: Sequence[Source]) -> bool:
     return 2 * sum(not s.place.mappable for s in mine) > len(plan.sources)
 
 
-def _map_others(attempt: Attempt) -> list[Failure]:
+def _map_others(attempt: VerifiedVersion) -> list[Failure]:
     """Map what others read and verify and this rank sees too."""
     failures: list[Failure] = []
     plan = attempt.plan
     for source in plan.sources:
-        if source.direct and source.reader != attempt.courier.rank:
+        if source.direct and source.reader != attempt.broadcaster.rank:
             key = ShardKey(plan.id, source.shard, len(plan.sources))
             try:
                 attempt.images[source.shard] = open_image(key, source.place, plan.life)
             except FileNotFoundError as error:  # its reader tells whether it is there
-                failures.append(replace(Failure.of(key, source.place, error), blame=Blame.SIGHT))
+                failures.append(
+                    replace(Failure.of(key, source.place, error), blame=FaultScope.SIGHT)
+                )
             except Exception as error:
                 failures.append(Failure.of(key, source.place, error))
     return failures
 
 
-def _fill_ahead(attempt: Attempt, reads: Reads, new: NewTensors) -> None:
+def _fill_ahead(attempt: VerifiedVersion, reads: Reads, new: TensorPreallocator) -> None:
     """What is not live, while this rank's threads and other ranks still read."""
     new.foreseen(touch=any(s.place.level != "memory" for s in attempt.plan.sources))
     with ThreadPoolExecutor(1, "tierckpt-fill") as beside:
@@ -392,11 +400,11 @@ def _fill_ahead(attempt: Attempt, reads: Reads, new: NewTensors) -> None:
         new.fill(reads.sound())
 
 
-def _seen_of_others(attempt: Attempt) -> Iterator[Part]:
+def _seen_of_others(attempt: VerifiedVersion) -> Iterator[Part]:
     """What others read and this rank maps, in order. Whether it is sound they are to tell."""
     for source in attempt.plan.sources:
         image = attempt.images.get(source.shard)
-        if image is None or not source.direct or source.reader == attempt.courier.rank:
+        if image is None or not source.direct or source.reader == attempt.broadcaster.rank:
             continue
         low, high = 0, image.manifest.header_bytes
         while low < (end := image.manifest.image_bytes):
@@ -405,7 +413,9 @@ def _seen_of_others(attempt: Attempt) -> Iterator[Part]:
             low, high = high, min(high + RUN_BYTES, end)
 
 
-def _headers_here(attempt: Attempt, read: Mapping[int, ShardHeader]) -> dict[int, ShardHeader]:
+def _headers_here(
+    attempt: VerifiedVersion, read: Mapping[int, ShardHeader]
+) -> dict[int, ShardHeader]:
     """Of the shards that this rank tells the others of: those it read or made."""
     found = dict(read)
     for source in attempt.plan.sources:
@@ -415,22 +425,22 @@ def _headers_here(attempt: Attempt, read: Mapping[int, ShardHeader]) -> dict[int
 
 
 def _told_here(
-    attempt: Attempt, read: Mapping[int, ShardHeader]
-) -> tuple[dict[int, Outline], dict[int, OwnState]]:
+    attempt: VerifiedVersion, read: Mapping[int, ShardHeader]
+) -> tuple[dict[int, ShardSummary], dict[int, RankState]]:
     """What this rank tells of the shards it read: of each an outline; and the small state of those
     that a rank needs which cannot look at the shard itself."""
     sources = attempt.plan.sources
-    ranks = range(attempt.courier.size)
+    ranks = range(attempt.broadcaster.size)
     wanted = {r % len(sources) for r in ranks if sources[r % len(sources)].reader != r}
     outlines, small = {}, {}
     for shard, header in _headers_here(attempt, read).items():
-        outlines[shard] = Outline.of(shard, header)
+        outlines[shard] = ShardSummary.of(shard, header)
         if shard in wanted and not sources[shard].direct and shard in attempt.images:
             small[shard] = _own_of(attempt.images[shard], header)
     return outlines, small
 
 
-def _own_state(attempt: Attempt, read: Mapping[int, ShardHeader]) -> OwnState:
+def _own_state(attempt: VerifiedVersion, read: Mapping[int, ShardHeader]) -> RankState:
     """This rank's, from a shard that it maps or read."""
     shard = attempt.own_shard
     image = attempt.images[shard]
@@ -451,7 +461,7 @@ def _finish(loader: Loader, saved: dict[str, Any]) -> str:
     return ""
 
 
-def all_finished(attempt: Attempt, group: Group) -> None:
+def all_finished(attempt: VerifiedVersion, group: Group) -> None:
     """StateTornError on all ranks if any had trouble at the end of `load`: one that raised alone
     would leave the others to train without it. When all books agree with what was loaded: a rank
     that is lost meanwhile leaves the others with a state that is whole."""
@@ -462,22 +472,22 @@ def all_finished(attempt: Attempt, group: Group) -> None:
             raise said_by(error, rank, group.rank)
 
 
-def _own_of(image: Image, header: ShardHeader) -> OwnState:
+def _own_of(image: ShardImage, header: ShardHeader) -> RankState:
     low = header.tree_offset
     tree_bytes = bytes(image.view[low : low + image.manifest.rank_state_bytes])
-    return OwnState.of(image.manifest.encode(), tree_bytes, header)
+    return RankState.of(image.manifest.encode(), tree_bytes, header)
 
 
 def load(
     state: TrainingState,
-    attempt: Attempt,
-    group: Together,
+    attempt: VerifiedVersion,
+    group: ErrorBarrier,
     strict: bool,
-    new: NewTensors,
+    new: TensorPreallocator,
     calls_alone: bool,
 ) -> tuple[Manifest, Restored, list[str], Any]:
     """Load a verified version; returns this rank's manifest, what was loaded (see
-    `Attempt.report`), notices, and the adapter's own.
+    `VerifiedVersion.report`), notices, and the adapter's own.
 
     Raises StateMismatchError on all ranks, with nothing changed on any, if the structure of any
     rank's live state differs and `strict` is True; RestoreError on all if any rank has no memory
@@ -494,7 +504,7 @@ def load(
         loader = Loader(state, attempt.contents, group.rank, group.size, new, strict, began)
         differences = loader.differences() + loader.extra_differences(saved)
         loader.prepare()
-        attempt.courier.make_room(attempt.contents.outlines)
+        attempt.broadcaster.make_room(attempt.contents.outlines)
         grown = group.size > loader.shards
         told = (differences, rng.digests_of(saved["rng"]) if grown else {})
         everyone, digests = zip(*group.all_gather_object(told), strict=True)

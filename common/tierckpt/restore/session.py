@@ -17,10 +17,10 @@ from typing import Any
 from tierckpt._host import host_name
 from tierckpt._text import size_text, some
 from tierckpt.config import Config
-from tierckpt.coordination.error_barrier import Together
-from tierckpt.coordination.job_history import Lives
+from tierckpt.coordination.error_barrier import ErrorBarrier
+from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.reports import Reports
-from tierckpt.core.copies import Found, FoundParity, Place
+from tierckpt.core.copies import Found, FoundParity, Location
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import Group
@@ -35,8 +35,8 @@ from tierckpt.storage.persistent import PersistentStore, RetryPolicy
 from .progress import Progress
 from .restorer import Restorer, load
 from .shard_image import FarStore
-from .tensor_fill import NewTensors
-from .verified_version import Aside, Attempt
+from .tensor_fill import TensorPreallocator
+from .verified_version import SpillPolicy, VerifiedVersion
 
 Inventories = Sequence[Sequence[Found]]
 Parities = Sequence[Sequence[FoundParity]]
@@ -46,7 +46,7 @@ MOST_SAID = 8
 """Events of copies that were rejected: a job of thousands has as many shards."""
 
 
-class Comeback:
+class RestoreSession:
     """Good for one restore: made, `find`, `load` if that found something, `report`.
 
     Training thread; all ranks do the same. What it is given stays its owner's: the live state is
@@ -58,7 +58,7 @@ class Comeback:
         config: Config,
         group: Group,
         state: TrainingState,
-        lives: Lives,
+        lives: JobHistory,
         reports: Reports,
         bar: Progress,
         begin_seconds: float,
@@ -67,20 +67,20 @@ class Comeback:
         """Takes stock of all levels: collective. `begin_seconds`: when `restore()` was called, by
         `time.perf_counter()`. `elsewhere`: see `Berth.left_elsewhere`."""
         self._config = config
-        self._group, self._state, self._lives, self._reports = group, state, lives, reports
+        self._group, self._state, self._history, self._reports = group, state, lives, reports
         self._begin_seconds, self._elsewhere = begin_seconds, elsewhere
         self._version: int | None = None
         """That was asked for."""
         self.passed_over: list[VersionId] = []
         """Newer ones than what was found, which are suspect, newest first."""
         self._calls_alone = config.boundary == "explicit"
-        self._together = Together(group)
-        with self._together:
-            lives.look(self._together)
+        self._error_barrier = ErrorBarrier(group)
+        with self._error_barrier:
+            lives.look(self._error_barrier)
             self._inventory_seconds = time.perf_counter() - begin_seconds
-            self._new = NewTensors(state)
+            self._new = TensorPreallocator(state)
             self._restorer = Restorer(
-                self._together,
+                self._error_barrier,
                 lives.found,
                 self._reject,
                 lives.parities,
@@ -89,16 +89,16 @@ class Comeback:
                 self._new,
                 self._look_again,
                 lives.nodes,
-                Aside(Path(config.directory), _live_bytes(state)),
+                SpillPolicy(Path(config.directory), _live_bytes(state)),
             )
         self._told: set[str] = set()
         """Problems that were rejected, and nodes that do not answer."""
 
-    def _open_store(self, place: Place) -> FarStore:
-        agent = self._lives.open_agent(place)
+    def _open_store(self, place: Location) -> FarStore:
+        agent = self._history.open_agent(place)
         return agent or PersistentStore(place.where, **self._config.persistent.options())
 
-    def find(self, version: int | None, live_version: int) -> Attempt | None:
+    def find(self, version: int | None, live_version: int) -> VerifiedVersion | None:
         """The newest sound version, or `version`; the caller closes it. Collective.
 
         None when there is nothing: a life has begun afresh then. Raises RestoreError, on all ranks,
@@ -107,7 +107,7 @@ class Comeback:
         format and `version` does not say to go back behind it; and where a rank fails by itself.
         """
         with contextlib.ExitStack() as on_failure:
-            with self._together:
+            with self._error_barrier:
                 attempt = self._find(version)
                 if version is None:
                     newest = attempt.plan.id if attempt else None
@@ -120,24 +120,24 @@ class Comeback:
                     if version is None:
                         self._tell_what_is_passed_over(attempt.plan.id)
                         self._tell_what_is_lost(attempt.plan.id)
-                    self._lives.reject(self._restorer.bad)
+                    self._history.reject(self._restorer.bad)
             on_failure.pop_all()
         return attempt
 
-    def has_newer(self, attempt: Attempt) -> bool:
+    def has_newer(self, attempt: VerifiedVersion) -> bool:
         """Whether anything of a newer version was seen; alike on all ranks."""
-        found = (each.key.id for inventory in self._lives.found for each in inventory)
+        found = (each.key.id for inventory in self._history.found for each in inventory)
         return any(id_ > attempt.plan.id for id_ in found)
 
-    def _find(self, version: int | None) -> Attempt | None:
+    def _find(self, version: int | None) -> VerifiedVersion | None:
         self._version = version
         try:
             self._judge_what_was_seen()
-            if version is None and self._config.on_drift == "stop" and self._lives.suspects:
-                suspects = self._lives.suspects.keys()
+            if version is None and self._config.on_drift == "stop" and self._history.suspects:
+                suspects = self._history.suspects.keys()
                 attempt = self._restorer.find(None, suspects)
                 if attempt is not None:
-                    self.passed_over = self._lives.newer_suspects(attempt.plan.id)
+                    self.passed_over = self._history.newer_suspects(attempt.plan.id)
                     return attempt
             return self._restorer.find(version)
         finally:
@@ -153,9 +153,9 @@ class Comeback:
         names = some([f"v{id_.version}" for id_ in self.passed_over], MOST_SAID)
         why = (
             f"{names} {'is' if len(self.passed_over) == 1 else 'are'} suspect, as replicas "
-            f"differed: {self._lives.suspects[newest]}"
+            f"differed: {self._history.suspects[newest]}"
         )
-        began = self._lives.lineage_of(newest)[-1]
+        began = self._history.lineage_of(newest)[-1]
         if began == (newest.generation, found.version) and newest.generation > found.generation:
             raise RestoreError(
                 f"the life of this job before this one was started from {found}, as the next one "
@@ -181,28 +181,28 @@ class Comeback:
             f"{missing}: not there any more, or never seen by the rank that was to read it. "
             "Looking once more"
         )
-        self._lives.look(self._together)
+        self._history.look(self._error_barrier)
         self._judge_what_was_seen()
-        return self._lives.found, self._lives.parities
+        return self._history.found, self._history.parities
 
     def _note(self, text: str) -> None:
         """What all ranks know, by one."""
         self._reports.notice(text, logging.DEBUG if self._group.rank else logging.INFO)
 
     def _judge_what_was_seen(self) -> None:
-        for text in self._lives.silent:
+        for text in self._history.silent:
             if text not in self._told:
                 self._told.add(text)
                 self._note(text)
-        if self._lives.newer and self._version is None:
-            newer = some(self._lives.newer, between="; ")
+        if self._history.newer and self._version is None:
+            newer = some(self._history.newer, between="; ")
             raise RestoreError(
                 f"a newer tierckpt was here: {newer}. Nothing was changed, and nothing older was "
                 "taken in its place",
                 "To go on without it: restore(version=...) goes back to an older version; moving "
                 "it away, or another path, starts without it",
             )
-        for problem in (*self._lives.problems, *self._lives.unseen):
+        for problem in (*self._history.problems, *self._history.unseen):
             if problem not in self._told:
                 self._told.add(problem)
                 self._restorer.rejected.append(problem)
@@ -210,7 +210,7 @@ class Comeback:
 
     def _tell_what_is_lost(self, found: VersionId) -> None:
         """Going far back must not look like the ordinary course."""
-        lost = self._lives.once_complete()
+        lost = self._history.once_complete()
         if lost is not None and lost > found and lost not in self.passed_over:
             self._reports.notice(
                 f"going back to {found}, although {lost} was complete once: {self._what_is_left()}",
@@ -219,7 +219,7 @@ class Comeback:
 
     def _nothing_found(self, version: int | None, live_version: int) -> None:
         """A fresh start, unless something was expected, or may be where nobody could look."""
-        unseen = some([*self._lives.unseen, *self._lives.nameless], between="; ")
+        unseen = some([*self._history.unseen, *self._history.nameless], between="; ")
         if version is not None:
             hidden = f", and what is there could not be seen in {unseen}" if unseen else ""
             raise RestoreError(
@@ -236,7 +236,7 @@ class Comeback:
                 "again. If none are there: take the place out of the settings, move away what is "
                 "named, or leave out restore()",
             )
-        if (lost := self._lives.once_complete()) is not None:
+        if (lost := self._history.once_complete()) is not None:
             raise RestoreError(
                 f"this job had complete checkpoints ({lost} was one), and has none any more: "
                 f"{self._what_is_left()}",
@@ -244,27 +244,27 @@ class Comeback:
                 f"{self._config.directory} tells on each what is there. To give it up: another "
                 "path, or moving away what is left, starts from the beginning",
             )
-        if self._restorer.rejected or self._lives.remains():
+        if self._restorer.rejected or self._history.remains():
             self._reports.notice(
                 "starting from the beginning: no complete, sound version was found, nor is one "
                 f"known to have ever been on all ranks' disks; {self._what_is_left()}",
                 logging.ERROR if self._restorer.rejected else logging.WARNING,
             )
-        self._lives.begin_afresh()
+        self._history.begin_afresh()
 
     def _versions(self) -> str:
-        found = {f.key.id.version for each in self._lives.found for f in each}
+        found = {f.key.id.version for each in self._history.found for f in each}
         names = some([f"v{version}" for version in sorted(found, reverse=True)], MOST_SAID)
         there = f"There are {names}" if names else "There is none at all"
         return f"{there}; tierckpt list {self._config.directory} tells which are complete"
 
     def _what_is_left(self) -> str:
-        shards = "; ".join(self._lives.remains(self._restorer.left_out)) or "none"
+        shards = "; ".join(self._history.remains(self._restorer.left_out)) or "none"
         rejected = some(self._restorer.rejected, between="; ")
         return f"what was found: {shards}" + (f"; {rejected}" if rejected else "")
 
     def load(
-        self, attempt: Attempt, strict: bool, load_adapter: Callable[[Any], None]
+        self, attempt: VerifiedVersion, strict: bool, load_adapter: Callable[[Any], None]
     ) -> tuple[Lineage, Restored]:
         """Load what `find` found; returns its lineage and what was done. Collective.
 
@@ -272,10 +272,10 @@ class Comeback:
         Raises what `restore.load` raises.
         """
         begin = time.perf_counter()
-        if set(attempt.plan.levels) == {"memory"} and self._lives.gone_from_disk():
+        if set(attempt.plan.levels) == {"memory"} and self._history.gone_from_disk():
             self._tell_where_it_was(attempt.plan.id)  # also to who changed the model meanwhile
         manifest, result, notices, adapter = load(
-            self._state, attempt, self._together, strict, self._new, self._calls_alone
+            self._state, attempt, self._error_barrier, strict, self._new, self._calls_alone
         )
         try:
             load_adapter(adapter)
@@ -284,19 +284,19 @@ class Comeback:
             self._state.torn = True
         for text in notices:
             self._reports.notice(text, logging.WARNING)
-        result.suspect = self._lives.suspects.get(attempt.plan.id, "") or manifest.suspect
+        result.suspect = self._history.suspects.get(attempt.plan.id, "") or manifest.suspect
         if result.suspect:
             self._tell_suspicion(attempt.plan.id, result.suspect)
-        if "persistent" in result.levels and manifest.job != self._lives.job:
+        if "persistent" in result.levels and manifest.job != self._history.job:
             self._tell_whose_it_was(attempt.plan.id, manifest.job)
-        elif self._version is None and manifest.job != self._lives.job:
+        elif self._version is None and manifest.job != self._history.job:
             self._tell_what_another_path_has(attempt.plan.id, manifest.job)
         result.seconds["load"] = time.perf_counter() - begin
         return manifest.lineage, result
 
     def _tell_suspicion(self, id_: VersionId, what: str) -> None:
         """It may be no rank's state. Said by rank 0, as all know."""
-        clean = self._lives.newest_clean(id_)
+        clean = self._history.newest_clean(id_)
         if clean is None:
             other = "there is no older one that is not suspect"
         elif self._version is None:
@@ -328,7 +328,7 @@ class Comeback:
         that one's: nobody can tell but who reads it."""
         if self._group.rank:
             return
-        where, mine = self._config.persistent.path, self._lives.job
+        where, mine = self._config.persistent.path, self._history.job
         owner = self._owner()
         others = owner and not owner.startswith(f"{mine} on ")
         self._reports.notice(
@@ -351,7 +351,7 @@ class Comeback:
         if newest is not None and newest > id_:
             self._reports.notice(
                 f"{id_} was written by job {job!r}, which has {newest} in memory here; this job is "
-                f"called {self._lives.job!r}, and goes on from {id_}. Should it be the same job, "
+                f"called {self._history.job!r}, and goes on from {id_}. Should it be the same job, "
                 f"moved: start it again with job_id={job!r}, or at the path that it had, before "
                 "it writes here",
                 logging.WARNING,
@@ -397,13 +397,13 @@ class Comeback:
     def _tell_what_other_nodes_have(self, found: VersionId | None) -> None:
         """`{node}` stands for another name than in the life before. Nodes of this life have told
         what they have; rank 0 looks for others', and every node that has nothing of its own."""
-        rank, hosts = self._group.rank, self._lives.nodes
-        empty = not any(each.place.level == "local" for each in self._lives.found[rank])
+        rank, hosts = self._group.rank, self._history.nodes
+        empty = not any(each.place.level == "local" for each in self._history.found[rank])
         if rank and not (empty and hosts.index(hosts[rank]) == rank):
             return
         config = self._config
         most = MOST_FOLDERS if rank == 0 else FEW_FOLDERS
-        there = siblings_of(config.path, self._lives.job, set(map(host_name, hosts)), most)
+        there = siblings_of(config.path, self._history.job, set(map(host_name, hosts)), most)
         newer = [each for each in there if found is None or each.newest > found]
         if not newer:
             return
@@ -472,4 +472,4 @@ def _live_bytes(state: TrainingState) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cpu")
 
 
-__all__ = ["Comeback"]
+__all__ = ["RestoreSession"]

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from tierckpt.codecs.codec import ModuleError
+from tierckpt.codecs.codec import CodecError
 from tierckpt.codecs.decoder import Decoder, Read
-from tierckpt.core.copies import FAR, Place
+from tierckpt.core.copies import FAR, Location
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import ParityKey, ShardKey
@@ -36,7 +36,7 @@ LOST = (
     ImportError,
     CorruptShardError,
     FormatError,
-    ModuleError,
+    CodecError,
     PersistentError,
 )
 """What reading raises where a copy is as good as lost, to all ranks or to the one that reads."""
@@ -68,13 +68,13 @@ class FarStore(Protocol):
     def close(self) -> None: ...
 
 
-OpenStore = Callable[[Place], FarStore]
+OpenStore = Callable[[Location], FarStore]
 """Opens what is at a place far away."""
-MakeRoom = Callable[[Manifest, Callable[[], None]], "Image"]
+MakeRoom = Callable[[Manifest, Callable[[], None]], "ShardImage"]
 """For a shard; the second follows on closing it."""
 
 
-def open_persistent(place: Place) -> FarStore:
+def open_persistent(place: Location) -> FarStore:
     """As a store opens that needs no settings."""
     return PersistentStore(place.where)
 
@@ -83,7 +83,7 @@ def already_there(low: int, high: int) -> None:
     """What is in memory needs no bringing, and what is mapped no forgetting."""
 
 
-class Image:
+class ShardImage:
     """One shard's bytes, mapped or received."""
 
     def __init__(
@@ -127,12 +127,12 @@ class SetAsideError(Exception):
 
 def open_image(
     key: ShardKey,
-    place: Place,
+    place: Location,
     life: str = "",
     open_store: OpenStore = open_persistent,
     make_room: MakeRoom | None = None,
-) -> Image:
-    """Map the shard, or make room for it; `Image.bring` gets its bytes. `open_store` opens what is
+) -> ShardImage:
+    """Map the shard, or make room for it; `ShardImage.bring` gets its bytes. `open_store` opens what is
     far. What has to be fetched or decoded goes where `make_room` says: `in_memory`.
 
     Raises what is in LOST.
@@ -150,7 +150,7 @@ def open_image(
                 raise CorruptShardError(f"slot {place.where} no longer holds {key}")
             if slot.image_bytes < manifest.image_bytes:
                 raise CorruptShardError(f"the image of {key} in slot {place.where} is cut short")
-            return Image(manifest, slot.image(), slot.close)
+            return ShardImage(manifest, slot.image(), slot.close)
         except BaseException:
             slot.close()
             raise
@@ -164,12 +164,12 @@ def open_image(
         raise FileNotFoundError(
             f"its data file {key.stem}{key.SUFFIX} is missing; its manifest is there"
         ) from None
-    return Image(manifest, file.view, file.close, file.bring, file.bring)
+    return ShardImage(manifest, file.view, file.close, file.bring, file.bring)
 
 
 def _fetch(
-    key: ShardKey, place: Place, life: str, open_store: OpenStore, make_room: MakeRoom
-) -> Image:
+    key: ShardKey, place: Location, life: str, open_store: OpenStore, make_room: MakeRoom
+) -> ShardImage:
     """Room for the shard, and how to fill it."""
     shared = open_store(place)
     name = VersionName(key.id, key.shards, life)
@@ -216,7 +216,7 @@ def _missing_here_or_anywhere(shared: FarStore, name: VersionName) -> Iterator[N
         raise
 
 
-def _decoded(decoder: Decoder, close: Callable[[], None], make_room: MakeRoom) -> Image:
+def _decoded(decoder: Decoder, close: Callable[[], None], make_room: MakeRoom) -> ShardImage:
     """Room for an encoded shard, and how to fill it."""
     image = make_room(decoder.sealed, close)
 
@@ -227,7 +227,7 @@ def _decoded(decoder: Decoder, close: Callable[[], None], make_room: MakeRoom) -
     return image
 
 
-def in_memory(manifest: Manifest, then: Callable[[], None] = lambda: None) -> Image:
+def in_memory(manifest: Manifest, then: Callable[[], None] = lambda: None) -> ShardImage:
     """Room for a shard in memory of this process, zeros at first; `then` follows on closing it."""
     room = mmap.mmap(-1, manifest.image_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
@@ -241,10 +241,12 @@ def in_memory(manifest: Manifest, then: Callable[[], None] = lambda: None) -> Im
             room.close()
         then()
 
-    return Image(manifest, memoryview(room), close, forget=forget)
+    return ShardImage(manifest, memoryview(room), close, forget=forget)
 
 
-def in_file(manifest: Manifest, folder: Path, then: Callable[[], None] = lambda: None) -> Image:
+def in_file(
+    manifest: Manifest, folder: Path, then: Callable[[], None] = lambda: None
+) -> ShardImage:
     """Room in a file without a name in `folder`: of memory it takes what is being looked at, and
     what the system can spare. Raises OSError where there is no room for it, or no such folder."""
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -270,10 +272,12 @@ def in_file(manifest: Manifest, folder: Path, then: Callable[[], None] = lambda:
         then()
 
     view = mapped.view
-    return Image(manifest, view, close, touch=mapped.bring, forget=rest, rest=rest, settle=settle)
+    return ShardImage(
+        manifest, view, close, touch=mapped.bring, forget=rest, rest=rest, settle=settle
+    )
 
 
-class ParityFile(Protocol):
+class ParityImage(Protocol):
     """The bytes, in `view` once `bring` has returned for them; see `MappedFile`."""
 
     view: memoryview
@@ -286,8 +290,8 @@ class ParityFile(Protocol):
 
 
 def open_parity(
-    key: ParityKey, place: Place, open_store: OpenStore
-) -> tuple[ParityManifest, ParityFile]:
+    key: ParityKey, place: Location, open_store: OpenStore
+) -> tuple[ParityManifest, ParityImage]:
     """Nothing is checked but that the manifest is one. Raises what is in `images.LOST`."""
     if place.level not in FAR:
         store = LocalStore(place.where)

@@ -15,15 +15,15 @@ from enum import Enum
 from itertools import zip_longest
 from typing import NamedTuple
 
-from tierckpt.codecs.codec import ModuleError
-from tierckpt.core.copies import AGENT, FAR, Place
+from tierckpt.codecs.codec import CodecError
+from tierckpt.core.copies import AGENT, FAR, Location
 from tierckpt.core.restore_plan import Source
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import digest, digest_at
 from tierckpt.format.shard_file import ShardHeader, decode_header
 
-from .shard_image import LOST, Image, MakeRoom, OpenStore, Part, open_image, open_persistent
+from .shard_image import LOST, MakeRoom, OpenStore, Part, ShardImage, open_image, open_persistent
 
 READERS = 4
 """Threads of a rank: enough that one's waiting for storage is another's hashing."""
@@ -31,7 +31,7 @@ RUN_BYTES = 8 * 1024 * 1024
 """Brought and checked at once; whole blocks."""
 
 
-class Blame(Enum):
+class FaultScope(Enum):
     """What it is that failed when a copy could not be read."""
 
     COPY = "copy"
@@ -43,17 +43,17 @@ class Blame(Enum):
     it says nothing of any copy, and nothing that is tried next would go better."""
 
     @staticmethod
-    def of(place: Place, error: BaseException) -> Blame:
+    def of(place: Location, error: BaseException) -> FaultScope:
         """By what was raised."""
         if not isinstance(error, LOST) or _lacks_room(error):
-            return Blame.RANK
+            return FaultScope.RANK
         if isinstance(error, ImportError):
-            return Blame.SIGHT
+            return FaultScope.SIGHT
         if not isinstance(error, OSError):
-            return Blame.COPY
+            return FaultScope.COPY
         # All who see a copy on a node's disk see the same disk.
         of_the_disk = isinstance(error, FileNotFoundError) or error.errno == errno.EIO
-        return Blame.COPY if of_the_disk and place.level not in FAR else Blame.SIGHT
+        return FaultScope.COPY if of_the_disk and place.level not in FAR else FaultScope.SIGHT
 
 
 def _lacks_room(error: BaseException | None) -> bool:
@@ -70,11 +70,11 @@ class Failure:
     """A copy (of a shard, or of parity) that could not be read, and why."""
 
     key: ShardKey
-    place: Place
+    place: Location
     why: str
     undecodable: bool = False
     """A key or a module is missing here: with it the copy may well be sound."""
-    blame: Blame = Blame.COPY
+    blame: FaultScope = FaultScope.COPY
     node: str = field(default_factory=socket.gethostname)
     """That it was found on."""
     gone: bool = False
@@ -83,10 +83,10 @@ class Failure:
     """The agent that has it does not answer, whatever it is asked for."""
 
     @staticmethod
-    def of(key: ShardKey, place: Place, error: BaseException) -> Failure:
+    def of(key: ShardKey, place: Location, error: BaseException) -> Failure:
         """What `error` makes of a copy."""
         why = str(error) if isinstance(error, LOST) else f"{type(error).__name__}: {error}"
-        blame, undecodable = Blame.of(place, error), isinstance(error, ModuleError)
+        blame, undecodable = FaultScope.of(place, error), isinstance(error, CodecError)
         silent = place.level == AGENT and isinstance(error, ConnectionError)
         return Failure(key, place, why, undecodable, blame, gone=_is_gone(error), silent=silent)
 
@@ -98,7 +98,7 @@ def _is_gone(error: BaseException) -> bool:
 
 
 OnRead = Callable[[int], None]
-Kept = dict[tuple[ShardKey, Place, str], tuple[Image, ShardHeader]]
+Kept = dict[tuple[ShardKey, Location, str], tuple[ShardImage, ShardHeader]]
 """What was fetched and is sound, by shard, place and life."""
 
 
@@ -117,10 +117,10 @@ class Run(NamedTuple):
         return self.low + sum(self.block_bytes)
 
 
-Opened = tuple[ShardKey, Place, Future[tuple[Image, ShardHeader]]]
+Opened = tuple[ShardKey, Location, Future[tuple[ShardImage, ShardHeader]]]
 
 
-def _give_up(opening: Future[tuple[Image, ShardHeader]], taken: Image | None) -> None:
+def _give_up(opening: Future[tuple[ShardImage, ShardHeader]], taken: ShardImage | None) -> None:
     """Close what was opened, or will be, unless it was taken."""
     if opening.cancel() or opening.exception() is not None:
         return
@@ -135,7 +135,7 @@ class Reads:
     def __init__(
         self,
         pool: Executor,
-        images: dict[int, Image],
+        images: dict[int, ShardImage],
         on_read: OnRead = lambda nbytes: None,
         open_store: OpenStore = open_persistent,
         kept: Kept | None = None,
@@ -149,7 +149,7 @@ class Reads:
         self._make_room = make_room
         self.on_open: Callable[[ShardHeader], None] = lambda header: None
         """Is called with each header before the rest of that shard is read, and raises nothing."""
-        self._checks: list[tuple[ShardKey, Place, list[Future[None]]]] = []
+        self._checks: list[tuple[ShardKey, Location, list[Future[None]]]] = []
         self.headers: dict[int, ShardHeader] = {}
         """Of the shards that could be opened; checked."""
 
@@ -218,7 +218,7 @@ class Reads:
             failures += [Failure.of(key, place, error) for error in errors[:1]]
         return failures
 
-    def _check(self, image: Image, run: Run) -> None:
+    def _check(self, image: ShardImage, run: Run) -> None:
         """Bring some blocks and compare them with their digests."""
         offset, digests = run.low, image.manifest.digests
         image.bring(offset, run.high)
@@ -233,7 +233,7 @@ class Reads:
 
 
 def _checked(
-    shard: int, image: Image, header: ShardHeader, checks: Iterable[Future[None]]
+    shard: int, image: ShardImage, header: ShardHeader, checks: Iterable[Future[None]]
 ) -> Iterator[Part]:
     """`checks` are of all runs, or none, where all was checked before."""
     yield shard, 0, image.view[: header.header_bytes]
@@ -257,8 +257,8 @@ def runs_of(header: ShardHeader) -> Iterator[Run]:
 
 
 def _open(
-    key: ShardKey, place: Place, life: str, open_store: OpenStore, make_room: MakeRoom | None
-) -> tuple[Image, ShardHeader]:
+    key: ShardKey, place: Location, life: str, open_store: OpenStore, make_room: MakeRoom | None
+) -> tuple[ShardImage, ShardHeader]:
     """A shard with its header checked. Raises what `open_image` raises, and what a check does."""
     image = open_image(key, place, life, open_store, make_room)
     try:
@@ -268,7 +268,7 @@ def _open(
         raise
 
 
-def check_header(image: Image) -> ShardHeader:
+def check_header(image: ShardImage) -> ShardHeader:
     """Bring the header, compare it with its digest and with the manifest, and decode it.
 
     Raises CorruptShardError or FormatError.
@@ -287,7 +287,7 @@ def check_header(image: Image) -> ShardHeader:
     return header
 
 
-def _settled(image: Image) -> list[BaseException]:
+def _settled(image: ShardImage) -> list[BaseException]:
     try:
         image.settle()
     except Exception as error:

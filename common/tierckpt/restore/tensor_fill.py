@@ -35,7 +35,7 @@ LARGE_BYTES = 256 * 1024
 """Below it memory comes out of the allocator's heap, and most of that was touched before."""
 
 
-class NewTensors:
+class TensorPreallocator:
     """Makes optimizer state that is not in the live optimizer. One thread calls, but for `fill`."""
 
     def __init__(self, state: TrainingState) -> None:
@@ -92,7 +92,7 @@ class NewTensors:
         as `foresee`. Any thread, for shards of its own."""
         if not self._made:
             return
-        filler = Filler(self._place_of)
+        filler = PieceWriter(self._place_of)
         with contextlib.suppress(Exception):
             for shard, offset, window in parts:
                 filler.take(shard, offset, window)
@@ -135,7 +135,7 @@ def touch_memory(tensor: torch.Tensor) -> None:
         tensor[:: mmap.PAGESIZE].zero_()
 
 
-class Filler:
+class PieceWriter:
     """Shards come one after the other, each in windows; what it is given stays its owner's."""
 
     header: ShardHeader | None = None

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.format.manifest import Manifest
-from tierckpt.format.shard_summary import Contents
+from tierckpt.format.shard_summary import VersionSummary
 from tierckpt.restored import Restored
 
-from .broadcast import Courier, Visit, Wants, all_of_it
+from .broadcast import ShardBroadcaster, Visit, Wants, all_of_it
 from .progress import Progress
-from .shard_image import Image, in_file, in_memory
+from .shard_image import ShardImage, in_file, in_memory
 
 
 @dataclass(frozen=True)
-class Aside:
+class SpillPolicy:
     """Where a rank that fetches most of a version puts it, when most of that is live already: what
     is live and what was fetched would be two copies, and the first is changed when all of the
     second is sound."""
@@ -28,7 +28,7 @@ class Aside:
     live_bytes: int
     """In this rank's memory, of what a version has."""
 
-    def make_room(self, manifest: Manifest, then: Callable[[], None]) -> Image:
+    def make_room(self, manifest: Manifest, then: Callable[[], None]) -> ShardImage:
         """For a fetched shard: a file; memory where there can be none, or little is live."""
         if 2 * self.live_bytes > manifest.image_bytes * manifest.shards:
             with contextlib.suppress(OSError):
@@ -37,15 +37,15 @@ class Aside:
 
 
 @dataclass
-class Attempt:
+class VerifiedVersion:
     """A verified version, ready to be loaded."""
 
     plan: RestorePlan
-    courier: Courier
+    broadcaster: ShardBroadcaster
     progress: Progress
-    images: dict[int, Image] = field(default_factory=dict)
+    images: dict[int, ShardImage] = field(default_factory=dict)
     """What this rank maps, fetched, or made."""
-    contents: Contents | None = None
+    contents: VersionSummary | None = None
     """When all of it is verified."""
     trouble: str = ""
     """What went wrong here behind the last byte, in words."""
@@ -58,7 +58,7 @@ class Attempt:
     @property
     def own_shard(self) -> int:
         """The shard that this rank takes its small state from."""
-        return self.courier.rank % len(self.plan.sources)
+        return self.broadcaster.rank % len(self.plan.sources)
 
     def visit(self, visit: Visit, wants: Wants = all_of_it) -> None:
         """Show every rank every shard, once, but for what it maps and does not want. What is in
@@ -80,18 +80,18 @@ class Attempt:
         for source in self.plan.sources:
             shard = source.shard
             outline = self.contents.outlines[shard]
-            self.courier.show(source, outline, self.images.get(shard), visit_one, wants_one)
+            self.broadcaster.show(source, outline, self.images.get(shard), visit_one, wants_one)
             try:
                 if shard in self.images and not source.direct and not self._to_mend(shard):
                     self.images.pop(shard).close()
             except Exception as error:  # told at the end: others wait for the next shard
-                self.courier.fail(shard, error)
+                self.broadcaster.fail(shard, error)
         sent = any(not source.direct for source in self.plan.sources)
-        self.trouble = self.courier.trouble_of_any() if sent else self.courier.trouble
+        self.trouble = self.broadcaster.trouble_of_any() if sent else self.broadcaster.trouble
 
     def _to_mend(self, shard: int) -> bool:
         """True of this rank's own, if it was rebuilt and the job has as many ranks as then."""
-        rank, size = self.courier.rank, self.courier.size
+        rank, size = self.broadcaster.rank, self.broadcaster.size
         sources = self.plan.sources
         return shard == rank and len(sources) == size and sources[shard].rebuilt
 
@@ -118,4 +118,4 @@ class Attempt:
         self.images.clear()
 
 
-__all__ = ["Attempt"]
+__all__ = ["VerifiedVersion"]

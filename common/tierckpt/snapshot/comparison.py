@@ -13,11 +13,11 @@ from tierckpt.format.manifest import Manifest, digest, digest_at
 from tierckpt.format.shard_file import rank_state_blocks
 from tierckpt.state.tree_codec import EncodedTree
 
-from .copy_plan import Plan, copy_parts
+from .copy_plan import CopyPlan, copy_parts
 
 
 def is_unmoved(
-    plan: Plan, encoded: EncodedTree, manifest: Manifest, image: memoryview | bytes
+    plan: CopyPlan, encoded: EncodedTree, manifest: Manifest, image: memoryview | bytes
 ) -> bool:
     """Whether the live state, as `plan` and `encoded` have it, is what `manifest` and `image` hold.
 
@@ -49,7 +49,7 @@ def _same_tree(encoded: EncodedTree, there: memoryview, scratch: torch.Tensor) -
     return True
 
 
-def _same_blocks(plan: Plan, manifest: Manifest, scratch: torch.Tensor) -> bool:
+def _same_blocks(plan: CopyPlan, manifest: Manifest, scratch: torch.Tensor) -> bool:
     for index, block in enumerate(plan.layout.blocks):
         part = scratch[: block.nbytes]
         copy_parts(part, *plan.source(index))

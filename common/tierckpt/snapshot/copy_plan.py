@@ -1,6 +1,6 @@
 """What a snapshot copies: from which live tensors, block by block, and where to.
 
-A `Plan` outlives the snapshots that follow it. What goes round at every boundary is a few C loops
+A `CopyPlan` outlives the snapshots that follow it. What goes round at every boundary is a few C loops
 over lists that were made once.
 """
 
@@ -35,7 +35,7 @@ def _growth_bytes(rank_state_bytes: int) -> int:
     return min(rank_state_bytes // 4, 64 * 1024) + rank_state_bytes // 64
 
 
-class Plan:
+class CopyPlan:
     """A layout together with the live tensors behind it: what to copy, from where.
 
     Good until the state's structure changes, or a tensor moves or is another one in its memory: see
@@ -299,7 +299,7 @@ def _row_major(tensor: torch.Tensor, start: int) -> Part:
 
 
 def copy_parts(target: torch.Tensor, parts: list[torch.Tensor], sizes: list[int]) -> None:
-    """Copy what `Plan.source` returned to `target`, which is as long."""
+    """Copy what `CopyPlan.source` returned to `target`, which is as long."""
     if len(parts) == 1:
         target.copy_(parts[0])
     else:
@@ -314,7 +314,7 @@ class Binding:
         self.view = slot.image()
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
 
-    def copy_block(self, plan: Plan, block: int, start: int) -> memoryview:
+    def copy_block(self, plan: CopyPlan, block: int, start: int) -> memoryview:
         """Copy one block to `start` bytes past its offset (the header's length); returns it."""
         layout_block = plan.layout.blocks[block]
         low = start + layout_block.offset

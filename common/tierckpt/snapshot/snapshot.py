@@ -2,7 +2,7 @@
 
 The recipe, and who does what:
 
-1. *boundary* (training thread): `Plan.stage` copies buffers and small state aside.
+1. *boundary* (training thread): `CopyPlan.stage` copies buffers and small state aside.
 2. *release* (training thread): blocks whose layer is being allreduced may be copied. The first one
    wakes the copier: at the boundary it would only be in the forward pass's way (but while there
    are slots to be made, which takes longer). When nothing was released for a second (an evaluation
@@ -43,7 +43,7 @@ from tierckpt.state import tree_codec
 from tierckpt.state.names import parameter_of
 from tierckpt.storage.memory.slots import Slot
 
-from .copy_plan import Binding, Plan
+from .copy_plan import Binding, CopyPlan
 
 if TYPE_CHECKING:
     from tierckpt.tracing.recorder import Trace
@@ -72,7 +72,7 @@ class Phase(Enum):
 
 
 @dataclass
-class Clock:
+class PhaseTimer:
     """Seconds spent on one snapshot, by what."""
 
     boundary: float = 0.0
@@ -113,7 +113,7 @@ class Snapshot:
     """See the module's text. Methods say which thread calls them."""
 
     head: Head
-    plan: Plan
+    plan: CopyPlan
     levels: tuple[str, ...]
     """Levels the version goes to once sealed: `memory`, and perhaps `local`."""
     node: dict[str, Any]
@@ -124,7 +124,7 @@ class Snapshot:
     """(blocks, image bytes) -> an unsealed slot of that size. Copier thread; may wait or raise."""
     on_done: Callable[[Snapshot], None]
     """Called once, by the thread that sealed or failed it."""
-    clock: Clock = field(default_factory=Clock)
+    clock: PhaseTimer = field(default_factory=PhaseTimer)
     phase: Phase = Phase.OPEN
     error: str = ""
     slot: Slot | None = None

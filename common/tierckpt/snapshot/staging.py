@@ -19,18 +19,18 @@ from tierckpt.storage.memory.slot_pool import SlotPool
 from tierckpt.storage.memory.slots import Slot
 
 from .comparison import is_unmoved
-from .copy_plan import Plan
+from .copy_plan import CopyPlan
 from .snapshot import Head, Snapshot
 
 if TYPE_CHECKING:
     from .cuda import CudaLane
 
 
-class Capture:
+class Staging:
     """Makes the snapshots of one checkpointer. Training thread."""
 
     def __init__(self, state: TrainingState, group: Group, pool: SlotPool) -> None:
-        self.plan: Plan | None = None
+        self.plan: CopyPlan | None = None
         """Of the state as it was last; None before the first snapshot and after a restore."""
         self.lane: CudaLane | None = None
         self._state, self._group, self._pool = state, group, pool
@@ -95,7 +95,7 @@ class Capture:
         plan, node, arena = self._stage(adapter)
         return is_unmoved(plan, tree_codec.EncodedTree(node, arena), manifest, image)
 
-    def _stage(self, adapter: Any) -> tuple[Plan, dict[str, Any], tree_codec.Arena]:
+    def _stage(self, adapter: Any) -> tuple[CopyPlan, dict[str, Any], tree_codec.Arena]:
         """Copy aside what the next forward pass changes: the rank's tree and the buffers."""
         if self._failed is not None:
             raise self._failed
@@ -119,10 +119,12 @@ class Capture:
             node["began"] = plan.began
         return plan, node, arena
 
-    def _fitting_plan(self) -> Plan:
+    def _fitting_plan(self) -> CopyPlan:
         if self.plan is None or not self.plan.fits(self._state):
             self._state.refresh_names()
-            self.plan = Plan(self._state, self._state.walk(), self._group.rank, self._group.size)
+            self.plan = CopyPlan(
+                self._state, self._state.walk(), self._group.rank, self._group.size
+            )
         return self.plan
 
     def _own_now(self) -> tuple[dict[str, Any], tree_codec.Arena]:
@@ -160,4 +162,4 @@ class Capture:
         self.plan = None
 
 
-__all__ = ["Capture"]
+__all__ = ["Staging"]

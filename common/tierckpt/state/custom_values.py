@@ -3,7 +3,7 @@
 Members of an `enum.Enum`, named tuples, and tensor subclasses that are made of plain tensors (as
 torchao's 8-bit state is) are stored as the name of their class and what they are made of. Nothing
 is imported to make them again, and no constructor is called: the class is looked up among modules
-that the script has imported. Where it is not there, as for `tierckpt.load`, a `Stranger` stands for
+that the script has imported. Where it is not there, as for `tierckpt.load`, a `ForeignValue` stands for
 the value.
 """
 
@@ -39,7 +39,7 @@ def find(name: str, base: type) -> Any:
 
 
 @dataclass
-class Stranger:
+class ForeignValue:
     """Stands for a value whose class is not imported here."""
 
     kind: str
@@ -98,7 +98,7 @@ def made_tensor(parts: Parts) -> Any:
     """A tensor subclass of its inner tensors."""
     kind = find(parts.kind, torch.Tensor)
     if kind is None or not callable(getattr(kind, "__tensor_unflatten__", None)):
-        return Stranger(parts.kind, {**parts.inner, "context": parts.context})
+        return ForeignValue(parts.kind, {**parts.inner, "context": parts.context})
     size, stride = torch.Size(parts.size), parts.stride
     return kind.__tensor_unflatten__(parts.inner, parts.context, size, stride)
 
@@ -121,18 +121,18 @@ def made_member(name: str, value: Any) -> Any:
     """The member of an Enum that has that value."""
     kind = find(name, enum.Enum)
     if kind is None:
-        return Stranger(name, value)
+        return ForeignValue(name, value)
     try:
         return kind(value)
     except ValueError:  # the script's has it no more
-        return Stranger(name, value)
+        return ForeignValue(name, value)
 
 
 def made_tuple(name: str, fields: list[str], values: list[Any]) -> Any:
     """A named tuple."""
     kind = find(name, tuple)
     if kind is None or list(getattr(kind, "_fields", ())) != fields:
-        return Stranger(name, dict(zip(fields, values, strict=True)))
+        return ForeignValue(name, dict(zip(fields, values, strict=True)))
     return tuple.__new__(kind, values)
 
 
@@ -142,8 +142,8 @@ def made_default(factory: str | None, items: list[tuple[Any, Any]]) -> Any:
 
 
 def strangers(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """The way to each `Stranger` in a decoded tree, and its class, as `name_of` names it."""
-    if isinstance(value, Stranger) or (
+    """The way to each `ForeignValue` in a decoded tree, and its class, as `name_of` names it."""
+    if isinstance(value, ForeignValue) or (
         isinstance(value, Parts) and find(value.kind, torch.Tensor) is None
     ):
         yield path, value.kind
@@ -169,8 +169,8 @@ def same_type(value: Any, members: Iterator[Any]) -> Any:
 
 __all__ = [
     "FACTORIES",
+    "ForeignValue",
     "Parts",
-    "Stranger",
     "cloned",
     "find",
     "is_made_of_tensors",

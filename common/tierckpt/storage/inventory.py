@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tierckpt.config import PersistentConfig
-from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Pin, Place, Problem
+from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, Pin, Problem
 from tierckpt.errors import CorruptShardError, FormatError, TierckptError
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
@@ -34,10 +34,10 @@ def take_inventory(
     parities: list[FoundParity] = []
     pins: tuple[Pin, ...] = ()
     suspects = dict[VersionId, str]()
-    with _told(Place("memory", host, str(job.path)), unseen):
+    with _told(Location("memory", host, str(job.path)), unseen):
         look_at_memory(job, host, found, problems, unseen)
         suspects |= SuspectMarks(job.path).all()
-    disk = Place("local", host, str(store.directory))
+    disk = Location("local", host, str(store.directory))
     with _told(disk, unseen):
         disk = replace(disk, where=str(store.directory.resolve()))
         keys = look_at_local(store, disk, found, problems, unseen)
@@ -46,7 +46,7 @@ def take_inventory(
         pins = LocalPins(store.directory).pins()
         suspects |= SuspectMarks(store.directory).all()
     if persistent is not None and persistent.path:
-        with _told(Place("persistent", EVERYWHERE, persistent.path), unseen):
+        with _told(Location("persistent", EVERYWHERE, persistent.path), unseen):
             look_at_persistent(persistent, found, problems, unseen)
     there = [*keys, *(f.key for f in found), *(p.key for p in parities)]
     return Inventory(
@@ -65,12 +65,12 @@ def take_inventory(
 def nothing_seen(host: str, error: Exception) -> Inventory:
     """Of a rank that could not look at all."""
     why = f"{type(error).__name__}: {error}"
-    unseen = Problem(Place("memory", host, f"node {host}"), why)
+    unseen = Problem(Location("memory", host, f"node {host}"), why)
     return Inventory((), (), (unseen,), 0, host, secrets.token_hex(24))
 
 
 @contextlib.contextmanager
-def _told(place: Place, unseen: list[Problem]) -> Iterator[None]:
+def _told(place: Location, unseen: list[Problem]) -> Iterator[None]:
     """What is raised is one place that could not be seen; what was found there before counts."""
     try:
         yield
@@ -87,17 +87,17 @@ def look_at_memory(
 ) -> None:
     """Add the slots of this machine."""
     for path, m in job.sealed():
-        place = Place("memory", host, str(path))
+        place = Location("memory", host, str(path))
         seal = (m.lineage, m.life, None, m.complete, m.created_seconds)
         found.append(Found(m.key, place, *seal, m.suspect))
     for path, error in job.damaged():
         told = unseen if isinstance(error, OSError) else problems
-        told.append(Problem.of(Place("memory", host, str(path)), error))
+        told.append(Problem.of(Location("memory", host, str(path)), error))
 
 
 def look_at_local(
     store: LocalStore,
-    disk: Place,
+    disk: Location,
     found: list[Found],
     problems: list[Problem],
     unseen: list[Problem],
@@ -133,7 +133,7 @@ def look_at_local(
 
 
 def look_at_parities(
-    store: LocalStore, place: Place, problems: list[Problem], unseen: list[Problem]
+    store: LocalStore, place: Location, problems: list[Problem], unseen: list[Problem]
 ) -> list[FoundParity]:
     """What this node keeps for the shards of others."""
     found = []
@@ -167,14 +167,16 @@ def look_at_persistent(
     unseen: list[Problem],
 ) -> None:
     """Add what the persistent level has. A version's manifest is there only when all shards are."""
-    place = Place("persistent", EVERYWHERE, persistent.path)
+    place = Location("persistent", EVERYWHERE, persistent.path)
     root = Path(persistent.path)
     try:
-        absent = "://" not in persistent.path and not root.exists() and not root.parent.is_dir()
+        former_nodes = (
+            "://" not in persistent.path and not root.exists() and not root.parent.is_dir()
+        )
     except OSError as error:  # a mount that is dead
         unseen.append(Problem.of(place, error))
         return
-    if absent:
+    if former_nodes:
         why = f"{root.parent} is not there; make it, unless it should have been mounted"
         unseen.append(Problem(place, why))
         return

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .backend_conformance import BackendConformance
-    from .codec_conformance import HidingConformance, ModuleConformance
+    from .codec_conformance import CodecConformance, HidingConformance
     from .fault_injection import injected
     from .group_conformance import GroupConformance
     from .store_conformance import StoreConformance
@@ -32,7 +32,7 @@ _HOME = {
     "GroupAbortedError": "thread_group",
     "GroupConformance": "group_conformance",
     "HidingConformance": "codec_conformance",
-    "ModuleConformance": "codec_conformance",
+    "CodecConformance": "codec_conformance",
     "StoreConformance": "store_conformance",
     "ThreadGroup": "thread_group",
     "TinyJob": "tiny_job",
@@ -43,10 +43,10 @@ _HOME = {
 
 __all__ = [
     "BackendConformance",
+    "CodecConformance",
     "GroupAbortedError",
     "GroupConformance",
     "HidingConformance",
-    "ModuleConformance",
     "StoreConformance",
     "ThreadGroup",
     "TinyJob",

@@ -1,4 +1,4 @@
-"""What every module must satisfy (`tierckpt.codecs.codec.Module`)."""
+"""What every module must satisfy (`tierckpt.codecs.codec.Codec`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from tierckpt.codecs.codec import Module, ModuleError, Where
+from tierckpt.codecs.codec import BlockId, Codec, CodecError
 from tierckpt.errors import CorruptShardError
 
-PLACE = Where("job", "5eed", 1, 8, 0, 2, 3)
+PLACE = BlockId("job", "5eed", 1, 8, 0, 2, 3)
 """Where the blocks of these tests are; item sizes vary."""
 MOST_GROWTH = 1 << 26
 """Of a damaged block, however small, no more bytes than this may come."""
@@ -35,15 +35,15 @@ BLOCKS = {
 }
 
 
-class ModuleConformance:
+class CodecConformance:
     """Subclass it and say how to make the module; pytest finds the rest."""
 
-    def make_module(self) -> Module:
+    def make_module(self) -> Codec:
         """A new one, with parameters that differ from the defaults, if it has any."""
         raise NotImplementedError
 
     @pytest.fixture
-    def module(self) -> Module:
+    def module(self) -> Codec:
         """The module under test."""
         return self.make_module()
 
@@ -54,7 +54,7 @@ class ModuleConformance:
 
     @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8, 16])
     def test_what_was_encoded_is_decoded_to_the_byte(
-        self, module: Module, block: bytes, item_bytes: int
+        self, module: Codec, block: bytes, item_bytes: int
     ) -> None:
         """Also by another instance, which knows the public parameters only, and not the items."""
         stored = bytes(module.encode(memoryview(block), replace(PLACE, item_bytes=item_bytes)))
@@ -63,13 +63,13 @@ class ModuleConformance:
         assert bytes(module.decode(stored, PLACE)) == block
 
     def test_it_is_not_empty_and_not_longer_than_promised(
-        self, module: Module, block: bytes
+        self, module: Codec, block: bytes
     ) -> None:
         """Length 0 has a meaning of its own, and places are made before lengths are known."""
         stored = module.encode(block, PLACE)
         assert 0 < len(stored) <= len(block) + module.most_extra_bytes
 
-    def test_the_block_belongs_to_the_caller(self, module: Module) -> None:
+    def test_the_block_belongs_to_the_caller(self, module: Codec) -> None:
         """Neither changed, nor kept: it is overwritten at once."""
         content = BLOCKS["numbers"]
         buffer = bytearray(content)
@@ -79,14 +79,14 @@ class ModuleConformance:
         buffer[:] = bytes(len(buffer))
         assert bytes(module.decode(stored, PLACE)) == content
 
-    def test_parameters_are_public_and_fit_into_a_manifest(self, module: Module) -> None:
+    def test_parameters_are_public_and_fit_into_a_manifest(self, module: Codec) -> None:
         """And a name, by which settings call it."""
         found = dict(module.parameters())
         assert json.loads(json.dumps(found)) == found
         assert module.name
         assert not set(module.name) & set(" ,=")
 
-    def test_threads_may_share_it(self, module: Module) -> None:
+    def test_threads_may_share_it(self, module: Codec) -> None:
         """Each gets its own block back."""
         contents = [noise(1000 + i) * 20 for i in range(32)]
 
@@ -96,7 +96,7 @@ class ModuleConformance:
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(there_and_back, contents)) == contents
 
-    def test_damage_is_no_disaster(self, module: Module) -> None:
+    def test_damage_is_no_disaster(self, module: Codec) -> None:
         """Told, or something harmless comes out; nothing else is raised, and memory is bounded."""
         stored = bytes(module.encode(BLOCKS["numbers"], PLACE))
         chance = random.Random(0)
@@ -109,15 +109,15 @@ class ModuleConformance:
             with contextlib.suppress(CorruptShardError):
                 assert len(module.decode(bytes(damaged), PLACE)) <= MOST_GROWTH
 
-    def test_what_says_that_it_hides_is_tested_for_it(self, module: Module) -> None:
+    def test_what_says_that_it_hides_is_tested_for_it(self, module: Codec) -> None:
         """Encryption has to pass `HidingConformance`, too."""
         assert module.hides == isinstance(self, HidingConformance)
 
 
-class HidingConformance(ModuleConformance):
+class HidingConformance(CodecConformance):
     """What encryption must satisfy besides."""
 
-    def test_what_hides_hides(self, module: Module) -> None:
+    def test_what_hides_hides(self, module: Codec) -> None:
         """The same block twice is stored in two ways, neither of which has anything of it, and is
         good for its own place only; any change is told."""
         content = BLOCKS["numbers"]
@@ -131,7 +131,7 @@ class HidingConformance(ModuleConformance):
             replace(PLACE, life="5eee"),
             replace(PLACE, job="another"),
         ):
-            with pytest.raises((CorruptShardError, ModuleError)):
+            with pytest.raises((CorruptShardError, CodecError)):
                 module.decode(once, place)
         for at in (0, len(once) // 2, len(once) - 1):
             changed = bytearray(once)

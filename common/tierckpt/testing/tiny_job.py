@@ -115,8 +115,8 @@ class TinyJob:
 
     def settle(self, timeout_seconds: float = 60.0) -> None:
         """Wait until the version of the last boundary is in memory, and the agent has no work."""
-        snapshot = self.checkpointer._underway.snapshot
-        finished = self.checkpointer._levels.handover.finished
+        snapshot = self.checkpointer._active.snapshot
+        finished = self.checkpointer._levels.slot_handoff.finished
         deadline = time.monotonic() + timeout_seconds
         while snapshot and not any(s is snapshot for s in finished):
             if time.monotonic() > deadline:

@@ -107,7 +107,7 @@ def _nbytes(args: dict[str, str]) -> int:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class ClockAgreement:
     """How the two clocks stand to each other, judged by what must come before what.
 
     A gradient is reduced after one update of the weights and before the next. An allreduce that is
@@ -145,7 +145,7 @@ class Agreement:
         )
 
 
-def agreement(timeline: Timeline) -> Agreement:
+def agreement(timeline: Timeline) -> ClockAgreement:
     """Compare rank 0's launches and updates with Horovod's allreduces."""
     # Horovod writes a timeline anew in every life, ours go on.
     life = max((s.begin_us for s in timeline.of("begin", rank=0)), default=0)
@@ -169,7 +169,7 @@ def agreement(timeline: Timeline) -> Agreement:
                     late.append(span.begin_us - begin_us)
                     early.append(end_us - span.end_us)
                     delays.append(span.begin_us - launch.begin_us)
-    return Agreement(
+    return ClockAgreement(
         expected=expected,
         missing=expected - len(delays),
         late_us=min(late, default=0),

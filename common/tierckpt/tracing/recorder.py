@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from tierckpt.config import Config
     from tierckpt.events import Event, EventLog
-    from tierckpt.snapshot.copy_plan import Plan
+    from tierckpt.snapshot.copy_plan import CopyPlan
 
 ROW_NAMES = ("training", "copier", "launches", "allreduce", "agent")
 TRAINING, COPIER, LAUNCHES, ALLREDUCE, AGENT = range(len(ROW_NAMES))
@@ -88,7 +88,7 @@ class Trace:
         self._trainer = threading.get_ident()
         self._queue: deque[Callable[[], str]] = deque()
         """Lines to be, made by the training thread: the others have better things to do."""
-        self._layers: tuple[Plan | None, list[list[str]]] = (None, [])
+        self._layers: tuple[CopyPlan | None, list[list[str]]] = (None, [])
         self._sealed_at: dict[int, float] = {}
         self._reducing: set[torch.futures.Future[Any]] = set()
         """Reductions whose end was not recorded yet."""
@@ -113,7 +113,9 @@ class Trace:
             self._sealed_at[args["version"]] = end_seconds
         self._queue.append(lambda: self._line(kind, kind, row, begin_seconds, end_seconds, args))
 
-    def copied(self, version: int, plan: Plan, blocks: Sequence[int], begin_seconds: float) -> None:
+    def copied(
+        self, version: int, plan: CopyPlan, blocks: Sequence[int], begin_seconds: float
+    ) -> None:
         """Blocks were copied and hashed, from `begin_seconds` until now."""
         end_seconds, row = time.perf_counter(), self._row()
 
@@ -262,7 +264,7 @@ class Trace:
         """Unix time in whole microseconds, of which a float in JSON can hold no fractions."""
         return round(self._epoch_us + 1e6 * seconds)
 
-    def _layers_of(self, plan: Plan) -> list[list[str]]:
+    def _layers_of(self, plan: CopyPlan) -> list[list[str]]:
         """The parameters of every block, by number of the block."""
         if self._layers[0] is not plan:
             pieces = plan.layout.pieces

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import tierckpt
 import tierckpt.coordination.agreement
 from tests.support.training import Attached, Job, Place, attach, make_job, rank, train
-from tierckpt.checkpointer.slot_handoff import Handover
+from tierckpt.checkpointer.slot_handoff import SlotHandoff
 from tierckpt.coordination.vote_exchange import SharedBallots
 from tierckpt.snapshot.snapshot import Snapshot
 
@@ -185,16 +185,16 @@ def test_save_now_returns_when_the_version_is_durable(
 def saved_now_with_a_late_hand_over(place: Place) -> tuple[int, list[str]]:
     """The copier thread seals, and is slow to hand the slot to the agent."""
     with pytest.MonkeyPatch.context() as patch:
-        done, work = Handover.done, Snapshot.work
+        done, work = SlotHandoff.done, Snapshot.work
 
-        def late(self: Handover, snapshot: Snapshot) -> None:
+        def late(self: SlotHandoff, snapshot: Snapshot) -> None:
             time.sleep(0.2)
             done(self, snapshot)
 
         def copier_only(self: Snapshot) -> bool:
             return threading.current_thread() is not threading.main_thread() and work(self)
 
-        patch.setattr(Handover, "done", late)
+        patch.setattr(SlotHandoff, "done", late)
         patch.setattr(Snapshot, "work", copier_only)
         job = make_job()
         attached = attach(job, place, memory_every_steps=0, local_every_steps=1000)
@@ -450,10 +450,10 @@ def rank_one_dies_as_the_other_clears_up(place: Place) -> tuple[bool, int]:
     if rank() == 1:
         attached.ckpt.abandon()
     dist.barrier()
-    before = attached.ckpt._berth._is_clear
+    before = attached.ckpt._resources._is_clear
     if rank() == 0:
         attached.ckpt.step()
-    fired = (before, attached.ckpt._berth._is_clear) == (False, True)
+    fired = (before, attached.ckpt._resources._is_clear) == (False, True)
     attached.ckpt.abandon()
     dist.barrier()
     after = attach(make_job(seed=2), place, local_every_seconds=0)

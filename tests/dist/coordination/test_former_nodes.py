@@ -275,7 +275,7 @@ def come_back_while_one_dies(place: Place, pid: int) -> dict[str, Any]:
     """All on b. An agent dies between its answer and the first byte of its shard."""
     job = make_job(seed=2)
     attached = attach(job, place, **settings("b", memory_every_steps=0))
-    lives = attached.ckpt._levels.lives
+    lives = attached.ckpt._levels.history
     look, open_shard = lives.look, RemoteNode.open_shard
     asked: list[str] = []
 

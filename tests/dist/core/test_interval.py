@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.training import Attached, Place, attach, crash_after, make_job, rank, train
-from tierckpt.core.tuning.autotune import Figures
+from tierckpt.core.tuning.autotune import CostEstimate
 
 BOTH = {"memory_every_steps": "auto", "local_every_steps": "auto", "slots": 3}
 
@@ -28,8 +28,8 @@ def with_given_costs(place: Place) -> dict[str, Any]:
     assert meter is not None
     costs = iter([60_000] * 45 + [6_000] * 45)
 
-    def figures() -> Figures:
-        return Figures(100_000, next(costs, 6_000) if rank() == 1 else 1)
+    def figures() -> CostEstimate:
+        return CostEstimate(100_000, next(costs, 6_000) if rank() == 1 else 1)
 
     meter.figures = figures  # type: ignore[method-assign]
     train(job, attached.ckpt, range(90))

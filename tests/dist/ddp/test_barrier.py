@@ -51,7 +51,7 @@ def restored_from_slow_copies(kind: str, barrier: bool, place: Place) -> tuple[i
         train(job, attached.ckpt, range(3))
         expected = job.replicated()
         job.iterate(3)
-        attached.ckpt._underway.finish()
+        attached.ckpt._active.finish()
         attached.ckpt.abandon()
     job = make_job(**options, seed=2)
     attached = attach(job, place)
@@ -94,7 +94,7 @@ def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
     job = make_job(**many_buckets)
     attached = attach(job, place, release="backward")
     train(job, attached.ckpt, range(3))
-    snapshot = attached.ckpt._underway.snapshot
+    snapshot = attached.ckpt._active.snapshot
     assert snapshot is not None
     striped = sum(not b.own for b in snapshot.plan.layout.blocks)
     at_boundary = striped - len(snapshot._held)

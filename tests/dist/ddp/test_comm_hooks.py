@@ -207,9 +207,11 @@ def test_an_error_in_the_users_hook_comes_out_of_backward_as_it_is(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     """Nothing was released then, and nothing has changed: version 1 is completed at the end."""
-    for version, complaints in ranks(2).run(hook_that_fails_once, Place.under(tmp_path, shm_dir)):
+    for version, repeated_errors in ranks(2).run(
+        hook_that_fails_once, Place.under(tmp_path, shm_dir)
+    ):
         assert version == 1
-        assert complaints == []
+        assert repeated_errors == []
 
 
 def wrong_annotation(state: Any, bucket: int) -> None:

@@ -114,7 +114,7 @@ def layers_released_by_backward(way: str, place: Place) -> tuple[int, int, int]:
     job = make_job(way)
     attached = attach(job, place, release="backward")
     train(job, attached.ckpt, range(3))
-    snapshot = attached.ckpt._underway.snapshot
+    snapshot = attached.ckpt._active.snapshot
     assert snapshot is not None
     striped = len(snapshot.plan.striped_blocks)
     at_boundary = striped - len(snapshot._held)

@@ -198,7 +198,7 @@ def released_by_each_backward(place: Place) -> list[dict[str, bool]]:
     gan = Gan(both, list(optimizers))
     attached = attach_gan(gan, place, release="backward")
     train(gan, attached.ckpt, range(2))
-    snapshot = attached.ckpt._underway.snapshot
+    snapshot = attached.ckpt._active.snapshot
     assert snapshot is not None
 
     def blocks(net: nn.Module) -> list[int]:
@@ -254,8 +254,8 @@ def take_up(place: Place) -> tuple[Any, ...]:
     told = values(gan), exact.digest(list(exact.buffers(gan.bare).values()))
     train(gan, attached.ckpt, range(restored, END))
     attached.ckpt.abandon()
-    complaints = [e.text() for e in attached.events if e.severity > 20]
-    return (*told, restored.version, values(gan), complaints)
+    repeated_errors = [e.text() for e in attached.events if e.severity > 20]
+    return (*told, restored.version, values(gan), repeated_errors)
 
 
 @pytest.mark.parametrize(("before", "now"), [(GLOO, HOROVODRUN), (HOROVODRUN, GLOO)])
@@ -362,9 +362,9 @@ def test_each_may_have_a_hook_that_remembers_something(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
-    for expected, course, complaints in ranks(2).run(trained_with_hooks, place):
+    for expected, course, repeated_errors in ranks(2).run(trained_with_hooks, place):
         assert course == expected
-        assert complaints == []
+        assert repeated_errors == []
 
 
 def refused(place: Place) -> tuple[str, str, list[Path]]:

@@ -124,8 +124,8 @@ def resumed(way: str, place: Place) -> dict[str, Any]:
     }
     course.update(train(job, second.ckpt, range(restored, END)))
     second.ckpt.close()
-    complaints = [e.text() for e in first.events + second.events if e.severity > 20]
-    return {**told, "course": course == expected, "complaints": complaints}
+    repeated_errors = [e.text() for e in first.events + second.events if e.severity > 20]
+    return {**told, "course": course == expected, "complaints": repeated_errors}
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -183,9 +183,9 @@ def test_another_number_of_ranks_takes_them_in_turn(
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
     left = ranks(before).run(leave_behind, place)
-    for number, (found, complaints) in enumerate(ranks(now).run(take_up, place)):
+    for number, (found, repeated_errors) in enumerate(ranks(now).run(take_up, place)):
         assert found == (left[0][0], left[number % before][1])
-        assert complaints == []
+        assert repeated_errors == []
 
 
 class Whole(nn.Module):

@@ -41,7 +41,7 @@ def evaluated(place: Place) -> dict[str, Any]:
     job = job_here()
     attached = attach(job, place, release="backward", slots=2)
     course = train(job, attached.ckpt, range(STEPS - 1))
-    taken = attached.ckpt._underway.snapshot
+    taken = attached.ckpt._active.snapshot
     assert taken is not None
     taken.wait_done()  # in place of an evaluation: nobody calls the checkpointer
     told = {"sealed": taken.phase is Phase.SEALED, "barrier": taken.clock.barrier}
@@ -85,12 +85,12 @@ def renormed(place: Place) -> dict[str, Any]:
     job.iterate(STEPS)
     after = job.digest()
     attached.ckpt.abandon()
-    complaints = [e.text() for e in attached.events if e.name == "failed"]
+    repeated_errors = [e.text() for e in attached.events if e.name == "failed"]
     job = job_here(net=Renormed, optimizer=optimizer, seed=2)
     attached = attach(job, place)
     restored = attached.ckpt.restore()
     told = {
-        "complaints": complaints,
+        "complaints": repeated_errors,
         "version": restored.version,
         "differences": exact.differences(expected, job.image()),
     }
@@ -145,11 +145,11 @@ def normalised(setting: str, place: Place) -> dict[str, Any]:
     train(job, attached.ckpt, range(STEPS))
     job.iterate(STEPS)
     attached.ckpt.abandon()
-    complaints = [e.text() for e in attached.events if e.name == "failed"]
+    repeated_errors = [e.text() for e in attached.events if e.name == "failed"]
     job = job_here(net=UnitNet, seed=2)
     attached = attach(job, place, forward_changes=setting)
     restored = attached.ckpt.restore()
-    told = {"complaints": complaints, "version": restored.version}
+    told = {"complaints": repeated_errors, "version": restored.version}
     if restored.version:
         told["restored"] = job.digest() == plain[restored.version]
         job.iterate(STEPS)

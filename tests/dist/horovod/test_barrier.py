@@ -45,7 +45,7 @@ def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]
     job = VARIANTS[name].job(1)
     ckpt = attach(job, place, release="backward", extra=job.extra).ckpt
     train(job, ckpt, range(3))
-    snapshot = ckpt._underway.snapshot
+    snapshot = ckpt._active.snapshot
     assert snapshot is not None
     held = [len(snapshot._held)]
     job.zero_grad()
@@ -174,7 +174,7 @@ def overlaps_in_a_closure(place: Place) -> list[bool]:
     ckpt = attach(job, place).ckpt
     overlaps: list[bool] = []
     for iteration in range(3):
-        in_a_closure(job, iteration, lambda: overlaps.append(ckpt._underway.snapshot is not None))
+        in_a_closure(job, iteration, lambda: overlaps.append(ckpt._active.snapshot is not None))
         ckpt.step()
     ckpt.abandon()
     return overlaps

@@ -20,7 +20,7 @@ from tests.support.elastic_script import BATCHES, Script, failure, in_memory, lo
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Place, horovod, rank
 from tierckpt.checkpointer import checkpointer
-from tierckpt.coordination.error_barrier import Together
+from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.restore import restorer, verified_version
 
 SCRIBBLED = 12345.0
@@ -43,7 +43,7 @@ def half_loaded(attempt: Any, load_window: Any, wants: Any) -> None:
     raise failure()
 
 
-def about_to_load(together: Together, *how: Any) -> None:
+def about_to_load(together: ErrorBarrier, *how: Any) -> None:
     """All have told each other that they can."""
     END(together, *how)
     if sys._getframe(1).f_code is restorer.load.__code__:
@@ -54,9 +54,9 @@ def all_loaded(*_: object) -> None:
     raise failure()
 
 
-END = Together.__exit__
-TORN: Instead = (verified_version.Attempt, "visit", half_loaded)
-BEFORE: Instead = (Together, "__exit__", about_to_load)
+END = ErrorBarrier.__exit__
+TORN: Instead = (verified_version.VerifiedVersion, "visit", half_loaded)
+BEFORE: Instead = (ErrorBarrier, "__exit__", about_to_load)
 BEHIND: Instead = (checkpointer, "all_finished", all_loaded)
 SOUND = {"as it was": BEFORE, "loaded": BEHIND}
 

@@ -18,7 +18,7 @@ from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format.manifest import Manifest
 from tierckpt.restore import rebuild
-from tierckpt.restore.shard_image import Image
+from tierckpt.restore.shard_image import ShardImage
 from tierckpt.storage.local.store import LocalStore
 
 EARLIER, STEPS = 3, 7
@@ -130,7 +130,7 @@ def test_groups_are_as_large_as_is_set(
 def come_back_without_room(place: Place, poor: int) -> tuple[str, bool, dict[str, Any]]:
     """One rank has no memory for what it is to make; then it has."""
 
-    def no_room(manifest: Manifest) -> Image:
+    def no_room(manifest: Manifest) -> ShardImage:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     job = make_job(seed=2)

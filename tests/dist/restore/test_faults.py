@@ -315,7 +315,7 @@ def test_a_client_that_fails_on_rank_0_leaves_nobody_waiting(
 def disk_that_fails_while_loading(at: int) -> Iterator[None]:
     """On rank `at`, from the first shown window on."""
     loading: list[bool] = []
-    visit, bring = tierckpt.restore.verified_version.Attempt.visit, MappedFile.bring
+    visit, bring = tierckpt.restore.verified_version.VerifiedVersion.visit, MappedFile.bring
 
     def visited(attempt: Any, *shown: Any) -> None:
         loading.append(True)
@@ -327,7 +327,7 @@ def disk_that_fails_while_loading(at: int) -> Iterator[None]:
         bring(file, low, high)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tierckpt.restore.verified_version.Attempt, "visit", visited)
+        patch.setattr(tierckpt.restore.verified_version.VerifiedVersion, "visit", visited)
         patch.setattr(MappedFile, "bring", brought)
         yield
 

@@ -24,7 +24,7 @@ from tests.support.training import (
 from tierckpt.format.layout import Piece
 from tierckpt.restore import restorer, verified_version
 from tierckpt.restore.shard_image import Part
-from tierckpt.restore.tensor_fill import NewTensors
+from tierckpt.restore.tensor_fill import TensorPreallocator
 
 STEPS = 4
 
@@ -49,15 +49,15 @@ def leave_behind(place: Place) -> dict[int, str]:
 
 def come_back(place: Place) -> dict[str, Any]:
     ready: dict[int, int] = {}
-    has = NewTensors.has
+    has = TensorPreallocator.has
 
-    def note(new: NewTensors, shard: int, piece: Piece) -> bool:
+    def note(new: TensorPreallocator, shard: int, piece: Piece) -> bool:
         there = has(new, shard, piece)
         ready[shard] = ready.get(shard, 0) + there
         return there
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NewTensors, "has", note)
+        patch.setattr(TensorPreallocator, "has", note)
         job = make_job(Wide, seed=2)
         attached = attach(job, place, memory_every_steps=0)
         told = restored_into(job, attached)
@@ -70,7 +70,7 @@ def come_back_with_a_slow_share(place: Place) -> dict[str, Any]:
     the_others = threading.Event()
     seen, sound = restorer._seen_of_others, restorer.Reads.sound
 
-    def note(attempt: verified_version.Attempt) -> Iterator[Part]:
+    def note(attempt: verified_version.VerifiedVersion) -> Iterator[Part]:
         yield from seen(attempt)
         the_others.set()
 

@@ -16,7 +16,7 @@ from tests.dist.peer import test_peer_level as peer
 from tests.dist.storage import test_persistent_level as persistent
 from tests.support.thorough import points
 from tests.support.training import Attached, Job, Place, attach, make_job, rank
-from tierckpt.restore.session import Comeback
+from tierckpt.restore.session import RestoreSession
 
 PACKAGE = Path(tierckpt.__file__).parent
 FILES = {
@@ -61,7 +61,7 @@ class Calls:
         """From the inventory to the last byte; what follows is another story."""
         with pytest.MonkeyPatch.context() as patch:
             for name in ("__init__", "find", "load"):
-                patch.setattr(Comeback, name, self._counted(getattr(Comeback, name)))
+                patch.setattr(RestoreSession, name, self._counted(getattr(RestoreSession, name)))
             yield
 
     def _counted(self, plain: Any) -> Any:

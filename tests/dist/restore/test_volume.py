@@ -14,7 +14,7 @@ from tests.dist.peer import test_peer_level as peer
 from tests.dist.storage import test_persistent_level as persistent
 from tests.support.training import Place, attach, crash_after, make_job, rank, working_in
 from tierckpt.format.manifest import Manifest
-from tierckpt.restore.shard_image import Image
+from tierckpt.restore.shard_image import ShardImage
 from tierckpt.storage.persistent.shard_reader import ShardReader
 
 
@@ -112,7 +112,7 @@ def rebuilt(place: Place, scheme: str = "xor") -> dict[str, Any]:
     held: list[int] = []
     plain = tierckpt.restore.rebuild.in_memory
 
-    def counted(manifest: Manifest) -> Image:
+    def counted(manifest: Manifest) -> ShardImage:
         held.append(manifest.shard)
         return plain(manifest)
 

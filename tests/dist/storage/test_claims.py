@@ -11,7 +11,7 @@ import pytest
 from tests.support.training import Place, attach, make_job, rank
 from tierckpt.errors import ConfigError
 from tierckpt.storage.local import directory_claim
-from tierckpt.storage.local.directory_claim import PREFIX, Claims
+from tierckpt.storage.local.directory_claim import PREFIX, DirectoryClaim
 from tierckpt.storage.memory.job_directory import JobBusyError, JobDirectory, job_id_of
 
 NODES = "ab"
@@ -40,7 +40,7 @@ def test_a_job_of_two_nodes_is_refused_where_another_one_is(
     ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
-    other = Claims(place.path, "0ther", 0, lambda *_: None)
+    other = DirectoryClaim(place.path, "0ther", 0, lambda *_: None)
     assert other.stake() == ""
     pool = ranks(len(NODES))
     try:

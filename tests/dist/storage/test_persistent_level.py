@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.support import exact
 from tests.support.training import Attached, Place, attach, make_job, rank, restored_into, train
 from tierckpt.agent.flusher import MOST_SUPERSEDED
-from tierckpt.storage.persistent import PersistentStore, Turns
+from tierckpt.storage.persistent import PersistentStore, TimeSlots
 
 STEPS = 9
 PATIENCE_SECONDS = 60.0
@@ -113,8 +113,8 @@ def with_an_agent_killed_in_mid_flush(place: Place, shared: str) -> dict[str, An
         assert ckpt._agent.pid is not None
         os.kill(ckpt._agent.pid, signal.SIGKILL)
         # The one that follows has more bandwidth, or this test would take hours.
-        fast = {**(ckpt._agent.desk.persistent or {}), "bytes_per_second": 0}
-        object.__setattr__(ckpt._agent.desk, "persistent", fast)
+        fast = {**(ckpt._agent.session.persistent or {}), "bytes_per_second": 0}
+        object.__setattr__(ckpt._agent.session, "persistent", fast)
         assert ckpt._agent.wait(PATIENCE_SECONDS, everything=True)
         ckpt._collect()
     ckpt.abandon()
@@ -211,7 +211,7 @@ def with_one_node_that_waits_for_its_turn(place: Place, shared: str) -> dict[str
     ckpt = attached.ckpt
     with pytest.MonkeyPatch.context() as patch:
         if waiting:
-            patch.setattr(Turns, "wait_seconds", lambda *_: 0.01)
+            patch.setattr(TimeSlots, "wait_seconds", lambda *_: 0.01)
         for version in range(1, last + 1):
             train(job, ckpt, range(version - 1, version))
             ckpt.save(now=True)

@@ -8,14 +8,14 @@ from torch import nn
 
 from tierckpt.core.replica_check import NONE
 from tierckpt.replicas.digests import Look, weighted_sum
-from tierckpt.replicas.replicated_state import GPU_PART_ELEMENTS, Replicated
+from tierckpt.replicas.replicated_state import GPU_PART_ELEMENTS, ReplicatedState
 from tierckpt.state.training_state import TrainingState
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def digest(state: TrainingState) -> int:
-    look = Look(Replicated(state, 3), range(3), 0, 0)
+    look = Look(ReplicatedState(state, 3), range(3), 0, 0)
     look.finish()
     return look.fetch()
 

@@ -81,7 +81,7 @@ def test_every_version_restores_bit_for_bit(
     model, optimizer = build(optimizer_name)
     ckpt = tierckpt.Checkpointer(model, optimizer, **settings)
     # Without a hook everything is released at once; withheld, it is left to the barrier.
-    ckpt._underway.release_early = path_taken == "forward"
+    ckpt._active.release_early = path_taken == "forward"
     ckpt.restore()
     for _ in range(5):
         train_step(model, optimizer)
@@ -153,7 +153,7 @@ def test_where_a_clone_would_crowd_the_training_the_rest_is_fed(
     }
     model, optimizer = build("adamw-fused")
     ckpt = tierckpt.Checkpointer(model, optimizer, **settings)
-    ckpt._underway.release_early = False
+    ckpt._active.release_early = False
     ckpt.restore()
     train_step(model, optimizer)
     free, total = torch.cuda.mem_get_info()
@@ -190,7 +190,7 @@ def test_a_loop_on_a_stream_of_its_own_is_followed(
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     ckpt = tierckpt.Checkpointer(model, optimizer, **settings)
-    ckpt._underway.release_early = path_taken == "forward"
+    ckpt._active.release_early = path_taken == "forward"
     ckpt.restore()
     with torch.cuda.stream(stream):
         for _ in range(5):

@@ -23,7 +23,7 @@ from tierckpt import _children
 from tierckpt.agent import address, connection, environment, process
 from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.flusher import FlushOrder, PersistentSettings
-from tierckpt.agent.session import Desk, DeskSettings
+from tierckpt.agent.session import SessionSettings, TrainerSession
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
 from tierckpt.coordination import settings_check
 from tierckpt.format.ids import VersionId
@@ -42,10 +42,10 @@ STEPS = 3
 TRAINER = """
 import sys
 from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.session import DeskSettings
+from tierckpt.agent.session import SessionSettings
 root, folder, ckpts, surroundings = sys.argv[1:]
 settings = AgentSettings(root, folder, linger_seconds=600.0)
-client = AgentClient(settings, DeskSettings(ckpts, 0, 2, 2, 0), surroundings=surroundings)
+client = AgentClient(settings, SessionSettings(ckpts, 0, 2, 2, 0), environment=surroundings)
 client.start()
 while client.pid is None:
     pass
@@ -143,10 +143,10 @@ def client_of(
     settings = AgentSettings(str(job.root), job.path.name)
     persistent = asdict(PersistentSettings(shared)) if shared else None
     ckpts = str(tmp_path / "ckpts")
-    desk = DeskSettings(
+    session = SessionSettings(
         ckpts, shard, 2, keep_last=2, keep_every=0, ranks=ranks, persistent=persistent
     )
-    return AgentClient(settings, desk, inline, what)
+    return AgentClient(settings, session, inline, what)
 
 
 def reach(client: AgentClient) -> int:
@@ -175,11 +175,11 @@ def test_what_an_import_adds_to_the_path_is_nothing_new(
     vendored = site / "setuptools" / "_vendor"
     vendored.mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
-    before = environment.fingerprint()
+    before = environment.environment_fingerprint()
     monkeypatch.setattr(sys, "path", [*sys.path, str(vendored)])
-    assert environment.fingerprint() == before
+    assert environment.environment_fingerprint() == before
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    assert environment.fingerprint() != before
+    assert environment.environment_fingerprint() != before
 
 
 def test_an_agent_of_other_surroundings_makes_way(
@@ -205,13 +205,13 @@ def test_an_agent_of_other_surroundings_makes_way(
     until(lambda: not alive(agents[1]))
 
 
-def meet(client: AgentClient, roster: dict[str, Any]) -> dict[str, Any]:
+def meet(client: AgentClient, known_nodes: dict[str, Any]) -> dict[str, Any]:
     """Its agent knows those of other nodes; returns where it is found by them, as secret "one"."""
-    settings, directory = client.settings, client.desk.directory
+    settings, directory = client.settings, client.session.directory
     shelf = {"root": settings.root, "job": settings.folder, "directory": directory}
     where = {"secret": "one", "interface": "lo", "towards": "localhost", "shelf": shelf, "port": 0}
     where["port"] = client.ask("meet", "listening", PATIENCE_SECONDS, where=where)["port"]
-    client.introduce(where, [], roster)
+    client.introduce(where, [], known_nodes)
     client.ask("meet", "listening", PATIENCE_SECONDS, where=where)  # what was said before is heeded
     return where
 
@@ -233,17 +233,17 @@ def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
     ranks = (0, 1)
     zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
     reach(zombie)
-    roster = {"generation": 1, "agents": [{"host": "node" * 9}] * 1000}
-    where = meet(zombie, roster)
+    known_nodes = {"generation": 1, "agents": [{"host": "node" * 9}] * 1000}
+    where = meet(zombie, known_nodes)
     second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
     come(second, first=False)
     until(lambda: second.poll())
     come(first)
-    assert first.roster(PATIENCE_SECONDS) == roster
+    assert first.known_nodes(PATIENCE_SECONDS) == known_nodes
     heard = first.ask("meet", "listening", PATIENCE_SECONDS, where={**where, "secret": "two"})
     assert heard == {"op": "listening", "error": "", "host": "127.0.0.1", "port": where["port"]}
     agents.append(first.pid or 0)
-    assert first.roster(PATIENCE_SECONDS) == roster
+    assert first.known_nodes(PATIENCE_SECONDS) == known_nodes
     for client in (first, second, zombie):
         client.close()
 
@@ -260,13 +260,13 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
     ranks = (0, 1)
     zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
     reach(zombie)
-    roster = {"generation": 1, "agents": [{"host": "node"}]}
-    meet(zombie, roster)
+    known_nodes = {"generation": 1, "agents": [{"host": "node"}]}
+    meet(zombie, known_nodes)
     second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
-    connect = address.Place.connect
+    connect = address.AgentFiles.connect
     told_second = list[bool]()
 
-    def overtaken(place: address.Place) -> socket.socket | None:
+    def overtaken(place: address.AgentFiles) -> socket.socket | None:
         channel = connect(place)
         if not told_second:
             told_second.append(True)
@@ -274,9 +274,9 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
             until(second.poll)
         return channel
 
-    monkeypatch.setattr(address.Place, "connect", overtaken)
+    monkeypatch.setattr(address.AgentFiles, "connect", overtaken)
     come(first)
-    assert first.roster(PATIENCE_SECONDS) == roster
+    assert first.known_nodes(PATIENCE_SECONDS) == known_nodes
     agents.append(reach(first))
     assert first.starts == 1
     for client in (first, second, zombie):
@@ -300,13 +300,13 @@ def test_the_life_after_next_is_told_and_finds_it_where_it_was(
     that life's agent, whatever surroundings it has; and nodes that know the first agent find it."""
     known = client_of(shm_dir, tmp_path, 0, "old", (0,))
     reach(known)
-    roster = {"generation": 1, "agents": [{"host": "node"}]}
-    where = meet(known, roster)
+    known_nodes = {"generation": 1, "agents": [{"host": "node"}]}
+    where = meet(known, known_nodes)
     lives = []
     for what, secret in (("second", "two"), ("third", ""), ("third", "three")):
         lives.append(client_of(shm_dir, tmp_path, 0, what, (0,)))
         come(lives[-1])
-        assert lives[-1].roster(PATIENCE_SECONDS) == roster
+        assert lives[-1].known_nodes(PATIENCE_SECONDS) == known_nodes
         until(lambda: is_found(where))
         agents.append(reach(lives[-1]))
         if secret:
@@ -326,15 +326,15 @@ def test_also_where_the_next_one_ended_at_once(
     no other agent yet."""
     known = client_of(shm_dir, tmp_path, 0, "old", (0,))
     reach(known)
-    roster = {"generation": 1, "agents": [{"host": "node"}]}
-    where = meet(known, roster)
+    known_nodes = {"generation": 1, "agents": [{"host": "node"}]}
+    where = meet(known, known_nodes)
     refused, after = (client_of(shm_dir, tmp_path, 0, "new", (0,)) for _ in range(2))
     refused.find()
-    assert refused.roster(PATIENCE_SECONDS) == roster
+    assert refused.known_nodes(PATIENCE_SECONDS) == known_nodes
     refused.close(PATIENCE_SECONDS, abandoned=True)
     assert is_found(where)
     after.find()
-    assert after.roster(PATIENCE_SECONDS) == roster
+    assert after.known_nodes(PATIENCE_SECONDS) == known_nodes
     agents.append(reach(after))
     assert (refused.starts, after.starts) == (1, 0)
     for client in (known, after):
@@ -347,12 +347,12 @@ def test_it_makes_way_for_one_that_is_inline(
     """Of whatever surroundings: it would keep the port, and what it knows of other nodes."""
     zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1))
     reach(zombie)
-    roster = {"generation": 1, "agents": [{"host": "node"}]}
-    where = meet(zombie, roster)
+    known_nodes = {"generation": 1, "agents": [{"host": "node"}]}
+    where = meet(zombie, known_nodes)
     kill(old)
     client = client_of(shm_dir, tmp_path, 0, "old", (0, 1), inline=True)
     client.start()
-    assert client.roster(PATIENCE_SECONDS) == roster
+    assert client.known_nodes(PATIENCE_SECONDS) == known_nodes
     heard = client.ask("meet", "listening", PATIENCE_SECONDS, where={**where, "secret": "two"})
     assert (heard["error"], heard["port"]) == ("", where["port"])
     assert (client.pid, client.starts) == (os.getpid(), 0)
@@ -411,12 +411,12 @@ def test_only_the_commit_under_way_is_finished(
     """One whose disk hangs in it is passed over, loudly."""
     begun, go_on = list[str](), threading.Event()
 
-    def commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+    def commit(session: TrainerSession, message: dict[str, Any], fds: list[int]) -> None:
         begun.append(message["stem"])
         assert go_on.wait(PATIENCE_SECONDS)
-        desk.say(op="problem", error="was finished")
+        session.say(op="problem", error="was finished")
 
-    monkeypatch.setattr(Desk, "_commit", commit)
+    monkeypatch.setattr(TrainerSession, "_commit", commit)
     monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.5)
     before, new = (client_of(shm_dir, tmp_path, 0, what) for what in ("old", "new"))
     serving = serve_here(before.settings, "old", monkeypatch)
@@ -450,7 +450,7 @@ def test_flushes_that_it_gives_up_are_named(
     zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1), shared.url)
     reach(zombie)
     life = ("life", "job", ((1, 0),), 2, 1000, None, "here")
-    zombie.flush(FlushOrder(zombie.desk.directory, (0,), 2, 1, 2, *life))
+    zombie.flush(FlushOrder(zombie.session.directory, (0,), 2, 1, 2, *life))
     until(lambda: "v2 waits" in told(zombie))
     clients = [client_of(shm_dir, tmp_path, shard, "new", (0, 1), shared.url) for shard in (0, 1)]
     agents += map(reach, clients)
@@ -471,11 +471,11 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+    def commit(session: TrainerSession, message: dict[str, Any], fds: list[int]) -> None:
         begun.set()
         assert go_on.wait(PATIENCE_SECONDS)
 
-    monkeypatch.setattr(Desk, "_commit", commit)
+    monkeypatch.setattr(TrainerSession, "_commit", commit)
     shared = str(tmp_path / "shared")
     before, new = (client_of(shm_dir, tmp_path, 0, what, shared=shared) for what in ("old", "new"))
     serving = serve_here(before.settings, "old", monkeypatch)
@@ -483,7 +483,7 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
     before._line.send({"op": "commit", "stem": "one", "segment": "nowhere"})
     for version in (2, 4):
         life = ("life", "job", ((1, 0),), 2, 1000, None, "here")
-        before.flush(FlushOrder(before.desk.directory, (0,), version, 1, 2, *life))
+        before.flush(FlushOrder(before.session.directory, (0,), version, 1, 2, *life))
     before.retire(None, ((1, 0),))
     assert begun.wait(PATIENCE_SECONDS)
     new.start()
@@ -550,7 +550,7 @@ def test_ranks_of_a_node_that_differ_have_one_agent(
 ) -> None:
     """The first one's surroundings count."""
     theirs = iter(["one", "another"])
-    monkeypatch.setattr(settings_check, "fingerprint", lambda: next(theirs))
+    monkeypatch.setattr(settings_check, "environment_fingerprint", lambda: next(theirs))
 
     def program(group: Any) -> tuple[int | None, int]:
         settings = {"shm_dir": str(shm_dir), "group": group, "local_in_place": False}
@@ -566,18 +566,18 @@ def test_ranks_of_a_node_that_differ_have_one_agent(
 
 
 def test_what_differs_between_launches_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = environment.fingerprint()
+    before = environment.environment_fingerprint()
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("MASTER_PORT", "12345")
     monkeypatch.setenv("TIERCKPT_SLOTS", "3")
-    assert environment.fingerprint() == before
+    assert environment.environment_fingerprint() == before
     for name in ("AWS_SESSION_TOKEN", KEY_VARIABLE, "https_proxy", "HTTPS_PROXY"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "another")
-            assert environment.fingerprint() != before
-    assert environment.fingerprint() == before
+            assert environment.environment_fingerprint() != before
+    assert environment.environment_fingerprint() == before
     monkeypatch.syspath_prepend("/another")
-    assert environment.fingerprint() != before
+    assert environment.environment_fingerprint() != before
 
 
 def test_neither_the_key_nor_a_hash_of_it_is_in_the_command_line(
@@ -590,7 +590,7 @@ def test_neither_the_key_nor_a_hash_of_it_is_in_the_command_line(
         line = Path(f"/proc/{job.checkpointer._agent.pid}/cmdline").read_text()
         assert "tierckpt.agent.server" in line
         assert KEY not in line
-        assert environment.fingerprint() not in line
+        assert environment.environment_fingerprint() not in line
 
 
 # --- modules -------------------------------------------------------------------------------------

@@ -460,7 +460,7 @@ def test_a_slow_store_costs_versions_there_and_no_room_here(
             assert [e.version for e in passed_over] == dropped
             assert f"v{first} is still being flushed" in passed_over[0].message
             job.run(job.iteration + 1)
-            job.checkpointer._levels.onward.retire()
+            job.checkpointer._levels.promotion.retire()
             job.run_until(lambda: local_versions(tmp_path / "ckpts") == [first, newest])
         finally:
             go_on.set()

@@ -23,7 +23,7 @@ from tierckpt.agent.flusher import (
     FlushOrder,
     PersistentSettings,
 )
-from tierckpt.agent.shard_guard import Held
+from tierckpt.agent.shard_guard import ShardGuard
 from tierckpt.format.ids import ShardKey
 from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.persistent import (
@@ -31,7 +31,7 @@ from tierckpt.storage.persistent import (
     PersistentError,
     PersistentStore,
     ShardSource,
-    Turns,
+    TimeSlots,
     VersionFacts,
     VersionName,
 )
@@ -94,7 +94,7 @@ class Node:
     def __init__(self, place: Path, clock: Clock, **settings: Any) -> None:
         self.answers: list[dict[str, Any]] = []
         self.idle = threading.Semaphore(0)
-        self.held = Held()
+        self.held = ShardGuard()
         made = PersistentSettings(str(place), **settings)
         self.flusher = Flusher(made, self.held, self.idle.release, clock)
 
@@ -339,7 +339,7 @@ def test_two_nodes_of_which_one_may_flush_never_write_in_the_same_turn(
 
     def write(backend: PosixBackend, *rest: Any) -> None:
         write_at(backend, *rest)
-        turns.append(int(clock.now() / Turns.turn_seconds) % 2)
+        turns.append(int(clock.now() / TimeSlots.turn_seconds) % 2)
 
     monkeypatch.setattr(PosixBackend, "write_at", write)
     nodes = [node(node=n, nodes=2, nodes_at_once=1) for n in range(2)]
@@ -348,7 +348,7 @@ def test_two_nodes_of_which_one_may_flush_never_write_in_the_same_turn(
             turns.clear()
             nodes[n].flush(order(version, n))
             assert set(turns) == {n}
-        clock.seconds += Turns.turn_seconds  # the first one begins in the other's turn now
+        clock.seconds += TimeSlots.turn_seconds  # the first one begins in the other's turn now
 
 
 # --- what passes, and what does not --------------------------------------------------------------
@@ -590,7 +590,7 @@ def test_the_lease_is_given_back_when_all_nodes_are_through(
     if killed:  # and its agent waits for others to come back
         zero.flusher.rest()
         zero.flusher.rest()
-        giving_back = zero.flusher._keeper._ending
+        giving_back = zero.flusher._keeper._shutdown
         assert giving_back is not None
         giving_back.join(PATIENCE_SECONDS)
     else:

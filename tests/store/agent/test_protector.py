@@ -17,7 +17,7 @@ from tests.support.peer_shards import rank_of, shard_of
 from tierckpt.agent import protector
 from tierckpt.agent.flusher import Flusher, FlushOrder, PersistentSettings
 from tierckpt.agent.protector import PartySettings, Protector
-from tierckpt.agent.shard_guard import Held
+from tierckpt.agent.shard_guard import ShardGuard
 from tierckpt.errors import ConfigError
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
@@ -55,7 +55,7 @@ class Orders:
 
     def __init__(self, folder: Path, *shards: int) -> None:
         self.folder = folder
-        self.held = Held()
+        self.held = ShardGuard()
         self.idle = threading.Event()
         self.made = Protector(self.held, self.idle.set)
         self.made.know([party(shard) for shard in shards])
@@ -216,7 +216,7 @@ def test_a_port_that_was_somebody_elses_for_a_while_is_tried_again(tmp_path: Pat
 
 def test_no_thread_to_flush_with_costs_that_version_and_no_more(tmp_path: Path) -> None:
     idle, said = threading.Event(), queue.Queue[dict[str, Any]]()
-    flusher = Flusher(PersistentSettings(path=str(tmp_path / "shared")), Held(), idle.set)
+    flusher = Flusher(PersistentSettings(path=str(tmp_path / "shared")), ShardGuard(), idle.set)
     order = FlushOrder(
         str(tmp_path / "local"), (0,), 1, 1, 1, "life", "job", ((1, 0),), 1, 4096, None, "here"
     )

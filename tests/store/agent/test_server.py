@@ -25,12 +25,12 @@ import pytest
 from tests.support.processes import end, python
 from tierckpt.agent import connection, process, protocol
 from tierckpt.agent import server as agent
-from tierckpt.agent.address import Place
+from tierckpt.agent.address import AgentFiles
 from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.connection import AgentLine
+from tierckpt.agent.connection import AgentConnection
 from tierckpt.agent.protector import PartySettings
 from tierckpt.agent.server import PROTOCOL
-from tierckpt.agent.session import DeskSettings
+from tierckpt.agent.session import SessionSettings
 from tierckpt.config import YEAR_SECONDS
 from tierckpt.format.ids import VersionId
 from tierckpt.peer.read_client import RemoteNode
@@ -43,10 +43,10 @@ PATIENCE_SECONDS = 60.0
 TRAINER = """
 import json, sys, time
 from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.session import DeskSettings
+from tierckpt.agent.session import SessionSettings
 from tierckpt.agent.flusher import FlushOrder
 agent, desk = (json.loads(text) for text in sys.argv[1:3])
-client = AgentClient(AgentSettings(**agent), DeskSettings(**desk))
+client = AgentClient(AgentSettings(**agent), SessionSettings(**desk))
 client.start()
 while client.pid is None:
     time.sleep(0.005)
@@ -64,14 +64,14 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def node(shm_dir: Path, tmp_path: Path) -> Callable[..., tuple[AgentSettings, DeskSettings]]:
+def node(shm_dir: Path, tmp_path: Path) -> Callable[..., tuple[AgentSettings, SessionSettings]]:
     """`node(shard)`: settings of a trainer, in a job that has this node for itself."""
     job = JobDirectory.at(shm_dir, "job")
     job.create()
 
-    def settings(shard: int, linger: float = 0.0) -> tuple[AgentSettings, DeskSettings]:
-        desk = DeskSettings(str(tmp_path / "ckpts"), shard, 2, keep_last=2, keep_every=0)
-        return AgentSettings(str(job.root), job.path.name, linger_seconds=linger), desk
+    def settings(shard: int, linger: float = 0.0) -> tuple[AgentSettings, SessionSettings]:
+        session = SessionSettings(str(tmp_path / "ckpts"), shard, 2, keep_last=2, keep_every=0)
+        return AgentSettings(str(job.root), job.path.name, linger_seconds=linger), session
 
     return settings
 
@@ -98,7 +98,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def trainer(settings: tuple[AgentSettings, DeskSettings]) -> Any:
+def trainer(settings: tuple[AgentSettings, SessionSettings]) -> Any:
     return python(TRAINER, *(json.dumps(vars(each)) for each in settings))
 
 
@@ -116,7 +116,7 @@ def test_all_trainers_of_a_node_have_the_same_agent(node: Any) -> None:
 def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any) -> None:
     first, second = AgentClient(*node(0)), AgentClient(*node(1))
     first.find()
-    assert first.roster(10 * PATIENCE_SECONDS) == {}, "nobody is coming who could say"
+    assert first.known_nodes(10 * PATIENCE_SECONDS) == {}, "nobody is coming who could say"
     assert first.poll() == []
     assert first.starts == 0
     assert not first.settings.place().lock.exists()
@@ -134,7 +134,7 @@ def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any
 def test_who_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -> None:
     """The first had no thread to spare; or is an earlier tierckpt's, and there is another one."""
     client, found = AgentClient(*node(0)), threading.Event()
-    roster = {"generation": 1, "agents": [{"host": "x"}]}
+    known_nodes = {"generation": 1, "agents": [{"host": "x"}]}
     numbers = [0, 1] if answer else [0]
     listeners = [replace(client.settings, index=n).place().listen() for n in numbers]
 
@@ -147,7 +147,7 @@ def test_who_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -
         channel.close()
         channel, _ = listeners[-1].accept()
         protocol.receive(channel)
-        protocol.send(channel, {"op": "welcome", "pid": os.getpid(), "roster": roster})
+        protocol.send(channel, {"op": "welcome", "pid": os.getpid(), "roster": known_nodes})
         protocol.receive(channel)
         protocol.send(channel, {"op": "bye", "last": False})
         channel.close()
@@ -156,7 +156,7 @@ def test_who_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -
     thread.start()
     client.find()
     found.set()
-    assert client.roster(PATIENCE_SECONDS) == roster
+    assert client.known_nodes(PATIENCE_SECONDS) == known_nodes
     client.close()
     thread.join(PATIENCE_SECONDS)
     for listener in listeners:
@@ -270,9 +270,9 @@ def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
 
 def test_a_launcher_need_not_wait_for_one_that_flushes(node: Any, tmp_path: Path) -> None:
     """As the second node of two, whose first one is not there: that takes a minute."""
-    settings, desk = node(0)
+    settings, session = node(0)
     place = {"path": str(tmp_path / "far"), "node": 1, "nodes": 2}
-    killed = trainer((settings, replace(desk, persistent=place)))
+    killed = trainer((settings, replace(session, persistent=place)))
     pid = int(killed.stdout.readline())
     killed.stdin.write("flush\n")
     killed.stdin.flush()
@@ -330,13 +330,13 @@ def test_a_killed_one_that_has_its_successor_already_is_not_waited_for(node: Any
 @pytest.mark.parametrize(("since", "last"), [(1.0, True), (-PATIENCE_SECONDS, False)])
 def test_who_leaves_last_knows_and_waits_for_its_end(since: float, last: bool, node: Any) -> None:
     """No killed one is awaited any more: its time is over."""
-    _, desk = node(0)
+    _, session = node(0)
     with closing(agent.Agent(linger_seconds=0.0)) as server:
-        server._missed[desk.directory, 1] = time.monotonic() - since
+        server._missed[session.directory, 1] = time.monotonic() - since
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             thread = server.attend(theirs)
-            protocol.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(desk)})
+            protocol.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(session)})
             protocol.send(ours, {"op": "bye"})
             said = [protocol.receive(ours)[0] for _ in ("welcome", "bye")]
             thread.join(PATIENCE_SECONDS)
@@ -345,8 +345,8 @@ def test_who_leaves_last_knows_and_waits_for_its_end(since: float, last: bool, n
 
 def test_a_rank_of_other_surroundings_leaves_the_start_to_the_first(node: Any) -> None:
     """An agent of its own would pass for one that has the first rank's keys and credentials."""
-    first = AgentClient(*node(0), surroundings="the first rank's")
-    other = AgentClient(*node(1), surroundings="the first rank's", may_start=False)
+    first = AgentClient(*node(0), environment="the first rank's")
+    other = AgentClient(*node(1), environment="the first rank's", may_start=False)
     pid = reach(first)
     assert reach(other) == pid
     os.kill(pid, signal.SIGKILL)
@@ -370,9 +370,9 @@ def met(client: AgentClient) -> dict[str, Any]:
     """Its agent is told of those of other nodes; returns what."""
     where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
     client.ask("meet", "listening", PATIENCE_SECONDS, where=where)
-    roster = {"generation": 1, "agents": []}
-    client.introduce(where, [], roster)
-    return roster
+    known_nodes = {"generation": 1, "agents": []}
+    client.introduce(where, [], known_nodes)
+    return known_nodes
 
 
 def test_one_that_has_met_others_waits_for_a_job_that_was_abandoned(node: Any) -> None:
@@ -380,13 +380,13 @@ def test_one_that_has_met_others_waits_for_a_job_that_was_abandoned(node: Any) -
     client, other = (AgentClient(*node(shard, linger=PATIENCE_SECONDS)) for shard in (0, 1))
     pid = reach(client)
     assert reach(other) == pid
-    roster = met(client)
+    known_nodes = met(client)
     client.close(abandoned=True)
     other.close(abandoned=True)
-    settings, desk = node(0)
-    successor = AgentClient(settings, replace(desk, ranks=(0,)))
+    settings, session = node(0)
+    successor = AgentClient(settings, replace(session, ranks=(0,)))
     assert reach(successor) == pid
-    assert successor.roster(PATIENCE_SECONDS) == roster
+    assert successor.known_nodes(PATIENCE_SECONDS) == known_nodes
     successor.close()
     until(lambda: not alive(pid))
 
@@ -443,13 +443,13 @@ def test_it_waits_for_a_flush_as_long_as_that_gets_on(
 
 def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
     """A job went on with fewer nodes, where this one's rank has another number."""
-    settings, desk = node(1, linger=10 * PATIENCE_SECONDS)
-    killed = trainer((settings, replace(desk, ranks=(1,))))
+    settings, session = node(1, linger=10 * PATIENCE_SECONDS)
+    killed = trainer((settings, replace(session, ranks=(1,))))
     pid = int(killed.stdout.readline())
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     end(killed)
-    successor = AgentClient(settings, replace(desk, shard=0, ranks=(0,)))
+    successor = AgentClient(settings, replace(session, shard=0, ranks=(0,)))
     assert reach(successor) == pid
     successor.close()
     until(lambda: not alive(pid))
@@ -488,14 +488,14 @@ def test_it_outlives_the_process_group_of_its_trainers(node: Any) -> None:
 def test_one_that_does_not_answer_is_passed_over(
     node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pass_over = AgentLine._pass_over
+    pass_over = AgentConnection._pass_over
 
-    def once(line: AgentLine, *why: Any) -> None:
+    def once(line: AgentConnection, *why: Any) -> None:
         """The next one lives, however long its answer takes."""
         monkeypatch.setattr(connection, "ANSWER_SECONDS", PATIENCE_SECONDS)
         pass_over(line, *why)
 
-    monkeypatch.setattr(AgentLine, "_pass_over", once)
+    monkeypatch.setattr(AgentConnection, "_pass_over", once)
     monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.2)
     other = trainer(node(1))
     stuck = int(other.stdout.readline())
@@ -516,7 +516,7 @@ def test_one_that_does_not_answer_is_passed_over(
 
 def test_beside_an_agent_of_another_protocol_there_is_one_of_ours(node: Any) -> None:
     """After an upgrade, an agent of the older version may still linger."""
-    settings, desk = node(0)
+    settings, session = node(0)
     job = settings.place().job
     job.create()
     job.slot_path(0, 0).touch()  # as trainers have; else the older one takes the folder along
@@ -527,7 +527,7 @@ def test_beside_an_agent_of_another_protocol_there_is_one_of_ours(node: Any) -> 
     with subprocess.Popen([sys.executable, "-c", older, *told]) as old:
         until(settings.place().address.exists)
         until(lambda: served.append(settings.place().connect()) or served[-1])
-        client = AgentClient(settings, desk)
+        client = AgentClient(settings, session)
         pid = reach(client)
         assert pid != old.pid
         client.close()
@@ -541,7 +541,7 @@ def test_garbage_on_its_socket_does_not_disturb_it(node: Any) -> None:
     client = AgentClient(*node(0))
     pid = reach(client)
     for garbage in (b"", b"{", b"[]", b'{"op": "commit"}', b"\xff" * 1000):
-        place: Place = client.settings.place()
+        place: AgentFiles = client.settings.place()
         stranger = place.connect()
         assert stranger is not None
         if garbage:
@@ -579,7 +579,7 @@ def test_another_user_finds_the_door_closed(private: bool, node: Any) -> None:
     if not private:
         place.job.path.chmod(0o777)
         place.address.chmod(0o777)
-    hello = {"op": "hello", "protocol": PROTOCOL, "desk": vars(client.desk)}
+    hello = {"op": "hello", "protocol": PROTOCOL, "desk": vars(client.session)}
     stranger = python(
         AS_NOBODY
         + "try: channel.connect(where)\n"
@@ -735,8 +735,8 @@ def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
     client.ask("meet", "listening", PATIENCE_SECONDS, where=where)
     parties = parties_of(ranks=200, members=64)
     assert len(json.dumps(parties)) > 10 * 65536
-    roster = {"generation": 1, "agents": [{"host": "node" * 9}] * 10_000}
-    client.introduce(where, parties, roster)
+    known_nodes = {"generation": 1, "agents": [{"host": "node" * 9}] * 10_000}
+    client.introduce(where, parties, known_nodes)
     client.protect(VersionId(1, 1))
     assert client.wait(PATIENCE_SECONDS, everything=True)
     (heard,) = client.poll()
@@ -744,10 +744,12 @@ def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
     assert heard["error"].count("FileNotFoundError") == 200, "one for every party"
     assert len(heard["error"]) > 10_000
     assert client.pid == pid
-    settings, desk = node(0)
-    successor = AgentClient(settings, replace(desk, ranks=(0,)))
+    settings, session = node(0)
+    successor = AgentClient(settings, replace(session, ranks=(0,)))
     successor.start()
-    assert successor.roster(PATIENCE_SECONDS) == roster, "it hears what the agent was told before"
+    assert successor.known_nodes(PATIENCE_SECONDS) == known_nodes, (
+        "it hears what the agent was told before"
+    )
     client.close()
     successor.close()
     until(lambda: not alive(pid))
@@ -806,8 +808,8 @@ def test_a_dead_ones_socket_is_replaced(node: Any) -> None:
 def test_paths_may_be_longer_than_a_socket_address(shm_dir: Path, tmp_path: Path) -> None:
     job = JobDirectory.at(shm_dir, "j" * 120)
     job.create()
-    desk = DeskSettings(str(tmp_path), 0, 1, 2, 0)
-    client = AgentClient(AgentSettings(str(job.root), job.path.name, linger_seconds=0), desk)
+    session = SessionSettings(str(tmp_path), 0, 1, 2, 0)
+    client = AgentClient(AgentSettings(str(job.root), job.path.name, linger_seconds=0), session)
     pid = reach(client)
     assert len(str(client.settings.place().address)) > 108
     client.close()

@@ -15,7 +15,7 @@ import pytest
 from tests.support.encoded_shards import NoServices
 from tierckpt.agent import protocol
 from tierckpt.agent.server import PROTOCOL, Agent
-from tierckpt.agent.session import Desk, DeskSettings
+from tierckpt.agent.session import SessionSettings, TrainerSession
 from tierckpt.codecs import pipeline
 from tierckpt.codecs.checksum import Checksum
 from tierckpt.errors import TierckptError
@@ -93,7 +93,7 @@ def test_what_a_users_module_raises_in_a_restart_is_no_damage(
 class Broken(NoServices):
     """Nothing that several desks share can be had."""
 
-    def flusher(self, desk: DeskSettings) -> None:
+    def flusher(self, session: SessionSettings) -> None:
         raise RuntimeError("can't start new thread")
 
     def protector(self) -> None:
@@ -101,11 +101,11 @@ class Broken(NoServices):
 
 
 @contextlib.contextmanager
-def served(settings: DeskSettings, services: Any) -> Iterator[socket.socket]:
+def served(settings: SessionSettings, services: Any) -> Iterator[socket.socket]:
     """A desk at work; the trainer's end of its channel."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        thread = threading.Thread(target=Desk(settings, theirs, services).serve)
+        thread = threading.Thread(target=TrainerSession(settings, theirs, services).serve)
         thread.start()
         try:
             yield ours
@@ -127,7 +127,7 @@ def test_whatever_cannot_be_begun_is_answered(
         ({"op": "know", "parties": []}, "problem", {}),
         ({"op": "retire"}, "problem", {}),
     ]
-    settings = DeskSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0)
+    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0)
     with served(settings, Broken()) as channel:
         for question, op, about in asked:
             protocol.send(channel, question)
@@ -140,13 +140,13 @@ def test_whatever_cannot_be_begun_is_answered(
 
 
 @contextlib.contextmanager
-def trainer(node: Agent, desk: DeskSettings) -> Iterator[socket.socket]:
+def trainer(node: Agent, session: SessionSettings) -> Iterator[socket.socket]:
     """The trainer's end of a channel, on which the agent has bidden welcome."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         ours.settimeout(60)
         thread = node.attend(theirs)
-        protocol.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(desk)})
+        protocol.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(session)})
         welcome, _ = protocol.receive(ours)
         assert welcome is not None
         assert welcome["op"] == "welcome"
@@ -163,15 +163,15 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
     """Its successor's own shards come behind that, in their order."""
     begun, go_on, served = threading.Event(), threading.Event(), list[str]()
 
-    def slow_commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+    def slow_commit(session: TrainerSession, message: dict[str, Any], fds: list[int]) -> None:
         begun.set()
         go_on.wait()
         served.append(message["stem"])
 
-    monkeypatch.setattr(Desk, "_commit", slow_commit)
-    settings = DeskSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
+    monkeypatch.setattr(TrainerSession, "_commit", slow_commit)
+    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
     where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
-    roster = {"generation": 2, "agents": []}
+    known_nodes = {"generation": 2, "agents": []}
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, contextlib.ExitStack() as lives:
         channel = lives.enter_context(trainer(node, settings))
         lives.callback(go_on.set)
@@ -181,7 +181,7 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
         successor = lives.enter_context(trainer(node, settings))
         protocol.send(successor, {"op": "commit", "stem": "the first"})
         protocol.send(successor, {"op": "meet", "where": where})
-        protocol.send(successor, {"op": "know", "parties": [], "roster": roster})
+        protocol.send(successor, {"op": "know", "parties": [], "roster": known_nodes})
         protocol.send(successor, {"op": "commit", "stem": "the second"})
         protocol.send(successor, {"op": "bye"})
         heard, _ = protocol.receive(successor)
@@ -191,7 +191,7 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
         heard, _ = protocol.receive(successor)
         assert heard == {"op": "bye", "last": True}
         assert served == ["the life before's", "the first", "the second"]
-        assert node.protector().roster() == roster
+        assert node.protector().known_nodes() == known_nodes
 
 
 def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_or_not(
@@ -200,14 +200,14 @@ def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_o
     """It hears those at boundaries. The kernel tells of unread ones before what was sent."""
     begun, go_on, served = threading.Event(), threading.Event(), list[str]()
 
-    def commit(desk: Desk, message: dict[str, Any], fds: list[int]) -> None:
+    def commit(session: TrainerSession, message: dict[str, Any], fds: list[int]) -> None:
         served.append(message["stem"])
-        desk.say(op="committed")
+        session.say(op="committed")
         begun.set()
         go_on.wait()
 
-    monkeypatch.setattr(Desk, "_commit", commit)
-    settings = DeskSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
+    monkeypatch.setattr(TrainerSession, "_commit", commit)
+    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
     long = 1000 * "the third"
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, trainer(node, settings) as killed:
         for stem in ("the first", "the second", long):
@@ -249,7 +249,7 @@ def there(directory: Path) -> set[tuple[int, int, int]]:
 
 def retire(
     directory: Path,
-    desk: DeskSettings,
+    session: SessionSettings,
     safe: list[int],
     held: Iterable[ShardKey] = (),
     **more: Any,
@@ -260,11 +260,13 @@ def retire(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         asked = {"safe": safe, "lineage": LINEAGE, "keep": [], "void": [], **more}
-        Desk(desk, theirs, services)._retire(asked)
+        TrainerSession(session, theirs, services)._retire(asked)
 
 
-def desks(directory: Path, ranks: tuple[int, ...], of: int, keep_last: int) -> list[DeskSettings]:
-    return [DeskSettings(str(directory), r, of, keep_last, 0, ranks=ranks) for r in ranks]
+def desks(
+    directory: Path, ranks: tuple[int, ...], of: int, keep_last: int
+) -> list[SessionSettings]:
+    return [SessionSettings(str(directory), r, of, keep_last, 0, ranks=ranks) for r in ranks]
 
 
 @pytest.mark.parametrize(("old", "new", "were", "are"), [
@@ -285,8 +287,8 @@ def test_what_ranks_left_that_went_to_another_node_goes_too(
     for version in (3, 4):
         shards(tmp_path, 2, version, list(are), of=new)
         left |= {(2, version, s) for s in are}
-        for desk in desks(tmp_path, are, new, keep_last=2):
-            retire(tmp_path, desk, [2, version])
+        for session in desks(tmp_path, are, new, keep_last=2):
+            retire(tmp_path, session, [2, version])
         left -= {(1, version - 2, s) for s in were}
         assert there(tmp_path) == left
     assert not spare.exists()
@@ -318,13 +320,13 @@ def test_strays_stay_as_long_as_they_are_needed(tmp_path: Path) -> None:
 
 
 def test_what_a_flush_still_reads_stays_until_it_has(tmp_path: Path) -> None:
-    desk = DeskSettings(str(tmp_path), 0, 1, keep_last=1, keep_every=0)
+    session = SessionSettings(str(tmp_path), 0, 1, keep_last=1, keep_every=0)
     for version in (3, 4):
         shards(tmp_path, 2, version, [0], of=1)
     held = [kind(VersionId(2, 3), 0, 1) for kind in (ShardKey, ParityKey)]
-    retire(tmp_path, desk, [2, 4], held=held)
+    retire(tmp_path, session, [2, 4], held=held)
     assert there(tmp_path) == {(2, 3, 0), (2, 4, 0)}
-    retire(tmp_path, desk, [2, 4])
+    retire(tmp_path, session, [2, 4])
     assert there(tmp_path) == {(2, 4, 0)}
 
 
@@ -332,6 +334,6 @@ def test_in_a_directory_that_nodes_share_nothing_is_stray(tmp_path: Path) -> Non
     """The other node's agent may still read what it has there; it sees to that itself."""
     shards(tmp_path, 1, 1, [0, 1, 2, 3], of=4)
     shards(tmp_path, 2, 3, [0, 1, 2, 3], of=4)
-    for desk in desks(tmp_path, (0, 1), 4, keep_last=1):
-        retire(tmp_path, desk, [2, 3])
+    for session in desks(tmp_path, (0, 1), 4, keep_last=1):
+        retire(tmp_path, session, [2, 3])
     assert there(tmp_path) == {(1, 1, 2), (1, 1, 3), *((2, 3, s) for s in range(4))}

@@ -22,12 +22,12 @@ from tierckpt.hooks import install
 
 POINTS = {
     "the books": (checkpointer, "Reports"),
-    "where slots are": (node_resources.inplace, "place_for_slots"),
+    "where slots are": (node_resources.image_file, "place_for_slots"),
     "slots": (node_resources, "SlotPool"),
-    "room": (node_resources.Berth, "tell_of_room"),
+    "room": (node_resources.NodeResources, "tell_of_room"),
     "lives": (tiers, "Lives"),
     "behind the agent": (tiers, "Peers"),
-    "the agent": (tiers.Levels, "open"),
+    "the agent": (tiers.Tiers, "open"),
     "the copier": (active_snapshot, "Copier"),
     "capture": (active_snapshot, "Capture"),
     "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),

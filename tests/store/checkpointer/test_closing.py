@@ -120,7 +120,7 @@ def test_what_is_durable_does_not_depend_on_how_long_others_take(
     """Ranks ask each other first: in half an hour a store may take, their group gives up."""
     with (
         mock.patch(
-            "tierckpt.checkpointer.shutdown.Ending.await_others",
+            "tierckpt.checkpointer.shutdown.Shutdown.await_others",
             side_effect=TimeoutError("a slow store"),
         ),
         TinyJob(path, **settings) as job,
@@ -172,7 +172,7 @@ def test_but_it_does_not_wait_for_a_copy_that_does_not_come(
 
     try:
         with (
-            mock.patch.object(job.checkpointer._levels.handover, "chooser", choose_slot),
+            mock.patch.object(job.checkpointer._levels.slot_handoff, "chooser", choose_slot),
             mock.patch("tierckpt.checkpointer.active_snapshot.LAST_CHANCE_SECONDS", 0.01),
             mock.patch("tierckpt.snapshot.snapshot.JOIN_PATIENCE_SECONDS", 0.01),
         ):
@@ -254,7 +254,7 @@ def test_who_restored_nothing_leaves_what_was_there(
     job = TinyJob(path, slots=3, **settings).run(STEPS)
     job.checkpointer.wait()
     job.checkpointer.abandon()
-    slots = {slot: manifest.version for slot, manifest in job.checkpointer._berth.job.sealed()}
+    slots = {slot: manifest.version for slot, manifest in job.checkpointer._resources.job.sealed()}
     newest = max(slots, key=lambda slot: slots[slot])
     newest.rename(third := newest.with_name("r00000.2.kept"))
     for slot in newest.parent.glob("r00000.[0-2]"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tierckpt.snapshot import copy_plan, snapshot
-from tierckpt.snapshot.staging import Capture
+from tierckpt.snapshot.staging import Staging
 from tierckpt.storage.local import store
 from tierckpt.testing import TinyJob
 
@@ -29,7 +29,7 @@ def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("owner", "name", "event", "told"),
     [
-        (Capture, "take", "sealed", "boundary"),
+        (Staging, "take", "sealed", "boundary"),
         (copy_plan.Binding, "copy_block", "sealed", "copy"),
         (snapshot, "digest", "sealed", "checksum"),
         (snapshot.Snapshot, "barrier", "sealed", "sealed_after"),
@@ -47,7 +47,7 @@ def test_what_is_slow_is_told(
 ) -> None:
     settings = {"shm_dir": shm_dir, "agent": "inline", "local_every_steps": 1}
     with TinyJob(path, **settings) as job:
-        job.checkpointer._underway.release_early = told != "sealed_after"
+        job.checkpointer._active.release_early = told != "sealed_after"
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, slowly(getattr(owner, name)))
             job.run(3)
@@ -65,7 +65,7 @@ def test_a_barrier_that_waits_is_told(
     """The step is at the barrier while what it must not tear is copied."""
     slow = slowly(copy_plan.Binding.copy_block)
     with TinyJob(path, shm_dir=shm_dir, agent="inline") as job:
-        job.checkpointer._underway.release_early = False
+        job.checkpointer._active.release_early = False
         with monkeypatch.context() as patch:
             patch.setattr(copy_plan.Binding, "copy_block", slow)
             job.run(3)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.coordination.job_history import Lives
-from tierckpt.core.copies import Found, Place
+from tierckpt.coordination.job_history import JobHistory
+from tierckpt.core.copies import Found, Location
 from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.testing import TinyJob
 
@@ -76,11 +76,11 @@ def test_the_age_of_a_level_is_of_training_and_not_of_the_time_between_lives(
 ) -> None:
     def found(level: str, version: int, created: float | None) -> Found:
         key = ShardKey(VersionId(1, version), 0, 1)
-        where = Place(level, "here", level)
+        where = Location(level, "here", level)
         return Found(key, where, ((1, 0),), "life", created_seconds=created)
 
     limit = VersionId(1, 5)
-    lives = object.__new__(Lives)
+    lives = object.__new__(JobHistory)
     lives.found = [[found("memory", 5, 100.0), found("local", *on_level)]]
     assert lives.age_seconds(lives.newest("local", limit), limit) == age
     assert lives.age_seconds(lives.newest("persistent", limit), limit) == float("inf")

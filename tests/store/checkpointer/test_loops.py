@@ -23,14 +23,14 @@ def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
     # Not "auto": on a busy machine that would begin to copy early.
     with TinyJob(path, local_every_steps=0, release="backward", **settings) as job:
         checkpointer, woken = job.checkpointer, list[int]()
-        checkpointer._underway.release_early = False  # as where an adapter releases by layer
-        submit = checkpointer._underway._copier.submit
+        checkpointer._active.release_early = False  # as where an adapter releases by layer
+        submit = checkpointer._active._copier.submit
 
         def watched(snapshot: Snapshot) -> None:
             woken.append(snapshot.head.version)
             submit(snapshot)
 
-        monkeypatch.setattr(checkpointer._underway._copier, "submit", watched)
+        monkeypatch.setattr(checkpointer._active._copier, "submit", watched)
         job.run(2)
         assert woken == [1, 2]  # at once, as slots are to be made, which takes longer
         job.run(3)

@@ -297,8 +297,8 @@ def test_a_snapshot_given_up_before_it_has_a_slot_does_not_take_the_slot_with_it
 
         monkeypatch.setattr(pool, "choose", choose_late)
         job.run(3)
-        assert job.checkpointer._underway.snapshot is not None
-        job.checkpointer._underway.snapshot.fail(RuntimeError("as restore() and a time-out do"))
+        assert job.checkpointer._active.snapshot is not None
+        job.checkpointer._active.snapshot.fail(RuntimeError("as restore() and a time-out do"))
         given_up.set()
         job.run(STEPS)
         assert job.heard("sealed")[-1].version >= STEPS - 1
@@ -357,7 +357,7 @@ def test_a_directory_that_was_removed_is_no_fresh_start_and_it_is_said_what_is_i
     with TinyJob(path, **settings) as second:
         assert second.restore() == STEPS
         (said,) = [e.message for e in second.heard("notice") if e.severity == logging.WARNING]
-        memory = second.checkpointer._berth.job.path
+        memory = second.checkpointer._resources.job.path
     assert f"v{STEPS} was taken from memory" in said
     assert f"rm -r {path} {memory}" in said
 

@@ -17,12 +17,12 @@ from tests.support.encoded_shards import (
     Writer,
     commit,
     content_of,
-    desk,
     key_of,
     local_contents,
     name_of,
     persistent_contents,
     retire,
+    session,
     shard,
 )
 from tierckpt import _faults
@@ -47,7 +47,7 @@ def encoding_of(directory: Path, version: int) -> Any:
 
 
 def test_of_two_versions_the_second_refers_to_the_first(tmp_path: Path) -> None:
-    with desk(tmp_path, keep_last=9) as at:
+    with session(tmp_path, keep_last=9) as at:
         for version in range(1, VERSIONS + 1):
             commit(at, version)
     for version in range(1, VERSIONS + 1):
@@ -58,13 +58,13 @@ def test_of_two_versions_the_second_refers_to_the_first(tmp_path: Path) -> None:
         else:
             assert encoding.base == VersionId(1, base)
             # The header does not change either; the last one is the sealed manifest's.
-            absent = [not length for length in encoding.stored_bytes]
-            assert absent == [True, False, True, False, True, False]
+            former_nodes = [not length for length in encoding.stored_bytes]
+            assert former_nodes == [True, False, True, False, True, False]
     assert local_contents(tmp_path) == {v: content_of(v) for v in range(1, VERSIONS + 1)}
 
 
 def test_a_base_goes_with_the_last_that_refers_to_it(tmp_path: Path) -> None:
-    with desk(tmp_path) as at:
+    with session(tmp_path) as at:
         kept = {}
         for version in range(1, VERSIONS + 2):
             commit(at, version)
@@ -75,14 +75,14 @@ def test_a_base_goes_with_the_last_that_refers_to_it(tmp_path: Path) -> None:
 
 def test_a_desk_that_begins_anew_refers_to_nothing(tmp_path: Path) -> None:
     for version in (1, 2):
-        with desk(tmp_path, keep_last=9) as at:
+        with session(tmp_path, keep_last=9) as at:
             commit(at, version)
         assert encoding_of(tmp_path, version).base is None
 
 
 @pytest.mark.parametrize("held", [False, True])
 def test_what_a_flush_still_reads_keeps_its_base(held: bool, tmp_path: Path) -> None:
-    with desk(tmp_path) as at:
+    with session(tmp_path) as at:
         for version in (1, 2):
             commit(at, version)
         if held:
@@ -94,7 +94,7 @@ def test_what_a_flush_still_reads_keeps_its_base(held: bool, tmp_path: Path) -> 
 
 
 def test_a_base_that_vanished_is_not_referred_to(tmp_path: Path) -> None:
-    with desk(tmp_path, keep_last=9) as at:
+    with session(tmp_path, keep_last=9) as at:
         commit(at, 1)
         at.store.retire(key_of(1))
         commit(at, 2)
@@ -103,7 +103,7 @@ def test_a_base_that_vanished_is_not_referred_to(tmp_path: Path) -> None:
 
 def test_nothing_comes_to_be_beside_a_base_that_went_while_it_was_written(tmp_path: Path) -> None:
     """Another agent, which did not know of this one, retired it."""
-    with desk(tmp_path / "here") as at:
+    with session(tmp_path / "here") as at:
         commit(at, 1)
 
         def still_sealed() -> bool:
@@ -164,7 +164,7 @@ def fired(rules: list[_faults.Rule]) -> bool:
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     """In what is stored here, in the base, in either manifest."""
-    with desk(tmp_path, keep_last=9) as at:
+    with session(tmp_path, keep_last=9) as at:
         commit(at, 1)
         commit(at, 2)
     chance, store = random.Random(0), LocalStore(tmp_path)
@@ -186,7 +186,7 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
 
 def test_a_base_of_another_life_is_refused(tmp_path: Path) -> None:
     """Somebody put a file of the same name there."""
-    with desk(tmp_path, keep_last=9) as at:
+    with session(tmp_path, keep_last=9) as at:
         commit(at, 1)
         commit(at, 2)
     store = LocalStore(tmp_path)

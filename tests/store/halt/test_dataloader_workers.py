@@ -142,10 +142,10 @@ def load():
 
 
 BY_SCRIPT = """
-from tierckpt.checkpointer.script_mode import serve
+from tierckpt.checkpointer.script_mode import attach_to_script
 model, optimizer = training()
 ckpt = checkpointer(model, optimizer)
-serve(ckpt, restore=False, ends_with_script=True)
+attach_to_script(ckpt, restore=False, ends_with_script=True)
 train(ckpt, model, optimizer, load(multiprocessing_context="forkserver"))
 """
 

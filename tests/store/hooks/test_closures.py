@@ -73,12 +73,12 @@ class Loop:
         self.model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
         self.optimizer = kind(self.model.parameters(), lr=0.1)
         self.ckpt = tierckpt.Checkpointer(self.model, self.optimizer, **settings)
-        self.ckpt._underway.release_early = False
+        self.ckpt._active.release_early = False
         self.overlaps: list[bool] = []
         self.fails = False
 
     def closure(self) -> torch.Tensor:
-        self.overlaps.append(self.ckpt._underway.snapshot is not None)
+        self.overlaps.append(self.ckpt._active.snapshot is not None)
         self.optimizer.zero_grad()
         loss = self.model(torch.ones(2, 32)).square().mean()
         loss.backward()
@@ -161,7 +161,7 @@ def test_a_closure_that_fails_leaves_the_copy_as_it_is(settings: dict[str, Any])
     loop.fails = True
     with pytest.raises(ArithmeticError):
         loop.optimizer.step(loop.closure)
-    assert loop.ckpt._underway.snapshot is not None
+    assert loop.ckpt._active.snapshot is not None
     loop.fails = False
     assert torn(loop, settings, steps=STEPS - 1) == []
     assert "failed" not in loop.ckpt.log.counts

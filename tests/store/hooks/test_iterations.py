@@ -50,7 +50,7 @@ class Loop:
         """How loudly, each time."""
         return [e.severity for e in self.events if text in e.message]
 
-    def complaints(self) -> list[str]:
+    def repeated_errors(self) -> list[str]:
         return [e.message for e in self.events if e.severity >= logging.WARNING]
 
 
@@ -87,7 +87,7 @@ def test_a_life_killed_before_its_first_call_leaves_the_calls_of_the_life_before
             assert (int(restored), restored.version) == (3, 3 * (GUESSED_AFTER - 1))
             assert (restored.calls, restored.guessed) == (3, False)
             loop.steps(PER_CALL)
-            assert loop.complaints() == []
+            assert loop.repeated_errors() == []
     with killed(**settings) as loop:
         loop.ckpt.restore()
         loop.calls(1)
@@ -102,14 +102,14 @@ def test_a_first_life_killed_before_its_first_call_says_what_restore_will_return
     """Nobody can know yet that calls will come; but the number is never taken for one of calls."""
     with killed(**settings) as loop:
         loop.steps(PER_CALL)
-        (said,) = loop.complaints()
+        (said,) = loop.repeated_errors()
     assert 'boundary="explicit"' in said
     assert "restore() will return the number of optimizer steps" in said
     with killed(**settings) as loop:
         restored = loop.ckpt.restore()
         assert int(restored) == restored.version == PER_CALL - 1
         assert (restored.calls, restored.guessed) == (0, True)
-        (said,) = loop.complaints()
+        (said,) = loop.repeated_errors()
     assert 'start it again with boundary="explicit", and restore() returns 0' in said
     with killed(**settings, boundary="explicit") as loop:
         restored = loop.ckpt.restore()
@@ -117,11 +117,11 @@ def test_a_first_life_killed_before_its_first_call_says_what_restore_will_return
         assert loop.said("maybe in the middle of an iteration") == [logging.WARNING]
         loop.calls(2)
         loop.steps(1)
-        assert len(loop.complaints()) == 1
+        assert len(loop.repeated_errors()) == 1
     with killed(**settings) as loop:
         restored = loop.ckpt.restore()
         assert (int(restored), restored.guessed) == (2, False)
-        assert loop.complaints() == []
+        assert loop.repeated_errors() == []
 
 
 def test_a_call_after_guessed_boundaries_counts_calls_and_says_so(
@@ -131,13 +131,13 @@ def test_a_call_after_guessed_boundaries_counts_calls_and_says_so(
         loop.calls(1)
         loop.calls(1)
         loop.steps(1)
-        (_, said) = loop.complaints()
+        (_, said) = loop.repeated_errors()
     assert f"versions up to v{PER_CALL - 1} tell restore() optimizer steps" in said
     assert "later ones calls of step(), 1 with this one." in said
     with killed(**settings) as loop:
         restored = loop.ckpt.restore()
         assert (int(restored), restored.version, restored.guessed) == (2, 2 * PER_CALL, False)
-        assert loop.complaints() == []
+        assert loop.repeated_errors() == []
 
 
 def test_calls_go_on_from_the_number_that_the_loop_was_told(settings: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def test_calls_go_on_from_the_number_that_the_loop_was_told(settings: dict[str, 
         assert counted_on == [logging.WARNING]
     with killed(**settings) as loop:
         assert int(loop.ckpt.restore()) == told + 2
-        assert loop.complaints() == []
+        assert loop.repeated_errors() == []
 
 
 def test_a_loop_that_never_calls_is_told_its_steps_and_complains_of_nothing_where_that_is_said(
@@ -164,7 +164,7 @@ def test_a_loop_that_never_calls_is_told_its_steps_and_complains_of_nothing_wher
         restored = loop.ckpt.restore()
         assert (int(restored), restored.guessed) == (PER_CALL - 1, True)
         loop.steps(2)
-        assert loop.complaints() == []
+        assert loop.repeated_errors() == []
     with killed(**settings) as loop:
         assert int(loop.ckpt.restore()) == PER_CALL
 
@@ -177,7 +177,7 @@ def test_asking_for_the_forward_pass_wins_over_the_calls_of_the_life_before(
         loop.steps(1)
     with killed(**settings, boundary="forward") as loop:
         assert int(loop.ckpt.restore()) == 2
-        (said,) = loop.complaints()
+        (said,) = loop.repeated_errors()
         assert said.startswith("restore() returns 2, the calls of step()")
         loop.steps(4)
     with killed(**settings, boundary="forward") as loop:

@@ -66,7 +66,7 @@ def restored_differs(register: Register, settings: dict[str, Any]) -> list[int]:
     model, optimizer = build()
     hook = register(optimizer, decay)
     ckpt = tierckpt.Checkpointer(model, optimizer, **settings)
-    ckpt._underway.release_early = False
+    ckpt._active.release_early = False
     for _ in range(STEPS):
         backward(model)
         optimizer.step()

@@ -41,7 +41,7 @@ def attached(
     """A checkpointer that copies at the barrier only, as with an adapter in the backward pass."""
     events: list[tierckpt.Event] = []
     with tierckpt.Checkpointer(model, optimizers, on_event=events.append, **settings) as ckpt:
-        ckpt._underway.release_early = False
+        ckpt._active.release_early = False
         yield ckpt, events
 
 
@@ -123,11 +123,11 @@ def test_optimizers_of_other_models_are_left_alone(
         monkeypatch.setattr(ckpt.state, "held_by", lambda o: looked.append(o) or held_by(o))
         for _ in range(3):
             others.step()
-        assert ckpt._underway.snapshot is not None, "no barrier"
+        assert ckpt._active.snapshot is not None, "no barrier"
         assert looked == [others], "looked at once"
         others.add_param_group({"params": model[2].parameters()})
         others.step()
-        assert ckpt._underway.snapshot is None, "now there was one"
+        assert ckpt._active.snapshot is None, "now there was one"
     (said,) = warnings(events)
     assert "AdamW changes 2.weight, 2.bias" in said
 
@@ -198,7 +198,7 @@ def test_a_forked_child_that_trains_the_same_model_waits_for_nothing(
         child = os.fork()
         if not child:
             stranger.step()
-            os._exit(7 if ckpt._underway.snapshot is not None else 8)
+            os._exit(7 if ckpt._active.snapshot is not None else 8)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
     assert warnings(events) == []

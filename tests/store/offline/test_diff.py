@@ -326,7 +326,7 @@ def test_another_copy_is_compared_in_the_place_of_a_damaged_one(
         flip_a_bit(job)
     job.run(STEPS).settle()
     job.checkpointer.abandon()
-    slots = [Slot.open(path) for path, seal in job.checkpointer._berth.job.sealed()]
+    slots = [Slot.open(path) for path, seal in job.checkpointer._resources.job.sealed()]
     for slot in filter(None, slots):
         with closing(slot), slot.image() as image:
             image[where_the_weight_is(image)] ^= 1

@@ -26,13 +26,13 @@ from tests.support.peer_shards import Members
 from tests.support.rights import as_anybody
 from tierckpt.cli.main import main
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
-from tierckpt.coordination.proof_order import VARIABLE, Order
+from tierckpt.coordination.proof_order import VARIABLE, ProofOrder
 from tierckpt.erasure.codes import Code
 from tierckpt.errors import ConfigError, RestoreError
 from tierckpt.format import checksummed_json
 from tierckpt.offline.catalog import Row, rows_of
 from tierckpt.offline.survey import survey
-from tierckpt.restore.tensor_fill import Filler
+from tierckpt.restore.tensor_fill import PieceWriter
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory, job_id_of
 from tierckpt.testing import TinyJob
@@ -260,15 +260,15 @@ def test_a_version_that_is_retired_while_it_is_read_is_not_returned(
     with job() as ended:
         ended.run(STEPS)
     store = LocalStore(tmp_path / "ckpts")
-    take, gone = Filler.take, list[Any]()
+    take, gone = PieceWriter.take, list[Any]()
 
-    def retiring(self: Filler, shard: int, offset: int, window: memoryview) -> None:
+    def retiring(self: PieceWriter, shard: int, offset: int, window: memoryview) -> None:
         take(self, shard, offset, window)
         if not gone:
             gone.append(key_of(tmp_path / "ckpts", STEPS))
             store.retire(gone[0])
 
-    monkeypatch.setattr(Filler, "take", retiring)
+    monkeypatch.setattr(PieceWriter, "take", retiring)
     assert tierckpt.load(tmp_path / "ckpts").version == STEPS - 1
     assert gone
 
@@ -801,7 +801,7 @@ def test_the_version_that_a_restart_takes_is_known_before_there_is_a_model(
     assert ended is not None
     assert (ended.iteration, ended.metric, ended.levels) == (STEPS + 4, 0.5, ("local",))
     (tmp_path / "prove").mkdir()
-    Order(tmp_path / "prove" / "run", until=9).write()
+    ProofOrder(tmp_path / "prove" / "run", until=9).write()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "prove" / "run"))
     assert tierckpt.latest(path) is None  # what a script does there is not to know the user's
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import tierckpt
 from tierckpt.cli.main import main
-from tierckpt.state.custom_values import Stranger
+from tierckpt.state.custom_values import ForeignValue
 
 MODULE = "a_library_of_modes"
 SOURCE = """
@@ -95,7 +95,7 @@ def test_it_is_refused_by_name_and_had_as_it_says(kind: str, where: str, tmp_pat
         tierckpt.load(path)
     assert f"First: import {MODULE} (`tierckpt export ... --import {MODULE}`)" in str(no.value)
     parts = getattr(tierckpt.load(path, as_parts=True), where)
-    assert Stranger(f"{MODULE}:Mode", 2) in [*flat(parts)]
+    assert ForeignValue(f"{MODULE}:Mode", 2) in [*flat(parts)]
     expected = kept_in(kind)  # imports it
     assert getattr(tierckpt.load(path), where) == {"keeper": {"kept": expected}}
 

@@ -341,7 +341,7 @@ def test_fetching_goes_on_when_the_peers_agent_was_started_again(tmp_path: Path)
             found = node.open_parity(key).manifest
             members.transports[1].close()
             members.transports[1] = Transport(SECRET, address.host, address.port)
-            members.transports[1].shelf.add(members.store(1))
+            members.transports[1].read_server.add(members.store(1))
             with pytest.raises(ConnectionError, match="node 1"):
                 node.open_parity(key)
             with pytest.raises(ConnectionError, match="did not answer before"):

@@ -60,7 +60,7 @@ def agent(slot: Slot, store: LocalStore) -> Iterator[Transport]:
     assert slot.path is not None
     root, job = slot.path.parent.parent, slot.path.parent.name
     with Transport(SECRET, "127.0.0.1") as made:
-        made.shelf.add(store, JobDirectory(root, job))
+        made.read_server.add(store, JobDirectory(root, job))
         yield made
 
 

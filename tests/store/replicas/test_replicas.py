@@ -702,12 +702,12 @@ def test_state_in_lists_is_walked_over_a_few_times_a_round(
 ) -> None:
     slices, made = 20, Counter[int]()
 
-    class Counted(monitor.Replicated):
+    class Counted(monitor.ReplicatedState):
         def __init__(self, state: Any, slices: int) -> None:
             made[threading.get_ident()] += 1
             super().__init__(state, slices)
 
-    monkeypatch.setattr(monitor, "Replicated", Counted)
+    monkeypatch.setattr(monitor, "ReplicatedState", Counted)
 
     def program(rank: Rank) -> list[str]:
         rank.train(2 * slices)

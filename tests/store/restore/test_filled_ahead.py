@@ -10,7 +10,7 @@ import torch
 
 from tierckpt.format.layout import Piece
 from tierckpt.restore import shard_reader, tensor_fill
-from tierckpt.restore.tensor_fill import NewTensors
+from tierckpt.restore.tensor_fill import TensorPreallocator
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.testing import TinyJob
 
@@ -32,14 +32,14 @@ def saved_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of pieces that the loading found in their place already. Every block is a run."""
     monkeypatch.setattr(shard_reader, "RUN_BYTES", 1)
     found: list[str] = []
-    has = NewTensors.has
+    has = TensorPreallocator.has
 
-    def note(new: NewTensors, shard: int, piece: Piece) -> bool:
+    def note(new: TensorPreallocator, shard: int, piece: Piece) -> bool:
         if there := has(new, shard, piece):
             found.append(piece.spec.name)
         return there
 
-    monkeypatch.setattr(NewTensors, "has", note)
+    monkeypatch.setattr(TensorPreallocator, "has", note)
     return found
 
 
@@ -108,13 +108,13 @@ def test_what_was_filled_from_a_damaged_version_is_not_taken_for_the_next(
     file.write_bytes(content)
     filled: list[dict[int, int]] = []
     """When each try begins, by the one before."""
-    begin = NewTensors.begin
+    begin = TensorPreallocator.begin
 
-    def note(new: NewTensors, wanted: bool) -> None:
+    def note(new: TensorPreallocator, wanted: bool) -> None:
         filled.append(dict(new._filled))
         begin(new, wanted)
 
-    monkeypatch.setattr(NewTensors, "begin", note)
+    monkeypatch.setattr(TensorPreallocator, "begin", note)
     come = come_back(tmp_path / "ckpts", settings)
     assert come == (STEPS - 1, {"local": 1}, prints[STEPS - 1])
     assert filled[1][0] > 0, "of the damaged one"
@@ -131,14 +131,14 @@ def test_trouble_with_filling_is_not_the_restores(
     """It is alone with that: the loading does all by itself."""
     asked: list[int] = []
 
-    class Failing(tensor_fill.Filler):
+    class Failing(tensor_fill.PieceWriter):
         def take(self, shard: int, offset: int, window: memoryview) -> None:
             asked.append(offset)
             if len(asked) > 1:
                 raise RuntimeError("nothing fits")
             super().take(shard, offset, window)
 
-    monkeypatch.setattr(tensor_fill, "Filler", Failing)
+    monkeypatch.setattr(tensor_fill, "PieceWriter", Failing)
     assert come_back(tmp_path / "ckpts", settings) == (STEPS, {"memory": 1}, prints[STEPS])
     assert len(asked) == 2
     assert saved_work == []

@@ -65,13 +65,13 @@ class CpuLane:
 
 @pytest.fixture
 def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuLane]:
-    make = copy_plan.Plan.__init__
+    make = copy_plan.CopyPlan.__init__
 
-    def as_on_cuda(self: copy_plan.Plan, *args: Any) -> None:
+    def as_on_cuda(self: copy_plan.CopyPlan, *args: Any) -> None:
         make(self, *args)
         self.device = torch.device("cuda")
 
-    monkeypatch.setattr(copy_plan.Plan, "__init__", as_on_cuda)
+    monkeypatch.setattr(copy_plan.CopyPlan, "__init__", as_on_cuda)
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: NoStream())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -102,8 +102,8 @@ def attach(lane: CpuLane, tmp_path: Path, shm_dir: Path) -> tuple[Any, ...]:
     ckpt = tierckpt.Checkpointer(
         model, optimizer, on_event=events.append, **settings(tmp_path, shm_dir)
     )
-    ckpt._underway.capture.lane = lane  # type: ignore[assignment]
-    ckpt._underway.release_early = False
+    ckpt._active.capture.lane = lane  # type: ignore[assignment]
+    ckpt._active.release_early = False
     ckpt.restore()
     return model, optimizer, ckpt, events
 
@@ -168,7 +168,7 @@ def test_a_version_is_sealed_in_an_evaluation_that_releases_no_layer(
     for _ in range(4):
         train_step(model, optimizer)
         ckpt.step()
-    taken = ckpt._underway.snapshot
+    taken = ckpt._active.snapshot
     taken.wait_done()
     assert (taken.phase, taken.clock.barrier) == (snapshot.Phase.SEALED, 0.0)
     following = [train_step(model, optimizer)]  # its barrier finds nothing to do
@@ -193,7 +193,7 @@ def test_a_slot_is_given_back_only_when_no_copy_can_write_to_it(
         filled(slot, sealed)
 
     def stand_still() -> None:
-        snapshot = ckpt._underway.snapshot
+        snapshot = ckpt._active.snapshot
         happened.append(f"stood still, {snapshot.phase.value if snapshot else '-'}")
 
     def break_down(data: memoryview) -> bytes:
@@ -205,8 +205,8 @@ def test_a_slot_is_given_back_only_when_no_copy_can_write_to_it(
         patched.setattr(lane.stream, "synchronize", stand_still, raising=False)
         patched.setattr(cuda, "digest", break_down)
         ckpt.step()
-        ckpt._underway.snapshot.release_all()
-        ckpt._underway.snapshot.wait_done()
+        ckpt._active.snapshot.release_all()
+        ckpt._active.snapshot.wait_done()
     assert happened == ["stood still, failed", "given back"]
     train_step(model, optimizer)
     ckpt.step()

@@ -38,7 +38,7 @@ def settings(shm_dir: Path) -> dict[str, Any]:
 
 def layered(path: Path | str, settings: dict[str, Any], seed: int = 0) -> TinyJob:
     job = TinyJob(path, seed=seed, **settings)
-    job.checkpointer._underway.release_early = False
+    job.checkpointer._active.release_early = False
     return job
 
 
@@ -93,7 +93,7 @@ def test_training_goes_on_as_if_nothing_had_been(
     with layered(tmp_path / "c", settings) as job:
         for step in (3, 4, 6):
             job.run(step)
-            taken = job.checkpointer._underway.snapshot
+            taken = job.checkpointer._active.snapshot
             assert taken is not None
             evaluate_until(job, partial(is_over, taken))
             assert (taken.phase, taken.clock.barrier) == (Phase.SEALED, 0.0)

@@ -177,7 +177,7 @@ def test_all_of_it_is_copied_behind_the_training_where_there_is_time(
     job.iterate()
     threads.clear()
     job.ckpt.step()
-    taken = job.ckpt._underway.snapshot
+    taken = job.ckpt._active.snapshot
     assert taken is not None
     taken.wait_done()
     assert (taken.phase, taken.clock.barrier) == (Phase.SEALED, 0.0)
@@ -208,7 +208,7 @@ def test_what_was_copied_aside_goes_when_it_is_in_the_slot(
     job = run()
     clones.clear()  # of the attach, which tries whether all can be taken
     job.steps(2)
-    taken = job.ckpt._underway.snapshot
+    taken = job.ckpt._active.snapshot
     assert taken is not None
     taken.wait_done()
     assert taken.phase is Phase.SEALED
@@ -223,7 +223,7 @@ def test_so_it_does_when_the_version_fails(
     clones.clear()
     with injected(rules):
         job.steps(2)
-        taken = job.ckpt._underway.snapshot
+        taken = job.ckpt._active.snapshot
         assert taken is not None
         taken.wait_done()
     assert taken.phase is Phase.FAILED

@@ -45,7 +45,7 @@ def restores_with_its_own_state(
     again.iterate()
     nothing_differs(one_step_later, again)
     ckpt.abandon()
-    assert bench.complaints() == [], bench.complaints()
+    assert bench.repeated_errors() == [], bench.repeated_errors()
     third = made(case, bench, seed=3)
     loaded = tierckpt.load(bench.path / "ckpts").model
     assert {*loaded} == {*again.model.state_dict()}

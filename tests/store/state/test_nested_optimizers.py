@@ -336,15 +336,15 @@ def test_what_changes_weights_outside_of_a_step_waits_for_copies(
     make: Any, change: str, path: Path, settings: Any
 ) -> None:
     with Job(make, path, settings) as job:
-        job.checkpointer._underway.release_early = False  # copies wait for the barrier
+        job.checkpointer._active.release_early = False  # copies wait for the barrier
         job.run(2, in_halves if make is Sam else plain)
         wanted = exact.parameters(job.model)
         job.model(torch.ones(5, 6)).sum().backward()
-        assert job.checkpointer._underway.snapshot is not None
+        assert job.checkpointer._active.snapshot is not None
         getattr(job.optimizer, change)()
-        assert job.checkpointer._underway.snapshot is None
+        assert job.checkpointer._active.snapshot is None
         assert exact.parameters(job.model) != wanted
-        assert job.complaints() == []
+        assert job.repeated_errors() == []
     with Job(make, path, settings, seed=2) as job:
         assert job.checkpointer.restore() == 2
         assert exact.parameters(job.model) == wanted
@@ -376,13 +376,13 @@ def test_a_scheduler_before_and_one_after(path: Path, settings: Any) -> None:
         events: list[tierckpt.Event] = []
         given = {**settings, "path": path.with_name("other"), "on_event": events.append}
         with tierckpt.Checkpointer(job.model, optimizer, agent="inline", **given) as other:
-            other._underway.release_early = False
+            other._active.release_early = False
             for _ in range(2):
                 plain(job.model, optimizer)
                 other.step()
-            assert other._underway.snapshot is not None
+            assert other._active.snapshot is not None
             optimizer.step()
-            assert other._underway.snapshot is None
+            assert other._active.snapshot is None
             assert other.version == 2
 
 
@@ -460,7 +460,7 @@ def test_turns_are_no_error(path: Path, settings: Any) -> None:
             if number < 8 or number % 8 == 0:
                 job.optimizer["first"].step()
             job.checkpointer.step()
-        assert job.complaints() == []
+        assert job.repeated_errors() == []
 
 
 def test_a_loop_without_boundaries_is_told_of_it_after_some_steps(

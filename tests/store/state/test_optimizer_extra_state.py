@@ -51,7 +51,7 @@ class Job:
         told = self.optimizer.state_dict()
         return {**exact.parameters(self.model), "told": exact.image(_sorted(told))}
 
-    def complaints(self) -> list[str]:
+    def repeated_errors(self) -> list[str]:
         return [e.message for e in self.events if e.severity >= logging.WARNING]
 
     def __enter__(self) -> Job:
@@ -79,7 +79,7 @@ def proved(make: Make, path: Path, settings: dict[str, Any], iterate: Any = plai
         for _ in range(LATER):
             iterate(job.model, job.optimizer)
         later = job.image()
-        assert job.complaints() == []
+        assert job.repeated_errors() == []
     found = exact.image(_sorted(tierckpt.load(path).optimizers["optimizer"]))
     with Job(make, path, settings, seed=2) as job:
         assert job.checkpointer.restore() == BOUNDARIES
@@ -87,7 +87,7 @@ def proved(make: Make, path: Path, settings: dict[str, Any], iterate: Any = plai
         for _ in range(LATER):
             iterate(job.model, job.optimizer)
         assert exact.differences(later, job.image()) == []
-        assert job.complaints() == []
+        assert job.repeated_errors() == []
     return found, told
 
 
@@ -429,7 +429,7 @@ def test_what_cannot_be_stored_is_named_and_the_hooks_that_it_asks_for_cure_it(
     with Job(Projecting, path, settings) as job:
         job.run(1)
         job.checkpointer.wait()
-        (said,) = [text for text in job.complaints() if "could not be captured" in text]
+        (said,) = [text for text in job.repeated_errors() if "could not be captured" in text]
         assert "Projecting.state['0.weight']['projector'] is a " in said
         assert "register_state_dict_post_hook" in said
         assert job.events[-1].severity == logging.ERROR
@@ -528,7 +528,7 @@ def test_a_load_state_dict_that_forgets_is_said(path: Path, settings: Any) -> No
         job.run(2)
     with Job(Forgetful, path, settings) as job:
         assert job.checkpointer.restore() == 2
-        (said,) = job.complaints()
+        (said,) = job.repeated_errors()
         assert "'steps' of its state_dict() is not what it was then" in said
 
 
@@ -570,7 +570,7 @@ def test_a_counter_that_is_saved_nowhere_is_said_and_the_hooks_cure_it(
 
     with Job(Counting, path, settings) as job:
         job.run(5)
-        (said,) = job.complaints()
+        (said,) = job.repeated_errors()
         assert (
             "Counting.calls changes with the steps (1, 2, 3) and is not in its state_dict()" in said
         )
@@ -619,12 +619,12 @@ def test_who_has_nothing_of_its_own_is_not_asked(
     monkeypatch.setattr("tierckpt.state.optimizers.extra_state._TORCHS", None)
     with Job(plainly, path.with_name("plain"), settings) as job:
         job.run(3)
-        assert job.complaints() == []
+        assert job.repeated_errors() == []
 
 
 def test_much_of_it_is_said(path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierckpt.state.training_state.HEAVY_BYTES", 8)
     with Job(Masters, path, settings) as job:
         job.run(3)
-        (said,) = job.complaints()
+        (said,) = job.repeated_errors()
         assert "that the state_dict() of optimizers has beside state and options" in said

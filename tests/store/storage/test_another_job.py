@@ -131,7 +131,7 @@ def test_memory_that_a_killed_life_had_in_another_place_is_told_of(
         assert said == []
         return
     (text,) = said
-    assert text.startswith(f"v3 is in memory in {first.checkpointer._berth.job.path}, ")
+    assert text.startswith(f"v3 is in memory in {first.checkpointer._resources.job.path}, ")
     assert (f"goes on from v{found}" if found else "has found nothing") in text
     assert text.endswith(f"start it again with {setting}={changed[setting]!r}")
     with job("ckpts", seed=99, **alone, **before) as third:

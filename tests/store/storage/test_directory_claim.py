@@ -25,7 +25,7 @@ from tierckpt.storage.files import file_lock
 from tierckpt.storage.files.mounts import local_by, locks_are_local
 from tierckpt.storage.local import directory_claim
 from tierckpt.storage.local.claim_file import Claim
-from tierckpt.storage.local.directory_claim import PREFIX, Claims
+from tierckpt.storage.local.directory_claim import PREFIX, DirectoryClaim
 from tierckpt.storage.local.launch import (
     MOST_STARTERS,
     Launch,
@@ -38,9 +38,9 @@ from tierckpt.testing import TinyJob
 
 TOKEN, OTHERS = "00aa", "11bb"
 HOLD = (
-    "import json, sys; from tierckpt.storage.local.directory_claim import Claims; from tierckpt.storage.local.launch import Launch\n"
+    "import json, sys; from tierckpt.storage.local.directory_claim import DirectoryClaim; from tierckpt.storage.local.launch import Launch\n"
     "launch = Launch(**json.loads(sys.argv[4]))\n"
-    "made = Claims(*sys.argv[1:3], int(sys.argv[3]), print, launch, '', json.loads(sys.argv[5]))\n"
+    "made = DirectoryClaim(*sys.argv[1:3], int(sys.argv[3]), print, launch, '', json.loads(sys.argv[5]))\n"
     "assert made.stake() == ''; print('staked', flush=True); sys.stdin.read()"
 )
 
@@ -61,9 +61,11 @@ def mine(tmp_path: Path, notices: list[str]) -> Iterator[Any]:
     """`mine(node=0, **launch)`: a claim of this process."""
     made = []
 
-    def claim(node: int = 0, token: str = TOKEN, everyone: Any = (), **launch: Any) -> Claims:
+    def claim(
+        node: int = 0, token: str = TOKEN, everyone: Any = (), **launch: Any
+    ) -> DirectoryClaim:
         tell = lambda text, _: notices.append(text)  # noqa: E731
-        made.append(Claims(tmp_path, token, node, tell, Launch(**launch), "", everyone))
+        made.append(DirectoryClaim(tmp_path, token, node, tell, Launch(**launch), "", everyone))
         return made[-1]
 
     yield claim
@@ -158,10 +160,10 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
 ) -> None:
     """A file system that is slow: what died meanwhile is in nobody's way."""
     other = living()
-    look, monotonic = Claims._others, time.monotonic
+    look, monotonic = DirectoryClaim._others, time.monotonic
     late = [0.0]
 
-    def slow(self: Claims) -> Any:
+    def slow(self: DirectoryClaim) -> Any:
         late[0] += 2 * directory_claim.HERE_SECONDS
         return look(self)
 
@@ -169,7 +171,7 @@ def test_where_a_look_takes_longer_than_anybody_is_waited_for_there_is_a_second_
         other.kill()
         other.wait()
 
-    monkeypatch.setattr(Claims, "_others", slow)
+    monkeypatch.setattr(DirectoryClaim, "_others", slow)
     monkeypatch.setattr(directory_claim.time, "monotonic", lambda: monotonic() + late[0])
     monkeypatch.setattr(directory_claim.time, "sleep", kill)
     assert mine().stake() == ""
@@ -319,7 +321,7 @@ def test_another_claim_of_this_process_is_seen_by_whatever_name(tmp_path: Path, 
     """Its lock would be gone with the first look into the file."""
     assert mine(token=OTHERS, everyone=["another rank's"]).stake() == ""
     (link := tmp_path.parent / f"{tmp_path.name}.link").symlink_to(tmp_path)
-    by_link = Claims(link, TOKEN, 0, lambda *_: None, Launch(starters=("another rank's",)))
+    by_link = DirectoryClaim(link, TOKEN, 0, lambda *_: None, Launch(starters=("another rank's",)))
     why = by_link.stake()
     by_link.release()
     assert f"process {os.getpid()} on " in why

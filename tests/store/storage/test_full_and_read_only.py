@@ -170,17 +170,17 @@ def test_an_agent_that_cannot_be_started_is_a_notice(
     course: dict[int, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from tierckpt.agent.connection import AgentLine
+    from tierckpt.agent.connection import AgentConnection
 
-    start, calls = AgentLine._start_process, []
+    start, calls = AgentConnection._start_process, []
 
-    def fail_at_first(self: AgentLine) -> None:
+    def fail_at_first(self: AgentConnection) -> None:
         calls.append(1)
         if len(calls) <= failing:
             raise OSError(errno.EAGAIN, "no more processes")
         start(self)
 
-    monkeypatch.setattr(AgentLine, "_start_process", fail_at_first)
+    monkeypatch.setattr(AgentConnection, "_start_process", fail_at_first)
     with TinyJob(tmp_path / "ckpts", **settings) as job:
         job.run(STEPS)
         job.settle()

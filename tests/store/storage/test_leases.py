@@ -20,7 +20,7 @@ from tierckpt.storage.persistent import (
     RetryPolicy,
 )
 from tierckpt.storage.persistent.lease import LEASE_SECONDS, LeaseRecord
-from tierckpt.storage.persistent.lease_keeper import Keeper
+from tierckpt.storage.persistent.lease_keeper import LeaseKeeper
 
 PATIENCE_SECONDS = 60.0
 
@@ -234,7 +234,7 @@ def test_a_lease_is_kept_from_a_thread_until_it_is_lost(tmp_path: Path) -> None:
 
     lease = made(tmp_path).lease("11", "us")
     lease.ensure()
-    keeper = Keeper(lambda: made(tmp_path), every_seconds=0.001)
+    keeper = LeaseKeeper(lambda: made(tmp_path), every_seconds=0.001)
     try:
         before = newest()
         keeper.keep("11", "us")

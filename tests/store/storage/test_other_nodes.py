@@ -11,7 +11,7 @@ import pytest
 
 from tierckpt.cli.main import main
 from tierckpt.storage.local.claim_file import is_claimed
-from tierckpt.storage.local.directory_claim import Claims
+from tierckpt.storage.local.directory_claim import DirectoryClaim
 from tierckpt.storage.local.sibling_nodes import named
 from tierckpt.storage.memory.job_directory import job_id_of
 from tierckpt.testing import TinyJob, run_in_child
@@ -82,7 +82,7 @@ def test_of_what_is_not_this_jobs_past_nothing_is_said(
 
 def test_a_folder_is_claimed_while_its_job_lives(tmp_path: Path) -> None:
     assert not is_claimed(tmp_path)
-    made = Claims(tmp_path, "00", 0, lambda *_: None)
+    made = DirectoryClaim(tmp_path, "00", 0, lambda *_: None)
     assert made.stake() == ""
     try:
         assert run_in_child(expect_claimed, tmp_path) == 0

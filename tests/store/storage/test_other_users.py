@@ -16,7 +16,7 @@ import pytest
 from tierckpt.cli.main import main
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
 from tierckpt.storage.local import directory_claim
-from tierckpt.storage.local.directory_claim import Claims
+from tierckpt.storage.local.directory_claim import DirectoryClaim
 from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent.posix_backend import PosixBackend
@@ -122,14 +122,14 @@ def list_as_ben(place: Path, out: Path, shm: Path) -> None:
 def ask(place: Path, answer: Path) -> None:
     become(BEN, 0o022)
     directory_claim.HERE_SECONDS = directory_claim.ELSEWHERE_SECONDS = 0.2
-    made = Claims(place, "bens", 0, lambda *_: None)
+    made = DirectoryClaim(place, "bens", 0, lambda *_: None)
     answer.write_text(made.stake())
     made.release()
 
 
 @pytest.mark.parametrize("mode", [0o664, 0o644, 0o600])
 def test_a_living_claim_counts_whoever_may_open_it(mode: int, shared: Path, memory: Path) -> None:
-    answer, other = memory / "answer", Claims(shared, "roots", 0, lambda *_: None)
+    answer, other = memory / "answer", DirectoryClaim(shared, "roots", 0, lambda *_: None)
     assert other.stake() == ""
     (claim,) = shared.glob(".claim.*")
     assert stat.S_IMODE(claim.stat().st_mode) == 0o664, "the group's"
@@ -148,7 +148,7 @@ def test_a_living_claim_counts_whoever_may_open_it(mode: int, shared: Path, memo
 
 def test_who_may_not_write_there_is_refused_all_the_same(shared: Path, memory: Path) -> None:
     shared.chmod(0o2755)
-    answer, other = memory / "answer", Claims(shared, "roots", 0, lambda *_: None)
+    answer, other = memory / "answer", DirectoryClaim(shared, "roots", 0, lambda *_: None)
     assert other.stake() == ""
     try:
         assert run_in_child(ask, shared, answer) == 0

@@ -91,7 +91,7 @@ def test_an_agent_is_told_which_of_the_nodes_it_is_on(tmp_path: Path) -> None:
     for index, host in enumerate("abc"):
         group, node = SingleGroup(), Node.of(host, hosts)
         group.rank, group.size = node.first, len(hosts)
-        told = attach.agent_client(config, group, job, node, "").desk.persistent
+        told = attach.agent_client(config, group, job, node, "").session.persistent
         assert told is not None
         turns = [told[name] for name in ("node", "nodes", "nodes_at_once")]
         assert turns == [index, 3, 1]

@@ -21,7 +21,7 @@ from tierckpt.format.ids import VersionId
 from tierckpt.format.version_names import MANIFEST, RETIRED
 from tierckpt.storage.persistent import (
     FlushCancelledError,
-    Pace,
+    FlushPacer,
     PersistentError,
     PersistentStore,
     RetentionPolicy,
@@ -191,7 +191,7 @@ def test_what_the_last_writer_left_open_is_finished_by_anybody(store: Persistent
 
 def test_a_superseded_flush_ends_between_two_windows(store: PersistentStore) -> None:
     seen: list[int] = []
-    pace = Pace(superseded=lambda: len(seen) >= 2)
+    pace = FlushPacer(superseded=lambda: len(seen) >= 2)
 
     def counted(nbytes: int) -> None:
         pace(nbytes)

@@ -14,11 +14,11 @@ STEPS, REMOVED = 8, 4
 
 
 def everything(job: TinyJob) -> None:
-    shutil.rmtree(job.checkpointer._berth.job.root)
+    shutil.rmtree(job.checkpointer._resources.job.root)
 
 
 def one_slot(job: TinyJob) -> None:
-    job.checkpointer._berth.job.segments()[0].unlink()
+    job.checkpointer._resources.job.segments()[0].unlink()
 
 
 @pytest.mark.parametrize("agent", ["process", "inline"])

@@ -28,7 +28,7 @@ def segments(job: TinyJob) -> list[str]:
 
 
 def folder(job: TinyJob) -> JobDirectory:
-    return job.checkpointer._berth.job
+    return job.checkpointer._resources.job
 
 
 def with_three_slots(settings: dict[str, Any]) -> int:

@@ -15,8 +15,8 @@ import xxhash
 
 from tierckpt import RestoreError
 from tierckpt.config import load_config
-from tierckpt.coordination.job_history import Lives
-from tierckpt.core.copies import Found, Place
+from tierckpt.coordination.job_history import JobHistory
+from tierckpt.core.copies import Found, Location
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.group import SingleGroup
 from tierckpt.storage.local.store import LocalStore
@@ -187,7 +187,7 @@ V7 = VersionId(1, 7)
 
 
 def shard(number: int, life: str = "") -> Found:
-    return Found(ShardKey(V7, number, 2), Place("local", "a", "x"), ((1, 0),), life)
+    return Found(ShardKey(V7, number, 2), Location("local", "a", "x"), ((1, 0),), life)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +209,6 @@ def test_a_version_of_which_every_manifest_is_there_was_complete(
     shm_dir: Path,
 ) -> None:
     where = (JobDirectory.at(shm_dir, "job"), LocalStore(tmp_path), "a")
-    lives = Lives(load_config({"path": str(tmp_path)}), SingleGroup(), *where)
+    lives = JobHistory(load_config({"path": str(tmp_path)}), SingleGroup(), *where)
     lives.found, lives.damaged = [tuple(found)], set(damaged)
     assert lives.once_complete() == once

@@ -108,8 +108,8 @@ def main(scenario: Scenario, rank: int, meeting: str | None) -> None:
         train_one(step, rank, stream, model, optimizer, scheduler, ckpt, journal)
     if ckpt is not None:
         wait_at_gates(scenario, scenario.steps, journal)
-        if ckpt._underway.capture.plan is not None:
-            journal.write(blocks=len(ckpt._underway.capture.plan.layout.blocks))
+        if ckpt._active.capture.plan is not None:
+            journal.write(blocks=len(ckpt._active.capture.plan.layout.blocks))
         ckpt.close()
     journal.write(done=digests(model, optimizer, scheduler, stream))
     dist.barrier()

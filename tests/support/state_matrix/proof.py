@@ -59,7 +59,7 @@ class Bench:
     def lose_memory(self) -> None:
         shutil.rmtree(self.shm / f"tierckpt-{os.getuid()}")
 
-    def complaints(self) -> list[str]:
+    def repeated_errors(self) -> list[str]:
         return [e.text() for e in self.events if e.severity >= logging.WARNING]
 
 
@@ -87,7 +87,7 @@ def restores_and_trains_on(case: Case, bench: Bench) -> None:
     job.iterate()
     nothing_differs(one_step_later, job)
     ckpt.abandon()
-    assert bench.complaints() == [], bench.complaints()
+    assert bench.repeated_errors() == [], bench.repeated_errors()
 
 
 def nothing_differs(expected: dict[str, Any], job: Job) -> None:

@@ -11,13 +11,13 @@ import pytest
 from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
 from tierckpt.agent.flusher import FlushOrder
-from tierckpt.agent.session import DeskSettings
-from tierckpt.checkpointer.promotion import Backlog, Onward, flush_order
+from tierckpt.agent.session import SessionSettings
+from tierckpt.checkpointer.promotion import Backlog, Promotion, flush_order
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.job_history import Lives
-from tierckpt.coordination.peer_setup import Peers
-from tierckpt.coordination.settings_check import Roll
+from tierckpt.coordination.job_history import JobHistory
+from tierckpt.coordination.peer_setup import PeerSetup
+from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.coordination.vote_exchange import GroupBallots
 from tierckpt.core.ledger import BROKEN, DONE
 from tierckpt.core.retention import Best
@@ -34,7 +34,7 @@ class Client(AgentClient):
     """Has no agent, and remembers what it would tell one."""
 
     def __init__(self) -> None:
-        super().__init__(AgentSettings("/nowhere", "job"), DeskSettings("/disk", 0, 2, 2, 0))
+        super().__init__(AgentSettings("/nowhere", "job"), SessionSettings("/disk", 0, 2, 2, 0))
         self.flushes: list[FlushOrder] = []
         self.kept: set[VersionId] = set()
         self.void: list[VersionId] = []
@@ -68,26 +68,26 @@ class Rank:
         config = load_config(given, {})
         group = SingleGroup()
         group.rank, group.size = rank, 2
-        roll = Roll(("host", "host"), ("machine", "machine"), ("host", "host"))
+        topology = JobTopology(("host", "host"), ("machine", "machine"), ("host", "host"))
         self.client = Client()
         self.dropped: list[tuple[int, str]] = []
         self.agreement = Agreement(
             group,
             GroupBallots(group),
             config,
-            lambda *safe: self.onward.local_safe(*safe),
-            lambda: self.onward.retire(),
+            lambda *safe: self.promotion.local_safe(*safe),
+            lambda: self.promotion.retire(),
         )
         job = JobDirectory.at("/dev/shm", "job")
-        lives = Lives(config, group, job, LocalStore(directory), "host")
+        lives = JobHistory(config, group, job, LocalStore(directory), "host")
         lives.lineage, lives.name = ((1, 0),), "life"
-        self.onward = Onward(
+        self.promotion = Promotion(
             Best(keep_best, lowest=True),
             self.client,
             self.agreement,
-            Peers(config, group, roll, self.client, ()),
+            PeerSetup(config, group, topology, self.client, ()),
             lives,
-            flush_order(config, group, roll.node(rank), job, "host"),
+            flush_order(config, group, topology.node(rank), job, "host"),
             Backlog(config, self.client, self.agreement, lambda *what: self.dropped.append(what)),
         )
 
@@ -96,7 +96,7 @@ class Rank:
         id_ = VersionId(1, version)
         self.agreement.open(id_, LEVELS)
         if flush:
-            self.onward.flush_when_safe(id_, 10 * version)
+            self.promotion.flush_when_safe(id_, 10 * version)
         self.agreement.tell("memory", id_, DONE)
         self.agreement.tell_shard(id_, 4096 + version, metric)
         return id_
@@ -109,7 +109,7 @@ class Rank:
     def boundary(self) -> None:
         self.agreement.launch(VersionId(1, 99), slot_free=True, local_free=True)
         self.agreement.read()
-        self.onward.backlog.go_on()
+        self.promotion.backlog.go_on()
 
     def make_safe(self, *versions: int) -> None:
         """Taken, and complete on all local disks, one after the other."""
@@ -137,7 +137,7 @@ def test_a_version_is_flushed_when_it_is_complete_and_not_before(
     id_ = rank.take(3, metric=0.5)
     rank.boundary()
     assert rank.client.flushes == []
-    assert rank.onward.awaits(id_)
+    assert rank.promotion.awaits(id_)
     rank.agree(id_, DONE)
     (order,) = rank.client.flushes
     assert (order.directory, order.here, order.shards) == (str(tmp_path), (0, 1), 2)
@@ -145,8 +145,8 @@ def test_a_version_is_flushed_when_it_is_complete_and_not_before(
     assert (order.iteration, order.largest_bytes, order.metric) == (30, 4099, 0.5)
     assert order.job == "job"
     assert order.node.startswith("host, /dev/shm/")
-    assert rank.onward.ordered == id_
-    assert not rank.onward.awaits(id_)
+    assert rank.promotion.ordered == id_
+    assert not rank.promotion.awaits(id_)
 
 
 def test_a_node_is_told_once(tmp_path: Path) -> None:
@@ -155,18 +155,18 @@ def test_a_node_is_told_once(tmp_path: Path) -> None:
     other.agree(id_, DONE)
     assert other.client.safe == id_  # every rank's own shards may go
     assert other.client.flushes == []
-    assert other.onward.ordered == id_
+    assert other.promotion.ordered == id_
 
 
 def test_what_broke_is_not_flushed_and_counts_for_nothing(rank: Rank) -> None:
     lost = rank.take(3)
     rank.agree(lost, BROKEN)
     assert (rank.client.safe, rank.client.void) == (None, [lost])
-    assert rank.onward.awaits(lost)  # it may be taken again
+    assert rank.promotion.awaits(lost)  # it may be taken again
     newer = rank.take(4)
     rank.agree(newer, DONE)
     assert (rank.client.safe, rank.client.void) == (newer, [lost])
-    assert not rank.onward.awaits(lost)
+    assert not rank.promotion.awaits(lost)
     assert [order.version for order in rank.client.flushes] == [4]
 
 
@@ -174,7 +174,7 @@ def test_what_broke_and_is_tried_again_is_not_void(rank: Rank) -> None:
     lost = rank.take(3)
     rank.agree(lost, BROKEN)
     rank.agreement.local.open.append(lost)
-    rank.onward.retire()
+    rank.promotion.retire()
     assert rank.client.void == []
 
 
@@ -198,11 +198,11 @@ def test_what_peers_can_bring_back_stays_until_they_can_bring_back_something_new
         rank.agree(rank.take(id_.version, flush=False), DONE)
         rank.agreement.open_peer(id_)
         rank.boundary()
-        rank.onward.retire()
+        rank.promotion.retire()
         assert rank.client.kept == {old, id_}, "it is still on its way"
         rank.agreement.tell("peer", id_, DONE)
         rank.boundary()
-        rank.onward.retire()
+        rank.promotion.retire()
         assert rank.client.kept == kept
 
 
@@ -218,12 +218,12 @@ def test_one_is_flushed_and_the_newest_waits(rank: Rank) -> None:
     assert rank.flushed() == [4]
     assert [version for version, _ in rank.dropped] == [8, 12]
     assert "v4 is still being flushed by some node" in rank.dropped[0][1]
-    rank.onward.retire()
+    rank.promotion.retire()
     assert rank.client.kept == ids(4, 16), "what is under way or waits stays, what was dropped goes"
     rank.through(4)
     assert rank.flushed() == [4, 16]
     rank.through(16)
-    rank.onward.retire()
+    rank.promotion.retire()
     assert rank.client.kept == set()
     rank.make_safe(20)
     assert rank.flushed() == [4, 16, 20]
@@ -255,7 +255,7 @@ class Pair:
             rank.agreement.launch(VersionId(1, 99), slot_free=True, local_free=True)
         for rank in self.ranks:
             rank.agreement.read()
-            rank.onward.backlog.go_on()
+            rank.promotion.backlog.go_on()
 
     def make_safe(self, *versions: int) -> None:
         for version in versions:
@@ -270,7 +270,7 @@ class Pair:
 
     def versions(self) -> set[VersionId]:
         """What is under way or waits, alike for both."""
-        zero, one = (rank.onward.backlog.versions for rank in self.ranks)
+        zero, one = (rank.promotion.backlog.versions for rank in self.ranks)
         assert zero == one
         return zero
 
@@ -342,14 +342,14 @@ def test_who_prefers_to_wait_waits_for_no_store_that_hangs(tmp_path: Path) -> No
 
 def test_at_the_end_what_waits_is_flushed(rank: Rank) -> None:
     rank.make_safe(4, 8)
-    rank.onward.backlog.flush_last()
-    rank.onward.backlog.flush_last()
+    rank.promotion.backlog.flush_last()
+    rank.promotion.backlog.flush_last()
     assert rank.flushed() == [4, 8]
 
 
 def test_another_life_does_not_flush_what_waited(rank: Rank) -> None:
     rank.make_safe(4, 8)
     rank.agreement.restart(None, None)
-    rank.onward.restart()
+    rank.promotion.restart()
     rank.boundary()
-    assert (rank.flushed(), rank.onward.backlog.versions) == ([4], set())
+    assert (rank.flushed(), rank.promotion.backlog.versions) == ([4], set())

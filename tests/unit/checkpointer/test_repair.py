@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tierckpt.checkpointer.repair import parities_to_mend, shards_to_mend, was_lost
-from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Place
+from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Location
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup
@@ -17,8 +17,8 @@ GROUP = RedundancyGroup(tuple(range(RANKS)), Code(RANKS, 2, 2))
 LINEAGE = ((1, 0),)
 
 
-def place(node: int) -> Place:
-    return Place("local", f"node{node}", "/disk")
+def place(node: int) -> Location:
+    return Location("local", f"node{node}", "/disk")
 
 
 def found(shard: int, node: int) -> Found:
@@ -67,7 +67,7 @@ def test_what_was_rebuilt_is_to_be_kept_where_it_was_lost() -> None:
 
 
 def test_what_other_nodes_can_make_is_not_fetched_from_far_away() -> None:
-    far = Place("persistent", EVERYWHERE, "s3://far")
+    far = Location("persistent", EVERYWHERE, "s3://far")
     every = [Found(ShardKey(ID, shard, RANKS), far, LINEAGE, "life") for shard in range(RANKS)]
     shards, parities = world(1, 3)
     assert plan_of([[*shards[0], *every], *shards[1:]], parities).levels == {"local": 2, "peer": 2}
@@ -92,9 +92,9 @@ def test_damaged_parity_is_made_again() -> None:
 
 
 def test_what_is_on_no_disk_was_not_lost_but_what_some_disks_lack_or_was_damaged_there() -> None:
-    far = Place("persistent", EVERYWHERE, "s3://far")
+    far = Location("persistent", EVERYWHERE, "s3://far")
     every = [Found(ShardKey(ID, shard, RANKS), far, LINEAGE, "life") for shard in range(RANKS)]
-    slots = [replace(f, place=Place("memory", f"node{n}", "/shm")) for n, f in enumerate(every)]
+    slots = [replace(f, place=Location("memory", f"node{n}", "/shm")) for n, f in enumerate(every)]
     shards, _ = world()
     assert not was_lost(plan_of([every, [], [], []], []), set()), "moved, or removed by retention"
     assert not was_lost(plan_of([[slot] for slot in slots], []), set()), "never was there"
@@ -126,7 +126,7 @@ def test_groups_that_are_others_now_have_no_parity() -> None:
 def test_parity_that_a_node_without_a_rank_has_is_on_no_rank_of_the_jobs() -> None:
     """Rank 0's node was left out; a spare took its place, and its agent told its parity."""
     shards, parities = world(0)
-    agent = Place(AGENT, EVERYWHERE, "agent of node0")
+    agent = Location(AGENT, EVERYWHERE, "agent of node0")
     parities[0] = [replace(parity(0, 0), place=agent)]
     plan = plan_of(shards, parities)
     assert parities_to_mend(plan, [GROUP], parities) == {0}

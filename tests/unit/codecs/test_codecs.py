@@ -15,7 +15,7 @@ import pytest
 from tierckpt.codecs import pipeline
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, AesGcm, Xaes, fingerprint
 from tierckpt.codecs.checksum import Checksum
-from tierckpt.codecs.codec import Module, ModuleError, Where
+from tierckpt.codecs.codec import BlockId, Codec, CodecError
 from tierckpt.codecs.pipeline import Pipeline, make_module
 from tierckpt.codecs.zstd import Zstd, gather_planes, scatter_planes
 from tierckpt.config import Config, LocalConfig, PeerConfig, PersistentConfig, load_config
@@ -23,7 +23,7 @@ from tierckpt.errors import ConfigError, CorruptShardError
 from tierckpt.format.encoding import Buffer, Parameter
 from tierckpt.storage.persistent import PersistentStore, backends
 from tierckpt.storage.persistent.posix_backend import PosixBackend
-from tierckpt.testing import HidingConformance, ModuleConformance
+from tierckpt.testing import CodecConformance, HidingConformance
 from tierckpt.testing.codec_conformance import BLOCKS, PLACE, noise
 
 KEY, OTHER_KEY = "5e" * 32, "a7" * 32
@@ -35,18 +35,18 @@ def a_key_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
 
 
-class TestChecksum(ModuleConformance):
-    def make_module(self) -> Module:
+class TestChecksum(CodecConformance):
+    def make_module(self) -> Codec:
         return Checksum()
 
 
-class TestZstd(ModuleConformance):
-    def make_module(self) -> Module:
+class TestZstd(CodecConformance):
+    def make_module(self) -> Codec:
         return Zstd(level=3)
 
 
 class TestAesGcm(HidingConformance):
-    def make_module(self) -> Module:
+    def make_module(self) -> Codec:
         return AesGcm()
 
 
@@ -63,17 +63,17 @@ class Mirror:
     def parameters(self) -> Mapping[str, Parameter]:
         return {"mark": self.mark}
 
-    def encode(self, block: Buffer, where: Where) -> Buffer:
+    def encode(self, block: Buffer, where: BlockId) -> Buffer:
         return bytes([self.mark]) + bytes(block)[::-1]
 
-    def decode(self, block: Buffer, where: Where) -> Buffer:
+    def decode(self, block: Buffer, where: BlockId) -> Buffer:
         if block[0] != self.mark:
             raise CorruptShardError("another mark")
         return bytes(block)[:0:-1]
 
 
-class TestMirror(ModuleConformance):
-    def make_module(self) -> Module:
+class TestMirror(CodecConformance):
+    def make_module(self) -> Codec:
         return Mirror(mark=7)
 
 
@@ -99,7 +99,7 @@ def test_planes_are_gathered_and_scattered() -> None:
 def test_numbers_compress_better_when_their_size_is_known() -> None:
     block = BLOCKS["numbers"]
     plain = Zstd().encode(block, PLACE)
-    shuffled = Zstd().encode(block, Where("job", "5eed", 1, 8, 0, 2, 3, item_bytes=4))
+    shuffled = Zstd().encode(block, BlockId("job", "5eed", 1, 8, 0, 2, 3, item_bytes=4))
     assert len(shuffled) < len(plain) < len(block)
 
 
@@ -109,7 +109,7 @@ def test_noise_is_stored_as_it_is() -> None:
 
 @pytest.mark.parametrize("level", [23, -101, 1.5, "fast"])
 def test_a_level_that_does_not_exist_is_refused(level: Any) -> None:
-    with pytest.raises(ModuleError, match="levels are whole, -100 to 22"):
+    with pytest.raises(CodecError, match="levels are whole, -100 to 22"):
         Zstd(level)
 
 
@@ -150,7 +150,7 @@ def test_without_a_key_the_error_says_where_it_was_looked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(KEY_VARIABLE)
-    with pytest.raises(ModuleError, match=f"{FILE_VARIABLE}.*{KEY_VARIABLE}"):
+    with pytest.raises(CodecError, match=f"{FILE_VARIABLE}.*{KEY_VARIABLE}"):
         AesGcm()
 
 
@@ -158,14 +158,14 @@ def test_a_key_file_that_is_not_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "nowhere"))
-    with pytest.raises(ModuleError, match=f"{tmp_path}/nowhere, which {FILE_VARIABLE} names"):
+    with pytest.raises(CodecError, match=f"{tmp_path}/nowhere, which {FILE_VARIABLE} names"):
         AesGcm()
 
 
 @pytest.mark.parametrize("text", ["5e" * 31, "not hexadecimal at all, but secret", "5e" * 32 + "x"])
 def test_what_is_no_key_is_not_shown(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, text)
-    with pytest.raises(ModuleError, match="64 hexadecimal digits") as caught:
+    with pytest.raises(CodecError, match="64 hexadecimal digits") as caught:
         AesGcm()
     assert text not in str(caught.value)
 
@@ -173,7 +173,7 @@ def test_what_is_no_key_is_not_shown(text: str, monkeypatch: pytest.MonkeyPatch)
 def test_another_key_is_told_by_its_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     written = AesGcm()
     monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
-    with pytest.raises(ModuleError, match=f"{written.key_id}.*{KEY_VARIABLE}") as caught:
+    with pytest.raises(CodecError, match=f"{written.key_id}.*{KEY_VARIABLE}") as caught:
         make_module("aes-gcm", written.parameters())
     assert KEY not in str(caught.value)
 
@@ -287,7 +287,7 @@ def test_a_module_that_cannot_be_made_is_a_setting_that_cannot_be_used(
     install(monkeypatch, pipeline.GROUP, moody="somebodys:Moody")
     with pytest.raises(ConfigError, match=r"moody cannot be made: FileNotFoundError: /etc/mood"):
         Pipeline.of_setting("moody", "here")
-    with pytest.raises(ModuleError, match="went through the module 'moody'"):
+    with pytest.raises(CodecError, match="went through the module 'moody'"):
         Pipeline.of_description((("moody", {}),))
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from tierckpt.agent.server import Agent
 from tierckpt.checkpointer.attach import agent_client
-from tierckpt.checkpointer.tiers import Levels
+from tierckpt.checkpointer.tiers import Tiers
 from tierckpt.config import load_config
 from tierckpt.coordination.peer_setup import redundancy_groups
-from tierckpt.coordination.settings_check import Roll
+from tierckpt.coordination.settings_check import JobTopology
 from tierckpt.erasure import isal
 from tierckpt.group import Node, SingleGroup
 from tierckpt.storage.memory.job_directory import job_directory
@@ -29,7 +29,7 @@ def test_the_flusher_knows_its_node_among_the_jobs_and_how_many_flush_at_once(
     node = Node(index=3, count=5, ranks=(0,))
     client = agent_client(config, SingleGroup(), job_directory(config), node, "")
     with contextlib.closing(Agent(linger_seconds=0.0)) as agent:
-        flusher = agent.flusher(client.desk)
+        flusher = agent.flusher(client.session)
         assert flusher is not None
         settings = flusher.settings
     assert (settings.node, settings.nodes, settings.nodes_at_once) == (3, 5, 2)
@@ -72,15 +72,15 @@ def test_a_start_says_once_that_parity_will_be_slow(
     given = {"path": tmp_path / "ckpts", "shm_dir": shm_dir, "agent": "inline"}
     config = load_config({**given, "peer_redundancy": redundancy}, {})
     hosts = ("a", "b", "c", "d")
-    roll, group = Roll(hosts, hosts, hosts, hosts), SingleGroup()
+    topology, group = JobTopology(hosts, hosts, hosts, hosts), SingleGroup()
     group.rank, group.size = rank, len(hosts)
-    groups, problem = redundancy_groups(config, roll, group)
+    groups, problem = redundancy_groups(config, topology, group)
     assert (len(groups), problem) == (1, "")
     directory = {"directory_is_new": False, "directory_is_another": False}
-    berth: Any = SimpleNamespace(job=job_directory(config), pool=None, **directory)
+    resources: Any = SimpleNamespace(job=job_directory(config), pool=None, **directory)
     agreement: Any = None
     said: Any = Said()
-    levels = Levels(config, group, roll, groups, berth, agreement, said)
+    levels = Tiers(config, group, topology, groups, resources, agreement, said)
     with contextlib.closing(levels.agent):
         levels.open()
     assert said.notices == [isal.MISSING] * told

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tierckpt.coordination.error_barrier import Together
+from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.errors import RestoreError
 from tierckpt.group import SingleGroup
 from tierckpt.testing import GroupAbortedError, ThreadGroup, run_ranks
@@ -16,24 +16,24 @@ RANKS = 3
 POINTS = 7
 
 
-def course(together: Together, point: Callable[[int], None]) -> list[int]:
+def course(error_barrier: ErrorBarrier, point: Callable[[int], None]) -> list[int]:
     """Some collectives, and what a rank does between them."""
     found = []
-    with together:
+    with error_barrier:
         point(0)
-        found += together.all_gather_object(together.rank)
+        found += error_barrier.all_gather_object(error_barrier.rank)
         point(1)
-        found += together.all_gather_object(10 + together.rank)
-        buffer = torch.full((3,), together.rank, dtype=torch.uint8)
-        together.broadcast(buffer, 1)
+        found += error_barrier.all_gather_object(10 + error_barrier.rank)
+        buffer = torch.full((3,), error_barrier.rank, dtype=torch.uint8)
+        error_barrier.broadcast(buffer, 1)
         point(2)
         found += buffer.tolist()
     point(3)
-    with together:
+    with error_barrier:
         point(4)
-    with together:
+    with error_barrier:
         point(5)
-        found += together.all_gather_object(0)
+        found += error_barrier.all_gather_object(0)
         point(6)
     return found
 
@@ -47,7 +47,7 @@ def test_one_error_for_all(at: int, raisers: tuple[int, ...]) -> None:
                 raise MemoryError(f"none at {at}")
 
         with pytest.raises(RestoreError) as caught:
-            course(Together(group), point)
+            course(ErrorBarrier(group), point)
         return str(caught.value)
 
     (told,) = set(run_ranks(RANKS, program))
@@ -56,7 +56,7 @@ def test_one_error_for_all(at: int, raisers: tuple[int, ...]) -> None:
 
 def test_what_all_raise_is_each_ones_own() -> None:
     def program(group: ThreadGroup) -> str:
-        with pytest.raises(KeyError) as caught, Together(group):
+        with pytest.raises(KeyError) as caught, ErrorBarrier(group):
             raise KeyError(group.rank)
         return str(caught.value)
 
@@ -64,7 +64,7 @@ def test_what_all_raise_is_each_ones_own() -> None:
 
 
 def test_where_nothing_is_raised_it_is_the_group() -> None:
-    found = run_ranks(RANKS, lambda group: course(Together(group), lambda number: None))
+    found = run_ranks(RANKS, lambda group: course(ErrorBarrier(group), lambda number: None))
     assert found == [[0, 1, 2, 10, 11, 12, 1, 1, 1, 0, 0, 0]] * RANKS
 
 
@@ -78,13 +78,13 @@ def pass_by() -> None:
 
 def test_it_is_good_for_another_stretch() -> None:
     def program(group: ThreadGroup) -> list[int]:
-        together = Together(group)
+        error_barrier = ErrorBarrier(group)
         for raiser in range(RANKS):
             point = fail if group.rank == raiser else pass_by
-            with pytest.raises(RestoreError), together:
+            with pytest.raises(RestoreError), error_barrier:
                 point()
-        with together:
-            return together.all_gather_object(group.rank)
+        with error_barrier:
+            return error_barrier.all_gather_object(group.rank)
 
     assert run_ranks(RANKS, program) == [[0, 1, 2]] * RANKS
 
@@ -100,9 +100,9 @@ def test_what_the_group_raises_goes_through_and_an_interrupt_tells_nobody() -> N
             raise GroupAbortedError("a rank is gone")
 
     group = Broken()
-    with pytest.raises(GroupAbortedError), Together(group) as together:
-        together.all_gather_object(1)
+    with pytest.raises(GroupAbortedError), ErrorBarrier(group) as error_barrier:
+        error_barrier.all_gather_object(1)
     assert group.asked == 1
-    with pytest.raises(KeyboardInterrupt), Together(group):
+    with pytest.raises(KeyboardInterrupt), ErrorBarrier(group):
         raise KeyboardInterrupt
     assert group.asked == 1

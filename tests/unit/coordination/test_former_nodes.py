@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.coordination.former_nodes import MOST_TOLD, Absent, Known, Roster
+from tierckpt.coordination.former_nodes import MOST_TOLD, AgentAddress, FormerNodes, KnownNodes
 from tierckpt.group import SingleGroup
 from tierckpt.peer.transport import Transport
 
@@ -22,32 +22,35 @@ def closed_port() -> Iterator[int]:
         yield int(taken.getsockname()[1])
 
 
-def look(*nodes: Known) -> Absent:
+def look(*nodes: AgentAddress) -> FormerNodes:
     agent: Any = None
-    absent = Absent(agent, ("here/boot",), asks=True)
-    roster = Roster(1, nodes)
-    absent.look(SingleGroup(), roster, [roster.mark])
-    return absent
+    former_nodes = FormerNodes(agent, ("here/boot",), asks=True)
+    known_nodes = KnownNodes(1, nodes)
+    former_nodes.look(SingleGroup(), known_nodes, [known_nodes.mark])
+    return former_nodes
 
 
 def test_each_is_named_with_all_reasons(closed_port: int) -> None:
     """One is down; another one met others since, as one of two lists of nodes knows."""
     with Transport(b"of a later life", "127.0.0.1") as agent:
         host, port = agent.address.host, agent.address.port
-        down = Known("a/boot", "127.0.0.1", closed_port, "of this")
-        refuses = Known("b/boot", host, port, "of this")
+        down = AgentAddress("a/boot", "127.0.0.1", closed_port, "of this")
+        refuses = AgentAddress("b/boot", host, port, "of this")
         first, second = look(down, refuses).silent
         assert first.startswith("node a, ")
         assert "cannot be reached" in first
         assert second.startswith("node b, ")
         assert "of another life of this one" in second
-        absent = look(down, refuses, Known("b/boot", host, port, "of a later life"))
-        assert absent.silent == [first]
-        assert [known.node for known in absent.alive] == ["b"]
+        former_nodes = look(down, refuses, AgentAddress("b/boot", host, port, "of a later life"))
+        assert former_nodes.silent == [first]
+        assert [known.node for known in former_nodes.alive] == ["b"]
 
 
 def test_of_many_the_first_few_and_how_many_more(closed_port: int) -> None:
-    nodes = [Known(f"n{i}/boot", "127.0.0.1", closed_port, "of this") for i in range(MOST_TOLD + 5)]
+    nodes = [
+        AgentAddress(f"n{i}/boot", "127.0.0.1", closed_port, "of this")
+        for i in range(MOST_TOLD + 5)
+    ]
     *told, rest = look(*nodes).silent
     assert len(told) == MOST_TOLD
     assert rest == "nor do 5 more nodes that it was on: n4, n5, n6 and 2 more"
@@ -60,5 +63,5 @@ def test_those_that_could_not_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
-    (why,) = look(Known("a/boot", "127.0.0.1", 1, "of this")).silent
+    (why,) = look(AgentAddress("a/boot", "127.0.0.1", 1, "of this")).silent
     assert "was not asked" in why

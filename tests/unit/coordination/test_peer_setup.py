@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.coordination.peer_setup import Peers, out_of_reach
+from tierckpt.coordination.peer_setup import PeerSetup, out_of_reach
 from tierckpt.peer.address import Address
 
 
@@ -23,7 +23,7 @@ def test_an_agent_that_answers_nonsense_is_a_problem_told_and_not_raised(
         def ask(self, *args: Any, **values: Any) -> dict[str, Any]:
             return answer
 
-    peers = Peers.__new__(Peers)
+    peers = PeerSetup.__new__(PeerSetup)
     peers._agent = Agent()  # type: ignore[assignment]
     address, problem = peers._listen({})
     assert address is None

@@ -47,10 +47,10 @@ def test_places_may_differ_and_all_hear_of_each_others() -> None:
         mine = {"path": f"here{group.rank}", "node": f"node{group.rank}"}
         return agree_on_settings({**mine, "peer_domain": f"rack{group.rank}"}, None, group)
 
-    (one, roll), (other, same) = run_ranks(2, attach)
-    assert roll == same
-    assert [host.split("/")[0] for host in roll.hosts] == ["node0", "node1"]
-    assert roll.domains == ("rack0", "rack1")
+    (one, topology), (other, same) = run_ranks(2, attach)
+    assert topology == same
+    assert [host.split("/")[0] for host in topology.hosts] == ["node0", "node1"]
+    assert topology.domains == ("rack0", "rack1")
     assert (one.path[-1], other.path[-1]) == ("0", "1")
 
 

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from tierckpt import Checkpointer
 from tierckpt.coordination import shown_once
-from tierckpt.coordination.error_barrier import Together
+from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.coordination.settings_check import agree_on_settings
 from tierckpt.errors import (
     ConfigError,
@@ -47,7 +47,7 @@ def caught(program: Any, ranks: int = 3) -> list[BaseException]:
 
 def test_one_rank_shows_all_and_the_others_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     def program(group: ThreadGroup) -> None:
-        with Together(group):
+        with ErrorBarrier(group):
             raise StateMismatchError("Version v7", ["model/a is another one", "model/b is gone"])
 
     errors = caught(program)
@@ -62,7 +62,7 @@ def test_one_rank_shows_all_and_the_others_a_line(capsys: pytest.CaptureFixture[
 
 def test_of_different_errors_each_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     def program(group: ThreadGroup) -> None:
-        with Together(group):
+        with ErrorBarrier(group):
             raise RestoreError(f"disk of node {group.rank // 2}")
 
     texts = [shown(error, capsys) for error in caught(program, 4)]
@@ -72,7 +72,7 @@ def test_of_different_errors_each_is_shown_once(capsys: pytest.CaptureFixture[st
 
 def test_where_one_failed_that_one_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     def program(group: ThreadGroup) -> None:
-        with Together(group):
+        with ErrorBarrier(group):
             if group.rank == 1:
                 raise OSError(5, "the disk fails")
 

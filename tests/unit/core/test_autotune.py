@@ -10,7 +10,14 @@ import pytest
 
 from tierckpt.config import load_config
 from tierckpt.core.schedule import Schedule
-from tierckpt.core.tuning.autotune import ENOUGH_STEPS, LOOK_STEPS, Change, Figures, Meter, Tuner
+from tierckpt.core.tuning.autotune import (
+    ENOUGH_STEPS,
+    LOOK_STEPS,
+    Change,
+    CostEstimate,
+    StepTimer,
+    Tuner,
+)
 from tierckpt.core.votes import Vote
 from tierckpt.errors import ConfigError
 
@@ -23,7 +30,7 @@ def tuner(**arguments: Any) -> Tuner:
 
 
 def heed(made: Tuner, **figures: int) -> tuple[Change, ...]:
-    return made.heed(LOOK_STEPS, LOOK_STEPS - 1, Figures(**figures))
+    return made.heed(LOOK_STEPS, LOOK_STEPS - 1, CostEstimate(**figures))
 
 
 # --- the setting ---------------------------------------------------------------------------------
@@ -77,7 +84,7 @@ class Training:
     ) -> None:
         """Seconds that a version to memory adds, one to local over `writing` steps, and a flush
         over `flushing` steps."""
-        self.meter, self.chance = Meter(tells_flushes), random.Random(1)
+        self.meter, self.chance = StepTimer(tells_flushes), random.Random(1)
         self.memory, self.local, self.writing = memory, local, writing
         self.flush, self.flushing = flush, flushing
         self.now, self.version, self.left, self.flush_left = 100.0, 0, 0, 0
@@ -111,7 +118,7 @@ class Training:
 def test_nothing_is_said_before_enough_was_seen() -> None:
     training = Training(memory=0.01)
     training.run(ENOUGH_STEPS - 1, memory_every=1000)
-    assert training.meter.figures() == Figures()
+    assert training.meter.figures() == CostEstimate()
     training.run(2, memory_every=1000)
     assert training.meter.figures().step_us == pytest.approx(1e6 * STEP_SECONDS, rel=1e-3)
     assert training.meter.figures().memory_us == 0, "not known is not free"
@@ -199,7 +206,7 @@ def test_a_stall_is_the_least_that_a_version_costs() -> None:
 
 
 def test_several_steps_between_two_boundaries_share_the_time() -> None:
-    meter, now = Meter(), 0.0
+    meter, now = StepTimer(), 0.0
     for boundary in range(40):
         meter.boundary(now, 4 * boundary, ["memory"] * (boundary % 2 == 0), False)
         now += 4 * STEP_SECONDS + 0.01 * (boundary % 2 == 0)
@@ -311,7 +318,7 @@ def test_the_agent_has_time_to_write() -> None:
 
 
 def test_changes_come_at_certain_versions_only() -> None:
-    made, figures = tuner(local_every_steps=0), Figures(step_us=100_000, memory_us=60_000)
+    made, figures = tuner(local_every_steps=0), CostEstimate(step_us=100_000, memory_us=60_000)
     assert made.heed(LOOK_STEPS - 1, 1, figures) == ()
     assert made.heed(LOOK_STEPS + 5, LOOK_STEPS, figures) == ()
     assert made.heed(LOOK_STEPS + 5, LOOK_STEPS - 3, figures) != (), "also when jumped over"
@@ -325,7 +332,7 @@ class Rank:
 
     def __init__(self, speed: float, **settings: Any) -> None:
         self.schedule = Schedule(load_config(settings, {}))
-        self.meter, self.chance, self.speed = Meter(), random.Random(speed), speed
+        self.meter, self.chance, self.speed = StepTimer(), random.Random(speed), speed
         self.now, self.taken, self.spent = 0.0, [False], 0.0
 
     def boundary(self, version: int, agreed: Vote) -> tuple[str, ...]:

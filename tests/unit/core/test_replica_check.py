@@ -29,7 +29,7 @@ from tierckpt.core.replica_check import (
 )
 from tierckpt.core.votes import Vote
 from tierckpt.replicas.digests import Look, weighted_sum
-from tierckpt.replicas.replicated_state import Replicated
+from tierckpt.replicas.replicated_state import ReplicatedState
 from tierckpt.state.training_state import TrainingState
 
 
@@ -131,7 +131,7 @@ def state_of(model: nn.Module, **optimizers: torch.optim.Optimizer) -> TrainingS
 
 
 def digests(state: TrainingState, slices: int = 4) -> list[int]:
-    replicated = Replicated(state, slices)
+    replicated = ReplicatedState(state, slices)
     found = []
     for number in range(slices):
         look = Look(replicated, range(number, number + 1), 0, 0)
@@ -162,7 +162,7 @@ def test_a_look_follows_what_an_optimizer_puts_in_its_place() -> None:
     model(torch.ones(5)).sum().backward()
     optimizer.step()
     state = state_of(model, optimizer=optimizer)
-    replicated = Replicated(state, 1)
+    replicated = ReplicatedState(state, 1)
 
     def look() -> int:
         each = Look(replicated, range(1), 0, 0)
@@ -192,13 +192,13 @@ def trained(**more: Any) -> tuple[TrainingState, dict[str, Any], Any]:
     held = optimizer.state[model.weight]
     held.update(more)
     state = state_of(model, optimizer=optimizer)
-    replicated = Replicated(state, 1)
+    replicated = ReplicatedState(state, 1)
 
     def look(anew: bool = False) -> int:
         nonlocal replicated
         if anew:
             assert not replicated.stands(state)
-            replicated = Replicated(state, 1)
+            replicated = ReplicatedState(state, 1)
             assert replicated.stands(state)
         each = Look(replicated, range(1), 0, 0)
         each.finish()
@@ -257,7 +257,7 @@ def test_a_list_that_grew_is_another_structure() -> None:
 
 def test_little_is_hashed_at_the_boundary_itself() -> None:
     model = nn.Linear(5, 5)
-    replicated, found = Replicated(state_of(model), 1), []
+    replicated, found = ReplicatedState(state_of(model), 1), []
     for _ in range(2):
         look = Look(replicated, range(1), 0, 0)
         with torch.no_grad():
@@ -270,7 +270,7 @@ def test_little_is_hashed_at_the_boundary_itself() -> None:
 
 def test_what_changes_under_a_look_has_no_digest() -> None:
     model = nn.Linear(512, 600)
-    look = Look(Replicated(state_of(model), 1), range(1), 0, 0)
+    look = Look(ReplicatedState(state_of(model), 1), range(1), 0, 0)
     with torch.no_grad():
         model.weight.mul_(1)
     look.finish()
@@ -279,7 +279,7 @@ def test_what_changes_under_a_look_has_no_digest() -> None:
 
 def test_a_copier_and_the_barrier_share_a_large_look() -> None:
     model = nn.Linear(1024, 1024)
-    replicated, begun = Replicated(state_of(model), 1), []
+    replicated, begun = ReplicatedState(state_of(model), 1), []
     look = Look(replicated, range(1), 0, 0)
     look.begin = begun.append
     look.wake()
@@ -296,7 +296,7 @@ def test_a_state_that_is_in_part_on_a_gpu_is_hashed_there(monkeypatch: pytest.Mo
     """On a CPU that plays one."""
     torch.manual_seed(0)
     model = nn.Linear(300, 200)
-    replicated = Replicated(state_of(model), 1)
+    replicated = ReplicatedState(state_of(model), 1)
     (only,) = replicated.slices
     weight = replicated.names.index("model/weight")
     monkeypatch.setattr(only, "on_host", [u.tensor != weight for u in only.units])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.config import PersistentConfig
-from tierckpt.core.copies import EVERYWHERE, LEVELS, Found, Place, Problem
+from tierckpt.core.copies import EVERYWHERE, LEVELS, Found, Location, Problem
 from tierckpt.core.restore_plan import plan_restore
 from tierckpt.format.ids import Lineage, ShardKey, VersionId, newest_first
 from tierckpt.storage.inventory import look_at_persistent
@@ -19,7 +19,7 @@ HOSTS = ("a", "b")
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[list[list[Found]], frozenset[tuple[ShardKey, Place]]]:
+def worlds(draw: st.DrawFn) -> tuple[list[list[Found]], frozenset[tuple[ShardKey, Location]]]:
     """Some ranks on two hosts, what each sees, and which of that is known to be bad."""
     lineages: dict[int, Lineage] = {1: ((1, 0),)}
     if draw(st.booleans()):
@@ -29,7 +29,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[list[Found]], frozenset[tuple[ShardKey
     everything = [
         Found(
             ShardKey(VersionId(g, v), s, n),
-            Place(level, host, f"/{level}/{copy}"),
+            Location(level, host, f"/{level}/{copy}"),
             lineage,
         )
         for g, lineage in lineages.items()
@@ -53,7 +53,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[list[Found]], frozenset[tuple[ShardKey
 
 
 def possible(
-    inventories: list[list[Found]], bad: frozenset[tuple[ShardKey, Place]]
+    inventories: list[list[Found]], bad: frozenset[tuple[ShardKey, Location]]
 ) -> list[tuple[VersionId, int]]:
     """By trying everything: versions with a number of shards that are all somewhere."""
     seen = {(f.key, f.place) for i in inventories for f in i}
@@ -69,7 +69,7 @@ def possible(
 @given(worlds(), st.none() | st.integers(1, 5))
 @settings(max_examples=150)
 def test_against_trying_everything(
-    world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Place]]], version: int | None
+    world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Location]]], version: int | None
 ) -> None:
     inventories, bad = world
     plan = plan_restore(inventories, bad, version)
@@ -106,7 +106,7 @@ def test_against_trying_everything(
 
 @given(worlds(), st.randoms(use_true_random=False))
 def test_the_order_of_looking_does_not_matter(
-    world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Place]]], chance: object
+    world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Location]]], chance: object
 ) -> None:
     inventories, bad = world
     shuffled = [list(i) for i in inventories]
@@ -151,7 +151,7 @@ def test_a_store_whose_client_fails_is_told_and_not_raised(
 @given(worlds(), st.data())
 @settings(max_examples=200)
 def test_what_a_rank_cannot_get_at_is_as_if_it_had_never_seen_it(
-    world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Place]]], data: st.DataObject
+    world: tuple[list[list[Found]], frozenset[tuple[ShardKey, Location]]], data: st.DataObject
 ) -> None:
     inventories, bad = world
     sights = [(f.key, f.place, rank) for rank, i in enumerate(inventories) for f in i]
@@ -174,11 +174,11 @@ def test_what_a_rank_cannot_get_at_is_as_if_it_had_never_seen_it(
         assert source.direct == (len(seers) == len(inventories))
 
 
-def names(inventory: list[Found]) -> list[tuple[ShardKey, Place]]:
+def names(inventory: list[Found]) -> list[tuple[ShardKey, Location]]:
     return [(f.key, f.place) for f in inventory]
 
 
-FAR = Place("persistent", EVERYWHERE, "/far")
+FAR = Location("persistent", EVERYWHERE, "/far")
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.data())
@@ -228,7 +228,7 @@ def test_a_rank_that_cannot_map_what_others_map_is_sent_it() -> None:
 
 def found(version: int, shard: int, shards: int, level: str = "memory", where: str = "x") -> Found:
     key = ShardKey(VersionId(1, version), shard, shards)
-    return Found(key, Place(level, "a", f"{where}{shard}"), ((1, 0),))
+    return Found(key, Location(level, "a", f"{where}{shard}"), ((1, 0),))
 
 
 def test_each_rank_reads_its_own_shard_when_it_can() -> None:

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Place
+from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Location
 from tierckpt.core.restore_plan import RestorePlan, _Load, plan_restore
 from tierckpt.erasure.codes import Code
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 
 LINEAGE = ((1, 0),)
 VERSIONS = (1, 2)
-FAR = Place("persistent", EVERYWHERE, "/far")
+FAR = Location("persistent", EVERYWHERE, "/far")
 
 
 @dataclass
@@ -51,8 +51,8 @@ class World:
     def group_of(self, version: int, shard: int) -> tuple[int, ...]:
         return next(group for group in self.codes[version] if shard in group)
 
-    def place(self, node: int) -> Place:
-        return Place("local", f"node{node}", "/disk")
+    def place(self, node: int) -> Location:
+        return Location("local", f"node{node}", "/disk")
 
     def seen_on(self, node: int) -> set[int]:
         """Nodes whose ranks see what that one wrote."""
@@ -72,7 +72,7 @@ class World:
             return set()
         return {s for s in range(self.shards) if (version, s) not in self.bad_far}
 
-    def bad(self) -> frozenset[tuple[ShardKey, Place]]:
+    def bad(self) -> frozenset[tuple[ShardKey, Location]]:
         """As the planner is told."""
         near = [
             ((ParityKey if p else ShardKey)(VersionId(1, v), s, self.shards), node)
@@ -218,8 +218,8 @@ def test_what_can_be_made_is_found_and_nothing_else(world: World) -> None:
             assert node in world.seen_on(world.node_of[parity.key.shard])
 
 
-def agent_of(node: int) -> Place:
-    return Place(AGENT, EVERYWHERE, f"agent of node{node}")
+def agent_of(node: int) -> Location:
+    return Location(AGENT, EVERYWHERE, f"agent of node{node}")
 
 
 @given(worlds(), st.integers(0, 99))
@@ -227,9 +227,9 @@ def agent_of(node: int) -> Place:
 def test_nodes_without_a_rank_are_the_last_but_one_way_out(world: World, number: int) -> None:
     """Behind what is near, before the persistent level; and their parity behind all shards."""
     found, parities = inventories_of(world)
-    absent = {node for node in world.disks if node not in world.ranks}
+    former_nodes = {node for node in world.disks if node not in world.ranks}
     asker = number % len(world.ranks)
-    for node in sorted(absent):
+    for node in sorted(former_nodes):
         seen, made = world.seen_by(node)
         found[asker] += [replace(f, place=agent_of(node)) for f in seen]
         parities[asker] += [replace(p, place=agent_of(node)) for p in made]
@@ -237,7 +237,7 @@ def test_nodes_without_a_rank_are_the_last_but_one_way_out(world: World, number:
     plan = plan_restore(found, world.bad(), parities=parities, nodes=nodes)
 
     there = world.left()
-    shown: set[tuple[int, bool, int]] = set().union(*(world.on_disk(node) for node in absent))
+    shown: set[tuple[int, bool, int]] = set().union(*(world.on_disk(node) for node in former_nodes))
     far_shards = {
         v: {s for p_v, parity, s in shown if p_v == v and not parity} | world.far(v)
         for v in VERSIONS
@@ -414,7 +414,7 @@ def test_one_shard_that_cannot_be_made_is_fetched_alone() -> None:
 def mirror(shard: int, node: int, life: str = "life", version: int = 1) -> FoundParity:
     """Of a mirrored pair, 0 and 1: the copy of the other one that lies beside `shard`."""
     key = ParityKey(VersionId(1, version), shard, 2)
-    return FoundParity(key, Place("local", f"node{node}", "/disk"), LINEAGE, life, (0, 1), 1, 1)
+    return FoundParity(key, Location("local", f"node{node}", "/disk"), LINEAGE, life, (0, 1), 1, 1)
 
 
 def test_a_version_of_which_parity_alone_is_left_is_made_of_that() -> None:
@@ -430,7 +430,9 @@ def test_a_version_of_which_parity_alone_is_left_is_made_of_that() -> None:
 
 def test_shards_and_parity_of_two_lives_are_no_version() -> None:
     """Lives that did not see each other's nodes may have taken the same generation."""
-    found = [Found(ShardKey(VersionId(1, 1), 1, 2), Place("local", "node1", "/disk"), LINEAGE, "a")]
+    found = [
+        Found(ShardKey(VersionId(1, 1), 1, 2), Location("local", "node1", "/disk"), LINEAGE, "a")
+    ]
     assert plan_restore([[], found], parities=[[], [mirror(1, 1, "another")]]) is None
     assert plan_restore([[], found], parities=[[], [mirror(1, 1, "a")]]) is not None
 

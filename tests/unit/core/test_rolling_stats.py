@@ -8,14 +8,14 @@ import statistics
 import pytest
 
 from tests.unit.core.test_autotune import STEP_SECONDS, tuner
-from tierckpt.core.tuning.autotune import LOOK_STEPS, Change, Meter, Tuner
-from tierckpt.core.tuning.rolling_stats import Steady, Window
+from tierckpt.core.tuning.autotune import LOOK_STEPS, Change, StepTimer, Tuner
+from tierckpt.core.tuning.rolling_stats import Hysteresis, RollingStats
 
 # --- windows -------------------------------------------------------------------------------------
 
 
-def filled(values: list[float], most: int = 512, fresh: int = 8) -> Window:
-    window = Window(most, fresh)
+def filled(values: list[float], most: int = 512, fresh: int = 8) -> RollingStats:
+    window = RollingStats(most, fresh)
     for value in values:
         window.append(value)
     return window
@@ -31,7 +31,7 @@ def test_the_median_of_the_newest_that_there_is_room_for(count: int) -> None:
 
 
 def test_an_empty_window_says_nothing() -> None:
-    window = Window(8, 2)
+    window = RollingStats(8, 2)
     assert (len(window), window.median, window.spread, window.error()) == (0, 0.0, 0.0, 0.0)
 
 
@@ -59,7 +59,7 @@ def test_noise_and_outliers_shorten_no_window() -> None:
 
 
 def test_an_estimate_stays_while_noise_explains_the_difference() -> None:
-    steady = Steady()
+    steady = Hysteresis()
     assert steady.follow(10.0, error=2.0) == 10.0
     for estimate in (12.0, 6.0, 12.9, 5.1):
         assert steady.follow(estimate, error=2.0) == 10.0
@@ -77,7 +77,7 @@ class Noisy:
     WRITING_STEPS = 3
 
     def __init__(self, made: Tuner, noise: float, seed: int) -> None:
-        self.tuner, self.meter, self.noise = made, Meter(), noise
+        self.tuner, self.meter, self.noise = made, StepTimer(), noise
         self.chance = random.Random(seed)
         self.last = dict.fromkeys(made.every_steps, 0)
         self.version, self.now, self.left = 0, 0.0, 0

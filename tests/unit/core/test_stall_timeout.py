@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from tierckpt.core import stall_timeout
-from tierckpt.core.stall_timeout import Patience, most_quiet_seconds
+from tierckpt.core.stall_timeout import StallTimeout, most_quiet_seconds
 
 
 def test_what_gets_on_is_waited_for_however_long_that_takes() -> None:
-    wait = Patience(10.0, now=100.0)
+    wait = StallTimeout(10.0, now=100.0)
     for now in range(105, 1000, 5):
         wait.heard(9.5, now)
         assert not wait.is_over(now)
 
 
 def test_what_hangs_and_what_does_not_answer_are_not() -> None:
-    hangs, silent = Patience(10.0, now=100.0), Patience(10.0, now=100.0)
+    hangs, silent = StallTimeout(10.0, now=100.0), StallTimeout(10.0, now=100.0)
     over = []
     for now in range(104, 120, 2):
         hangs.heard(now - 102.0, now)
@@ -24,7 +24,7 @@ def test_what_hangs_and_what_does_not_answer_are_not() -> None:
 
 
 def test_what_has_hung_for_long_is_not_waited_for_again() -> None:
-    wait = Patience(10.0, now=100.0)
+    wait = StallTimeout(10.0, now=100.0)
     wait.heard(1000.0, 101.0)
     assert not wait.is_over(101.0), "all of us may have been stopped"
     wait.heard(1001.0, 102.0)
@@ -32,7 +32,7 @@ def test_what_has_hung_for_long_is_not_waited_for_again() -> None:
 
 
 def test_who_was_stopped_with_all_others_waits_on() -> None:
-    wait = Patience(10.0, now=100.0)
+    wait = StallTimeout(10.0, now=100.0)
     assert not wait.is_over(5000.0)
     wait.heard(0.5, 5001.0)
     assert not wait.is_over(5001.0)

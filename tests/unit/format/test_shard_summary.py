@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from ddp_ckpt.torch_group import GATHER_BYTES
 from tierckpt.format.layout import TensorSpec, plan_layout
 from tierckpt.format.shard_file import ShardHeader, decode_header, encode_header
-from tierckpt.format.shard_summary import Contents, Outline, OwnState, counts, lacking
+from tierckpt.format.shard_summary import RankState, ShardSummary, VersionSummary, counts, lacking
 
-NOTHING = OwnState(b"", b"", ())
+NOTHING = RankState(b"", b"", ())
 
 
 def spec(name: str, *shape: int) -> TensorSpec:
@@ -32,8 +32,10 @@ def headers_of(
     return found
 
 
-def contents_of(headers: Sequence[ShardHeader]) -> Contents:
-    return Contents([Outline.of(shard, header) for shard, header in enumerate(headers)], NOTHING)
+def contents_of(headers: Sequence[ShardHeader]) -> VersionSummary:
+    return VersionSummary(
+        [ShardSummary.of(shard, header) for shard, header in enumerate(headers)], NOTHING
+    )
 
 
 @given(
@@ -54,7 +56,7 @@ def test_every_tensor_is_told_of_once_and_the_whole_is_known_to_be_whole(
     assert contents.nbytes == sum(h.header_bytes + h.data_bytes for h in headers)
     assert contents.structure == {"adam": {}}
     assert [each.structure is None for each in contents.outlines] == [False] + [True] * (ranks - 1)
-    assert OwnState.of(b"m", b"t", headers[-1]).specs == tuple(own)
+    assert RankState.of(b"m", b"t", headers[-1]).specs == tuple(own)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_ten_thousand_ranks_are_told_little() -> None:
     one, other = (
         encode_header(plan_layout(striped, [], rank, ranks), 10, {})[0] for rank in (0, 1)
     )
-    outlines = Outline.of(0, decode_header(one)), Outline.of(1, decode_header(other))
+    outlines = ShardSummary.of(0, decode_header(one)), ShardSummary.of(1, decode_header(other))
     assert sorted(len(outline.begun) for outline in outlines) == [0, tensors]
     small, large = sorted(len(pickle.dumps(outline)) for outline in outlines)
     assert ranks * len(one) > 1e9

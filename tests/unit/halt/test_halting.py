@@ -28,7 +28,7 @@ from tierckpt.errors import ConfigError, FormatError
 from tierckpt.group import Node
 from tierckpt.halt import controller as halting
 from tierckpt.halt import request_file
-from tierckpt.halt.controller import Halting, Lookout, watched_directories
+from tierckpt.halt.controller import HaltController, Lookout, watched_directories
 from tierckpt.halt.signals import Signals
 
 NOON = 1_800_000_000.0
@@ -513,7 +513,9 @@ class Rank:
         self.said: list[tuple[str, int]] = []
         config: Config = load_config({"path": directory, "halt_signals": "", **settings}, {})
         node = Node(0, 1, (0,))
-        self.halting = Halting(config, 0, node, lambda *said: self.said.append(said), environment)
+        self.halting = HaltController(
+            config, 0, node, lambda *said: self.said.append(said), environment
+        )
 
     def texts(self) -> str:
         return "\n".join(text for text, _ in self.said)

@@ -12,7 +12,7 @@ import torch
 
 from tierckpt.offline.leaves import fingerprint, leaves_of, shown
 from tierckpt.state import tree_codec
-from tierckpt.state.custom_values import Stranger
+from tierckpt.state.custom_values import ForeignValue
 
 LONG = 2000
 """More elements than a tensor's `repr` shows."""
@@ -93,7 +93,7 @@ def test_what_differs_by_one_element_differs(kept: Callable[[int], Any]) -> None
 
 def test_a_class_that_is_not_imported_hides_no_difference() -> None:
     one, other = (
-        leaves_of({"extra": Stranger("far:State", {"codes": counted(at)})}) for at in (1, 2)
+        leaves_of({"extra": ForeignValue("far:State", {"codes": counted(at)})}) for at in (1, 2)
     )
     assert {"extra", "extra.codes"} <= one.keys()
     assert fingerprint(one["extra"]) == fingerprint(other["extra"])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from tierckpt.core.copies import Found, FoundParity, Place
+from tierckpt.core.copies import Found, FoundParity, Location
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.offline.restorability import outlook
 from tierckpt.offline.survey import Survey
 
 SHARDS = 3
-NEAR, FAR = Place("local", "here", "/disk"), Place("persistent", "", "/shared")
+NEAR, FAR = Location("local", "here", "/disk"), Location("persistent", "", "/shared")
 
 
 def key(version: int, shard: int) -> ShardKey:
     return ShardKey(VersionId(1, version), shard, SHARDS)
 
 
-def found(version: int, shard: int, place: Place = NEAR) -> Found:
+def found(version: int, shard: int, place: Location = NEAR) -> Found:
     return Found(key(version, shard), place, ((1, 0),), "life")
 
 

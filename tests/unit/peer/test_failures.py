@@ -387,7 +387,7 @@ def test_shards_of_another_life_make_no_parity(tmp_path: Path) -> None:
 def test_an_agent_with_another_secret_is_refused_and_told_so(tmp_path: Path) -> None:
     heard: list[str] = []
     with Transport(SECRET, "127.0.0.1", notice=heard.append) as ours:
-        ours.shelf.add(Members(tmp_path, CODE, LENGTHS).store(0))
+        ours.read_server.add(Members(tmp_path, CODE, LENGTHS).store(0))
         with Transport(b"another life", "127.0.0.1") as stranger:
             with pytest.raises(RefusedError, match="another job, or of another life"):
                 stranger.connect(ours.address)

@@ -11,7 +11,7 @@ import pytest
 
 from tierckpt.cli.main import main
 from tierckpt.config import load_config
-from tierckpt.coordination.proof_order import VARIABLE, Order, order_here, path_of, redirected
+from tierckpt.coordination.proof_order import VARIABLE, ProofOrder, order_here, path_of, redirected
 from tierckpt.errors import ConfigError
 from tierckpt.proof.records import Life, Writer, read
 from tierckpt.proof.runs import ProveError, Run
@@ -28,14 +28,14 @@ from tierckpt.proof.verdict import (
 
 
 @pytest.fixture
-def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
-    made = Order(tmp_path / "run", until=9, keep=2, kill_at=5)
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProofOrder:
+    made = ProofOrder(tmp_path / "run", until=9, keep=2, kill_at=5)
     made.write()
     monkeypatch.setenv(VARIABLE, str(made.folder))
     return made
 
 
-def test_an_order_is_found_by_its_job(order: Order) -> None:
+def test_an_order_is_found_by_its_job(order: ProofOrder) -> None:
     assert order_here() == order
 
 
@@ -46,7 +46,7 @@ def test_without_one_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None
     assert redirected(config) is config
 
 
-def test_whatever_a_script_says_goes_to_the_folder_of_the_run(order: Order) -> None:
+def test_whatever_a_script_says_goes_to_the_folder_of_the_run(order: ProofOrder) -> None:
     given = {
         "path": "/data/{node}/ckpts",
         "job_id": "mine",
@@ -91,7 +91,7 @@ def test_a_job_whose_order_cannot_be_read_does_not_begin(
 
 
 @pytest.mark.parametrize("path", ["/data/a", "/data/{node}/a"])
-def test_a_seed_is_the_first_checkpointers(path: str, order: Order) -> None:
+def test_a_seed_is_the_first_checkpointers(path: str, order: ProofOrder) -> None:
     (order.folder / "seed").mkdir()
     (order.folder / "seed" / "file").touch()
     first, second = (redirected(load_config({"path": p})).directory for p in (path, "/data/b"))
@@ -119,7 +119,7 @@ def lives(folder: Path, *states: dict[str, str]) -> dict[int, Life]:
     return read(folder)["job"].by_rank()
 
 
-def test_lives_are_told_apart_and_a_torn_line_is_none(order: Order) -> None:
+def test_lives_are_told_apart_and_a_torn_line_is_none(order: ProofOrder) -> None:
     writer = Writer(order.folder, "job", 0)
     attached(writer)
     writer.line("restored", version=0)
@@ -234,7 +234,7 @@ def test_ranks_that_outlive_their_launcher_are_ended(
     """In a session of its own, and deaf to SIGTERM, as a rank that hangs is."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "deaf.sh").write_text(DEAF)
-    order = Order(tmp_path / "run", until=3)
+    order = ProofOrder(tmp_path / "run", until=3)
     order.write()
 
     def interrupt(version: int) -> None:
@@ -251,7 +251,7 @@ def test_ranks_that_outlive_their_launcher_are_ended(
 
 def test_the_error_that_is_named_is_the_scripts_and_the_newest_launchs(tmp_path: Path) -> None:
     """Not that of the ranks that were killed before, nor that of the launcher about its ranks."""
-    order = Order(tmp_path / "run", until=3)
+    order = ProofOrder(tmp_path / "run", until=3)
     order.write()
     told = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
     (order.folder / "log").write_text(f"BrokenPipeError: of the launch before\n{told}\n")

@@ -9,7 +9,7 @@ import torch
 
 from tierckpt.format.layout import Piece, TensorSpec, plan_layout
 from tierckpt.format.shard_file import decode_header, encode_header
-from tierckpt.restore.tensor_fill import Filler
+from tierckpt.restore.tensor_fill import PieceWriter
 
 LENGTHS = [0, 1000, 0, 0, 24, 1024, 0]
 """In fours of bytes; empty ones lie at borders of windows, and at the end."""
@@ -30,7 +30,7 @@ def test_every_piece_is_met_whatever_the_windows(window_bytes: int) -> None:
         met.add(piece.spec.name)
         return made[piece.spec.name]
 
-    filler = Filler(place_of)
+    filler = PieceWriter(place_of)
     low, high = 0, len(header)
     while low < len(image):
         if low == 0 or filler.wants(0, low, high):

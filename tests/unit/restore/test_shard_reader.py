@@ -17,22 +17,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.peer_shards import shard_of
-from tierckpt.codecs.codec import ModuleError
-from tierckpt.core.copies import Place
+from tierckpt.codecs.codec import CodecError
+from tierckpt.core.copies import Location
 from tierckpt.core.restore_plan import RestorePlan, Source
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_file import decode_header
-from tierckpt.format.shard_summary import Contents, Outline, OwnState
+from tierckpt.format.shard_summary import RankState, ShardSummary, VersionSummary
 from tierckpt.group import SingleGroup
 from tierckpt.restore import shard_reader
-from tierckpt.restore.broadcast import Courier
+from tierckpt.restore.broadcast import ShardBroadcaster
 from tierckpt.restore.progress import Progress
-from tierckpt.restore.shard_image import Image, in_file
-from tierckpt.restore.shard_reader import RUN_BYTES, Blame, Reads, runs_of
-from tierckpt.restore.verified_version import Attempt
-from tierckpt.restored import Volume
+from tierckpt.restore.shard_image import ShardImage, in_file
+from tierckpt.restore.shard_reader import RUN_BYTES, FaultScope, Reads, runs_of
+from tierckpt.restore.verified_version import VerifiedVersion
+from tierckpt.restored import TransferStats
 from tierckpt.storage.persistent import PersistentError
 
 SHARD_BYTES = 2 * RUN_BYTES + 3 * 4096
@@ -55,7 +55,7 @@ class Disk:
             self.manifests[number] = replace(Manifest.decode(record), shard=number)
             self.brought[number] = []
 
-    def open_image(self, key: Any, place: Place, life: str, *rest: Any) -> Image:
+    def open_image(self, key: Any, place: Location, life: str, *rest: Any) -> ShardImage:
         number = key.shard
         if number in self.broken:
             raise FileNotFoundError(f"shard {number} cannot be opened")
@@ -66,7 +66,7 @@ class Disk:
                 self.brought[number].append((low, high))
             view[low:high] = self.stored[number][low:high]
 
-        return Image(self.manifests[number], view, lambda: self.closed.append(number), bring)
+        return ShardImage(self.manifests[number], view, lambda: self.closed.append(number), bring)
 
 
 @pytest.fixture
@@ -83,21 +83,21 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def sources(readers: list[int]) -> tuple[Source, ...]:
-    place = Place("persistent", "*", "somewhere")
+    place = Location("persistent", "*", "somewhere")
     return tuple(Source(s, place, reader, direct=False) for s, reader in enumerate(readers))
 
 
 def read(
-    pool: ThreadPoolExecutor, volume: Volume
-) -> tuple[list[tuple[int, str]], dict[int, Image], Reads]:
-    images: dict[int, Image] = {}
+    pool: ThreadPoolExecutor, volume: TransferStats
+) -> tuple[list[tuple[int, str]], dict[int, ShardImage], Reads]:
+    images: dict[int, ShardImage] = {}
     reads = Reads(pool, images, volume.read)
     reads.open(VersionId(1, 1), SHARDS, "", sources([0] * SHARDS))
     return [(failure.key.shard, failure.why) for failure in reads.finish()], images, reads
 
 
 def test_every_byte_is_brought_once(disk: Disk, pool: ThreadPoolExecutor) -> None:
-    volume = Volume()
+    volume = TransferStats()
     failures, images, reads = read(pool, volume)
     assert failures == []
     assert reads.opened()
@@ -120,7 +120,7 @@ def test_damage_is_named_and_the_rest_is_still_read(
     at: int, said: str, disk: Disk, pool: ThreadPoolExecutor
 ) -> None:
     disk.stored[1][at] ^= 1
-    failures, _, reads = read(pool, Volume())
+    failures, _, reads = read(pool, TransferStats())
     ((number, why),) = failures
     assert number == 1
     assert said in why
@@ -130,7 +130,7 @@ def test_damage_is_named_and_the_rest_is_still_read(
 def test_the_first_damage_of_several_is_named(disk: Disk, pool: ThreadPoolExecutor) -> None:
     for at in (5000, SHARD_BYTES - 1):
         disk.stored[0][at] ^= 1
-    failures, _, _ = read(pool, Volume())
+    failures, _, _ = read(pool, TransferStats())
     assert "bytes 4096 to" in failures[0][1]
     assert len(failures) == 1
 
@@ -140,7 +140,7 @@ def test_what_is_sound_is_shown_in_order_up_to_the_first_damage(
 ) -> None:
     disk.stored[1][4096 + RUN_BYTES] ^= 1
     disk.broken.add(2)
-    _, _, reads = read(pool, Volume())
+    _, _, reads = read(pool, TransferStats())
     shown: dict[int, bytes] = {0: b"", 1: b""}
     for shard, offset, window in reads.sound():
         assert offset == len(shown[shard]), "nothing is left out"
@@ -154,7 +154,7 @@ def test_what_is_sound_is_shown_in_order_up_to_the_first_damage(
 def test_what_is_short_or_cannot_be_opened_is_lost(disk: Disk, pool: ThreadPoolExecutor) -> None:
     del disk.stored[0][-4096:]
     disk.broken.add(2)
-    failures, images, reads = read(pool, Volume())
+    failures, images, reads = read(pool, TransferStats())
     assert [number for number, _ in failures] == [0, 2]
     assert failures[0][1] == f"truncated: {SHARD_BYTES - 4096} of {SHARD_BYTES} bytes"
     assert failures[1][1] == "shard 2 cannot be opened"
@@ -166,11 +166,11 @@ def test_what_is_short_or_cannot_be_opened_is_lost(disk: Disk, pool: ThreadPoolE
 def test_a_mistake_of_ours_is_no_damage(disk: Disk, pool: ThreadPoolExecutor) -> None:
     """Nor is it raised: the other ranks wait to be told."""
     disk.manifests[0] = replace(disk.manifests[0], digests=None)  # type: ignore[arg-type]
-    images: dict[int, Image] = {}
+    images: dict[int, ShardImage] = {}
     reads = Reads(pool, images)
     reads.open(VersionId(1, 1), SHARDS, "", sources([0] * SHARDS))
     (failure,) = reads.finish()
-    assert (failure.key.shard, failure.blame) == (0, Blame.RANK)
+    assert (failure.key.shard, failure.blame) == (0, FaultScope.RANK)
     assert failure.why.startswith("TypeError: ")
     assert sorted(images) == [1, 2]
 
@@ -194,7 +194,7 @@ def test_what_was_put_aside_comes_back_and_a_disk_that_lost_it_is_no_copys_fault
     reads = Reads(pool, {})
     reads.open(VersionId(1, 1), SHARDS, "", sources([0])[:1])
     (failure,) = reads.finish()
-    assert failure.blame is Blame.RANK
+    assert failure.blame is FaultScope.RANK
     assert f"cannot be kept in {tmp_path}" in failure.why
     image.close()
 
@@ -208,29 +208,29 @@ def wrapped(cause: Exception) -> PersistentError:
 @pytest.mark.parametrize(
     ("error", "near", "far"),
     [
-        (CorruptShardError("differs"), Blame.COPY, Blame.COPY),
-        (FormatError("what is this"), Blame.COPY, Blame.COPY),
-        (EOFError("truncated"), Blame.COPY, Blame.COPY),
-        (ModuleError("no key"), Blame.COPY, Blame.COPY),
-        (FileNotFoundError(errno.ENOENT, "gone"), Blame.COPY, Blame.SIGHT),
-        (FileNotFoundError("slot is gone"), Blame.COPY, Blame.SIGHT),
-        (OSError(errno.EIO, "disk fails"), Blame.COPY, Blame.SIGHT),
-        (PermissionError(errno.EACCES, "no right"), Blame.SIGHT, Blame.SIGHT),
-        (OSError(errno.ESTALE, "stale"), Blame.SIGHT, Blame.SIGHT),
-        (wrapped(TimeoutError()), Blame.SIGHT, Blame.SIGHT),
-        (ImportError("no client"), Blame.SIGHT, Blame.SIGHT),
-        (OSError(errno.ENOMEM, "no memory"), Blame.RANK, Blame.RANK),
-        (OSError(errno.EMFILE, "too many"), Blame.RANK, Blame.RANK),
-        (wrapped(OSError(errno.ENFILE, "too many")), Blame.RANK, Blame.RANK),
-        (MemoryError(), Blame.RANK, Blame.RANK),
-        (RuntimeError("a client's own"), Blame.RANK, Blame.RANK),
+        (CorruptShardError("differs"), FaultScope.COPY, FaultScope.COPY),
+        (FormatError("what is this"), FaultScope.COPY, FaultScope.COPY),
+        (EOFError("truncated"), FaultScope.COPY, FaultScope.COPY),
+        (CodecError("no key"), FaultScope.COPY, FaultScope.COPY),
+        (FileNotFoundError(errno.ENOENT, "gone"), FaultScope.COPY, FaultScope.SIGHT),
+        (FileNotFoundError("slot is gone"), FaultScope.COPY, FaultScope.SIGHT),
+        (OSError(errno.EIO, "disk fails"), FaultScope.COPY, FaultScope.SIGHT),
+        (PermissionError(errno.EACCES, "no right"), FaultScope.SIGHT, FaultScope.SIGHT),
+        (OSError(errno.ESTALE, "stale"), FaultScope.SIGHT, FaultScope.SIGHT),
+        (wrapped(TimeoutError()), FaultScope.SIGHT, FaultScope.SIGHT),
+        (ImportError("no client"), FaultScope.SIGHT, FaultScope.SIGHT),
+        (OSError(errno.ENOMEM, "no memory"), FaultScope.RANK, FaultScope.RANK),
+        (OSError(errno.EMFILE, "too many"), FaultScope.RANK, FaultScope.RANK),
+        (wrapped(OSError(errno.ENFILE, "too many")), FaultScope.RANK, FaultScope.RANK),
+        (MemoryError(), FaultScope.RANK, FaultScope.RANK),
+        (RuntimeError("a client's own"), FaultScope.RANK, FaultScope.RANK),
     ],
     ids=str,
 )
-def test_what_is_to_blame(error: Exception, near: Blame, far: Blame) -> None:
+def test_what_is_to_blame(error: Exception, near: FaultScope, far: FaultScope) -> None:
     """What lies on a node is the same for all who see it; the way to what is far is each rank's."""
-    assert Blame.of(Place("local", "node", "/disk"), error) is near
-    assert Blame.of(Place("persistent", "*", "/far"), error) is far
+    assert FaultScope.of(Location("local", "node", "/disk"), error) is near
+    assert FaultScope.of(Location("persistent", "*", "/far"), error) is far
 
 
 @given(st.lists(st.integers(1, RUN_BYTES), max_size=40))
@@ -266,15 +266,15 @@ class Other(SingleGroup):
 def test_a_rank_holds_a_window_of_what_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
     said = bytes(i % 251 for i in range(2500))
-    group, volume, seen = Other(said), Volume(), bytearray()
-    courier = Courier(group, volume)
+    group, volume, seen = Other(said), TransferStats(), bytearray()
+    broadcaster = ShardBroadcaster(group, volume)
     (source, _) = sources([0, 1])[:2]
 
     def visit(shard: int, offset: int, window: memoryview) -> None:
         assert (shard, offset) == (0, len(seen))
         seen.extend(window)
 
-    courier.show(source, outline(100, 2400), None, visit)
+    broadcaster.show(source, outline(100, 2400), None, visit)
     assert seen == said
     assert group.lengths == [1000, 1000, 500]
     assert volume.exchanged_bytes == 2500
@@ -283,7 +283,7 @@ def test_a_rank_holds_a_window_of_what_others_read(monkeypatch: pytest.MonkeyPat
 def test_the_first_window_has_the_whole_header(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
     group = Other(bytes(2500))
-    Courier(group, Volume()).show(
+    ShardBroadcaster(group, TransferStats()).show(
         sources([0, 1])[0], outline(1400, 1100), None, lambda shard, offset, window: None
     )
     assert group.lengths == [1400, 1000, 100]
@@ -306,20 +306,20 @@ def test_what_was_mapped_is_brought_again_before_it_is_shown(
             raise OSError(errno.EIO, "the disk fails")
 
     data = bytearray(i % 251 for i in range(4000))
-    image = Image(disk.manifests[0], memoryview(data), lambda: None, touch=touch)
+    image = ShardImage(disk.manifests[0], memoryview(data), lambda: None, touch=touch)
     sent = Sender()
-    courier = Courier(sent, Volume())
+    broadcaster = ShardBroadcaster(sent, TransferStats())
     source = replace(sources([0])[0], direct=direct)
 
     def visit(shard: int, offset: int, window: memoryview) -> None:
         assert window == data[offset : offset + len(window)]
         shown.append(offset)
 
-    courier.show(source, outline(1400, 2600), image, visit)
+    broadcaster.show(source, outline(1400, 2600), image, visit)
     assert shown == [0, 1400]
     assert touched == [(0, 1400), (1400, 2400), (2400, 3400)], "not a second time"
-    assert "the disk fails" in courier.trouble
-    assert courier.trouble_of_any() == courier.trouble
+    assert "the disk fails" in broadcaster.trouble
+    assert broadcaster.trouble_of_any() == broadcaster.trouble
     assert sent.lengths == ([] if direct else [1400, 1000, 1000, 600]), "others wait for each"
 
 
@@ -329,19 +329,19 @@ def test_what_is_mapped_and_not_wanted_is_not_touched(
     monkeypatch.setattr("tierckpt.restore.broadcast.MAPPED_BYTES", 1000)
     touched: list[int] = []
     shown: list[int] = []
-    image = Image(
+    image = ShardImage(
         disk.manifests[0],
         memoryview(bytearray(4000)),
         lambda: None,
         touch=lambda low, high: touched.append(low),
     )
-    courier = Courier(SingleGroup(), Volume())
+    broadcaster = ShardBroadcaster(SingleGroup(), TransferStats())
 
     def wants(shard: int, low: int, high: int) -> bool:
         assert low > 0, "of the header nobody is asked"
         return (shard, low, high) == (0, 2400, 3400)
 
-    courier.show(
+    broadcaster.show(
         replace(sources([0])[0], direct=True),
         outline(1400, 2600),
         image,
@@ -349,15 +349,15 @@ def test_what_is_mapped_and_not_wanted_is_not_touched(
         wants,
     )
     assert shown == touched == [0, 2400]
-    assert not courier.trouble
+    assert not broadcaster.trouble
 
 
 def test_what_is_sent_is_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may want it."""
     monkeypatch.setattr("tierckpt.restore.broadcast.BROADCAST_BYTES", 1000)
     group = Other(bytes(2500))
-    courier, source = Courier(group, Volume()), sources([0, 1])[0]
-    courier.show(source, outline(100, 2400), None, lambda *_: None, lambda *_: False)
+    broadcaster, source = ShardBroadcaster(group, TransferStats()), sources([0, 1])[0]
+    broadcaster.show(source, outline(100, 2400), None, lambda *_: None, lambda *_: False)
     assert group.lengths == [1000, 1000, 500]
 
 
@@ -371,17 +371,19 @@ class Sender(SingleGroup):
         self.lengths.append(len(buffer))
 
 
-def outline(header_bytes: int, data_bytes: int) -> Outline:
-    return Outline(header_bytes, data_bytes, (), 0, None)
+def outline(header_bytes: int, data_bytes: int) -> ShardSummary:
+    return ShardSummary(header_bytes, data_bytes, (), 0, None)
 
 
 def test_what_was_fetched_is_let_go_when_it_is_loaded(disk: Disk, pool: ThreadPoolExecutor) -> None:
-    _, images, _ = read(pool, Volume())
+    _, images, _ = read(pool, TransferStats())
     plan = RestorePlan(VersionId(1, 1), sources([0] * SHARDS))
     headers = [decode_header(bytes(disk.stored[s])) for s in range(SHARDS)]
-    courier = Courier(SingleGroup(), Volume())
-    contents = Contents([Outline.of(s, h) for s, h in enumerate(headers)], OwnState(b"", b"", ()))
-    attempt = Attempt(plan, courier, Progress(False), images, contents)
+    broadcaster = ShardBroadcaster(SingleGroup(), TransferStats())
+    contents = VersionSummary(
+        [ShardSummary.of(s, h) for s, h in enumerate(headers)], RankState(b"", b"", ())
+    )
+    attempt = VerifiedVersion(plan, broadcaster, Progress(False), images, contents)
     held = []
     attempt.visit(lambda shard, offset, window: held.append((shard, len(images))))
     assert held == [(0, 3), (1, 2), (2, 1)]

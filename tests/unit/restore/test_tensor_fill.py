@@ -13,7 +13,7 @@ from torch import nn
 from tierckpt.format.layout import TensorSpec, plan_layout
 from tierckpt.format.shard_file import ShardHeader, decode_header, encode_header
 from tierckpt.restore.shard_image import Part
-from tierckpt.restore.tensor_fill import LARGE_BYTES, NewTensors
+from tierckpt.restore.tensor_fill import LARGE_BYTES, TensorPreallocator
 from tierckpt.snapshot.copy_plan import as_bytes
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState, label_optimizers
@@ -51,7 +51,7 @@ def pages_there(tensor: torch.Tensor) -> int:
     return sum(bool(entry >> 62) for entry in entries)  # in memory, or swapped out
 
 
-def foresee(new: NewTensors, *headers: ShardHeader) -> None:
+def foresee(new: TensorPreallocator, *headers: ShardHeader) -> None:
     """As a restore does for each try."""
     new.begin(wanted=True)
     for header in headers:
@@ -63,7 +63,7 @@ def test_foreseen_tensors_have_their_memory_and_others_are_made_when_asked_for()
     saved = live(WIDEST, steps=1)
     specs = specs_of(saved)
     large = specs["optimizer/weight/exp_avg"]
-    new = NewTensors(live(WIDEST))
+    new = TensorPreallocator(live(WIDEST))
     foresee(new, header_of(saved))
     for name, spec in specs.items():
         tensor = new.make(spec, "cpu")
@@ -75,7 +75,7 @@ def test_foreseen_tensors_have_their_memory_and_others_are_made_when_asked_for()
 
 def test_memory_of_one_foreseen_is_given_once() -> None:
     saved = live(steps=1)
-    new = NewTensors(live())
+    new = TensorPreallocator(live())
     foresee(new, header_of(saved, 0), header_of(saved, 1))
     spec = specs_of(saved)["optimizer/weight/exp_avg"]
     assert spec.nbytes == 4 * LARGE_BYTES
@@ -86,13 +86,13 @@ def test_memory_of_one_foreseen_is_given_once() -> None:
 def test_nothing_is_made_for_what_is_there_or_fits_nothing() -> None:
     saved = header_of(live(steps=1))
     for state in (live(steps=1), TrainingState(nn.ReLU(), {})):
-        new = NewTensors(state)
+        new = TensorPreallocator(state)
         foresee(new, saved)
         assert new._made == {}
 
 
 def test_another_version_foreseen_later_takes_the_place_of_the_first() -> None:
-    new = NewTensors(live())
+    new = TensorPreallocator(live())
     foresee(new, header_of(live(steps=1)))
     wider = live(WIDTH + 16, steps=1)
     foresee(new, header_of(wider))
@@ -106,14 +106,14 @@ def test_a_lie_in_a_header_is_left_to_the_loading(stride: tuple[int, ...] | None
     huge = TensorSpec("optimizer/weight/huge", "float32", (1 << 25, 1 << 25), stride, 4)
     piece = next(p for p in saved.pieces if p.spec.name == "optimizer/weight/exp_avg")
     pieces = (type(piece)(huge, 0, 1, 0, False), *saved.pieces)
-    new = NewTensors(live())
+    new = TensorPreallocator(live())
     foresee(new, ShardHeader(pieces, saved.block_bytes, 0, saved.data_bytes, saved.structure))
     assert new.make(piece.spec, "cpu").shape == (WIDTH, WIDTH)
 
 
 def test_what_was_made_for_one_try_serves_the_next_and_goes_where_that_has_no_use_for_it() -> None:
     header = header_of(live(steps=1))
-    new = NewTensors(live())
+    new = TensorPreallocator(live())
     foresee(new, header)
     made = {name: tensor for name, (_, tensor) in new._made.items()}
     foresee(new, header)
@@ -143,7 +143,7 @@ def parts_of(state: TrainingState) -> tuple[ShardHeader, list[Part]]:
 def test_what_is_filled_is_in_the_tensor_that_is_given() -> None:
     saved = live(steps=1)
     header, parts = parts_of(saved)
-    new = NewTensors(live())
+    new = TensorPreallocator(live())
     foresee(new, header)
     new.fill(parts)
     entries = {name: tensor for name, tensor, _ in saved.entries(saved.walk())}
@@ -162,7 +162,7 @@ def test_a_piece_of_which_a_part_is_missing_is_not_there() -> None:
     header, parts = parts_of(live(steps=1))
     large = [p for p in header.pieces if p.spec.name.startswith("optimizer/weight/exp")]
     end = header.header_bytes + large[0].offset + large[0].nbytes
-    new = NewTensors(live())
+    new = TensorPreallocator(live())
     foresee(new, header)
     new.fill(part for part in parts if part[1] + len(part[2]) <= end - 1)
     new.make(large[0].spec, "cpu")
@@ -171,7 +171,7 @@ def test_a_piece_of_which_a_part_is_missing_is_not_there() -> None:
 
 def test_what_was_filled_of_one_version_is_not_of_the_next() -> None:
     header, parts = parts_of(live(steps=1))
-    new = NewTensors(live())
+    new = TensorPreallocator(live())
     foresee(new, header)
     new.fill(parts)
     foresee(new, header)  # another version, of the same headers

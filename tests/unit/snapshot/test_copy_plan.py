@@ -7,40 +7,40 @@ import torch
 
 from tierckpt.format.ids import PAGE_BYTES
 from tierckpt.snapshot import copy_plan
-from tierckpt.snapshot.copy_plan import Plan
+from tierckpt.snapshot.copy_plan import CopyPlan
 from tierckpt.state.training_state import TrainingState
 
 KIB, MIB = 2**10, 2**20
 
 
 @pytest.fixture
-def plan() -> Plan:
+def plan() -> CopyPlan:
     model = torch.nn.Linear(5, 7)
     state = TrainingState(model, {"optimizer": torch.optim.SGD(model.parameters())})
-    return Plan(state, state.walk(), rank=0, ranks=1)
+    return CopyPlan(state, state.walk(), rank=0, ranks=1)
 
 
-def room(plan: Plan, tree_bytes: int) -> int:
+def room(plan: CopyPlan, tree_bytes: int) -> int:
     """Bytes behind the tree."""
     _, data_bytes = plan.header(tree_bytes)
     return data_bytes - plan.layout.nbytes - tree_bytes
 
 
 @pytest.mark.parametrize("tree_bytes", [8, 4000, 100 * KIB, 5 * MIB, 300 * MIB])
-def test_the_room_to_grow_is_a_small_part_of_a_large_tree(plan: Plan, tree_bytes: int) -> None:
+def test_the_room_to_grow_is_a_small_part_of_a_large_tree(plan: CopyPlan, tree_bytes: int) -> None:
     """All of it is zeros that are written and hashed at every version."""
     assert 0 <= room(plan, tree_bytes) <= 64 * KIB + tree_bytes // 64 + PAGE_BYTES
 
 
 @pytest.mark.parametrize("tree_bytes", [100 * KIB, 5 * MIB, 300 * MIB])
-def test_so_it_is_when_the_tree_has_become_smaller(plan: Plan, tree_bytes: int) -> None:
+def test_so_it_is_when_the_tree_has_become_smaller(plan: CopyPlan, tree_bytes: int) -> None:
     plan.header(2 * tree_bytes)
     assert room(plan, tree_bytes) <= 4 * (64 * KIB + tree_bytes // 64) + PAGE_BYTES
 
 
 @pytest.mark.parametrize("tree_bytes", [4000, 100 * KIB, 5 * MIB])
 def test_a_tree_that_varies_a_little_has_one_header_and_one_length(
-    plan: Plan, tree_bytes: int
+    plan: CopyPlan, tree_bytes: int
 ) -> None:
     """A slot in place must be exactly as long, and a module's base of the same blocks."""
     first, length = plan.header(tree_bytes)
@@ -50,7 +50,7 @@ def test_a_tree_that_varies_a_little_has_one_header_and_one_length(
         assert its_length == length
 
 
-def test_a_tree_that_grows_and_grows_leaves_no_headers_behind(plan: Plan) -> None:
+def test_a_tree_that_grows_and_grows_leaves_no_headers_behind(plan: CopyPlan) -> None:
     for tree_bytes in range(KIB, 2 * MIB, 3 * KIB):
         plan.header(tree_bytes)
     assert len(plan._headers) <= copy_plan.HEADERS

@@ -16,7 +16,7 @@ from torch import nn
 from tierckpt.checkpointer import attach
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.format.layout import UNIT_BYTES
-from tierckpt.snapshot.copy_plan import Plan
+from tierckpt.snapshot.copy_plan import CopyPlan
 from tierckpt.state import rng, training_state
 from tierckpt.state.names import unwrap
 from tierckpt.state.training_state import TrainingState, label_optimizers
@@ -159,7 +159,7 @@ def test_room_is_asked_for_before_an_optimizer_has_its_state(make: Any) -> None:
     model, optimizer = new()
     estimated = attach.shard_bytes(TrainingState(model, {"o": optimizer}), 1)
     found = trained(*new())
-    taken = Plan(found, found.walk(), 0, 1).layout.nbytes
+    taken = CopyPlan(found, found.walk(), 0, 1).layout.nbytes
     assert estimated == pytest.approx(taken, abs=2 * UNIT_BYTES)
 
 
@@ -169,18 +169,18 @@ def test_weights_that_the_forward_pass_scales_are_every_ranks_own(kind: Any) -> 
     model = nn.Sequential(kind(9000, 8, max_norm=1.0), nn.Linear(64, 4096), kind(40, 8))
     found = trained(model, torch.optim.Adam(model.parameters()))
     ranks = 4
-    plan = Plan(found, found.walk(), 1, ranks)
+    plan = CopyPlan(found, found.walk(), 1, ranks)
     own = {piece.spec.name for piece in plan.layout.pieces if piece.own}
     kept = [f"optimizer0/0.weight/{key}" for key in ("step", "exp_avg", "exp_avg_sq")]
     assert own == {"model/0.weight", *kept}
-    taken = [Plan(found, found.walk(), rank, ranks).layout.nbytes for rank in range(ranks)]
+    taken = [CopyPlan(found, found.walk(), rank, ranks).layout.nbytes for rank in range(ranks)]
     assert attach.shard_bytes(found, ranks) == pytest.approx(max(taken), abs=2 * UNIT_BYTES)
 
 
 def test_who_changed_what_was_being_copied_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     found = trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    plan = Plan(found, found.walk(), 0, 1)
+    plan = CopyPlan(found, found.walk(), 0, 1)
     before = plan.counters()
     assert plan.changed_since(before) == []
     with torch.no_grad():

@@ -24,11 +24,11 @@ from tierckpt.format.version_records import (
     unseal,
 )
 from tierckpt.storage.persistent import (
-    Held,
-    Pace,
+    FlushPacer,
+    HeldVersions,
     RetentionPolicy,
     Throttle,
-    Turns,
+    TimeSlots,
     VersionFacts,
     VersionManifest,
     VersionName,
@@ -174,7 +174,7 @@ turns = st.tuples(st.integers(1, 300), st.integers(1, 300), st.floats(0.5, 600))
 @given(turns, st.floats(0, 4e9))
 def test_no_more_nodes_than_allowed_flush_at_once(rule: tuple[int, int, float], now: float) -> None:
     nodes, at_once, seconds = rule
-    busy = [n for n in range(nodes) if not Turns(n, nodes, at_once, seconds).wait_seconds(now)]
+    busy = [n for n in range(nodes) if not TimeSlots(n, nodes, at_once, seconds).wait_seconds(now)]
     assert len(busy) <= at_once
 
 
@@ -183,14 +183,16 @@ def test_every_node_has_its_turn_before_long(
     rule: tuple[int, int, float], data: st.DataObject, now: float
 ) -> None:
     nodes, at_once, seconds = rule
-    turn = Turns(data.draw(st.integers(0, nodes - 1)), nodes, at_once, seconds)
+    turn = TimeSlots(data.draw(st.integers(0, nodes - 1)), nodes, at_once, seconds)
     wait = turn.wait_seconds(now)
     assert 0 <= wait <= (turn.count - 1) * seconds * (1 + 1e-9)
     assert turn.count == -(-nodes // at_once)
     assert turn.wait_seconds(now + wait + seconds / 1000) == 0.0
 
 
-def windows_of(turns: Turns, begin: float, seconds: float, window_seconds: float) -> list[float]:
+def windows_of(
+    turns: TimeSlots, begin: float, seconds: float, window_seconds: float
+) -> list[float]:
     """When a node begins each of its windows."""
     now, begun = begin, []
     for _ in range(math.ceil(seconds / window_seconds)):
@@ -210,7 +212,7 @@ def test_ten_thousand_nodes_are_through_soon_after_the_least_time_there_is(
     busy: dict[int, set[int]] = {}
     ends = []
     for node in range(nodes):
-        turns = Turns(node, nodes, at_once)
+        turns = TimeSlots(node, nodes, at_once)
         seconds = longest_seconds * (node * 7919 % 10) / 9
         begun = windows_of(turns, begin, seconds, window_seconds)
         for at in begun:
@@ -223,7 +225,7 @@ def test_ten_thousand_nodes_are_through_soon_after_the_least_time_there_is(
 
 
 def test_without_a_limit_nobody_waits() -> None:
-    assert Turns(7, 1000, 0).wait_seconds(12345.6) == 0.0
+    assert TimeSlots(7, 1000, 0).wait_seconds(12345.6) == 0.0
 
 
 @given(
@@ -252,7 +254,7 @@ def test_a_busy_sender_gets_all_of_its_bandwidth() -> None:
 def test_a_pace_waits_for_its_turn_and_for_its_bandwidth() -> None:
     clock = FakeClock()
     clock.seconds = 0.0
-    pace = Pace(Throttle(100.0, 0, 0.0), Turns(1, 2, 1, 10.0), clock=clock)
+    pace = FlushPacer(Throttle(100.0, 0, 0.0), TimeSlots(1, 2, 1, 10.0), clock=clock)
     pace(200)
     assert clock.seconds == pytest.approx(10.0, abs=0.01), "bandwidth gathers meanwhile"
     pace(900)
@@ -264,8 +266,8 @@ def test_a_pace_waits_for_its_turn_and_for_its_bandwidth() -> None:
 def test_a_superseded_flush_ends_while_it_waits() -> None:
     clock, kept = FakeClock(), []
     begin = clock.now()
-    pace = Pace(
-        turns=Turns(1, 1000, 1, 60.0),
+    pace = FlushPacer(
+        turns=TimeSlots(1, 1000, 1, 60.0),
         superseded=lambda: clock.now() > begin + 3,
         keep=lambda: kept.append(clock.now()),
         clock=clock,
@@ -284,9 +286,9 @@ def life_of(lineage: Lineage) -> str:
     return f"{lineage[-1][0]}"
 
 
-def held_of(draw: st.DrawFn) -> list[Held]:
+def held_of(draw: st.DrawFn) -> list[HeldVersions]:
     """Some lives, each from a version of the one before or afresh, with some versions each."""
-    found: list[Held] = []
+    found: list[HeldVersions] = []
     lineage: Lineage = ()
     for generation in range(1, draw(st.integers(1, 4)) + 1):
         base = draw(st.integers(0, 12)) if lineage else 0
@@ -297,7 +299,7 @@ def held_of(draw: st.DrawFn) -> list[Held]:
         for version in draw(st.sets(st.integers(start + 1, start + 12), max_size=8)):
             metrics = {} if draw(st.booleans()) else {"loss": float(draw(st.integers(0, 4)))}
             name = VersionName(VersionId(generation, version), 1, life_of(lineage))
-            found.append(Held(name, job, lineage, metrics, draw(st.integers(0, 5)) == 0))
+            found.append(HeldVersions(name, job, lineage, metrics, draw(st.integers(0, 5)) == 0))
     return found
 
 
@@ -311,7 +313,9 @@ policies = st.builds(
 )
 
 
-def oracle(held: list[Held], policy: RetentionPolicy, lineage: Lineage) -> Iterator[VersionName]:
+def oracle(
+    held: list[HeldVersions], policy: RetentionPolicy, lineage: Lineage
+) -> Iterator[VersionName]:
     """Retention, version by version, as the documents say it."""
     ours = {g for g, _ in lineage}
     mine = [h for h in held if h.job == "job" and h.name.id.generation in ours]
@@ -343,7 +347,7 @@ def oracle(held: list[Held], policy: RetentionPolicy, lineage: Lineage) -> Itera
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[list[Held], Lineage]:
+def situations(draw: st.DrawFn) -> tuple[list[HeldVersions], Lineage]:
     held = held_of(draw)
     if not held:
         return [], ((1, 0),)
@@ -352,7 +356,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Held], Lineage]:
 
 @given(situations(), policies)
 def test_retention_does_what_the_rules_say(
-    situation: tuple[list[Held], Lineage], policy: RetentionPolicy
+    situation: tuple[list[HeldVersions], Lineage], policy: RetentionPolicy
 ) -> None:
     held, lineage = situation
     gone = retirable(held, policy, "job", lineage, life_of(lineage))
@@ -361,7 +365,7 @@ def test_retention_does_what_the_rules_say(
 
 @given(situations(), policies)
 def test_the_last_restorable_version_is_safe_from_every_policy(
-    situation: tuple[list[Held], Lineage], policy: RetentionPolicy
+    situation: tuple[list[HeldVersions], Lineage], policy: RetentionPolicy
 ) -> None:
     held, lineage = situation
     gone = set(retirable(held, policy, "job", lineage, life_of(lineage)))
@@ -374,16 +378,16 @@ def test_the_last_restorable_version_is_safe_from_every_policy(
             assert h.name not in gone
 
 
-def held_by(life: str, generation: int, *versions: int, lineage: Lineage) -> list[Held]:
+def held_by(life: str, generation: int, *versions: int, lineage: Lineage) -> list[HeldVersions]:
     names = [VersionName(VersionId(generation, version), 1, life) for version in versions]
-    return [Held(name, "job", lineage) for name in names]
+    return [HeldVersions(name, "job", lineage) for name in names]
 
 
 def test_a_version_that_was_taken_again_takes_one_place_among_the_best() -> None:
     lineage = ((1, 0), (2, 3), (3, 8))
     scores = {(1, 2): 0.2, (1, 3): 0.1, (2, 3): 0.1, (2, 8): 0.9, (3, 9): 0.9}
     held = [
-        Held(VersionName(VersionId(*id_), 1, "aaaa"), "job", lineage, {"loss": score})
+        HeldVersions(VersionName(VersionId(*id_), 1, "aaaa"), "job", lineage, {"loss": score})
         for id_, score in scores.items()
     ]
     policy = RetentionPolicy(keep_last=1, keep_best=2, metric="loss", best_is_low=True)

@@ -1,12 +1,12 @@
 """Tuning: intervals that are `auto`, from what checkpoints turn out to cost.
 
-Each rank has a `Meter`, which looks at how long steps take with and without a checkpoint. Its
+Each rank has a `StepTimer`, which looks at how long steps take with and without a checkpoint. Its
 figures go into the ballot as integers, the largest of all ranks comes out, and from that every
 rank's `Tuner` draws the same conclusions: no rank ever decides by a clock of its own. To measure
 while the training runs, and to keep to an overhead that the user chose, is the idea of CheckFreq
 (J. Mohan et al., FAST 2021); here intervals also become shorter again.
 
-Costs are often smaller than the noise of steps. So a `Meter` says another figure only where noise
+Costs are often smaller than the noise of steps. So a `StepTimer` says another figure only where noise
 does not explain it (`window`); what changes for good is noticed all the sooner the more it is.
 """
 
@@ -21,7 +21,7 @@ from statistics import median
 from tierckpt.config import AUTO, Config, LocalConfig, MemoryConfig, PersistentConfig
 
 from .interval_model import SHARES, Level, optimum, rates, whole_steps, within_budget
-from .rolling_stats import Steady, Window
+from .rolling_stats import Hysteresis, RollingStats
 
 WINDOW_STEPS, FRESH_STEPS = 512, 8
 """At most so many of the newest steps of a kind count, and so many may tell that it has changed:
@@ -48,7 +48,7 @@ shall not move it back and forth."""
 
 
 @dataclass(frozen=True)
-class Figures:
+class CostEstimate:
     """What checkpoints cost; 0: not known yet."""
 
     step_us: int = 0
@@ -65,33 +65,33 @@ class Figures:
     """How many steps that is."""
 
 
-UNKNOWN = Figures()
+UNKNOWN = CostEstimate()
 
 
-class Meter:
+class StepTimer:
     """How long this rank's steps take, by what is done meanwhile. Training thread."""
 
     def __init__(self, tells_flushes: bool = False) -> None:
         """`tells_flushes`: what a flush costs is to be known; without, it is a part of all steps,
         as where the store is so slow that one is always under way."""
         self._tells_flushes = tells_flushes
-        self._plain = Window(WINDOW_STEPS, FRESH_STEPS)
-        self._copying = Window(WINDOW_STEPS, FRESH_STEPS)
+        self._plain = RollingStats(WINDOW_STEPS, FRESH_STEPS)
+        self._copying = RollingStats(WINDOW_STEPS, FRESH_STEPS)
         """Seconds of steps with a version to memory, but nothing written to local."""
-        self._stalls = Window(WINDOW_STEPS, FRESH_STEPS)
-        self._commits = Window(WINDOW_COMMITS, FRESH_COMMITS)
+        self._stalls = RollingStats(WINDOW_STEPS, FRESH_STEPS)
+        self._commits = RollingStats(WINDOW_COMMITS, FRESH_COMMITS)
         """Seconds that each version to local added."""
         self._commit_steps: deque[int] = deque(maxlen=LATEST)
         """Steps that the writing of each lasted."""
         self._commit: list[tuple[float, int, bool]] = []
         """Steps of the one under way: seconds, steps, and whether a version was copied, too."""
-        self._beside_flush = Window(WINDOW_STEPS, FRESH_STEPS)
+        self._beside_flush = RollingStats(WINDOW_STEPS, FRESH_STEPS)
         """Seconds that steps during a flush took longer than others of their kind."""
         self._flushes: deque[int] = deque(maxlen=LATEST)
         """Steps that each flush lasted."""
         self._flush_steps = 0
         """Of the one under way."""
-        self._memory, self._local, self._flush = Steady(), Steady(), Steady()
+        self._memory, self._local, self._flush = Hysteresis(), Hysteresis(), Hysteresis()
         """What is said of each level, in seconds."""
         self._last: tuple[float, int, bool, bool, bool] | None = None
 
@@ -167,15 +167,15 @@ class Meter:
         return max(longer, self._stalls.median, 0.0)
 
     @staticmethod
-    def _known(values: Window) -> bool:
+    def _known(values: RollingStats) -> bool:
         return len(values) >= ENOUGH_STEPS
 
-    def figures(self) -> Figures:
+    def figures(self) -> CostEstimate:
         """As far as known."""
         step = self._step_seconds()
         if not self._known(self._plain) and not self._known(self._copying):
             return UNKNOWN
-        return Figures(
+        return CostEstimate(
             step_us=_us(step),
             memory_us=self._memory_us(),
             local_us=self._local_us(),
@@ -248,7 +248,7 @@ class Tuner:
         probe = level == "memory" and every == 1 and version % PROBE_STEPS == 0
         return not probe and version // every > last // every
 
-    def heed(self, version: int, before: int, agreed: Figures) -> tuple[Change, ...]:
+    def heed(self, version: int, before: int, agreed: CostEstimate) -> tuple[Change, ...]:
         """What changes at this boundary, given what all ranks agreed on at the last one.
 
         `before`: the version of the last boundary.

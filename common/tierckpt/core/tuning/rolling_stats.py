@@ -19,7 +19,7 @@ CERTAIN = 4.0
 """A difference of so many standard errors is none of chance."""
 
 
-class Window:
+class RollingStats:
     """At most `most` values; `fresh` of them are enough to say that all has changed."""
 
     def __init__(self, most: int, fresh: int) -> None:
@@ -81,7 +81,7 @@ def _differ(older: Sequence[float], newer: Sequence[float]) -> bool:
     return abs(median(newer) - median(older)) > CERTAIN * error
 
 
-class Steady:
+class Hysteresis:
     """An estimate that stays what it is until noise no longer explains the difference.
 
     Upwards it follows sooner: what costs more than was thought goes beyond a budget.

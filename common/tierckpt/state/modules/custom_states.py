@@ -109,9 +109,9 @@ class ModuleStates:
 
     def load_state_dict(self, record: Mapping[str, Any]) -> None:
         """Raises StateTornError where what is there after that is not what `record` has."""
-        wrong, complaints = self.load(record)
+        wrong, repeated_errors = self.load(record)
         if wrong:
-            raise StateTornError("; ".join([*wrong, *complaints]))
+            raise StateTornError("; ".join([*wrong, *repeated_errors]))
 
     def load(self, record: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
         """After parameters, buffers and extra state. Returns, in words, where `state_dict()` gives
@@ -122,7 +122,7 @@ class ModuleStates:
             name: {key: _facts(value, entries) for key, value in each["given"].items()}
             for name, each in told.items()
         }  # made now: a module may change what it is given
-        complaints = [
+        repeated_errors = [
             place.load({n: r for n, r in told.items() if is_inside(n, place.name)}, entries)
             for place in self._to_be_loaded(told, entries)
         ]
@@ -131,7 +131,7 @@ class ModuleStates:
             for place in self._savers
             if place.name in told
         ]
-        return [*filter(None, wrong)], [*filter(None, complaints)]
+        return [*filter(None, wrong)], [*filter(None, repeated_errors)]
 
     def _to_be_loaded(self, record: Mapping[str, Any], entries: Entries) -> list[Place]:
         """None of them inside another one."""

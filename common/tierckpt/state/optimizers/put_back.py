@@ -33,7 +33,7 @@ Values = dict[str, dict[str, Any]]
 """What an optimizer keeps, by the parameter's name and key."""
 
 
-class Putback:
+class OptimizerRestore:
     """Of one version. Training thread; the live optimizers are changed by `put` alone."""
 
     def __init__(
@@ -291,4 +291,4 @@ def _on_device(value: Any, param: torch.Tensor) -> Any:
     return value
 
 
-__all__ = ["Putback", "Values"]
+__all__ = ["OptimizerRestore", "Values"]

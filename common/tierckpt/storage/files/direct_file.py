@@ -26,7 +26,7 @@ _written_here: set[tuple[int, int]] = set()
 process, and closing any descriptor of such a file would drop its lock."""
 
 
-class LockedFile:
+class DirectFile:
     """See the module's text. For one thread at a time; every method may raise OSError."""
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class LockedFile:
             self.close()
             raise
 
-    def __enter__(self) -> LockedFile:
+    def __enter__(self) -> DirectFile:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -59,7 +59,7 @@ Notice = Callable[[str, int], None]
 """Takes text and severity."""
 
 
-class Claims:
+class DirectoryClaim:
     """One process's claim on a directory. Training thread; `release` is for any, once."""
 
     def __init__(
@@ -258,4 +258,4 @@ def _token_of(path: Path) -> str:
     return path.name.removeprefix(PREFIX).partition(".")[0]
 
 
-__all__ = ["PREFIX", "Claims", "memory_told"]
+__all__ = ["PREFIX", "DirectoryClaim", "memory_told"]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from tierckpt.codecs.codec import ModuleError
+from tierckpt.codecs.codec import CodecError
 from tierckpt.codecs.decoder import Decoder, Read
 from tierckpt.codecs.delta import Chain
 from tierckpt.codecs.encoder import Encoder, cut
@@ -35,7 +35,7 @@ def commit_encoded(
     """As `LocalStore.commit`, through the modules; also returns how many bytes were written.
 
     What it may refer to is told by `chain`, which learns of it. Buffers WRITE_BYTES and a block.
-    Raises OSError, after which the shard does not exist; ModuleError likewise.
+    Raises OSError, after which the shard does not exist; CodecError likewise.
     """
     begin = time.perf_counter()
     base = chain.base_for_next(pipeline.full_every)
@@ -96,10 +96,10 @@ def open_encoded(store: LocalStore, manifest: Manifest) -> Decoder:
 def unfolded(store: LocalStore, decoder: Decoder) -> Iterator[memoryview]:
     """The whole image, in a file without a name beside the others, so that memory stays bounded.
 
-    Raises ModuleError for what is encrypted: it would be on the device in the clear.
+    Raises CodecError for what is encrypted: it would be on the device in the clear.
     """
     if decoder.hides:
-        raise ModuleError(f"{decoder.sealed.key} is encrypted, and must not be unfolded on a disk")
+        raise CodecError(f"{decoder.sealed.key} is encrypted, and must not be unfolded on a disk")
     with tempfile.TemporaryFile(dir=store.directory) as file:
         for block in decoder.blocks():
             file.write(block)

@@ -28,7 +28,7 @@ from tierckpt import _faults
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.ids import Key, ParityKey, ShardKey
 from tierckpt.storage.files import durable
-from tierckpt.storage.files.direct_file import LockedFile, unlocked
+from tierckpt.storage.files.direct_file import DirectFile, unlocked
 from tierckpt.storage.files.durable import open_plain
 
 KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
@@ -324,7 +324,7 @@ class Draft:
                 self._temp.unlink(missing_ok=True)
                 os.link(file, self._temp)
             _faults.point("file", op="open")
-            self._file = LockedFile(self._temp)
+            self._file = DirectFile(self._temp)
         except OSError:
             self._remove()
             raise

@@ -9,13 +9,13 @@ Standard library and xxhash only; fsspec is imported for URLs. DESIGN.md tells w
 FORMAT.md what is written.
 """
 
-from tierckpt.core.retention import Held, RetentionPolicy, retirable
+from tierckpt.core.retention import HeldVersions, RetentionPolicy, retirable
 from tierckpt.errors import FlushCancelledError, LeaseHeldError, PersistentError
 from tierckpt.format.version_names import VersionName
 from tierckpt.format.version_records import VersionFacts, VersionManifest
 
 from .lease import Lease
-from .rate_limit import Pace, Throttle, Turns
+from .rate_limit import FlushPacer, Throttle, TimeSlots
 from .retry import RetryPolicy
 from .shard_groups import ShardSource
 from .shard_reader import ShardReader
@@ -23,11 +23,11 @@ from .store import FlushResult, PersistentStore
 
 __all__ = [
     "FlushCancelledError",
+    "FlushPacer",
     "FlushResult",
-    "Held",
+    "HeldVersions",
     "Lease",
     "LeaseHeldError",
-    "Pace",
     "PersistentError",
     "PersistentStore",
     "RetentionPolicy",
@@ -35,7 +35,7 @@ __all__ = [
     "ShardReader",
     "ShardSource",
     "Throttle",
-    "Turns",
+    "TimeSlots",
     "VersionFacts",
     "VersionManifest",
     "VersionName",

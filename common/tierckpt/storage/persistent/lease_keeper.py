@@ -25,7 +25,7 @@ RENEWALS = 3
 """In the time of a lease: one or two may fail."""
 
 
-class Keeper:
+class LeaseKeeper:
     """Renews a lease from a thread of its own: one listing, one read and one write each time.
 
     For one node of a job only; the flushes of the others see that the lease is kept.
@@ -45,7 +45,7 @@ class Keeper:
         """The one that renews."""
         self._over = threading.Event()
         """For that thread."""
-        self._ending: threading.Thread | None = None
+        self._shutdown: threading.Thread | None = None
         """The one that ended last, or gives the lease back."""
         self._closed = False
 
@@ -70,18 +70,18 @@ class Keeper:
         with self._lock:
             self._over.set()
             if self._thread is not None:
-                self._ending, self._thread = self._thread, None
+                self._shutdown, self._thread = self._thread, None
             if last is not None and self._whose != ("", ""):
-                what = (self._whose, last, self._ending)
+                what = (self._whose, last, self._shutdown)
                 self._whose = ("", "")
-                self._ending = _started(self._give_back, *what) or self._ending
+                self._shutdown = _started(self._give_back, *what) or self._shutdown
 
     def close(self, last: VersionName | None = None) -> None:
         """`rest` for good; a call under way is waited for, but not for long: its store may hang."""
         self.rest(last)
         with self._lock:
             self._closed = True
-            thread = self._ending
+            thread = self._shutdown
         if thread is not None:
             thread.join(CLOSE_SECONDS)
 

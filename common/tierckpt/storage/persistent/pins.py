@@ -47,7 +47,7 @@ class PersistentPins:
         return there
 
 
-class Arrivals:
+class NewPins:
     """Versions that came to the persistent level, each to be pinned there if its mark on the local
     level says so, and marked as suspect if it is one. One thread.
 
@@ -86,4 +86,4 @@ def _pin_as(local: LocalPins, name: VersionName, store: PersistentStore) -> None
             store.unpin(name)
 
 
-__all__ = ["Arrivals", "PersistentPins"]
+__all__ = ["NewPins", "PersistentPins"]

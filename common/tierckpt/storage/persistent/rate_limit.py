@@ -38,7 +38,7 @@ class Throttle:
 
 
 @dataclass(frozen=True)
-class Turns:
+class TimeSlots:
     """At most `at_once` of `nodes` nodes flush at any moment, with nobody to ask.
 
     Time is cut into turns of `turn_seconds`, counted from the epoch, and a node has every k-th.
@@ -71,7 +71,7 @@ class Turns:
         return (self.count - position) * self.turn_seconds
 
 
-class Pace:
+class FlushPacer:
     """Called with the size of every window before it is sent; returns when it may be.
 
     Raises FlushCancelledError as soon as `superseded()` is True. `keep` is called meanwhile, for
@@ -81,7 +81,7 @@ class Pace:
     def __init__(
         self,
         throttle: Throttle | None = None,
-        turns: Turns | None = None,
+        turns: TimeSlots | None = None,
         superseded: Callable[[], bool] = lambda: False,
         keep: Callable[[], None] = lambda: None,
         clock: Clock | None = None,

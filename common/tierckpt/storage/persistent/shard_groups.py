@@ -97,14 +97,14 @@ class ShardSource:
         return (record.manifest, record.nbytes) == (self.manifest, len(self.image))
 
 
-class Parts(Protocol):
+class GroupFiles(Protocol):
     """Where a version's shards are, while it is being made."""
 
     def runs(self, shards: Sequence[int]) -> Iterator[range]:
         """Cut a writer's shards into what `write` takes at once."""
         ...
 
-    def write(self, sources: Sequence[Source], pace: Callable[[int], None]) -> int:
+    def write(self, sources: Sequence[Source], pacer: Callable[[int], None]) -> int:
         """Make one run's shards durable, then their records; returns the shards' bytes."""
         ...
 
@@ -119,18 +119,18 @@ class Parts(Protocol):
 
 def parts_of(
     backend: Backend, name: VersionName, groups: Groups, largest_bytes: int, read_back: bool
-) -> Parts:
+) -> GroupFiles:
     """Shared files where the backend has them, else one part per writer and group."""
     if backend.shared_writes:
-        return SharedParts(backend, name, groups, largest_bytes, read_back)
-    return OwnParts(backend, name, groups, read_back)
+        return SharedGroupFile(backend, name, groups, largest_bytes, read_back)
+    return WriterGroupFiles(backend, name, groups, read_back)
 
 
 class Stream:
     """One pass over a shard's bytes: paced, and hashed on the way."""
 
-    def __init__(self, source: Source, pace: Callable[[int], None]) -> None:
-        self.source, self._pace = source, pace
+    def __init__(self, source: Source, pacer: Callable[[int], None]) -> None:
+        self.source, self._pacer = source, pacer
         self.nbytes, self.digest = 0, ""
         """Of all windows, once they were all asked for."""
 
@@ -138,7 +138,7 @@ class Stream:
         """The shard, window by window; from the beginning at every call."""
         found, nbytes = xxhash.xxh3_128(), 0
         for window in self.source.windows():
-            self._pace(len(window))
+            self._pacer(len(window))
             found.update(window)
             nbytes += len(window)
             if nbytes > self.source.most_bytes:  # the next place is another writer's
@@ -168,7 +168,7 @@ def check_stored(backend: Backend, path: str, offset: int, nbytes: int, digest: 
         )
 
 
-class SharedParts:
+class SharedGroupFile:
     """One file per group, which all its writers fill at once, each its own shards' places.
 
     (That places follow from a rule, and files are fewer than tasks, is SIONlib's idea.)
@@ -189,17 +189,17 @@ class SharedParts:
         """Shard by shard: each has a place and a record of its own."""
         return (range(s, s + 1) for s in sorted(set(shards)))
 
-    def write(self, sources: Sequence[Source], pace: Callable[[int], None]) -> int:
-        """See `Parts.write`."""
-        return sum(self._write_one(source, pace) for source in sources)
+    def write(self, sources: Sequence[Source], pacer: Callable[[int], None]) -> int:
+        """See `GroupFiles.write`."""
+        return sum(self._write_one(source, pacer) for source in sources)
 
-    def _write_one(self, source: Source, pace: Callable[[int], None]) -> int:
+    def _write_one(self, source: Source, pacer: Callable[[int], None]) -> int:
         file, index, places = self._place(source.shard)
         path = f"{self._name.stem}/{file}"
         offset, url = places.image_offset(index), f"{self._backend.url}/{path}"
         if source.most_bytes > places.largest_bytes:
             raise _no_room(url, source, f"{source.most_bytes} bytes", places)
-        stream = Stream(source, pace)
+        stream = Stream(source, pacer)
         self._backend.write_at(path, offset, stream.windows)
         if self._read_back:
             check_stored(self._backend, path, offset, stream.nbytes, stream.digest)
@@ -211,7 +211,7 @@ class SharedParts:
         return stream.nbytes
 
     def stored(self, run: range) -> dict[int, ShardRecord]:
-        """See `Parts.stored`: one small read a shard."""
+        """See `GroupFiles.stored`: one small read a shard."""
         found = {}
         for shard in run:
             file, index, places = self._place(shard)
@@ -226,7 +226,7 @@ class SharedParts:
         return found
 
     def whole(self, group: int) -> dict[int, ShardRecord] | None:
-        """See `Parts.whole`: one read of the table at the file's beginning."""
+        """See `GroupFiles.whole`: one read of the table at the file's beginning."""
         members = self._groups.members(group)
         file, _, places = self._place(members[0])
         path = f"{self._name.stem}/{file}"
@@ -270,7 +270,7 @@ def _only(area: bytes) -> ShardRecord | None:
     return record
 
 
-class OwnParts:
+class WriterGroupFiles:
     """One object per writer and group: its shards one after the other, their records at the end.
 
     An object that is there is complete, so it needs no other sign.
@@ -286,8 +286,8 @@ class OwnParts:
         """Consecutive shards of one group."""
         return self._groups.runs(shards)
 
-    def write(self, sources: Sequence[Source], pace: Callable[[int], None]) -> int:
-        """See `Parts.write`."""
+    def write(self, sources: Sequence[Source], pacer: Callable[[int], None]) -> int:
+        """See `GroupFiles.write`."""
         ordered = sorted(sources, key=lambda s: s.shard)
         file = self._file(range(ordered[0].shard, ordered[-1].shard + 1))
         path = f"{self._name.stem}/{file}"
@@ -297,7 +297,7 @@ class OwnParts:
             records.clear()
             offset = 0
             for source in ordered:
-                stream = Stream(source, pace)
+                stream = Stream(source, pacer)
                 yield from stream.windows()
                 records.append(stream.record(file, offset))
                 offset += stream.nbytes
@@ -316,14 +316,14 @@ class OwnParts:
         return sum(r.nbytes for r in records)
 
     def stored(self, run: range) -> dict[int, ShardRecord]:
-        """See `Parts.stored`: the end of the run's object."""
+        """See `GroupFiles.stored`: the end of the run's object."""
         try:
             return self._records(self._file(run)) or {}
         except FileNotFoundError:
             return {}
 
     def whole(self, group: int) -> dict[int, ShardRecord] | None:
-        """See `Parts.whole`. The names in the group's folder say whether anything lacks; only then
+        """See `GroupFiles.whole`. The names in the group's folder say whether anything lacks; only then
         are the objects' ends read."""
         label, members = self._groups.label(group), set(self._groups.members(group))
         runs = [parse_run(n) for n in self._backend.sizes(f"{self._name.stem}/{label}")]

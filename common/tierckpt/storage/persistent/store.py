@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierckpt.core.retention import Held, RetentionPolicy, retirable
+from tierckpt.core.retention import HeldVersions, RetentionPolicy, retirable
 from tierckpt.errors import CorruptShardError, FlushCancelledError, FormatError, PersistentError
 from tierckpt.format.ids import Lineage
 from tierckpt.format.version_names import (
@@ -50,7 +50,7 @@ from .backends import open_backend
 from .clock import Clock, SystemClock
 from .lease import Lease
 from .retry import RetryingBackend, RetryPolicy
-from .shard_groups import Parts, Source, parts_of
+from .shard_groups import GroupFiles, Source, parts_of
 from .shard_reader import ShardReader
 
 
@@ -134,14 +134,14 @@ class PersistentStore:
         name: VersionName,
         facts: VersionFacts,
         sources: Sequence[Source],
-        pace: Callable[[int], None] = lambda nbytes: None,
+        pacer: Callable[[int], None] = lambda nbytes: None,
     ) -> FlushResult:
         """Make this writer's shards durable, and the version, if they were the last ones.
 
         After an error or a kill: what is durable is not written again by the next flush of the
         same version; nothing else was changed, and if the error came last, the version exists.
-        `pace` is called with the size of each window before it is read, and may wait or raise (see
-        `pace.Pace`); FlushCancelledError is also raised when somebody has retired the version.
+        `pacer` is called with the size of each window before it is read, and may wait or raise (see
+        `pacer.Pace`); FlushCancelledError is also raised when somebody has retired the version.
         Without `sources`, only what others left to be finished is.
         """
         begin = time.perf_counter()
@@ -157,14 +157,16 @@ class PersistentStore:
             if _all_stored(stored, wanted):
                 reused += sum(stored[s.shard].nbytes for s in wanted)
                 continue
-            written += parts.write(wanted, pace)
+            written += parts.write(wanted, pacer)
             self._check_not_retired(name)
         touched = {groups.of(s.shard) for s in sources} or set(range(groups.count))
         closed = [self._close_group(name, parts, groups, g) for g in sorted(touched)]
         committed = all(closed) and self._commit(name, facts, groups)
         return FlushResult(committed, written, reused, time.perf_counter() - begin)
 
-    def _close_group(self, name: VersionName, parts: Parts, groups: Groups, group: int) -> bool:
+    def _close_group(
+        self, name: VersionName, parts: GroupFiles, groups: Groups, group: int
+    ) -> bool:
         """Write the group's record if the group is whole; False if it is not."""
         path = _group_path(name, groups, group)
         try:
@@ -401,7 +403,7 @@ class PersistentStore:
                 continue  # gone meanwhile; or damaged: that is for people to look at
             facts, pinned = manifest.facts, found in pins
             told = (facts.job, facts.lineage, facts.metrics, pinned, manifest.bases)
-            held.append(Held(found, *told, found in suspects))
+            held.append(HeldVersions(found, *told, found in suspects))
         gone = retirable(held, policy, job, lineage, life)
         half = set(self.retired()) - set(self.versions())
         going = {*gone, *dead, *half}
