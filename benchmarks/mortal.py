@@ -56,9 +56,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Step:
-    """A line of rank 0's journal. `life` counts from 0; `version` 0 and up, `began`: resumed."""
+    """A line of rank 0's journal. `run_id` counts from 0; `version` 0 and up, `began`: resumed."""
 
-    life: int
+    run_id: int
     version: int
     seconds: float
     began: bool = False
@@ -101,8 +101,8 @@ class Course:
 
     def last_life(self) -> list[float]:
         """When each step of the last life was complete."""
-        last = max((step.life for step in self.steps), default=0)
-        return [step.seconds for step in self.steps if step.life == last and not step.began]
+        last = max((step.run_id for step in self.steps), default=0)
+        return [step.seconds for step in self.steps if step.run_id == last and not step.began]
 
 
 def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Course:
@@ -114,9 +114,9 @@ def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Cour
     """
     order.folder.mkdir(parents=True, exist_ok=True)
     workload_of(order)
-    chance, life = random.Random(seed), 0
+    chance, run_id = random.Random(seed), 0
     ahead, done = sorted(k for k in kills if k < seconds), []
-    began, ranks = time.time(), _start(order, life)
+    began, ranks = time.time(), _start(order, run_id)
     try:
         begin = when_ready(order, lambda seconds: _wait(ranks, seconds))
         while (now := time.monotonic() - begin) < seconds:
@@ -133,8 +133,8 @@ def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Cour
                 if not done or begin + now - done[-1] > HANG_SECONDS:
                     raise StuckError(last_words(order))
                 _end(ranks)
-                life += 1
-                began, ranks = time.time(), _start(order, life)
+                run_id += 1
+                began, ranks = time.time(), _start(order, run_id)
         end = time.monotonic()
     finally:
         _end(ranks)
@@ -176,8 +176,8 @@ class Rank:
             self.ended = True
 
 
-def _start(order: Order, life: int) -> list[Rank]:
-    return [Rank(_fork(order, life, number)) for number in range(order.world)]
+def _start(order: Order, run_id: int) -> list[Rank]:
+    return [Rank(_fork(order, run_id, number)) for number in range(order.world)]
 
 
 def _wait(ranks: list[Rank], seconds: float) -> None:
@@ -210,8 +210,8 @@ def journal_of(order: Order) -> Iterator[Step]:
     """What rank 0 told."""
     path = order.folder / "journal"
     for line in path.read_text().splitlines() if path.exists() else []:
-        life, version, seconds, began = line.split()
-        yield Step(int(life), int(version), float(seconds), began == "1")
+        run_id, version, seconds, began = line.split()
+        yield Step(int(run_id), int(version), float(seconds), began == "1")
 
 
 def tell_stall(order: Order, seconds: Sequence[float]) -> None:
@@ -247,11 +247,11 @@ def check_fork() -> None:
         raise RuntimeError(f"cannot fork safely: {threads} threads")
 
 
-def _fork(order: Order, life: int, rank: int) -> int:
+def _fork(order: Order, run_id: int, rank: int) -> int:
     check_fork()
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        be_rank(order, parent, lambda: _train(order, life, rank))
+        be_rank(order, parent, lambda: _train(order, run_id, rank))
     return pid
 
 
@@ -280,10 +280,10 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _train(order: Order, life: int, rank: int) -> None:
+def _train(order: Order, run_id: int, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    meeting = f"file://{order.folder}/meeting{life}"
+    meeting = f"file://{order.folder}/meeting{run_id}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=order.world)
     workload = workload_of(order)
     model = DistributedDataParallel(workload.model)
@@ -306,7 +306,7 @@ def _train(order: Order, life: int, rank: int) -> None:
 
     def tell(began: bool) -> None:
         if rank == 0:
-            line = f"{life} {version} {time.monotonic()} {int(began)}\n"
+            line = f"{run_id} {version} {time.monotonic()} {int(began)}\n"
             os.write(journal, line.encode())
 
     stalls: list[float] = []

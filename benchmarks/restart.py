@@ -63,7 +63,7 @@ class Row:
     phases: dict[str, Spread] = field(default_factory=dict)
 
 
-def run_life(world: int, life: dict[str, Any]) -> tuple[float, list[dict[str, Any]]]:
+def run_life(world: int, run_id: dict[str, Any]) -> tuple[float, list[dict[str, Any]]]:
     """Start the ranks; when that was, and what each said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -76,7 +76,7 @@ def run_life(world: int, life: dict[str, Any]) -> tuple[float, list[dict[str, An
         "OMP_NUM_THREADS": "1",
         "TIERCKPT_AGENT_LINGER_SECONDS": "0",
     }
-    command = [sys.executable, str(HERE / "restartrank.py"), json.dumps(life)]
+    command = [sys.executable, str(HERE / "restartrank.py"), json.dumps(run_id)]
     begin = time.monotonic()
     ranks = [
         subprocess.Popen(
@@ -154,8 +154,8 @@ class Bench:
         if row.cache == "cold":
             evict(self.root / row.way)
         try:
-            life = self._life(row.way, seed=2, look=look)
-            begin, told = run_life(self.world, life)
+            run_id = self._life(row.way, seed=2, look=look)
+            begin, told = run_life(self.world, run_id)
             if look and row.way != "nothing" and told[0]["digest"] != self.digests[row.way]:
                 raise RuntimeError("another state came back")
         except (RuntimeError, subprocess.TimeoutExpired) as error:

@@ -35,11 +35,11 @@ def layers_of(state_bytes: int) -> int:
     return max(1, state_bytes // (3 * 4 * WIDTH * WIDTH))
 
 
-def build(life: dict[str, Any]) -> comebacks.Job:
+def build(run_id: dict[str, Any]) -> comebacks.Job:
     """The model is the same on all ranks, and another one in each life."""
     torch.set_num_threads(1)
-    torch.manual_seed(life["seed"])
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers_of(life["state_bytes"]))]
+    torch.manual_seed(run_id["seed"])
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers_of(run_id["state_bytes"]))]
     module = nn.Sequential(*layers)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -51,8 +51,8 @@ def build(life: dict[str, Any]) -> comebacks.Job:
         model(torch.ones(ROWS, WIDTH)).square().mean().backward()
         optimizer.step()
 
-    folders = Path(life["root"]), Path(life["memory"])
-    return comebacks.Job(model, module, optimizer, *folders, rank, world, life["nodes"], iterate)
+    folders = Path(run_id["root"]), Path(run_id["memory"])
+    return comebacks.Job(model, module, optimizer, *folders, rank, world, run_id["nodes"], iterate)
 
 
 def digest(job: comebacks.Job) -> str:
@@ -68,12 +68,12 @@ def _sorted(state: dict[str, Any]) -> list[torch.Tensor]:
     return [state[name] for name in sorted(state) if name != "step"]
 
 
-def leave(life: dict[str, Any]) -> dict[str, Any]:
+def leave(run_id: dict[str, Any]) -> dict[str, Any]:
     """A life that ends and leaves something behind for every way."""
-    job = build(life)
+    job = build(run_id)
     told = {}
-    for name in life["ways"]:
-        job.root, job.memory = Path(life["root"]) / name, Path(life["memory"]) / name
+    for name in run_id["ways"]:
+        job.root, job.memory = Path(run_id["root"]) / name, Path(run_id["memory"]) / name
         comebacks.WAYS[name]().leave(job)
         told[name] = digest(job)
         dist.barrier()
@@ -81,20 +81,20 @@ def leave(life: dict[str, Any]) -> dict[str, Any]:
     return {"digests": told, "state_bytes": 3 * tensors}
 
 
-def come_back(life: dict[str, Any]) -> dict[str, Any]:
+def come_back(run_id: dict[str, Any]) -> dict[str, Any]:
     """The life after."""
     marks = {"begun": BEGUN, "imported": time.monotonic()}
-    job = build(life)
-    way = comebacks.WAYS[life["way"]]()
+    job = build(run_id)
+    way = comebacks.WAYS[run_id["way"]]()
     importlib.import_module(way.module)
-    job.root, job.memory = job.root / life["way"], job.memory / life["way"]
+    job.root, job.memory = job.root / run_id["way"], job.memory / run_id["way"]
     before = _bytes_from_storage()
     dist.barrier()
     marks["ready"] = time.monotonic()
-    with Peak(life["look"]) as peak:
+    with Peak(run_id["look"]) as peak:
         counted = way.come_back(job)
     marks["restored"] = time.monotonic()
-    found = digest(job) if life["look"] else ""
+    found = digest(job) if run_id["look"] else ""
     counted["storage"] = _bytes_from_storage() - before
     checked = time.monotonic() - marks["restored"]  # what is ours and not the way's
     job.iterate()
@@ -140,8 +140,8 @@ def _bytes_from_storage() -> int:
 
 
 def main() -> None:
-    life = json.loads(sys.argv[1])
-    told = leave(life) if life["way"] is None else come_back(life)
+    run_id = json.loads(sys.argv[1])
+    told = leave(run_id) if run_id["way"] is None else come_back(run_id)
     print(json.dumps(told), flush=True)
     os._exit(0)  # the end of a life is not measured, and gloo's may abort
 

@@ -42,7 +42,7 @@ def manifest(shard: int, shards: int, version: int, nbytes: int, digests: bytes 
         job="benchmark",
         version=version,
         generation=1,
-        life="0",
+        run_id="0",
         lineage=((1, 0),),
         iteration=version,
         shard=shard,

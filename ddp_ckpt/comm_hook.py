@@ -146,7 +146,7 @@ class ReleaseHook:
     def order(self) -> list[int]:
         """The parameters in the order of DDP's final buckets; after the first pass, in the order
         by which it will make them. Empty where no new module can be made to have them (`prime`):
-        then they say nothing but how many passes this life has made."""
+        then they say nothing but how many passes this run has made."""
         if not self._makes_final_ones():
             return []
         if self._passes < 2:

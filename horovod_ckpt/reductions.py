@@ -48,17 +48,17 @@ class Launch:
 
 
 _launches: weakref.WeakKeyDictionary[Any, tuple[Any, Counter[Launch]]] = weakref.WeakKeyDictionary()
-"""Of each optimizer: how often what was launched, and in which life of Horovod. Kept when nobody
+"""Of each optimizer: how often what was launched, and in which run of Horovod. Kept when nobody
 watches any more: another checkpointer may bring an iteration to its end that ended the first."""
 
 
 def _launches_of(optimizer: Any) -> Counter[Launch]:
     """Those since Horovod was started: where it was shut down in between, by an elastic job or by
     the script, all that ranks had in common is gone."""
-    life = mpi_ops._handle_map  # made by `hvd.init()`, and kept here, so no other one is it
+    run_id = mpi_ops._handle_map  # made by `hvd.init()`, and kept here, so no other one is it
     told = _launches.get(optimizer)
-    if told is None or told[0] is not life:
-        told = _launches[optimizer] = life, Counter()
+    if told is None or told[0] is not run_id:
+        told = _launches[optimizer] = run_id, Counter()
     return told[1]
 
 
@@ -173,7 +173,7 @@ class Reductions:
         everyone: list[Counter[Launch]] = group.all_gather_object(launched)
         missing = functools.reduce(operator.or_, everyone) - launched
         # Handles are numbers, and Horovod begins anew with them when it is started again: one that
-        # an elastic job's life before left behind may be somebody else's now.
+        # an elastic job's run before left behind may be somebody else's now.
         ours = {launch.names for launch in launched}
         under_way = self._optimizer._handles.items()
         handles = [h for what, (h, _) in under_way if _names(self._optimizer, what) in ours]

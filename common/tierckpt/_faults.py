@@ -2,7 +2,7 @@
 
 Off unless `TIERCKPT_FAULTS` is set, e.g. `kill@seal:version=12,rank=1;enospc@write:version=20`.
 An action is `kill` (SIGKILL to oneself), `stop` (SIGSTOP), or an errno's name in lower case. Each
-rule fires once in the life of the folder `TIERCKPT_FAULTS_DIR`, where it leaves a file, so that a
+rule fires once in the run of the folder `TIERCKPT_FAULTS_DIR`, where it leaves a file, so that a
 test can prove that it fired and a restarted job is not hit again. Conditions compare keyword
 arguments of the point; `hit=3` is the third time the other conditions hold in this process.
 """

@@ -206,7 +206,7 @@ class Config:
     trace_dir: str = ""
     """Write what happened when to `<trace_dir>/trace-r<rank>.json`; empty: no file, and no cost."""
     trace_steps: int = 50
-    """Stop that after so many steps of every life: a few tell all, and a thousand ranks' files stay
+    """Stop that after so many steps of every run: a few tell all, and a thousand ranks' files stay
     small."""
     best: str = "lowest"
     """Which metric is best, for `local_keep_best` and `persistent_keep_best`: the `lowest` (a

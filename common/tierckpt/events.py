@@ -174,7 +174,7 @@ def _show(text: str) -> None:
 def _append(file: BinaryIO, line: bytes) -> None:
     written = file.write(line)
     if written != len(line):
-        with contextlib.suppress(OSError):  # what the next life writes is to begin a line
+        with contextlib.suppress(OSError):  # what the next run writes is to begin a line
             file.truncate(file.tell() - written)
         raise OSError("not everything could be written")
 

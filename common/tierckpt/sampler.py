@@ -117,7 +117,7 @@ class Position:
         return state | ({"epoch": self.epoch + 1, "taken": 0} if self.end_is_done else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go where another life was; the seed is that one's, too.
+        """Go where another run was; the seed is that one's, too.
 
         Raises ConfigError, with nothing changed, when that was another order: other samples were
         trained on than would be passed over here.
@@ -147,7 +147,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     Args:
         dataset: what has a length; sizes of epochs do not change.
-        batch_size: samples of a batch of one rank; may be another one in the next life.
+        batch_size: samples of a batch of one rank; may be another one in the next run.
         rank: of this process; default: that of torch.distributed. With Horovod: `hvd.rank()`.
         ranks: how many there are; default: likewise. With Horovod: `hvd.size()`.
         shuffle: False for the samples' own order.

@@ -1,7 +1,7 @@
 """The job that the chaos test breaks: one rank of it, under DDP or Horovod.
 
-Training, journal and fault points are those of `tests.support.crash.job`. It waits before chosen steps
-until the driver has done its worst there, so that a schedule means the same in every run.
+Training, journal and fault points are those of `tests.support.crash.job`. It waits before chosen
+steps until the driver has done its worst there, so that a schedule means the same in every run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Members of a group as processes, one of which is hit: killed or stopped at a point of its work.
 
     python -m tests.support.peer_processes <folder> <plan>                        all of them
-    python -m tests.support.peer_processes <folder> <plan> <number> <address>     one, told by its input
+    python -m tests.support.peer_processes <folder> <plan> <number> <address>     one, told by its
+    input
 
 `plan` is JSON: `lengths` of the shards, the code's `k` and `m`, `stall_seconds`, and `rules`, each
 a fault (see `tierckpt._faults`) that member 1 is hit by. For every rule, in a folder of its number:

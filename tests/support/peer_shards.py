@@ -32,7 +32,7 @@ QUICK = Limits(join_seconds=20.0, stall_seconds=20.0)
 
 
 def shard_of(
-    member: int, nbytes: int, members: int, version: int = 1, life: str = "5eed"
+    member: int, nbytes: int, members: int, version: int = 1, run_id: str = "5eed"
 ) -> tuple[memoryview, bytes]:
     """The shard of a member, in memory as a slot's image is, and its manifest.
 
@@ -65,7 +65,7 @@ def shard_of(
         job="job",
         version=version,
         generation=1,
-        life=life,
+        run_id=run_id,
         lineage=((1, 0),),
         iteration=version,
         shard=rank_of(member),
@@ -134,10 +134,10 @@ class Members:
         version: int = 1,
         make: Iterable[int] | None = None,
         still_sealed: Callable[[], bool] = lambda: True,
-        life: str = "5eed",
+        run_id: str = "5eed",
         addresses: tuple[Address, ...] | None = None,
     ) -> Exchange:
-        image, manifest = shard_of(member, self.lengths[member], self.code.n, version, life)
+        image, manifest = shard_of(member, self.lengths[member], self.code.n, version, run_id)
         party = Party(group_of(self.code), addresses or self.addresses, member)
         shard = Shard(image, manifest, still_sealed)
         return Exchange(self.transports[member], party, shard, self.store(member), make)

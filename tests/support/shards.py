@@ -13,7 +13,7 @@ def manifest(version: int = 1, created: float = 0.0, job: str = "job") -> Manife
         job=job,
         version=version,
         generation=1,
-        life="5eed",
+        run_id="5eed",
         lineage=((1, 0),),
         iteration=version,
         shard=0,

@@ -53,7 +53,7 @@ class AgentClient:
         self._introduction: list[Message] = []
         """To an agent that is new: who those of other nodes are."""
         self._heritage: list[Message] = []
-        """The same, before this life's have met: whom an agent knew that made way."""
+        """The same, before this run's have met: whom an agent knew that made way."""
         self._known_nodes: dict[str, Any] = {}
         """What the agent knew before it was told."""
         self._heard: list[Message] = []
@@ -78,7 +78,7 @@ class AgentClient:
         return self._line.starts
 
     def find(self, first: bool = True) -> None:
-        """Connect to the agent, if there is one: that of a life before, or of another rank. One is
+        """Connect to the agent, if there is one: that of a run before, or of another rank. One is
         started when something is said to it, at the latest. `first`: see `start`."""
         with self._lock:
             self._line.find(first)

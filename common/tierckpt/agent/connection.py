@@ -115,7 +115,7 @@ class AgentConnection:
         """When the connection, or the start of the agent, was begun."""
         self._start_after = self._ask_after = 0.0
         self._began = time.monotonic()
-        """Tells agents the later of two lives."""
+        """Tells agents the later of two runs."""
         self._first = True
         """This is the node's first rank."""
         self._needed = False
@@ -125,7 +125,7 @@ class AgentConnection:
         self._inherits = False
         """From one that made way, what only an agent can keep for those who come after us."""
         self._outlived = False
-        """A later life has an agent here: there is none for us any more."""
+        """A later run has an agent here: there is none for us any more."""
         self._passed: set[int] = set()
         """Numbers of agents that are stuck, or not for us."""
         self._refused = False
@@ -335,7 +335,7 @@ class AgentConnection:
         return self._channel is not None
 
     def _call(self) -> socket.socket | None:
-        """A connection to the first agent that is there: other ranks, or an earlier life, may have
+        """A connection to the first agent that is there: other ranks, or an earlier run, may have
         passed over one that has ended since. While we start one, to that."""
         numbers = [self.settings.index] if self._starting() else self._places()
         for number in numbers:

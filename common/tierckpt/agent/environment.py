@@ -2,7 +2,7 @@
 where they find modules.
 
 An agent has them from the process that started it, and clients of stores keep what they began
-with. A restarted job that finds the agent of the life before compares: with other keys or
+with. A restarted job that finds the agent of the run before compares: with other keys or
 credentials it needs an agent of its own, for which that one makes way.
 """
 

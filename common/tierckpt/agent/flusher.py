@@ -49,7 +49,7 @@ from .shard_guard import ShardGuard
 FIRST_PAUSE_SECONDS, HELD_RETRY_SECONDS = 0.1, 5.0
 """A lease that is not to be had is asked about again after this, doubling up to that."""
 LEASE_PATIENCE_SECONDS = 2 * LEASE_SECONDS
-"""A dead life's lease has ended by then: whoever has it lives."""
+"""A dead run's lease has ended by then: whoever has it lives."""
 FIRST_NODE_SECONDS = 60.0
 """So long the other nodes wait for the first one's lease in a place that nobody ever used."""
 MOST_ROUNDS, ROUND_SECONDS = 4, 30.0
@@ -89,7 +89,7 @@ class FlushOrder:
     version: int
     generation: int
     shards: int
-    life: str
+    run_id: str
     job: str
     lineage: Lineage
     iteration: int
@@ -97,12 +97,12 @@ class FlushOrder:
     metric: float | None
     """What the user measured of it."""
     node: str
-    """Where the job has its memory level: of the same name, only one life can be alive there."""
+    """Where the job has its memory level: of the same name, only one run can be alive there."""
 
     @property
     def name(self) -> VersionName:
         """On the persistent level."""
-        return VersionName(VersionId(self.generation, self.version), self.shards, self.life)
+        return VersionName(VersionId(self.generation, self.version), self.shards, self.run_id)
 
     @property
     def keys(self) -> list[ShardKey]:
@@ -298,7 +298,7 @@ class Flusher:
             if complete:
                 store.retain(policy, order.name, self._lease)
             else:
-                store.make_room(policy, order.job, order.lineage, order.life, self._lease)
+                store.make_room(policy, order.job, order.lineage, order.run_id, self._lease)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             self._warn(f"not all older versions could be removed, the next one tries again: {why}")
@@ -366,14 +366,14 @@ class Flusher:
         return self._store
 
     def _wait_for_lease(self, store: PersistentStore, order: FlushOrder) -> Lease:
-        """The place is this life's alone; after a job was killed that takes its lease's time.
+        """The place is this run's alone; after a job was killed that takes its lease's time.
 
         Raises LeaseHeldError when it has taken much longer, and FileNotFoundError when the first
         node has not been there for long.
         """
         first, owner = not self.settings.node, f"{order.job} on {order.node}"
-        if self._lease is None or self._lease.life != order.life:
-            self._lease = store.lease(order.life, owner, self._clock, begins=first)
+        if self._lease is None or self._lease.run_id != order.run_id:
+            self._lease = store.lease(order.run_id, owner, self._clock, begins=first)
         begin, pause = self._clock.monotonic(), FIRST_PAUSE_SECONDS
         while True:
             if self._cancelled:
@@ -391,7 +391,7 @@ class Flusher:
             else:
                 with self._changed:
                     if first and not self._resting:
-                        self._keeper.keep(order.life, owner)
+                        self._keeper.keep(order.run_id, owner)
                 return self._lease
             self._pause(pause)
             pause = min(2 * pause, HELD_RETRY_SECONDS)
@@ -405,7 +405,7 @@ class Flusher:
         may give up for newer ones yet. The first node removes; where it cannot, the second one, a
         version later, and so on.
         """
-        self._unproved = [n for n in self._unproved if n.life == order.life]
+        self._unproved = [n for n in self._unproved if n.run_id == order.run_id]
         others = [n for n in self._unproved if n != order.name]  # it may be tried again
         if not others:
             return

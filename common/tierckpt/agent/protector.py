@@ -80,7 +80,7 @@ class PartySettings:
 
 @dataclass(frozen=True)
 class _Order:
-    """A version to be protected, by those who knew each other when that was ordered: a life that
+    """A version to be protected, by those who knew each other when that was ordered: a run that
     begins meanwhile has other shards here, and other peers."""
 
     directory: str
@@ -126,7 +126,7 @@ class Protector:
         self._secret = b""
         self._place: _Place | None = None
         self._met: _Place | None = None
-        """That of the life in which agents met last. Where those of a later one do not, or not all
+        """That of the run in which agents met last. Where those of a later one do not, or not all
         have heard of it when that ends, this is what they know each other by."""
         self._read_server = ReadServer()
         self._transport: Transport | None = None
@@ -144,7 +144,7 @@ class Protector:
         towards: str,
         read_server: dict[str, str] | None = None,
     ) -> Address:
-        """Listen for the agents of the life that has this secret. Exchanges of the life before are
+        """Listen for the agents of the run that has this secret. Exchanges of the run before are
         given up, and its agents may only look. `read_server`: what is shown to whoever asks what is
         here, the local level's `directory` and the job's memory (`root` and `job`).
 
@@ -169,8 +169,8 @@ class Protector:
         return self._transport.address
 
     def _successor(self, secret: bytes, host: str, port: int) -> Transport:
-        """With the lock held: of the transport of the life before, and at its port where that will
-        do, as who has not met us in this life looks for us there. Raises ConfigError; what cannot
+        """With the lock held: of the transport of the run before, and at its port where that will
+        do, as who has not met us in this run looks for us there. Raises ConfigError; what cannot
         have another port is still there."""
         before, former = self._transport, (self._met.secret.encode(),) if self._met else ()
         if before is not None and before.address == Address(host, port or before.address.port):
@@ -210,9 +210,9 @@ class Protector:
             return asdict(self._met) if self._met is not None else {}
 
     def succeed(self, where: dict[str, Any], known_nodes: Mapping[str, Any]) -> None:
-        """Be to others what an agent was that made way, and said this: the life that has begun may
+        """Be to others what an agent was that made way, and said this: the run that has begun may
         end before its own have met."""
-        with contextlib.suppress(ConfigError):  # for the life itself another port will do
+        with contextlib.suppress(ConfigError):  # for the run itself another port will do
             self.open(**where)
         self.know([], known_nodes)
 

@@ -30,7 +30,7 @@ Trainers reach it over a Unix socket in the job's private folder, one JSON objec
     <- {"op": "unwelcome", "makes_way": true, "pid": ...,        by an agent of other surroundings,
         "roster": ..., "where": ...,                             or another protocol, which ends
         "given_up": [version, ...]}
-    <- {"op": "unwelcome", "outlived": true}                     to a trainer of an earlier life
+    <- {"op": "unwelcome", "outlived": true}                     to a trainer of an earlier run
     <- {"op": "unwelcome"}                                       by earlier tierckpts: it lives on
     <- {"op": "quiet", "seconds": ...}                           since the flush last got on
     <- {"op": "bye", "last": ...}                                last: the agent ends now, too
@@ -75,7 +75,7 @@ FIRST_SECONDS = 2.0
 """An agent that makes way waits so long for the node's first rank, to tell it whom it knows."""
 
 
-Life = tuple[tuple[Any, str], float]
+Run = tuple[tuple[Any, str], float]
 """A start of the job on this node: protocol and surroundings of its trainers, and when one of them
 began (monotonic)."""
 OUTLIVED = {"op": "unwelcome", "outlived": True}
@@ -89,12 +89,12 @@ class Agent:
         self.linger_seconds = linger_seconds
         self._environment = environment
         self.makes_way = False
-        """A life of other surroundings has begun: no more orders are taken, and this ends."""
+        """A run of other surroundings has begun: no more orders are taken, and this ends."""
         self._leave_at = 0.0
-        """Until then the first rank of that life is waited for (monotonic)."""
+        """Until then the first rank of that run is waited for (monotonic)."""
         self._given_up: list[int] = []
         """Versions whose flush was given up for it."""
-        self._life: Life = ((PROTOCOL, environment), -math.inf)
+        self._run: Run = ((PROTOCOL, environment), -math.inf)
         """The newest that came."""
         self._lock = threading.Lock()
         self._desks: dict[tuple[str, int], threading.Thread] = {}
@@ -108,7 +108,7 @@ class Agent:
         self._missed: dict[tuple[str, int], float] = {}
         """Desks whose trainer was killed, and until when to wait for its successor."""
         self._here: dict[str, tuple[int, ...]] = {}
-        """By directory: the node's ranks in the newest life that came."""
+        """By directory: the node's ranks in the newest run that came."""
         self.held = ShardGuard()
         self._flushers: dict[PersistentSettings, Flusher] = {}
         self._protector: Protector | None = None
@@ -280,20 +280,20 @@ class Agent:
                 self._wake.send(b"\0")
 
     def _may_be_asked(self) -> bool:
-        """Whether to linger is of use: the agents of several nodes have met, and a life without
+        """Whether to linger is of use: the agents of several nodes have met, and a run without
         this node would ask. On the node itself slots and files are found without an agent."""
         met = self._protector is not None and bool(self._protector.known_nodes())
         return met and self.linger_seconds > 0
 
     def _serves(self, hello: dict[str, Any]) -> bool:
         """Whether such a trainer is served here."""
-        life = _life_of(hello)
-        (protocol, theirs), _ = life
+        run_id = _run_of(hello)
+        (protocol, theirs), _ = run_id
         same = theirs == self._environment or not (theirs and self._environment)
         with self._lock:
             if self.makes_way or protocol != PROTOCOL or not same:
                 return False
-            self._life = max(self._life, life, key=_began)
+            self._run = max(self._run, run_id, key=_began)
             return True
 
     def _sit_down(self, session: TrainerSession) -> threading.Thread | None:
@@ -325,12 +325,12 @@ class Agent:
     def _turn_away(
         self, hello: dict[str, Any], session: SessionSettings | None, channel: socket.socket
     ) -> None:
-        """Make way for a later life; a trainer of an earlier one is told that it is over."""
-        life = _life_of(hello)
+        """Make way for a later run; a trainer of an earlier one is told that it is over."""
+        run_id = _run_of(hello)
         with self._lock:
-            outlived = life[0] != self._life[0] and _began(life) < _began(self._life)
+            outlived = run_id[0] != self._run[0] and _began(run_id) < _began(self._run)
             if not outlived:
-                self._life = max(self._life, life, key=_began)
+                self._run = max(self._run, run_id, key=_began)
                 self._make_way()
         if outlived:
             packets.send(channel, OUTLIVED)
@@ -398,15 +398,15 @@ def _greeting(channel: socket.socket) -> dict[str, Any] | None:
         return None
 
 
-def _life_of(hello: dict[str, Any]) -> Life:
+def _run_of(hello: dict[str, Any]) -> Run:
     """A trainer's. One that does not say when it began is of another tierckpt, and has just."""
     began = hello.get("began")
     what = (hello.get("protocol"), str(hello.get("surroundings", "")))
     return what, float(began) if isinstance(began, int | float) else time.monotonic()
 
 
-def _began(life: Life) -> float:
-    return life[1]
+def _began(run_id: Run) -> float:
+    return run_id[1]
 
 
 def _session_of(hello: dict[str, Any]) -> SessionSettings | None:

@@ -334,9 +334,9 @@ class TrainerSession:
     def _strays(
         self, held: list[ShardKey], safe: VersionId | None, lineage: Lineage
     ) -> list[ShardKey]:
-        """What lies here of ranks that are on other nodes in this life, for the node's first desk.
+        """What lies here of ranks that are on other nodes in this run, for the node's first desk.
 
-        Where nodes share the directory nothing is stray. A version of this life that is complete
+        Where nodes share the directory nothing is stray. A version of this run that is complete
         on all local levels tells: then shards of it are here that ranks of this node did not write.
         """
         if not self.settings.first or safe is None:
@@ -349,7 +349,7 @@ class TrainerSession:
         return strays
 
     def _clean_strays(self) -> None:
-        """Once, remove what earlier lives of other shards left half-done, or for reuse."""
+        """Once, remove what earlier runs of other shards left half-done, or for reuse."""
         if not self._cleaned_strays:
             self._cleaned_strays = True
             for shard in self.store.shards_named() - set(self.settings.ranks):

@@ -125,7 +125,7 @@ class Checkpointer:
     iteration = 0
     """What `restore()` returned, and calls of `step()` since."""
     _calls: int | None = 0
-    """Calls of `step()` behind the version that this life goes on from, if it told."""
+    """Calls of `step()` behind the version that this run goes on from, if it told."""
     metric: float | None = None
     """What was measured of the state as it is now; see `step`. Rank 0's counts."""
     agreed_vote = 0
@@ -525,7 +525,7 @@ class Checkpointer:
 
     @property
     def lineage(self) -> Lineage:
-        """The lives this state comes from; see `naming.Lineage`."""
+        """The runs this state comes from; see `naming.Lineage`."""
         return self._history.lineage
 
     def close(self) -> None:
@@ -582,7 +582,7 @@ class Checkpointer:
             safe = self._make_durable(end)
         except Exception as error:
             self._reports.notice(f"the final checkpoint failed: {error!r}", logging.ERROR)
-        # The life before, if nobody restored it, may be all there is of it.
+        # The run before, if nobody restored it, may be all there is of it.
         before = not self._history.lineage and any(self._resources.job.sealed())
         error_barrier, answers = True, end is not None and end.disk_answers
         digest = self._replicas.last_digest(self.version)
@@ -623,8 +623,8 @@ class Checkpointer:
     def _await_others(
         self, end: shutdown.Shutdown | None, error_barrier: bool, whole: bool
     ) -> None:
-        """Other nodes and stores. Ranks leave `error_barrier`, where none takes longer than its group
-        waits: all know by now what is durable. Where that is the `whole` of what they have,
+        """Other nodes and stores. Ranks leave `error_barrier`, where none takes longer than its
+        group waits: all know by now what is durable. Where that is the `whole` of what they have,
         versions go that were kept until something newer is with other nodes."""
         try:
             if end is not None and end.disk_answers:
@@ -819,7 +819,7 @@ class Checkpointer:
             job=self._resources.job.job,
             version=self.version,
             generation=self._id().generation,
-            life=self._history.name,
+            run_id=self._history.name,
             lineage=self._history.lineage,
             iteration=self._at(),
             calls=self._at() if self._iterations.explicit else self._calls,
@@ -1014,7 +1014,7 @@ class Checkpointer:
         return self.steps_made == self._history.began_at and not taken
 
     def _begun_from_memory(self) -> VersionId | None:
-        """The version that this life began with, if it is in memory, of an earlier one."""
+        """The version that this run began with, if it is in memory, of an earlier one."""
         safe, begun = self._agreement.memory.safe, self._history.began_at
         known = safe is not None and safe.version == begun and on_lineage(safe, self.lineage)
         return safe if known else None

@@ -1,7 +1,7 @@
 """Berth: a rank's place on its node, from attach to the end.
 
 In shared memory that is the job's folder, the lock which says that the rank lives, and the rank's
-slots, with what an earlier life left in them; on the local level, the node's claim on the directory
+slots, with what an earlier run left in them; on the local level, the node's claim on the directory
 that no other job has then.
 """
 
@@ -44,7 +44,7 @@ class NodeResources:
         there = os.path.exists(config.directory)
         self.directory_is_new = config.uses("local") and not there  # else nobody makes it
         self.directory_is_another = False
-        """Than the life before had that left what is in memory here."""
+        """Than the run before had that left what is in memory here."""
         self._is_first = topology.node(group.rank).first == group.rank
         """Of its node's ranks."""
         self._is_clear = False
@@ -123,7 +123,7 @@ class NodeResources:
 
     @property
     def left_elsewhere(self) -> set[Path]:
-        """Folders in memory, but this job's own, in which killed lives that had this node's
+        """Folders in memory, but this job's own, in which killed runs that had this node's
         directory had their slots; each is told of to one node."""
         return self._claims.told - {self.job.path} if self._claims else set()
 
@@ -140,8 +140,8 @@ class NodeResources:
             self._reports.notice(lacking, logging.ERROR)
 
     def clear(self, node: Node) -> None:
-        """Remove what earlier lives left here and none of this one's slots took over (they had more
-        slots, or more ranks on this node): all ranks have something newer. Once a life and node."""
+        """Remove what earlier runs left here and none of this one's slots took over (they had more
+        slots, or more ranks on this node): all ranks have something newer. Once a run and node."""
         if not self._is_clear:
             first = node.first == self._rank
             self._is_clear = not first or self.job.remove_surplus(node.ranks, len(self.pool.slots))

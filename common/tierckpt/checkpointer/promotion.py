@@ -84,7 +84,7 @@ class Promotion:
         """The last version that was to be flushed and could be."""
 
     def restart(self) -> None:
-        """A life has begun that goes on from an earlier one's: its best versions stay."""
+        """A run has begun that goes on from an earlier one's: its best versions stay."""
         self._best.restart(self._history.metrics())
         self.backlog.restart()
 
@@ -135,7 +135,7 @@ class Promotion:
             order = self._order(
                 version=safe.version,
                 generation=safe.generation,
-                life=self._history.name,
+                run_id=self._history.name,
                 lineage=self._history.lineage,
                 iteration=iteration,
                 largest_bytes=largest_bytes,
@@ -162,7 +162,7 @@ class Backlog:
         self.restart()
 
     def restart(self) -> None:
-        """Another life begins: what waited is not its."""
+        """Another run begins: what waited is not its."""
         self._waiting: tuple[VersionId, FlushOrder | None] | None = None
         self._superseded = 0
         """Flushes in a row that were ordered while another one was under way."""

@@ -39,7 +39,7 @@ def repair(
 ) -> bool:
     """Have a version that was loaded whole and protected again, if any of it was lost or damaged on
     a disk, or was fetched from a node that is none of the job's; or if it is on all disks, and not
-    all of its parity is: a life before was killed before it had made that, or before it had mended.
+    all of its parity is: a run before was killed before it had made that, or before it had mended.
 
     False when that cannot be, and a new version is to be taken. Training thread; all ranks do the
     same, and none waits for another.
@@ -104,8 +104,8 @@ def shards_to_mend(plan: RestorePlan, found: Sequence[Sequence[Found]]) -> froze
     lacking = set()
     for source in plan.sources:
         key = ShardKey(plan.id, source.shard, shards)
-        here = {(f.key, f.life) for f in found[source.shard] if f.place.level == "local"}
-        if source.rebuilt or (key, plan.life) not in here:
+        here = {(f.key, f.run_id) for f in found[source.shard] if f.place.level == "local"}
+        if source.rebuilt or (key, plan.run_id) not in here:
             if not (source.direct or source.rebuilt):
                 return None
             lacking.add(source.shard)
@@ -134,8 +134,8 @@ def parities_to_mend(
         for rank in group.ranks:
             key = ParityKey(plan.id, rank, len(plan.sources))
             here = (p for p in found[rank] if p.place.level == "local")
-            there = {(p.key, p.life, (p.group, p.k, p.m)) for p in here}
-            if key in damaged or (key, plan.life, code) not in there:
+            there = {(p.key, p.run_id, (p.group, p.k, p.m)) for p in here}
+            if key in damaged or (key, plan.run_id, code) not in there:
                 lost.add(rank)
     return frozenset(lost)
 

@@ -63,7 +63,7 @@ class SaveNow:
         return found
 
     def commit_as_it_is(self, id_: VersionId | None) -> bool:
-        """Have a version committed as it was sealed, also in the life before. Collective.
+        """Have a version committed as it was sealed, also in the run before. Collective.
 
         False, with nothing changed, when some rank has not its shard of it in memory.
         """

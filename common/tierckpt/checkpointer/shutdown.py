@@ -119,8 +119,8 @@ class Shutdown:
     def await_others(self, hear: Callable[[], None]) -> None:
         """Other nodes and the persistent level: the scheduler may take the node when we are gone.
         As long as what is under way gets on, that is: a store that hangs does not keep the job
-        from ending; nor longer than `HaltController` grants. Says that it waits, and what is not there in
-        the end; `hear` says meanwhile what fails."""
+        from ending; nor longer than `HaltController` grants. Says that it waits, and what is not
+        there in the end; `hear` says meanwhile what fails."""
         granted = self._halt.seconds_for_others
         if self._agent.wait(min(NOTICE_SECONDS, granted()), everything=True):
             return
@@ -148,7 +148,7 @@ class Shutdown:
     def _heir(self) -> str:
         """Who goes on with it."""
         if self._config.agent == "inline":
-            return "the next life goes on from there"
+            return "the next run goes on from there"
         return f"the node's agent (process {self._agent.pid}) goes on with it as long as it lives"
 
 

@@ -47,13 +47,13 @@ class SlotHandoff:
         self._begun: dict[VersionId, Snapshot] = {}
         """Those that are not over, or of whose end the books have not heard yet."""
 
-    def chooser(self, id_: VersionId, lives: int) -> Callable[[int, int], Slot]:
+    def chooser(self, id_: VersionId, runs: int) -> Callable[[int, int], Slot]:
         """Who finds a slot for the version of this boundary, on the copier's thread: as long as it
         takes, it waits for the proof that an older version is superseded."""
         protected = self._agreement.protected(id_)
 
         def choose(blocks: int, image_bytes: int) -> Slot:
-            seal_bytes, pool = seal_area_bytes(blocks, lives), self._pool
+            seal_bytes, pool = seal_area_bytes(blocks, runs), self._pool
             try:
                 return pool.choose(protected, self._agent.pinned(), seal_bytes, image_bytes)
             except NoSlotError:

@@ -1,7 +1,8 @@
-"""Levels: what is behind the slots, and what it hears of the life that this rank is in.
+"""Levels: what is behind the slots, and what it hears of the run that this rank is in.
 
 `history` tells what earlier starts of the job left there. This node's agent, and those of other
-nodes (`peers`), put there what this one takes: `slot_handoff` brings it to the agent, `promotion` farther.
+nodes (`peers`), put there what this one takes: `slot_handoff` brings it to the agent, `promotion`
+farther.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Tiers:
         for message in self.agent.poll():
             self._reports.hear(message)
 
-    # --- a life begins, on all ranks -----------------------------------------------------------
+    # --- a run begins, on all ranks -----------------------------------------------------------
 
     def begin_afresh(self) -> None:
         """From nothing, although nobody looked whether there is something. Collective."""
@@ -154,7 +155,7 @@ class Tiers:
 
     def meet(self) -> None:
         """The nodes' agents, which are started where there are none, meet under the name of the
-        life that has begun. Collective. Not before, where nobody waits for one: its start is 0.1 s
+        run that has begun. Collective. Not before, where nobody waits for one: its start is 0.1 s
         of work, and more of waiting for memory, beside a restore that wants the cores."""
         self._have_agent(self.agent.start)
         history, former_nodes = self.history, self.former_nodes.alive

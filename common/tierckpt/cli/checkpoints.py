@@ -128,7 +128,7 @@ def _notes(row: Row) -> list[str]:
     elif row.elsewhere:
         notes.append("not seen by a restart from here")
     elif not row.is_past:
-        notes.append("of a life that a later one went back behind")
+        notes.append("of a run that a later one went back behind")
     elif not row.restartable:
         notes.append("not complete")
     if row.missing and row.there:

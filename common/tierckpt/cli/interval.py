@@ -199,7 +199,7 @@ def _history(events: Sequence[Record]) -> Iterator[list[Record]]:
 
 
 def _step_seconds(events: Sequence[Record]) -> float:
-    """The median step between versions that followed each other in one life."""
+    """The median step between versions that followed each other in one run."""
     found = []
     for life in _history(events):
         for one, next_one in pairwise(e for e in life if e["name"] == "sealed"):

@@ -25,7 +25,7 @@ class BlockId:
     """Which block it is. No two blocks that a job ever stores agree in everything but the last."""
 
     job: str
-    life: str
+    run_id: str
     generation: int
     version: int
     shard: int
@@ -37,7 +37,7 @@ class BlockId:
 
     def as_bytes(self) -> bytes:
         """Everything but `item_bytes`, for those who bind a block to its place."""
-        place = (self.job, self.life, self.generation, self.version, self.shard, self.shards)
+        place = (self.job, self.run_id, self.generation, self.version, self.shard, self.shards)
         return json.dumps([*place, self.index], separators=(",", ":")).encode()
 
 

@@ -42,7 +42,8 @@ class Base:
         """True when the shard that was sealed may refer to it."""
         ours, theirs = self.manifest, sealed
         return (
-            (ours.job, ours.life, ours.generation) == (theirs.job, theirs.life, theirs.generation)
+            (ours.job, ours.run_id, ours.generation)
+            == (theirs.job, theirs.run_id, theirs.generation)
             and (ours.shard, ours.shards) == (theirs.shard, theirs.shards)
             and ours.version < theirs.version
             and (self.encoding.modules, self.encoding.plain_bytes) == (described, cut)

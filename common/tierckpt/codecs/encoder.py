@@ -100,7 +100,7 @@ class Encoder:
 def where(sealed: Manifest, index: int, item_bytes: int = 1) -> BlockId:
     """The place of a block of this shard."""
     m = sealed
-    return BlockId(m.job, m.life, m.generation, m.version, m.shard, m.shards, index, item_bytes)
+    return BlockId(m.job, m.run_id, m.generation, m.version, m.shard, m.shards, index, item_bytes)
 
 
 Plain = Callable[[], Iterator[Buffer]]

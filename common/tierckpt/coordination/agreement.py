@@ -314,7 +314,7 @@ class Agreement:
         return protected - {ballot.memory} if state == BROKEN else protected
 
     def superseded_earlier(self, generation: int) -> bool:
-        """True when no slot of a life before that generation's is needed any more."""
+        """True when no slot of a run before that generation's is needed any more."""
         safe = self.memory.safe
         return safe is not None and safe.generation == generation
 

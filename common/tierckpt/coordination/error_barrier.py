@@ -1,7 +1,8 @@
 """Together: what one rank raises in a stretch of a restart, all ranks raise.
 
 Between two collectives a rank is alone. If it raises there and leaves, the others wait for it in
-the next collective, some of them for ever. In a stretch of `ErrorBarrier` every object that is gathered
+the next collective, some of them for ever. In a stretch of `ErrorBarrier` every object that is
+gathered
 comes with a word on its rank, and the end of the stretch is a gathering, too: whoever raises has
 its word in the place of what the others wait for.
 """

@@ -49,7 +49,7 @@ class AgentAddress:
     address: str
     port: int
     secret: str
-    """Of the life in which it met others last."""
+    """Of the run in which it met others last."""
 
     @property
     def node(self) -> str:
@@ -64,10 +64,10 @@ class AgentAddress:
 
 @dataclass(frozen=True)
 class KnownNodes:
-    """The agents of one life of the job, and those of lives before that it had to ask."""
+    """The agents of one run of the job, and those of runs before that it had to ask."""
 
     generation: int
-    """Of the life."""
+    """Of the run."""
     agents: tuple[AgentAddress, ...]
 
     def as_message(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class FormerNodes:
         self, group: Group | ErrorBarrier, known_nodes: KnownNodes | None, marks: Sequence[Mark]
     ) -> list[list[Inventory]]:
         """What those nodes have, by the rank that asked. `marks`: of every rank's roster. Of those
-        that differ, as nodes come from different lives, one rank each tells it, and each rank asks
+        that differ, as nodes come from different runs, one rank each tells it, and each rank asks
         its part of all that is known.
 
         A node that does not answer is down, as most are that were left out; `silent` says which.

@@ -1,8 +1,8 @@
-"""Lives: which life of the job this is, what earlier ones left, and where this one came from.
+"""Lives: which run of the job this is, what earlier ones left, and where this one came from.
 
-Every start of a job is a life. Versions of two lives may have the same number and different bytes,
-so each life has a generation (larger than any that is still found), a random name, and a lineage
-that says from which version of which life it went on (DESIGN.md, "Lives").
+Every start of a job is a run. Versions of two runs may have the same number and different bytes,
+so each run has a generation (larger than any that is still found), a random name, and a lineage
+that says from which version of which run it went on (DESIGN.md, "Lives").
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tierckpt.peer.read_client import RemoteNode
 
 NAME_LETTERS = 16
-LIFE_LETTERS = 8
+RUN_ID_LETTERS = 8
 """Of it, which are enough to tell lives apart."""
 MOST_TOLD = 4
 """Versions."""
@@ -62,11 +62,11 @@ class JobHistory:
     ) -> None:
         """`directory_is_new`: this start made it. `directory_is_another`: see `Berth`."""
         self.lineage: Lineage = ()
-        """Empty before this life has begun."""
+        """Empty before this run has begun."""
         self.name = ""
-        """Of this life; the same on all ranks."""
+        """Of this run; the same on all ranks."""
         self.secret = ""
-        """Of this life's ranks and agents: the name is in every manifest, this is nowhere."""
+        """Of this run's ranks and agents: the name is in every manifest, this is nowhere."""
         self.found: list[tuple[Found, ...]] = []
         """What every rank found when it looked last."""
         self.parities: list[tuple[FoundParity, ...]] = []
@@ -95,7 +95,7 @@ class JobHistory:
         self._directory_is_new, self._is_another = directory_is_new, directory_is_another
         self._next_generation = 1
         self._began = 0, 0
-        """Generation and version that this life began with."""
+        """Generation and version that this run began with."""
 
     @property
     def job(self) -> str:
@@ -104,20 +104,20 @@ class JobHistory:
 
     @property
     def generation(self) -> int:
-        """Of this life; 0 before it has begun."""
+        """Of this run; 0 before it has begun."""
         return self.lineage[-1][0] if self.lineage else 0
 
     @property
     def began_at(self) -> int:
-        """The version that this life started from."""
+        """The version that this run started from."""
         return self._began[1]
 
     def is_own(self, generation: int) -> bool:
-        """Whether a version of that generation was taken in this life, or a later one."""
+        """Whether a version of that generation was taken in this run, or a later one."""
         return generation >= self._began[0]
 
     def look(self, error_barrier: ErrorBarrier | None = None) -> None:
-        """Take stock of all levels on all nodes; this is what a new life begins with. In a stretch
+        """Take stock of all levels on all nodes; this is what a new run begins with. In a stretch
         of `error_barrier`, if that is given."""
         shared = self._config.persistent if self._group.rank == 0 else None
         try:
@@ -250,7 +250,7 @@ class JobHistory:
     def gone_from_disk(self) -> bool:
         """True when nothing is on any disk, although versions were on all ranks', as a shard says
         that was taken later, or this node's directory is not the one that it was. Not where the
-        life before had its versions elsewhere."""
+        run before had its versions elsewhere."""
         found = [f for each in self.found for f in each]
         there = self.damaged or self.unseen or any(f.place.level == "local" for f in found)
         gone = self._directory_is_new or any(f.complete for f in found)
@@ -261,8 +261,8 @@ class JobHistory:
         that it stands for is written, so its name tells what was there, whatever is in it now."""
         shards: dict[tuple[VersionId, int], dict[str, set[int]]] = {}
         for f in (f for each in self.found for f in each):
-            lives = shards.setdefault((f.key.id, f.key.shards), {})
-            lives.setdefault(f.life, set()).add(f.key.shard)
+            runs = shards.setdefault((f.key.id, f.key.shards), {})
+            runs.setdefault(f.run_id, set()).add(f.key.shard)
         known = {key.id for key in self.damaged if isinstance(key, ParityKey)}
         lost: dict[tuple[VersionId, int], set[int]] = {}
         for key in self.damaged:
@@ -276,52 +276,54 @@ class JobHistory:
 
     def remains(self, without: Container[str] = ()) -> list[str]:
         """Which shards there are of the newest few versions, and which are nowhere; `without` those
-        at some places, by their names. Those of two lives, which may have versions of one number,
+        at some places, by their names. Those of two runs, which may have versions of one number,
         are counted apart, and it is said why."""
         there: dict[tuple[VersionId, int, str], dict[int, set[str]]] = {}
         for f in (f for each in self.found for f in each if f.place.where not in without):
-            shards = there.setdefault((f.key.id, f.key.shards, f.life), {})
+            shards = there.setdefault((f.key.id, f.key.shards, f.run_id), {})
             place = f.place.where if f.place.host == EVERYWHERE else f.place.host
             shards.setdefault(f.key.shard, set()).add(place)
         newest = sorted(there.items(), reverse=True)[:MOST_TOLD]
-        lives = Counter(id_.version for id_, _, _ in dict(newest))
+        runs = Counter(id_.version for id_, _, _ in dict(newest))
         texts = []
-        for (id_, count, life), here in newest:
+        for (id_, count, run_id), here in newest:
             gone = [s for s in range(count) if s not in here]
             noun = "shards" if gone[1:] else "shard"
             missing = f", {noun} {some(gone, MOST_NAMED)} missing" if gone else ""
-            whose = _whose(life, here.values()) if lives[id_.version] > 1 else ""
+            whose = _whose(run_id, here.values()) if runs[id_.version] > 1 else ""
             texts.append(f"{len(here)} of {count} shards of {id_}{whose}{missing}")
-        if max(lives.values(), default=0) > 1:
-            texts.append("shards of different lives of the job are no version together")
+        if max(runs.values(), default=0) > 1:
+            texts.append("shards of different runs of the job are no version together")
         return texts
 
     def incomplete(self) -> set[VersionId]:
         """Versions on local disks of which a shard is on none, nor any parity anywhere."""
         shards: dict[tuple[VersionId, str, int], set[int]] = {}
         for f in (f for each in self.found for f in each if f.place.level == "local"):
-            shards.setdefault((f.key.id, f.life, f.key.shards), set()).add(f.key.shard)
+            shards.setdefault((f.key.id, f.run_id, f.key.shards), set()).add(f.key.shard)
         whole = {id_ for (id_, _, count), there in shards.items() if len(there) == count}
         protected = {parity.key.id for each in self.parities for parity in each}
         return {id_ for id_, _, _ in shards} - whole - protected
 
     def metrics(self) -> dict[VersionId, float]:
-        """What was measured of the versions in the past of this life that local disks have."""
+        """What was measured of the versions in the past of this run that local disks have."""
         local = [f for each in self.found for f in each if f.place.level == "local"]
         known = {f.key.id: f.metric for f in local if f.metric is not None}
         there = {id_ for id_ in known if on_lineage(id_, self.lineage)} - self.incomplete()
         return {id_: known[id_] for id_ in there}
 
     def newest_protected(self, limit: VersionId) -> VersionId | None:
-        """The version in the past of this life, up to `limit`, of which the nodes have the most
+        """The version in the past of this run, up to `limit`, of which the nodes have the most
         parity, the newest of several; None without any."""
         keys = {parity.key for each in self.parities for parity in each}
         there = Counter(k.id for k in keys if k.id <= limit and on_lineage(k.id, self.lineage))
         return max(there, key=lambda id_: (there[id_], id_), default=None)
 
 
-def _whose(life: str, places: Iterable[set[str]]) -> str:
-    return f" of life {life[:LIFE_LETTERS]} (on {some(sorted(set().union(*places)), MOST_NAMED)})"
+def _whose(run_id: str, places: Iterable[set[str]]) -> str:
+    return (
+        f" of run {run_id[:RUN_ID_LETTERS]} (on {some(sorted(set().union(*places)), MOST_NAMED)})"
+    )
 
 
 def _is_seal(problem: Problem) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tierckpt.peer.address import Address
 
 MEET_SECONDS = 30.0
-"""So long an agent may take to listen, when a life begins."""
+"""So long an agent may take to listen, when a run begins."""
 
 
 Groups = tuple[RedundancyGroup, ...]
@@ -32,7 +32,7 @@ def redundancy_groups(config: Config, topology: JobTopology, group: Group) -> tu
     """Who protects whom, empty when nobody does; and what to say where that is not as asked.
 
     Raises ConfigError when it cannot be as asked and the job has yet to begin. Later nodes may be
-    lost that nobody replaces, and what earlier lives left is to be restored all the same: then
+    lost that nobody replaces, and what earlier runs left is to be restored all the same: then
     there are no groups. Collective.
     """
     scheme = Scheme.parse(config.peer.redundancy)
@@ -44,14 +44,14 @@ def redundancy_groups(config: Config, topology: JobTopology, group: Group) -> tu
         if not any(group.all_gather_object(_is_begun(config))):
             raise
         return (), (
-            f"the peer level is off: {error}. What earlier lives of this job left can still be "
+            f"the peer level is off: {error}. What earlier runs of this job left can still be "
             "restored, and rebuilt where it was protected; new versions are lost with a node's "
             "disk until peer_redundancy is set to what the job can have, or it has its nodes again"
         )
 
 
 def _is_begun(config: Config) -> bool:
-    """Whether a life before left anything on this node, on disk or in memory."""
+    """Whether a run before left anything on this node, on disk or in memory."""
     store = LocalStore(config.directory)
     with contextlib.suppress(OSError):
         if store.parities() or store.keys():
@@ -118,7 +118,7 @@ class PeerSetup:
         former_nodes: Sequence[AgentAddress],
         complain: Callable[[str], None],
     ) -> None:
-        """Introduce the agents of all nodes to each other; collective, when a life begins, of which
+        """Introduce the agents of all nodes to each other; collective, when a run begins, of which
         they prove to know the secret. They remember those of `former_nodes` nodes for the next one.
 
         A node whose agent cannot be reached costs the level, on all ranks alike, and not the job.

@@ -10,7 +10,8 @@ from tierckpt.errors import NewerFormatError
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
 
 AGENT = "agent"
-"""Level of what the agent of a node shows that is none of the job's any more, see `former_nodes`."""
+"""Level of what the agent of a node shows that is none of the job's any more, see
+`former_nodes`."""
 LEVELS = ("memory", "local", "peer", AGENT, "persistent")
 """Cheapest first."""
 FAR = frozenset((AGENT, "persistent"))
@@ -45,7 +46,7 @@ class Found:
     key: ShardKey
     place: Location
     lineage: Lineage
-    life: str = ""
+    run_id: str = ""
     metric: float | None = None
     """Of the version, in a local shard 0's manifest."""
     complete: VersionId | None = None
@@ -63,7 +64,7 @@ class FoundParity:
     key: ParityKey
     place: Location
     lineage: Lineage
-    life: str
+    run_id: str
     group: tuple[int, ...]
     """The members' shard numbers, in the order of the ring."""
     k: int
@@ -103,7 +104,7 @@ class Inventory:
     host: str = ""
     """The node's."""
     token: str = ""
-    """Random; of rank 0's are made the name and the secret of the life that begins now."""
+    """Random; of rank 0's are made the name and the secret of the run that begins now."""
     parities: tuple[FoundParity, ...] = ()
     pins: tuple[Pin, ...] = ()
     """On this node's local level."""

@@ -129,7 +129,7 @@ class Finding:
     version: int
     """At whose boundary it was seen: the first."""
     clean: int | None = None
-    """The newest version that is known to be alike on all ranks; None if none is in this life."""
+    """The newest version that is known to be alike on all ranks; None if none is in this run."""
     more: bool = False
     """There are other tensors, which were not looked at."""
     structure: tuple[str, ...] = field(default=())

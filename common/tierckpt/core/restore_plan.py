@@ -71,7 +71,7 @@ class RestorePlan:
 
     id: VersionId
     sources: tuple[Source, ...]
-    life: str = ""
+    run_id: str = ""
     rebuilds: tuple[Rebuild, ...] = ()
 
     @property
@@ -101,7 +101,7 @@ def plan_restore(
     """The newest version whose every shard is somewhere, or can be rebuilt, each shard from its
     cheapest place.
 
-    All shards of a version are of one life. `bad` are copies found damaged; `version` asks for that
+    All shards of a version are of one run. `bad` are copies found damaged; `version` asks for that
     one only; `readers` read the same copies again; nobody is to read what is `unreachable` to it
     (see `_Sight`), and a copy is lost when nobody is left. `nodes` names every rank's; without it
     each rank is on one of its own. `avoid` are versions that are not to be taken. None when there
@@ -116,22 +116,22 @@ def plan_restore(
         for item in inventory:
             lineages[item.key.id] = item.lineage
             if (item.key, item.place) not in bad:
-                places = seen.setdefault((item.life, item.key), {})
+                places = seen.setdefault((item.run_id, item.key), {})
                 places.setdefault(item.place, []).append(rank)
     lineages.update({p.key.id: p.lineage for each in parities for p in each})
-    lives = {(life, k.id, k.shards) for life, k in seen}
-    lives |= {(p.life, p.key.id, p.key.shards) for each in parities for p in each}
+    runs = {(run_id, k.id, k.shards) for run_id, k in seen}
+    runs |= {(p.run_id, p.key.id, p.key.shards) for each in parities for p in each}
     for id_ in newest_first(lineages.items()):
         if (version is not None and id_.version != version) or id_ in avoid:
             continue
-        for life, shards in sorted({(life, n) for life, i, n in lives if i == id_}):
+        for run_id, shards in sorted({(run_id, n) for run_id, i, n in runs if i == id_}):
             keys = [ShardKey(id_, s, shards) for s in range(shards)]
-            places_of = {k: p for k in keys if (p := sight.of(k, seen.get((life, k), {})))}
-            made_of = _parities_of(keys[0], parities, life, bad, sight)
+            places_of = {k: p for k in keys if (p := sight.of(k, seen.get((run_id, k), {})))}
+            made_of = _parities_of(keys[0], parities, run_id, bad, sight)
             there, rebuilds, lost = _put_together(keys, places_of, made_of, nodes)
             if not lost:
                 sources = tuple(_assign(keys, there, nodes))
-                return RestorePlan(id_, sources, life, rebuilds)
+                return RestorePlan(id_, sources, run_id, rebuilds)
     return None
 
 
@@ -282,7 +282,7 @@ Parities = Mapping[tuple[tuple[int, ...], int, int], ParityPlaces]
 def _parities_of(
     key: ShardKey,
     parities: Sequence[Sequence[FoundParity]],
-    life: str,
+    run_id: str,
     bad: Bad,
     sight: _Sight,
 ) -> Parities:
@@ -290,7 +290,7 @@ def _parities_of(
     found: dict[tuple[tuple[int, ...], int, int], dict[ParityKey, dict[Location, list[int]]]] = {}
     for rank, inventory in enumerate(parities):
         for p in inventory:
-            same = (p.life, p.key.id, p.key.shards) == (life, key.id, key.shards)
+            same = (p.run_id, p.key.id, p.key.shards) == (run_id, key.id, key.shards)
             if same and (p.key, p.place) not in bad:
                 places = found.setdefault((p.group, p.k, p.m), {}).setdefault(p.key, {})
                 places.setdefault(p.place, []).append(rank)

@@ -50,16 +50,16 @@ class HeldVersions:
 
 
 def retirable(
-    held: Iterable[HeldVersions], policy: RetentionPolicy, job: str, lineage: Lineage, life: str
+    held: Iterable[HeldVersions], policy: RetentionPolicy, job: str, lineage: Lineage, run_id: str
 ) -> list[VersionName]:
     """Versions that no rule wants, and none that stays refers to, oldest first.
 
-    `lineage` is that of `life`, which asks. The newest restorable version of the line is never
+    `lineage` is that of `run_id`, which asks. The newest restorable version of the line is never
     among them, whatever the policy; nor anything newer, other jobs' versions, and lives that are
     no ancestors (see `naming.retired`, whose rules these extend).
     """
     held = list(held)
-    mine = _of_line([h for h in held if h.job == job], lineage, life)
+    mine = _of_line([h for h in held if h.job == job], lineage, run_id)
     newest = newest_first((h.name.id, h.lineage) for h in mine)
     safe = newest[0] if newest else None
     ids = {h.name.id for h in mine}
@@ -77,22 +77,22 @@ def retirable(
     return sorted(going - needed)
 
 
-def _of_line(held: list[HeldVersions], lineage: Lineage, life: str) -> list[HeldVersions]:
-    """The life's own versions, and its ancestors'.
+def _of_line(held: list[HeldVersions], lineage: Lineage, run_id: str) -> list[HeldVersions]:
+    """The run's own versions, and its ancestors'.
 
-    A lineage has no names of lives. Where several took one generation, because they never saw each
+    A lineage has no names of runs. Where several took one generation, because they never saw each
     other, it cannot be told which of them was the ancestor: all are left alone.
     """
-    lives: dict[int, set[str]] = {}
+    runs: dict[int, set[str]] = {}
     for h in held:
-        lives.setdefault(h.name.id.generation, set()).add(h.name.life)
+        runs.setdefault(h.name.id.generation, set()).add(h.name.run_id)
     if lineage:
-        lives[lineage[-1][0]] = {life}
+        runs[lineage[-1][0]] = {run_id}
     ours = {generation for generation, _ in lineage}
     return [
         h
         for h in held
-        if h.name.id.generation in ours and lives[h.name.id.generation] == {h.name.life}
+        if h.name.id.generation in ours and runs[h.name.id.generation] == {h.name.run_id}
     ]
 
 
@@ -117,7 +117,7 @@ class Best:
         self._metrics: dict[VersionId, float] = {}
 
     def restart(self, metrics: Mapping[VersionId, float]) -> None:
-        """Begin with the versions that an earlier life left."""
+        """Begin with the versions that an earlier run left."""
         self._metrics = dict(metrics)
         self._forget()
 
@@ -153,12 +153,12 @@ def retired(
     `safe` is the newest version known to be complete on all ranks. It and everything newer stays,
     whatever the policy; of what is not newer, the last `keep_last` and every multiple of
     `keep_every` (0: none), but of those of one number the newest alone. What an ancestor wrote
-    after the version this life started from goes once `safe` is of this life. Lives that are no
+    after the version this run started from goes once `safe` is of this run. Lives that are no
     ancestors (somebody started afresh in the same place) are never touched: nobody asked for their
     end.
 
     `void` are versions that are not complete on all ranks: they count for nothing, or a rank that
-    has its shard of one would give up a complete version for it. This life's go whatever is safe
+    has its shard of one would give up a complete version for it. This run's go whatever is safe
     (while one rank's disk is full, those of the others must not fill up); ancestors' go once
     something newer is safe.
     """

@@ -22,7 +22,7 @@ class ParityManifest:
     """What is known of one parity file."""
 
     job: str
-    life: str
+    run_id: str
     version: int
     generation: int
     shard: int
@@ -48,7 +48,7 @@ class ParityManifest:
         stripes = Stripes(code, tuple(shard.image_bytes for shard in shards))
         return ParityManifest(
             own.job,
-            own.life,
+            own.run_id,
             own.version,
             own.generation,
             own.shard,
@@ -109,9 +109,9 @@ class ParityManifest:
 
     def _check(self) -> None:
         for number, shard in zip(self.group, self.manifests, strict=True):
-            theirs = (shard.shard, shard.life, shard.id, shard.shards)
-            if theirs != (number, self.life, self.key.id, self.shards):
-                raise ValueError(f"{shard.key} of life {shard.life} is no member of {self.key}")
+            theirs = (shard.shard, shard.run_id, shard.id, shard.shards)
+            if theirs != (number, self.run_id, self.key.id, self.shards):
+                raise ValueError(f"{shard.key} of run {shard.run_id} is no member of {self.key}")
         found = (self.segment_bytes, self.image_bytes, len(self.digests))
         length = self.stripes.parity_bytes
         blocks = DIGEST_BYTES * len(parity_blocks(length))

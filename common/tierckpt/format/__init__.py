@@ -1,1 +1,2 @@
-"""Format: what FORMAT.md describes, and nothing else. Pure: values and bytes, no input or output."""
+"""Format: what FORMAT.md describes, and nothing else. Pure: values and bytes, no input or
+output."""

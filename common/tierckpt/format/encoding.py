@@ -30,7 +30,7 @@ class Encoding:
     """Length of every stored block, and of the sealed manifest's. 0: it is the block of the same
     number of `base`, or without that one of no bytes."""
     base: VersionId | None = None
-    """The version that unchanged blocks are of: of the same life, shard and cut, itself whole."""
+    """The version that unchanged blocks are of: of the same run, shard and cut, itself whole."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

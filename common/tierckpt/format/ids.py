@@ -36,7 +36,7 @@ def check_version(text: str, what: str) -> None:
 
 @dataclass(frozen=True, order=True)
 class VersionId:
-    """A version, told apart from one of the same number in an earlier life of the job.
+    """A version, told apart from one of the same number in an earlier run of the job.
 
     `generation` counts the lives: it is agreed by all ranks when they attach or restore, and is
     larger than any that was found on any level. Ordered by generation first.
@@ -102,7 +102,7 @@ _STEM = re.compile(r"v(\d{10,})\.g(\d{6,})\.(?P<letter>[sp])(\d{5,})of(\d{5,})")
 def on_lineage(id_: VersionId, lineage: Sequence[tuple[int, int]]) -> bool:
     """True when `id_` is a version of the newest generation of `lineage`, or in its past.
 
-    When a job was taken back to v5 and went on, the v12 of the life before is not its past.
+    When a job was taken back to v5 and went on, the v12 of the run before is not its past.
     """
     if not lineage or id_.generation > lineage[-1][0]:
         return True

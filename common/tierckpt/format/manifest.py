@@ -29,8 +29,8 @@ class Manifest:
     version: int
     """Completed optimizer steps."""
     generation: int
-    life: str
-    """Random name of the job's life, the same on all ranks: generations alone can meet again when
+    run_id: str
+    """Random name of the job's run, the same on all ranks: generations alone can meet again when
     lives did not see each other's nodes."""
     lineage: Lineage
     """This generation and its ancestors, and the versions they started from."""

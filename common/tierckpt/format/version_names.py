@@ -33,22 +33,22 @@ _RUN = re.compile(r"s(\d{5,})-(\d{5,})\.shards")
 
 @dataclass(frozen=True, order=True)
 class VersionName:
-    """Names one version of one life, and tells how many shards it has.
+    """Names one version of one run, and tells how many shards it has.
 
-    The life is part of the name because two lives that never saw each other's nodes may take the
+    The run is part of the name because two runs that never saw each other's nodes may take the
     same generation: their shards must not complete each other's version.
     """
 
     id: VersionId
     shards: int
-    life: str
-    """Random name of the life, as in the manifests of its shards: digits and letters."""
+    run_id: str
+    """Random name of the run, as in the manifests of its shards: digits and letters."""
 
     @property
     def stem(self) -> str:
         """Name of the folder, and stem of the files beside it."""
         v, g = self.id.version, self.id.generation
-        return f"v{v:010d}.g{g:06d}.of{self.shards:05d}.{self.life}"
+        return f"v{v:010d}.g{g:06d}.of{self.shards:05d}.{self.run_id}"
 
     @staticmethod
     def parse(stem: str) -> VersionName | None:
@@ -56,11 +56,11 @@ class VersionName:
         match = _STEM.fullmatch(stem)
         if match is None:
             return None
-        version, generation, shards, life = match.groups()
-        return VersionName(VersionId(int(generation), int(version)), int(shards), life)
+        version, generation, shards, run_id = match.groups()
+        return VersionName(VersionId(int(generation), int(version)), int(shards), run_id)
 
     def __str__(self) -> str:
-        return f"{self.id} (generation {self.id.generation}, life {self.life})"
+        return f"{self.id} (generation {self.id.generation}, run {self.run_id})"
 
 
 @dataclass(frozen=True)

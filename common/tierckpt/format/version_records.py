@@ -136,7 +136,7 @@ class VersionManifest:
                 "version": id_.version,
                 "generation": id_.generation,
                 "shards": self.name.shards,
-                "life": self.name.life,
+                "run_id": self.name.run_id,
                 "job": facts.job,
                 "lineage": facts.lineage,
                 "iteration": facts.iteration,
@@ -163,7 +163,7 @@ class VersionManifest:
                 metrics={str(k): float(v) for k, v in values["metrics"].items()},
             )
             return VersionManifest(
-                name=VersionName(id_, int(values["shards"]), str(values["life"])),
+                name=VersionName(id_, int(values["shards"]), str(values["run_id"])),
                 facts=facts,
                 per_group=int(values["shards_per_group"]),
                 groups=tuple((str(n), str(f)) for n, f in values["groups"]),

@@ -5,7 +5,7 @@ forward pass after an optimizer step; with optimizers that take a closure it is 
 
 The two are counted apart: `restore()` returns calls of `step()`, or optimizer steps where
 boundaries were guessed. A version tells which, and a loop that has called `step()` once is one that
-calls it in all lives that follow: it may be killed before its first call.
+calls it in all runs that follow: it may be killed before its first call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NO_CALLS = (
     "checkpoint was taken"
 )
 NO_CALLS_ANY_MORE = (
-    f"{NO_CALLS}. It was called in the life before, so no boundary is guessed in this one. Where "
+    f"{NO_CALLS}. It was called in the run before, so no boundary is guessed in this one. Where "
     'the loop does not call it any more, set boundary="forward"'
 )
 NO_FORWARD = (
@@ -111,7 +111,7 @@ class Iterations:
             step_of: the function that changes an optimizer's parameters.
         """
         self.explicit = mode == "explicit"
-        """Boundaries are calls of `step()`: it is said so, or it was called, in this life or before
+        """Boundaries are calls of `step()`: it is said so, or it was called, in this run or before
         the version that it goes on from."""
         self.guessed = False
         """The newest boundary was none."""
@@ -128,7 +128,7 @@ class Iterations:
         self._stepless = 0
         """Calls of `step()` since an optimizer made one."""
         self._called = False
-        """In this life."""
+        """In this run."""
         self._told: set[str] = set()
         self._labels: dict[int, str] = {}
         """Of the optimizers, by `id()`."""

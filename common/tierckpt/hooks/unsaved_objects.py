@@ -48,7 +48,8 @@ class Unsaved:
         line: str,
         say: Say,
     ) -> None:
-        """`unregistered` are optimizers beside the given ones that step the model's parameters; `line`
+        """`unregistered` are optimizers beside the given ones that step the model's parameters;
+        `line`
         is how an object is given, with `{name}` and `{it}`; `say` takes text and severity."""
         self._state, self._unregistered, self._line, self._say = state, unregistered, line, say
         self._scalers: list[_Ref] = []

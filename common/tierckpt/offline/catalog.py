@@ -23,11 +23,11 @@ Group = tuple[VersionId, str, int, str]
 
 @dataclass
 class Row:
-    """What one level has of one version of one life."""
+    """What one level has of one version of one run."""
 
     version: int
     generation: int
-    life: str
+    run_id: str
     level: str
     shards: int
     """Of the whole version."""
@@ -47,7 +47,7 @@ class Row:
     suspect: str = ""
     """In what replicas differed, or may have, when it was taken."""
     is_past: bool = True
-    """False for what a later life went back behind: no restart takes it by itself."""
+    """False for what a later run went back behind: no restart takes it by itself."""
     restartable: bool = False
     """A restart that sees what was seen here can take this version."""
     elsewhere: str = ""
@@ -79,11 +79,11 @@ def rows_of(there: Survey) -> list[Row]:
     past = lineages[max(lineages)] if lineages else ()
     taken = there.plan()
     rows = dict(_counted(there))
-    for (id_, life, _, level), row in rows.items():
+    for (id_, run_id, _, level), row in rows.items():
         row.is_past = on_lineage(id_, past)
         row.suspect = there.suspicion(id_)
         row.pinned = (level, id_.generation, id_.version) in there.pinned
-        if taken is not None and (taken.id, taken.life) == (id_, life) and not row.elsewhere:
+        if taken is not None and (taken.id, taken.run_id) == (id_, run_id) and not row.elsewhere:
             row.next = level in taken.levels or (level == "local" and "peer" in taken.levels)
     _tell_what_can_be_restored(there, rows.values())
     _add_details(there, rows)
@@ -109,15 +109,15 @@ def _counted(there: Survey) -> Iterator[tuple[Group, Row]]:
     found: dict[Group, list[Found]] = {}
     parities: dict[Group, list[FoundParity]] = {}
     for each in there.found:
-        group = (each.key.id, each.life, each.key.shards, each.place.level)
+        group = (each.key.id, each.run_id, each.key.shards, each.place.level)
         found.setdefault(group, []).append(each)
     for parity in there.parities:
-        group = (parity.key.id, parity.life, parity.key.shards, "local")
+        group = (parity.key.id, parity.run_id, parity.key.shards, "local")
         parities.setdefault(group, []).append(parity)
     for group in sorted({*found, *parities}, key=lambda g: (*g[:3], LEVELS.index(g[3]))):
-        id_, life, shards, level = group
+        id_, run_id, shards, level = group
         here: list[Copy] = [*found.get(group, ()), *parities.get(group, ())]
-        row = Row(id_.version, id_.generation, life, level, shards)
+        row = Row(id_.version, id_.generation, run_id, level, shards)
         row.there = {each.key.shard for each in found.get(group, ())}
         row.parities = len({each.key.shard for each in parities.get(group, ())})
         row.places = sorted({each.place.where for each in here})
@@ -132,15 +132,15 @@ def _tell_what_can_be_restored(there: Survey, rows: Iterable[Row]) -> None:
     for row in rows:
         if row.version not in known:
             plan = there.plan(row.version)
-            known[row.version] = (plan.id, plan.life) if plan else None
-        row.restartable = known[row.version] == (VersionId(row.generation, row.version), row.life)
+            known[row.version] = (plan.id, plan.run_id) if plan else None
+        row.restartable = known[row.version] == (VersionId(row.generation, row.version), row.run_id)
 
 
 def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
     """What manifests say. Those that are gone meanwhile say nothing."""
     seen: set[tuple[Group, int]] = set()
     for each in there.found:
-        group = (each.key.id, each.life, each.key.shards, each.place.level)
+        group = (each.key.id, each.run_id, each.key.shards, each.place.level)
         if each.place.level == "persistent" or (group, each.key.shard) in seen:
             continue
         seen.add((group, each.key.shard))
@@ -151,9 +151,9 @@ def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
             row.iteration = manifest.iteration
             row.metric = manifest.metric if row.metric is None else row.metric
             row.encoded |= manifest.encoding is not None
-    for (id_, life, shards, level), row in rows.items():
+    for (id_, run_id, shards, level), row in rows.items():
         if level == "persistent":
-            _add_persistent(row, VersionName(id_, shards, life), there.open_store)
+            _add_persistent(row, VersionName(id_, shards, run_id), there.open_store)
 
 
 def manifest_at(key: ShardKey, place: Location) -> Manifest | None:

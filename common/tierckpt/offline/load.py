@@ -88,8 +88,8 @@ def load(
         version: this one, and no other.
         model_only: leave out what optimizers keep, which takes its memory, too.
         as_parts: where the class of a value (a member of an Enum, a named tuple, a tensor made of
-            tensors) is not imported here, have a `tierckpt.state.custom_values.ForeignValue` in its place: the name
-            of the class, and what the value is made of.
+            tensors) is not imported here, have a `tierckpt.state.custom_values.ForeignValue` in
+            its place: the name of the class, and what the value is made of.
         progress: show a bar on standard error; None: if that is a terminal.
 
     Raises RestoreError when no such version is there, complete and sound, or, without `as_parts`,
@@ -155,7 +155,7 @@ def leave_out_memory(there: Survey) -> None:
             continue
         there.found = [each for each in there.found if each not in theirs]
         newest = max(theirs, key=lambda each: each.key.id)
-        lives = "its job lives, and changes its memory at any moment"
+        lives = "its job runs, and changes its memory at any moment"
         why = lives if job in there.living else why_elsewhere(job)
         there.unseen.append(Problem(newest.place, f"{newest.key.id} is left out: {why}"))
 

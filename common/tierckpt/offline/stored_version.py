@@ -250,7 +250,7 @@ def _lazily(path: str, plan: RestorePlan, there: Survey, on_read: OnRead) -> Sto
         shards = []
         for source in plan.sources:
             key = ShardKey(plan.id, source.shard, len(plan.sources))
-            image = open_image(key, source.place, plan.life, there.open_far)
+            image = open_image(key, source.place, plan.run_id, there.open_far)
             undo.callback(image.close)
             shards.append(Shard(image, on_read))
         found = StoredVersion(path, shards, plan.levels)

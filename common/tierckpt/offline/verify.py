@@ -64,7 +64,7 @@ def _of_shard(copy: Found, there: Survey, pool: ThreadPoolExecutor, progress: Pr
     reads = Reads(pool, images, progress.advance, there.open_far, make_room=in_memory)
     source = Source(copy.key.shard, copy.place, reader=0, direct=False)
     try:
-        reads.open(copy.key.id, copy.key.shards, copy.life, [source])
+        reads.open(copy.key.id, copy.key.shards, copy.run_id, [source])
         failures = reads.finish()
         nbytes = sum(len(image.view) for image in images.values())
     finally:
@@ -85,7 +85,7 @@ def _as_stored(copy: Found, there: Survey, unchecked: str) -> Verdict:
     try:
         if place.level == "persistent":
             with closing(there.open_far(place)) as far:
-                shard = far.open_shard(VersionName(key.id, key.shards, copy.life), key.shard)
+                shard = far.open_shard(VersionName(key.id, key.shards, copy.run_id), key.shard)
                 nbytes = check_stored(Manifest.decode(shard.manifest), shard.read)
         else:
             store = LocalStore(place.where)
@@ -118,5 +118,5 @@ def is_there(copy: Copy, there: Survey) -> bool:
         if place.level != "persistent":
             return manifest_at(key, place) is not None
         with closing(there.open_far(place)) as store:
-            return store.exists(VersionName(key.id, key.shards, copy.life))
+            return store.exists(VersionName(key.id, key.shards, copy.run_id))
     return True

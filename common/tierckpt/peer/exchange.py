@@ -18,7 +18,7 @@ A member begins the versions of a group in their order. That is how one that ski
 found out: asked for it when it is at a newer one, it refuses. Several may be under way at once.
 
 A message is tagged by its connection, which serves one exchange at a time, as `join` names it:
-version, group and purpose. Another life has another secret. A member that was killed and joins
+version, group and purpose. Another run has another secret. A member that was killed and joins
 again has another `attempt`, which ends the others' exchange: they have to begin anew as well.
 """
 
@@ -235,17 +235,18 @@ class Exchange:
         return self._manifest_of(member, record)
 
     def _manifest_of(self, member: int, record: bytes) -> Manifest:
-        """Check that a member brings its shard of our version, of our life."""
+        """Check that a member brings its shard of our version, of our run."""
         name, own = self._party.name(member), self._own
         try:
             manifest = Manifest.decode(record)
         except (CorruptShardError, FormatError) as error:
             raise RefusedError(f"{name} sent a manifest that cannot be used: {error}") from error
         expected = ShardKey(self.id, self._party.group.ranks[member], own.shards)
-        if (manifest.key, manifest.life) != (expected, own.life):
+        if (manifest.key, manifest.run_id) != (expected, own.run_id):
             raise RefusedError(
-                f"{name} brings {manifest.key} of life {manifest.life}; this is {expected} of life "
-                f"{own.life}, and shards of two lives make no parity",
+                f"{name} brings {manifest.key} of run {manifest.run_id}; "
+                f"this is {expected} of life "
+                f"{own.run_id}, and shards of two runs make no parity",
                 member,
             )
         return manifest

@@ -1,4 +1,5 @@
-"""What an agent of another node lets us read (`read_server`), for a process that is no agent itself.
+"""What an agent of another node lets us read (`read_server`), for a process that is no agent
+itself.
 
 It reads as a persistent level does: shards by version and number, in ranges.
 """
@@ -42,7 +43,7 @@ class RemoteNode:
         down: threading.Event | None = None,
         in_memory: bool = False,
     ) -> None:
-        """`name` is what its places are called; `secret` is that of the life in which the agent met
+        """`name` is what its places are called; `secret` is that of the run in which the agent met
         others last. `down`, shared by all who ask this node: it has not answered one of them, and
         is not asked any more, or each range would be waited for anew. Shards are those on its disk,
         or else those `in_memory`."""

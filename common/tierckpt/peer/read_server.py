@@ -1,6 +1,7 @@
 """What an agent lets others read: shards and parity of its node, by name and in ranges.
 
-For a life of the job that this node is no part of any more (see `former_nodes`): as nobody looks there,
+For a run of the job that this node is no part of any more (see `former_nodes`): as nobody looks
+there,
 what lies in its memory and on its disk would count as lost. Nothing is checked here; who reads
 compares with the checksums in the manifests.
 """
@@ -152,14 +153,14 @@ def _shard(found: Found) -> dict[str, Any]:
         "encoded": found.place.encoded,
         "in_memory": found.place.level == "memory",
         "lineage": found.lineage,
-        "life": found.life,
+        "run_id": found.run_id,
         "complete": complete and [complete.generation, complete.version],
     }
 
 
 def _parity(found: FoundParity) -> dict[str, Any]:
     made = {"group": found.group, "k": found.k, "m": found.m}
-    return {"stem": found.key.stem, "lineage": found.lineage, "life": found.life, **made}
+    return {"stem": found.key.stem, "lineage": found.lineage, "run_id": found.run_id, **made}
 
 
 def _problems(seen: Iterable[Iterable[Problem]]) -> list[dict[str, Any]]:
@@ -175,8 +176,8 @@ def _problems(seen: Iterable[Iterable[Problem]]) -> list[dict[str, Any]]:
 
 
 def listed(data: bytes, where: str, host: str) -> Inventory:
-    """What `ReadServer.list` told of node `host`: all of it may be read by anybody, through the agent
-    that is called `where`. Raises ValueError, KeyError or TypeError for anything else."""
+    """What `ReadServer.list` told of node `host`: all of it may be read by anybody, through the
+    agent that is called `where`. Raises ValueError, KeyError or TypeError for anything else."""
     told = json.loads(data)
     return Inventory(
         tuple(_found(each, where) for each in told["shards"]),
@@ -195,12 +196,12 @@ def _found(told: dict[str, Any], where: str) -> Found:
 
 
 def _found_parity(told: dict[str, Any], where: str) -> FoundParity:
-    lineage, life = _past(told)
+    lineage, run_id = _past(told)
     return FoundParity(
         _told_key(told, ParityKey),
         Location(AGENT, EVERYWHERE, where),
         lineage,
-        life,
+        run_id,
         group=tuple(told["group"]),
         k=int(told["k"]),
         m=int(told["m"]),
@@ -221,4 +222,4 @@ def _told_key(told: dict[str, Any], kind: type[Key]) -> Key:
 
 def _past(told: dict[str, Any]) -> tuple[Lineage, str]:
     """Lineage and life."""
-    return tuple((int(g), int(v)) for g, v in told["lineage"]), str(told["life"])
+    return tuple((int(g), int(v)) for g, v in told["lineage"]), str(told["run_id"])

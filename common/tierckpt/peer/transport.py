@@ -68,7 +68,7 @@ class Host(Protocol):
 
 
 class Transport:
-    """Listens from the start; any thread may call anything. `close` it at the end of the life."""
+    """Listens from the start; any thread may call anything. `close` it at the end of the run."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Transport:
         notice: Callable[[str], None] = lambda text: None,
         former: tuple[bytes, ...] = (),
     ) -> None:
-        """`secret` is the life's; port 0 takes any. `notice` hears of strangers, in any thread.
+        """`secret` is the run's; port 0 takes any. `notice` hears of strangers, in any thread.
         Who knows a secret of `former` lives may read what is here, but joins no exchange.
 
         Raises ConfigError when it cannot listen there.
@@ -278,13 +278,13 @@ class Transport:
             self.drop(link)
 
     def _serve(self, link: Link, head: dict[str, Any], met: bool) -> None:
-        """`met`: the caller is an agent of this life."""
+        """`met`: the caller is an agent of this run."""
         operation, in_memory = head.get("op"), bool(head.get("in_memory"))
         try:
             if operation == "join":
                 record = link.receive_record(head)
                 if not met:
-                    link.send({"op": "refused", "why": "another life of the job has begun here"})
+                    link.send({"op": "refused", "why": "another run of the job has begun here"})
                 elif host := self._await_host(link, head):
                     host.attend(link, head, record)
             elif operation == "list":

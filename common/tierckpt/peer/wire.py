@@ -4,7 +4,7 @@ A frame is the length of a JSON object (4 bytes, big endian), the object, and as
 its member `nbytes` says, none if it has no such member. Raw bytes go from and to the caller's own
 memory: nothing here holds more than a frame's head.
 
-The handshake is a challenge and response by HMAC-SHA256 over a secret that all agents of one life
+The handshake is a challenge and response by HMAC-SHA256 over a secret that all agents of one run
 of the job share (Krawczyk, Bellare and Canetti, 1997): each side proves that it knows the secret,
 on a nonce that the other side chose, before anything else is read. It keeps strangers, port
 scanners and agents of other jobs out. It does not encrypt, and does not protect from somebody who
@@ -247,7 +247,7 @@ def reach(address: Address, seconds: float) -> Link:
 def greet(link: Link, secret: bytes, seconds: float = HELLO_SECONDS) -> None:
     """The caller's side; no step of the listener's may take longer than `seconds`.
 
-    Raises RefusedError when the listener is another life's, or protocol's.
+    Raises RefusedError when the listener is another run's, or protocol's.
     """
     hello = link.receive(seconds)
     if hello.get("tierckpt") != "peer":
@@ -264,10 +264,10 @@ def greet(link: Link, secret: bytes, seconds: float = HELLO_SECONDS) -> None:
     if "error" in answer:
         raise RefusedError(f"{link.peer} refused us: {answer['error']}")
     if not _same(answer.get("proof"), _proof(secret, "listener", theirs, ours)):
-        raise RefusedError(f"{link.peer} does not know the secret of this life of the job")
+        raise RefusedError(f"{link.peer} does not know the secret of this run of the job")
 
 
-def admit(link: Link, *secrets_of_lives: bytes) -> bytes:
+def admit(link: Link, *secrets_of_runs: bytes) -> bytes:
     """The listener's side; returns which of the secrets the caller knows. Raises PeerError for a
     stranger, who is told why; nothing else is read from one."""
     ours = secrets.token_hex(16)
@@ -277,11 +277,11 @@ def admit(link: Link, *secrets_of_lives: bytes) -> bytes:
         why = f"this agent speaks protocol {PROTOCOL}; install the same tierckpt on all nodes"
     else:
         theirs = str(hello.get("nonce"))
-        for secret in secrets_of_lives:
+        for secret in secrets_of_runs:
             if _same(hello.get("proof"), _proof(secret, "caller", ours, theirs)):
                 link.send({"proof": _proof(secret, "listener", ours, theirs)})
                 return secret
-        why = "it is an agent of another job, or of another life of this one"
+        why = "it is an agent of another job, or of another run of this one"
     link.send_now({"error": why})
     raise RefusedError(f"{link.peer} was refused: {why}")
 

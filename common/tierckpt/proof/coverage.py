@@ -77,7 +77,7 @@ def gaps(life: Life, versions: Sequence[int], asked: Asked) -> list[str]:
 
 
 def over_epochs(life: Life, asked: Asked) -> Asked | None:
-    """What to ask for, at the pace of this life, to have an epoch end before the kill and one after
+    """What to ask for, at the pace of this run, to have an epoch end before the kill and one after
     it; `asked` itself where it has; None where that cannot be reckoned."""
     kill_at = asked.begin + asked.kill_after
     epochs = _Epochs.of(life, kill_at + asked.steps)

@@ -60,7 +60,7 @@ class Recorder(Callbacks):
         checkpointer._halt.ask(HaltRequest(after_version=order.until))
 
     def on_restored(self, restored: Restored) -> None:
-        """Where this life begins."""
+        """Where this run begins."""
         self._begun = restored.version
         self._writer.line("restored", version=restored.version)
 

@@ -60,7 +60,7 @@ class State:
 
 @dataclass
 class Life:
-    """One rank's part of one life of a job."""
+    """One rank's part of one run of a job."""
 
     rank: int
     ranks: int
@@ -121,12 +121,12 @@ class Record:
             yield from lives
 
     def last_lives(self) -> list[Life]:
-        """Each rank's; of ranks that the last life had."""
+        """Each rank's; of ranks that the last run had."""
         ranks = max(self.lives.items())[1][-1].ranks if self.lives else 0
         return [lives[-1] for rank, lives in sorted(self.lives.items()) if rank < ranks]
 
     def reached(self, version: int) -> bool:
-        """Whether all ranks of the last life have it, or a later one."""
+        """Whether all ranks of the last run have it, or a later one."""
         newest = self.last_lives()
         whole = bool(newest) and len(newest) == newest[0].ranks
         return whole and all(life.last >= version for life in newest)

@@ -29,7 +29,7 @@ _ERROR = re.compile(r"(\[[^\]]*\]:? ?)*\s*[\w.]+(Error|Exception): ")
 LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 """Says that a rank failed, not why."""
 ENVIRONMENT = {
-    # Else torchrun lets all lives of a job share one key-value store, and a restarted gloo process
+    # Else torchrun lets all runs of a job share one key-value store, and a restarted gloo process
     # may read the address of one that is dead.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }

@@ -97,10 +97,10 @@ def common_versions(lives: Mapping[int, Life], above: int, upto: int) -> list[in
     return sorted(v for v in set.intersection(*found) if above < v <= upto)
 
 
-def count_of(life_by_rank: Mapping[int, Life], version: int) -> tuple[int, int]:
+def count_of(run_id_by_rank: Mapping[int, Life], version: int) -> tuple[int, int]:
     """How many tensors of model and optimizer one version has, and how many other values."""
     names = set[str]()
-    for life in life_by_rank.values():
+    for life in run_id_by_rank.values():
         names |= {_RANGE.sub("", name) for name in life.states[version].load()}
     tensors = sum(part_of(name) in ("model", "buffer", "") for name in names)
     return tensors, len(names) - tensors

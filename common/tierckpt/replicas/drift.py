@@ -46,7 +46,7 @@ class Spared:
         self._active, self._drifted = active, False
 
     def restart(self, version: VersionId | None) -> None:
-        """A life begins; `version` is the newest that is no suspect. It stays until another one is
+        """A run begins; `version` is the newest that is no suspect. It stays until another one is
         known to be alike: ranks that differ from the first step on would leave nothing else."""
         self.version = version if self._active else None
         self._next, self._drifted = None, False
@@ -86,33 +86,33 @@ class Drift:
         group: Group,
         node: Node,
         job: JobDirectory,
-        lives: JobHistory,
+        history: JobHistory,
         agreement: Agreement,
         spared: Spared,
         reports: Reports,
     ) -> None:
         self._config, self._group, self._job = config, group, job
         self._is_first = node.first == group.rank
-        self._history, self._agreement, self._spared = lives, agreement, spared
+        self._history, self._agreement, self._spared = history, agreement, spared
         self._reports = reports
         self._thread: threading.Thread | None = None
 
     def alike(self, version: int) -> None:
-        """All ranks were alike at that version of this life."""
+        """All ranks were alike at that version of this run."""
         self._spared.alike(self._history.generation, version)
 
     def found(self, finding: Finding) -> Consequences:
         """Mark what may be a mixture; returns what is marked, and which version is none."""
-        agreement, lives = self._agreement, self._history
+        agreement, history = self._agreement, self._history
         self._spared.drifted()
         known = {*agreement.memory.open, *agreement.local.open, *agreement.persistent.open}
         known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
-        clean = finding.clean if finding.clean is not None else lives.began_at
+        clean = finding.clean if finding.clean is not None else history.began_at
         self._begin(known, clean, finding.text())
         marked = f"Versions after v{clean} are marked as suspect"
         if finding.clean is None:
             marked = "Versions that were taken before that was known are marked as suspect"
-        return Consequences(marked, self._way_back(), lives.began_at > 0, lives.nodes)
+        return Consequences(marked, self._way_back(), history.began_at > 0, history.nodes)
 
     def _way_back(self) -> str:
         where = self._config.directory
@@ -133,7 +133,7 @@ class Drift:
         )
 
     def _begin(self, known: Iterable[VersionId], clean: int, text: str) -> None:
-        life = self._history.name
+        run_id = self._history.name
         suspects = {i for i in known if self._history.is_own(i.generation) and i.version > clean}
 
         def work() -> None:
@@ -141,7 +141,7 @@ class Drift:
                 if self._is_first:
                     self._mark_here(suspects, clean, text)
                 if self._group.rank == 0 and self._config.persistent.path:
-                    self._mark_there(clean, life, text)
+                    self._mark_there(clean, run_id, text)
             except Exception as error:
                 why = f"versions that are suspect could not be marked: {error}"
                 self._reports.notice_later(why, logging.ERROR)
@@ -162,12 +162,12 @@ class Drift:
         for folder in (self._job.path, Path(self._config.directory)):
             SuspectMarks(folder).add(known | seen, text)
 
-    def _mark_there(self, clean: int, life: str, text: str) -> None:
+    def _mark_there(self, clean: int, run_id: str, text: str) -> None:
         """What is on its way there is marked by the agent that brings it."""
         persistent = self._config.persistent
         with contextlib.closing(PersistentStore(persistent.path, **persistent.options())) as store:
             for name in store.versions():
-                of_us = self._history.is_own(name.id.generation) and name.life == life
+                of_us = self._history.is_own(name.id.generation) and name.run_id == run_id
                 if of_us and name.id.version > clean:
                     store.mark_suspect(name, text.encode())
 

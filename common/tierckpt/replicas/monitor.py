@@ -1,7 +1,7 @@
 """Replicas: whether what all ranks are to have alike is alike, looked at as the training goes on.
 
 At each boundary all ranks hash the same slice of parameters and optimizer state, the first time in
-a life all of it (`replicahash`); the digest goes into the next boundary's vote, and what came of
+a run all of it (`replicahash`); the digest goes into the next boundary's vote, and what came of
 that is read at the one after. If ranks differ, all learn it from the same vote, and give along with
 the next ones which tensors differ, on which ranks (`replicainquiry`).
 """
@@ -45,7 +45,7 @@ the state anew takes some 10 microseconds a tensor."""
 UNKNOWN = -1
 """In place of a version."""
 GONE_OFTEN = 2
-"""After so many differences that were gone at the next look in a life, looks are made at the
+"""After so many differences that were gone at the next look in a run, looks are made at the
 boundary at once: weights are evidently written between it and the step, where no counter tells."""
 SPREAD_AFTER = 2
 """So many boundaries after a finding the votes are about the look at all of the state."""
@@ -88,7 +88,7 @@ class ReplicaMonitor:
         self.restart()
 
     def restart(self) -> None:
-        """A life begins, or the state is another one now: what was seen is forgotten."""
+        """A run begins, or the state is another one now: what was seen is forgotten."""
         self._replicated: ReplicatedState | None = None
         self._structure = NONE
         self._look: Look | None = None
@@ -128,7 +128,7 @@ class ReplicaMonitor:
 
     @property
     def refusing(self) -> bool:
-        """No version is to be taken: nothing was ever alike in this life, as far as is known."""
+        """No version is to be taken: nothing was ever alike in this run, as far as is known."""
         if self.finding is not None:
             return self.finding.clean is None
         return self._inquiry is not None and self._clean is None

@@ -22,7 +22,7 @@ class Consequences(NamedTuple):
     way_back: str
     """How to go on from a version that is none: a sentence or two."""
     from_version: bool = False
-    """This life was started from a version."""
+    """This run was started from a version."""
     nodes: Sequence[str] = ()
     """On which each rank runs; empty where that is not known."""
 
@@ -58,7 +58,7 @@ SILENT = (
 
 
 def never_alike(finding: Finding, then: Consequences) -> str:
-    """Of ranks that nobody ever made alike in this life."""
+    """Of ranks that nobody ever made alike in this run."""
     back = f"To go back: {then.way_back}. " if then.from_version else ""
     own = ", ".join(dict.fromkeys(parameter_of(name) for name in finding.names[:4])) or "..."
     return (

@@ -202,7 +202,7 @@ class Restorer:
                 self._new.begin(wanted=not fetches_most)
                 reads.on_open = self._new.foresee
             with _noted(trouble):
-                reads.open(plan.id, len(plan.sources), plan.life, mine)
+                reads.open(plan.id, len(plan.sources), plan.run_id, mine)
             if plan.rebuilds:
                 suspected, failures = self._rebuild(attempt, pool, reads, trouble)
             failures += _map_others(attempt)
@@ -225,13 +225,16 @@ class Restorer:
             shard = source.shard
             if shard in headers and shard not in damaged and not source.place.mappable:
                 key = ShardKey(plan.id, shard, len(plan.sources))
-                self._kept[key, source.place, plan.life] = attempt.images.pop(shard), headers[shard]
+                self._kept[key, source.place, plan.run_id] = (
+                    attempt.images.pop(shard),
+                    headers[shard],
+                )
 
     def _drop_kept(self, plan: RestorePlan | None = None) -> None:
         """What this plan has no use for: another version's is never asked for again."""
-        for key, place, life in list(self._kept):
-            if plan is None or (key.id, life) != (plan.id, plan.life):
-                image, _ = self._kept.pop((key, place, life))
+        for key, place, run_id in list(self._kept):
+            if plan is None or (key.id, run_id) != (plan.id, plan.run_id):
+                image, _ = self._kept.pop((key, place, run_id))
                 image.close()
 
     def _rebuild(
@@ -270,7 +273,7 @@ class Restorer:
         self._progress.advance(nbytes)
 
     def _still_found(self, failed: list[tuple[int, Failure]]) -> list[tuple[int, Failure]]:
-        """Without copies that are no longer there when all look once more: an agent of the life
+        """Without copies that are no longer there when all look once more: an agent of the run
         before has retired them, for a newer version that the next plan is to know.
 
         That ends: what a look no longer finds was deleted, and what it finds is rejected here.
@@ -382,7 +385,7 @@ def _map_others(attempt: VerifiedVersion) -> list[Failure]:
         if source.direct and source.reader != attempt.broadcaster.rank:
             key = ShardKey(plan.id, source.shard, len(plan.sources))
             try:
-                attempt.images[source.shard] = open_image(key, source.place, plan.life)
+                attempt.images[source.shard] = open_image(key, source.place, plan.run_id)
             except FileNotFoundError as error:  # its reader tells whether it is there
                 failures.append(
                     replace(Failure.of(key, source.place, error), blame=FaultScope.SIGHT)

@@ -50,7 +50,7 @@ class RestoreSession:
     """Good for one restore: made, `find`, `load` if that found something, `report`.
 
     Training thread; all ranks do the same. What it is given stays its owner's: the live state is
-    changed by `load` alone, and `lives` by taking stock, and where a life begins afresh.
+    changed by `load` alone, and `history` by taking stock, and where a run begins afresh.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RestoreSession:
         config: Config,
         group: Group,
         state: TrainingState,
-        lives: JobHistory,
+        history: JobHistory,
         reports: Reports,
         bar: Progress,
         begin_seconds: float,
@@ -67,7 +67,7 @@ class RestoreSession:
         """Takes stock of all levels: collective. `begin_seconds`: when `restore()` was called, by
         `time.perf_counter()`. `elsewhere`: see `Berth.left_elsewhere`."""
         self._config = config
-        self._group, self._state, self._history, self._reports = group, state, lives, reports
+        self._group, self._state, self._history, self._reports = group, state, history, reports
         self._begin_seconds, self._elsewhere = begin_seconds, elsewhere
         self._version: int | None = None
         """That was asked for."""
@@ -76,19 +76,19 @@ class RestoreSession:
         self._calls_alone = config.boundary == "explicit"
         self._error_barrier = ErrorBarrier(group)
         with self._error_barrier:
-            lives.look(self._error_barrier)
+            history.look(self._error_barrier)
             self._inventory_seconds = time.perf_counter() - begin_seconds
             self._new = TensorPreallocator(state)
             self._restorer = Restorer(
                 self._error_barrier,
-                lives.found,
+                history.found,
                 self._reject,
-                lives.parities,
+                history.parities,
                 bar,
                 self._open_store,
                 self._new,
                 self._look_again,
-                lives.nodes,
+                history.nodes,
                 SpillPolicy(Path(config.directory), _live_bytes(state)),
             )
         self._told: set[str] = set()
@@ -101,7 +101,7 @@ class RestoreSession:
     def find(self, version: int | None, live_version: int) -> VerifiedVersion | None:
         """The newest sound version, or `version`; the caller closes it. Collective.
 
-        None when there is nothing: a life has begun afresh then. Raises RestoreError, on all ranks,
+        None when there is nothing: a run has begun afresh then. Raises RestoreError, on all ranks,
         where that would be wrong: something was asked for, or may be where nobody could look, or
         the live state, at `live_version`, is no fresh one; where there is something of a newer
         format and `version` does not say to go back behind it; and where a rank fails by itself.
@@ -145,7 +145,7 @@ class RestoreSession:
 
     def _tell_what_is_passed_over(self, found: VersionId) -> None:
         """Who asks to stop where replicas differ does not want to go on from such a version. Where
-        the life before went back to the same version, and came no further before replicas differed
+        the run before went back to the same version, and came no further before replicas differed
         again, a launcher could try for ever: RestoreError, on all ranks."""
         if not self.passed_over:
             return
@@ -158,7 +158,7 @@ class RestoreSession:
         began = self._history.lineage_of(newest)[-1]
         if began == (newest.generation, found.version) and newest.generation > found.generation:
             raise RestoreError(
-                f"the life of this job before this one was started from {found}, as the next one "
+                f"the run of this job before this one was started from {found}, as the next one "
                 f"would be, and replicas differed again before a newer version was known to be "
                 f"alike on all ranks ({why}). Nothing was changed, so that a launcher does not "
                 "try that for ever",
@@ -358,7 +358,7 @@ class RestoreSession:
             )
 
     def _tell_what_is_elsewhere(self, found: VersionId | None) -> None:
-        """A life that was killed had its slots under another name or in another place: `shm_dir`,
+        """A run that was killed had its slots under another name or in another place: `shm_dir`,
         `node` or `job_id` was changed since, perhaps by mistake. `found` is what was."""
         mine = job_directory.job_directory(self._config)
         for folder in sorted(self._elsewhere):
@@ -376,7 +376,7 @@ class RestoreSession:
             now = {"shm_dir": str(mine.root.parent), "job_id": mine.job, "node": mine.node}
             changed = (f"{k}={v!r}" for k, v in before.items() if now[k] != v)
             self._reports.notice(
-                f"{newest} is in memory in {folder}, where a killed life of this job had its "
+                f"{newest} is in memory in {folder}, where a killed run of this job had its "
                 f"slots. This one has {mine.path}, does not see it, and "
                 f"{f'goes on from {found}' if found else 'has found nothing'}. To go on from "
                 f"{newest}: end this job, and start it again with {', '.join(changed)}",
@@ -388,14 +388,14 @@ class RestoreSession:
         with contextlib.suppress(OSError):
             user = f"user {user_name(folder.parent.stat().st_uid)}"
         self._reports.notice(
-            f"a killed life of this job, of {user}, had its slots in {folder}, which this user may "
+            f"a killed run of this job, of {user}, had its slots in {folder}, which this user may "
             f"not look into. This one {f'goes on from {found}' if found else 'has found nothing'}; "
             f"should there be a newer version, a start by {user} goes on from it",
             logging.WARNING,
         )
 
     def _tell_what_other_nodes_have(self, found: VersionId | None) -> None:
-        """`{node}` stands for another name than in the life before. Nodes of this life have told
+        """`{node}` stands for another name than in the run before. Nodes of this run have told
         what they have; rank 0 looks for others', and every node that has nothing of its own."""
         rank, hosts = self._group.rank, self._history.nodes
         empty = not any(each.place.level == "local" for each in self._history.found[rank])

@@ -128,18 +128,18 @@ class SetAsideError(Exception):
 def open_image(
     key: ShardKey,
     place: Location,
-    life: str = "",
+    run_id: str = "",
     open_store: OpenStore = open_persistent,
     make_room: MakeRoom | None = None,
 ) -> ShardImage:
-    """Map the shard, or make room for it; `ShardImage.bring` gets its bytes. `open_store` opens what is
-    far. What has to be fetched or decoded goes where `make_room` says: `in_memory`.
+    """Map the shard, or make room for it; `ShardImage.bring` gets its bytes. `open_store` opens
+    what is far. What has to be fetched or decoded goes where `make_room` says: `in_memory`.
 
     Raises what is in LOST.
     """
     make_room = make_room or in_memory
     if place.level in FAR:
-        return _fetch(key, place, life, open_store, make_room)
+        return _fetch(key, place, run_id, open_store, make_room)
     if place.level == "memory":
         slot = Slot.open(Path(place.where))
         if slot is None:
@@ -168,14 +168,14 @@ def open_image(
 
 
 def _fetch(
-    key: ShardKey, place: Location, life: str, open_store: OpenStore, make_room: MakeRoom
+    key: ShardKey, place: Location, run_id: str, open_store: OpenStore, make_room: MakeRoom
 ) -> ShardImage:
     """Room for the shard, and how to fill it."""
     shared = open_store(place)
-    name = VersionName(key.id, key.shards, life)
+    name = VersionName(key.id, key.shards, run_id)
 
     def other(base: ShardKey) -> tuple[Manifest, Read]:
-        found = shared.open_shard(VersionName(base.id, base.shards, life), base.shard)
+        found = shared.open_shard(VersionName(base.id, base.shards, run_id), base.shard)
         return Manifest.decode(found.manifest), found.read
 
     try:

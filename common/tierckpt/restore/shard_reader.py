@@ -153,11 +153,11 @@ class Reads:
         self.headers: dict[int, ShardHeader] = {}
         """Of the shards that could be opened; checked."""
 
-    def open(self, version: VersionId, shards: int, life: str, sources: Iterable[Source]) -> None:
+    def open(self, version: VersionId, shards: int, run_id: str, sources: Iterable[Source]) -> None:
         """Open the shards, and begin to read them. What cannot be opened is told by `finish`."""
         opened: list[Opened] = []
         try:
-            self._open(version, shards, life, sources, opened)
+            self._open(version, shards, run_id, sources, opened)
         except BaseException:
             for key, _, opening in opened:
                 _give_up(opening, self._images.get(key.shard))
@@ -167,20 +167,20 @@ class Reads:
         self,
         version: VersionId,
         shards: int,
-        life: str,
+        run_id: str,
         sources: Iterable[Source],
         opened: list[Opened],
     ) -> None:
         """What is being opened is in `opened`, whatever comes out."""
         for source in sources:
             key = ShardKey(version, source.shard, shards)
-            there = self._kept.pop((key, source.place, life), None)
+            there = self._kept.pop((key, source.place, run_id), None)
             if there is not None:
                 self._images[key.shard], self.headers[key.shard] = there
                 self.on_open(self.headers[key.shard])
                 self._checks.append((key, source.place, []))
                 continue
-            how = (life, self._open_store, self._make_room)
+            how = (run_id, self._open_store, self._make_room)
             opening = self._pool.submit(_open, key, source.place, *how)
             opened.append((key, source.place, opening))
         for key, place, opening in opened:
@@ -257,10 +257,10 @@ def runs_of(header: ShardHeader) -> Iterator[Run]:
 
 
 def _open(
-    key: ShardKey, place: Location, life: str, open_store: OpenStore, make_room: MakeRoom | None
+    key: ShardKey, place: Location, run_id: str, open_store: OpenStore, make_room: MakeRoom | None
 ) -> tuple[ShardImage, ShardHeader]:
     """A shard with its header checked. Raises what `open_image` raises, and what a check does."""
-    image = open_image(key, place, life, open_store, make_room)
+    image = open_image(key, place, run_id, open_store, make_room)
     try:
         return image, check_header(image)
     except BaseException:

@@ -1,7 +1,7 @@
 """What a snapshot copies: from which live tensors, block by block, and where to.
 
-A `CopyPlan` outlives the snapshots that follow it. What goes round at every boundary is a few C loops
-over lists that were made once.
+A `CopyPlan` outlives the snapshots that follow it. What goes round at every boundary is a few C
+loops over lists that were made once.
 """
 
 from __future__ import annotations

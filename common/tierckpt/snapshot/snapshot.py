@@ -99,7 +99,7 @@ class Head:
     job: str
     version: int
     generation: int
-    life: str
+    run_id: str
     lineage: Lineage
     iteration: int
     calls: int | None = None
@@ -430,7 +430,7 @@ class Snapshot:
             job=self.head.job,
             version=self.head.version,
             generation=self.head.generation,
-            life=self.head.life,
+            run_id=self.head.run_id,
             lineage=self.head.lineage,
             iteration=self.head.iteration,
             calls=self.head.calls,

@@ -3,8 +3,8 @@
 Members of an `enum.Enum`, named tuples, and tensor subclasses that are made of plain tensors (as
 torchao's 8-bit state is) are stored as the name of their class and what they are made of. Nothing
 is imported to make them again, and no constructor is called: the class is looked up among modules
-that the script has imported. Where it is not there, as for `tierckpt.load`, a `ForeignValue` stands for
-the value.
+that the script has imported. Where it is not there, as for `tierckpt.load`, a `ForeignValue`
+stands for the value.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def look_at_memory(
     """Add the slots of this machine."""
     for path, m in job.sealed():
         place = Location("memory", host, str(path))
-        seal = (m.lineage, m.life, None, m.complete, m.created_seconds)
+        seal = (m.lineage, m.run_id, None, m.complete, m.created_seconds)
         found.append(Found(m.key, place, *seal, m.suspect))
     for path, error in job.damaged():
         told = unseen if isinstance(error, OSError) else problems
@@ -118,7 +118,7 @@ def look_at_local(
             if manifest.encoding and (base := manifest.encoding.base_of(key)) not in (None, *keys):
                 raise FormatError(f"{key} refers to {base}, which is not there")
         except FileNotFoundError:
-            continue  # retired by an agent of the life before while we looked
+            continue  # retired by an agent of the run before while we looked
         except OSError as error:
             unseen.append(Problem.of(replace(disk, where=f"{disk.where}/{key.stem}"), error))
         except (CorruptShardError, FormatError) as error:
@@ -126,7 +126,7 @@ def look_at_local(
             problems.append(Problem.of(where, error, keys=(key,)))
         else:
             place = replace(disk, encoded=manifest.encoding is not None)
-            told = (manifest.lineage, manifest.life, manifest.metric, manifest.complete)
+            told = (manifest.lineage, manifest.run_id, manifest.metric, manifest.complete)
             since = (manifest.created_seconds, manifest.suspect)
             found.append(Found(key, place, *told, *since))
     return keys
@@ -155,7 +155,7 @@ def look_at_parities(
         except (CorruptShardError, FormatError) as error:
             problems.append(Problem.of(place, error, f"{key}: ", (key,)))
         else:
-            made = (record.lineage, record.life, record.group, record.k, record.m)
+            made = (record.lineage, record.run_id, record.group, record.k, record.m)
             found.append(FoundParity(key, place, *made))
     return found
 
@@ -202,7 +202,7 @@ def look_at_persistent(
                 problems.append(Problem.of(place, error, f"{name}: ", keys))
             else:
                 said = suspects.get(name, "")
-                found += [Found(key, place, lineage, name.life, suspect=said) for key in keys]
+                found += [Found(key, place, lineage, name.run_id, suspect=said) for key in keys]
         for name in store.obstructed():
             why = f"{name}: a directory is in the place of its manifest"
             unseen.append(Problem(place, why))

@@ -1,4 +1,5 @@
-"""What every backend of the persistent level must satisfy (`tierckpt.storage.persistent.backend`)."""
+"""What every backend of the persistent level must satisfy
+(`tierckpt.storage.persistent.backend`)."""
 
 from __future__ import annotations
 

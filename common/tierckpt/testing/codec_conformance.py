@@ -128,7 +128,7 @@ class HidingConformance(CodecConformance):
             replace(PLACE, index=4),
             replace(PLACE, shard=1),
             replace(PLACE, version=9),
-            replace(PLACE, life="5eee"),
+            replace(PLACE, run_id="5eee"),
             replace(PLACE, job="another"),
         ):
             with pytest.raises((CorruptShardError, CodecError)):

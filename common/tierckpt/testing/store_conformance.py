@@ -1,4 +1,5 @@
-"""What every store of shards must satisfy; `tierckpt.storage.local.store.LocalStore` is the model."""
+"""What every store of shards must satisfy; `tierckpt.storage.local.store.LocalStore` is the
+model."""
 
 from __future__ import annotations
 

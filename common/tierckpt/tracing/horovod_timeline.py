@@ -147,7 +147,7 @@ class ClockAgreement:
 
 def agreement(timeline: Timeline) -> ClockAgreement:
     """Compare rank 0's launches and updates with Horovod's allreduces."""
-    # Horovod writes a timeline anew in every life, ours go on.
+    # Horovod writes a timeline anew in every run, ours go on.
     life = max((s.begin_us for s in timeline.of("begin", rank=0)), default=0)
     updates = timeline.of("update", rank=0, from_us=life)
     begins = [s.begin_us for s in updates]

@@ -1,11 +1,11 @@
 """Trace: when this rank did what, as Chrome-trace JSON, for one time axis with the allreduces.
 
 Off unless `trace_dir` is set; then each rank appends to `<trace_dir>/trace-r<rank>.json` through
-the first `trace_steps` boundaries of its life. `tierckpt trace` reads these files; so do Chrome's
+the first `trace_steps` boundaries of its run. `tierckpt trace` reads these files; so do Chrome's
 `about:tracing` and Perfetto.
 
 The file is a JSON array that is never closed, which both viewers accept: whatever kills the
-process, what was written before is readable. A new life cuts off a torn last line and goes on
+process, what was written before is readable. A new run cuts off a torn last line and goes on
 behind it. Time stamps are microseconds of Unix time, taken once and carried on by the monotonic
 clock, so that a clock that is set while the job runs bends nothing.
 
@@ -13,7 +13,7 @@ Kinds of entries, which are their `cat`:
 
 | kind | row | what |
 |---|---|---|
-| `begin` | training | a life begins: rank, process id, host |
+| `begin` | training | a run begins: rank, process id, host |
 | `boundary`, `barrier` | training | the two stalls |
 | `update` | training | an optimizer changes the weights |
 | `trace` | training | this recorder writes its file |

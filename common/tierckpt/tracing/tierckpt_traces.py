@@ -51,10 +51,10 @@ def _in_order(spans: list[Span]) -> Iterable[Span]:
 
 
 def _reductions(entries: Iterable[dict[str, Any]]) -> dict[str, tuple[str, ...]] | None:
-    lives = [e["args"]["reductions"] for e in entries if e.get("cat") == "names"]
-    if not lives:
+    runs = [e["args"]["reductions"] for e in entries if e.get("cat") == "names"]
+    if not runs:
         return None
-    return {name: tuple(layers) for known in lives for name, layers in known.items()}
+    return {name: tuple(layers) for known in runs for name, layers in known.items()}
 
 
 def _spans(entries: Iterable[dict[str, Any]]) -> Iterable[Span]:

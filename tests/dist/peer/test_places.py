@@ -21,7 +21,7 @@ INTERFACES = ("lo", "127.0.0.1")
 SCHEME = {"peer_redundancy": "partner", "local_every_steps": 100, "slots": 3, "when_busy": "wait"}
 
 
-def life(place: Place, ports: list[int], restore: bool) -> dict[str, Any]:
+def run_id(place: Place, ports: list[int], restore: bool) -> dict[str, Any]:
     """Train, with the last version protected, and end as a crash would; tells where the agent
     listens."""
     number = rank()
@@ -81,7 +81,7 @@ def test_agents_listen_where_they_are_told_and_a_lost_rack_comes_back(
     nodes = sum(map(len, RACKS))
     place = Place(str(tmp_path / "{node}" / "ckpts"), str(shm_dir))
     ports = free_ports(nodes)
-    before = ranks(nodes).run(life, place, ports, False)
+    before = ranks(nodes).run(run_id, place, ports, False)
     assert [told["listens"] for told in before] == [{("127.0.0.1", port)} for port in ports]
     assert [told["complaints"] for told in before] == [[]] * nodes
     for node in RACKS[0]:
@@ -89,7 +89,7 @@ def test_agents_listen_where_they_are_told_and_a_lost_rack_comes_back(
     shutil.rmtree(place.shm)  # everything was switched off
     Path(place.shm).mkdir()
     ports = free_ports(nodes)
-    after = ranks(nodes).run(life, place, ports, True)
+    after = ranks(nodes).run(run_id, place, ports, True)
     lost = len(RACKS[0])
     assert [told["restored"] for told in after] == [
         (STEPS, {"local": nodes - lost, "peer": lost})

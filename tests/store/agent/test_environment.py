@@ -449,8 +449,8 @@ def test_flushes_that_it_gives_up_are_named(
     somebody.ensure()  # so the flush waits
     zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1), shared.url)
     reach(zombie)
-    life = ("life", "job", ((1, 0),), 2, 1000, None, "here")
-    zombie.flush(FlushOrder(zombie.session.directory, (0,), 2, 1, 2, *life))
+    run_id = ("life", "job", ((1, 0),), 2, 1000, None, "here")
+    zombie.flush(FlushOrder(zombie.session.directory, (0,), 2, 1, 2, *run_id))
     until(lambda: "v2 waits" in told(zombie))
     clients = [client_of(shm_dir, tmp_path, shard, "new", (0, 1), shared.url) for shard in (0, 1)]
     agents += map(reach, clients)
@@ -482,8 +482,8 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
     assert reach(before) == os.getpid()
     before._line.send({"op": "commit", "stem": "one", "segment": "nowhere"})
     for version in (2, 4):
-        life = ("life", "job", ((1, 0),), 2, 1000, None, "here")
-        before.flush(FlushOrder(before.session.directory, (0,), version, 1, 2, *life))
+        run_id = ("life", "job", ((1, 0),), 2, 1000, None, "here")
+        before.flush(FlushOrder(before.session.directory, (0,), version, 1, 2, *run_id))
     before.retire(None, ((1, 0),))
     assert begun.wait(PATIENCE_SECONDS)
     new.start()

@@ -70,7 +70,7 @@ def source(key: ShardKey) -> ShardSource:
     return ShardSource(key.shard, memoryview(content_of(key, 1)), manifest_of(key, 1))
 
 
-def order(version: int, *here: int, life: str = LIFE) -> FlushOrder:
+def order(version: int, *here: int, run_id: str = LIFE) -> FlushOrder:
     """For the node that has the shards `here`; all of them unless told."""
     return FlushOrder(
         directory="/nowhere",
@@ -78,7 +78,7 @@ def order(version: int, *here: int, life: str = LIFE) -> FlushOrder:
         version=version,
         generation=1,
         shards=SHARDS,
-        life=life,
+        run_id=run_id,
         job="job",
         lineage=((1, 0),),
         iteration=version,
@@ -406,7 +406,7 @@ def test_a_full_place_has_older_versions_removed_as_is_wanted_now(
     code: int, node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is no room for one more, none would be committed, and retention never come."""
-    zero, two = node(keep_last=3), replace(order(4, 0), life="11fe", generation=2)
+    zero, two = node(keep_last=3), replace(order(4, 0), run_id="11fe", generation=2)
     successor = node(keep_last=1, nodes=2)
     for version in (1, 2, 3):
         assert zero.flush(order(version))["complete"]
@@ -569,7 +569,7 @@ def test_a_flush_that_outlasts_the_lease_keeps_it(
         with contextlib.suppress(LeaseHeldError):
             watcher.ensure()
         holder = watcher.newest()
-        lives.add(holder.life if holder is not None else "nobody")
+        lives.add(holder.run_id if holder is not None else "nobody")
 
     clock.meanwhile = look
     assert zero.flush(order(1))["complete"]

@@ -156,12 +156,12 @@ def test_who_met_others_in_the_life_before_is_answered_until_a_later_one_begins(
     orders = Orders(tmp_path)
     lives = ("first", "never met", "third", "fourth")
     places = []
-    for number, life in enumerate(lives):
-        places.append(orders.made.open(life, "lo", 0, "localhost"))
+    for number, run_id in enumerate(lives):
+        places.append(orders.made.open(run_id, "lo", 0, "localhost"))
         answered = [each for each in lives if answers(places[-1], each)]
         known = {0: ["first"], 1: ["first", "never met"], 2: ["first", "third"]}
         assert answered == known.get(number, ["third", "fourth"])
-        if life != "never met":
+        if run_id != "never met":
             orders.made.know([])
     assert places == places[:1] * 4, "it is looked for where it was"
     assert not answers(places[0], "")
@@ -283,7 +283,7 @@ def test_no_parity_is_made_of_a_file_that_changed_meanwhile(
         if struck.acquire(blocking=False):
             store.retire(key)
             if then == "made anew":
-                image, manifest = shard_of(0, 2 * PAGE_BYTES, 2, life="another")
+                image, manifest = shard_of(0, 2 * PAGE_BYTES, 2, run_id="another")
                 assert Manifest.decode(manifest).key == key
                 store.commit(key, image, manifest)
         end(exchange)

@@ -232,9 +232,9 @@ def test_killed_twice_it_still_resumes(
     path: Path, marks: Path, settings: Any, course: dict[int, str]
 ) -> None:
     rules = "kill@seal:version=3;kill@refill:version=6"
-    for life, count in enumerate((1, 2)):
+    for run_id, count in enumerate((1, 2)):
         status = run_in_child(
-            train, str(path), STEPS, settings, restore=life > 0, rules=rules, marks=marks
+            train, str(path), STEPS, settings, restore=run_id > 0, rules=rules, marks=marks
         )
         assert (status, len(fired(marks))) == (-signal.SIGKILL, count)
     with TinyJob(path, seed=99, **settings) as job:

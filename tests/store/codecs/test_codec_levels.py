@@ -245,7 +245,7 @@ def test_a_life_refers_to_its_own_versions_only(
     there = stored(tmp_path / "ckpts")
     bases = {v: m.encoding.base and m.encoding.base.version for v, m in there.items()}
     assert bases == {1: None, 2: 1, 3: None, 4: 3, 5: 3, 6: 3}
-    assert there[2].life != there[3].life
+    assert there[2].run_id != there[3].run_id
     assert not [e.text() for e in both.events if e.name == "failed"]
     assert flushed(tmp_path / "shared")[-1] == STEPS
     shutil.rmtree(tmp_path / "ckpts")

@@ -95,7 +95,8 @@ def damage(path: Path, version: int) -> None:
 def agent_at(folder: Path) -> Iterator[None]:
     """A process that holds an agent's lock, as one does that waits for its next trainer."""
     text = (
-        "import sys; from pathlib import Path; from tierckpt.storage.memory.job_directory import take_lock; "
+        "import sys; from pathlib import Path; "
+        "from tierckpt.storage.memory.job_directory import take_lock; "
         "take_lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     line = [sys.executable, "-c", text, str(folder / "agent0.lock")]

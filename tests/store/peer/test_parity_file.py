@@ -223,7 +223,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     record = ParityManifest.of(shards, CODE, 0, bytes(8))
     right = ParityManifest.of(shards, CODE, 0, bytes(8 * -(-record.image_bytes // (512 << 10))))
     assert ParityManifest.decode(right.encode()) == right
-    strangers = [*shards[:2], Manifest.decode(shard_of(2, LENGTHS[2], 3, life="other")[1])]
+    strangers = [*shards[:2], Manifest.decode(shard_of(2, LENGTHS[2], 3, run_id="other")[1])]
     wrong = [
         {"k": 1},
         {"m": 3},
@@ -233,7 +233,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         {"group": (1, 5, 3)},
         {"group": (1, 3)},
         {"shard": 4},
-        {"life": "other"},
+        {"run_id": "other"},
         {"version": 2},
         {"members": tuple(m.encode().decode() for m in strangers)},
         {"members": ("", "", "")},

@@ -72,7 +72,7 @@ def node(agent: Transport) -> Iterator[RemoteNode]:
 
 
 def name_of(shard: Manifest) -> VersionName:
-    return VersionName(shard.id, shard.shards, shard.life)
+    return VersionName(shard.id, shard.shards, shard.run_id)
 
 
 def test_looking_at_slots_leaves_the_agents_own_pins(slot: Slot, node: RemoteNode) -> None:

@@ -1,8 +1,8 @@
 """Whatever a training state is made of comes back bit for bit, and trains on bit for bit.
 
 The cases are in `tests/statematrix`, and `proof.py` there says what is proved of each; in jobs of
-two ranks `tests/dist/state/test_state_matrix.py` proves it of a third of them. Odd cases restore from
-memory, even ones from disk.
+two ranks `tests/dist/state/test_state_matrix.py` proves it of a third of them. Odd cases restore
+from memory, even ones from disk.
 """
 
 from __future__ import annotations

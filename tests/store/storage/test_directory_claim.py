@@ -38,9 +38,11 @@ from tierckpt.testing import TinyJob
 
 TOKEN, OTHERS = "00aa", "11bb"
 HOLD = (
-    "import json, sys; from tierckpt.storage.local.directory_claim import DirectoryClaim; from tierckpt.storage.local.launch import Launch\n"
+    "import json, sys; from tierckpt.storage.local.directory_claim import DirectoryClaim; "
+    "from tierckpt.storage.local.launch import Launch\n"
     "launch = Launch(**json.loads(sys.argv[4]))\n"
-    "made = DirectoryClaim(*sys.argv[1:3], int(sys.argv[3]), print, launch, '', json.loads(sys.argv[5]))\n"
+    "made = DirectoryClaim(*sys.argv[1:3], int(sys.argv[3]), print, launch, '', "
+    "json.loads(sys.argv[5]))\n"
     "assert made.stake() == ''; print('staked', flush=True); sys.stdin.read()"
 )
 

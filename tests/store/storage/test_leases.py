@@ -45,8 +45,8 @@ class FakeClock:
         raise AssertionError("a lease does not wait")
 
 
-def lease(place: Path, life: str, clock: FakeClock) -> Lease:
-    return made(place).lease(life, f"job of {life}", clock)
+def lease(place: Path, run_id: str, clock: FakeClock) -> Lease:
+    return made(place).lease(run_id, f"job of {run_id}", clock)
 
 
 def test_a_lease_is_one_lifes_until_it_expires(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_lease_is_one_lifes_until_it_expires(tmp_path: Path) -> None:
 
 def test_a_job_does_not_wait_for_its_own_dead_life(tmp_path: Path) -> None:
     clock = FakeClock()
-    before, now = (made(tmp_path).lease(life, "us on node1", clock) for life in ("11", "22"))
+    before, now = (made(tmp_path).lease(run_id, "us on node1", clock) for run_id in ("11", "22"))
     other = lease(tmp_path, "33", clock)
     assert before.ensure() == 1
     assert now.ensure() == 2
@@ -106,7 +106,7 @@ def test_where_a_store_overwrites_who_came_first_finds_out(
 def test_a_life_that_was_followed_does_not_take_the_lease_back(tmp_path: Path) -> None:
     """It lives yet, and has something to flush: its successor is no dead one's."""
     clock = FakeClock()
-    before, now = (made(tmp_path).lease(life, "us on node1", clock) for life in ("11", "22"))
+    before, now = (made(tmp_path).lease(run_id, "us on node1", clock) for run_id in ("11", "22"))
     before.ensure()
     now.ensure()
     for again in (before.ensure, before.keep):
@@ -208,7 +208,7 @@ def test_the_command_that_takes_a_place_over(
 def test_a_lease_is_renewed_while_it_is_had_and_not_taken_again(tmp_path: Path) -> None:
     """A thread that renews the lease of a life that is over must not take it from the next."""
     clock = FakeClock()
-    old, new = (made(tmp_path).lease(life, "us on node1", clock) for life in ("11", "22"))
+    old, new = (made(tmp_path).lease(run_id, "us on node1", clock) for run_id in ("11", "22"))
     assert not old.renew()
     old.ensure()
     clock.seconds += 100
@@ -248,7 +248,7 @@ def test_a_lease_is_kept_from_a_thread_until_it_is_lost(tmp_path: Path) -> None:
         keeper.keep("22", "us")
         before = newest()
         until(lambda: newest().expires_seconds > before.expires_seconds)
-        assert newest().life == "22"
+        assert newest().run_id == "22"
     finally:
         keeper.close()
 

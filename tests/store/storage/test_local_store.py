@@ -53,7 +53,8 @@ def test_what_a_living_writer_has_open_is_not_cleaned_away(tmp_path: Path) -> No
     """The agent of a trainer that was just killed may still be at its last version."""
     temp = tmp_path / f".{key_of(7).stem}.tmp"
     writer = python(
-        "import sys; from pathlib import Path; from tierckpt.storage.files.direct_file import DirectFile\n"
+        "import sys; from pathlib import Path; "
+        "from tierckpt.storage.files.direct_file import DirectFile\n"
         "with DirectFile(Path(sys.argv[1])): print('open', flush=True); sys.stdin.read()",
         temp,
     )

@@ -57,7 +57,7 @@ def become(user: int, umask: int) -> None:
 # --- one after the other -------------------------------------------------------------------------
 
 
-def life(user: int, umask: int, place: Path, memory: Path, until: int, kill: bool) -> None:
+def run_id(user: int, umask: int, place: Path, memory: Path, until: int, kill: bool) -> None:
     """One life of the job; what it says is in a file of its user's. Ends with status KILLED where
     it is to leave all as a killed one does."""
     with TinyJob(memory / f"warm{user}", shm_dir=str(memory), agent="inline") as warm:
@@ -84,7 +84,7 @@ def life(user: int, umask: int, place: Path, memory: Path, until: int, kill: boo
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
 def test_who_comes_next_goes_on_and_loses_nothing(umask: int, shared: Path, memory: Path) -> None:
     def run(user: int, until: int, kill: bool) -> tuple[Any, ...]:
-        status = run_in_child(life, user, umask, shared, memory, until, kill)
+        status = run_in_child(run_id, user, umask, shared, memory, until, kill)
         assert status == (KILLED if kill else 0)
         told = json.loads((memory / f"told{user}").read_text())
         return told["begun"], told["committed"], told["wrong"], told["hidden"]

@@ -118,7 +118,8 @@ def killed(does: str, at: str, folder: Path) -> None:
     """Another process is killed there while it does that."""
     program = (
         "import sys; from pathlib import Path\n"
-        "from tests.support import persistent_shards as p\nfrom tests.store.storage import test_persistent_s3 as t\n"
+        "from tests.support import persistent_shards as p\nfrom tests.store.storage import "
+        "test_persistent_s3 as t\n"
         "store = p.s3(Path(sys.argv[1])).store; key = t.key_of(1)\n"
     )
     done = subprocess.run(
@@ -246,7 +247,9 @@ def test_of_two_jobs_at_one_url_one_is_refused(through_proxy: ObjectBackend) -> 
 def test_a_race_for_a_free_lease_has_one_winner(proxy: Proxy, url: str) -> None:
     """Both saw it free. The store's conditional put decides."""
     backends = [ObjectBackend(url, **s3_options(proxy.url)) for _ in range(2)]
-    leases = [Lease(b, life, life, SystemClock()) for b, life in zip(backends, "12", strict=True)]
+    leases = [
+        Lease(b, run_id, run_id, SystemClock()) for b, run_id in zip(backends, "12", strict=True)
+    ]
     assert leases[0]._take(1, None) == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends[1]._fs, "exists", lambda path: False)  # it looked a moment before

@@ -39,8 +39,8 @@ LIFE = "5eed"
 LAYOUTS = {"shared": {}, "own": {"shared_writes": False}}
 
 
-def name(version: int, life: str = LIFE, generation: int = 1) -> VersionName:
-    return VersionName(VersionId(generation, version), SHARDS, life)
+def name(version: int, run_id: str = LIFE, generation: int = 1) -> VersionName:
+    return VersionName(VersionId(generation, version), SHARDS, run_id)
 
 
 def facts(version: int, **metrics: float) -> VersionFacts:
@@ -269,27 +269,27 @@ def test_retention_keeps_what_the_policy_says(store: PersistentStore, tmp_path: 
     for version, loss in losses.items():
         store.flush(name(version), facts(version, loss=loss), sources(version))
     store.pin(name(1))
-    store.flush(name(3, life="dead"), facts(3), sources(3, [0]))
-    store.flush(name(5, life=LIFE, generation=2), facts(5), sources(5, [0]))
+    store.flush(name(3, run_id="dead"), facts(3), sources(3, [0]))
+    store.flush(name(5, run_id=LIFE, generation=2), facts(5), sources(5, [0]))
     policy = RetentionPolicy(keep_last=1, keep_every=4, keep_best=1, metric="loss")
     assert store.retain(policy, name(6)) == [name(3), name(5)]
     assert store.versions() == [name(v) for v in (1, 2, 4, 6)]
     for version in (1, 2, 4, 6):
         check(store, version)
     # Other lives' unfinished versions go only when the lease says that they are no more.
-    left = [name(3, life="dead"), name(5, generation=2)]
+    left = [name(3, run_id="dead"), name(5, generation=2)]
     assert store.incomplete() == left
     lease = store.lease(LIFE, "us")
     assert store.retain(policy, name(6), lease) == []
     lease.ensure()
-    assert store.retain(policy, name(6), lease) == [name(3, life="dead")]
+    assert store.retain(policy, name(6), lease) == [name(3, run_id="dead")]
 
 
 def test_an_ancestors_versions_go_only_while_the_lease_is_ours(store: PersistentStore) -> None:
     """Another living life may take itself for their heir, too."""
     lineage = ((1, 2), (2, 2))
     for version in (1, 2):
-        store.flush(name(version, life="01d"), facts(version), sources(version))
+        store.flush(name(version, run_id="01d"), facts(version), sources(version))
     for version in (3, 4):
         now = replace(facts(version), lineage=lineage)
         store.flush(name(version, generation=2), now, sources(version))
@@ -297,19 +297,19 @@ def test_an_ancestors_versions_go_only_while_the_lease_is_ours(store: Persistent
     lease = store.lease(LIFE, "us")
     assert store.retain(policy, newest, lease) == [name(3, generation=2)]
     lease.ensure()
-    assert store.retain(policy, newest, lease) == [name(v, life="01d") for v in (1, 2)]
+    assert store.retain(policy, newest, lease) == [name(v, run_id="01d") for v in (1, 2)]
     assert store.versions() == [newest]
 
 
 def test_two_experiments_in_one_place_leave_each_others_versions(store: PersistentStore) -> None:
     """Of the same name, and each in its first generation: it never saw the other."""
-    for life in ("aaaa", "bbbb"):
+    for run_id in ("aaaa", "bbbb"):
         for version in (1, 2):
-            store.flush(name(version, life), facts(version), sources(version))
+            store.flush(name(version, run_id), facts(version), sources(version))
     lease = store.lease("aaaa", "us")
     lease.ensure()
     assert store.retain(RetentionPolicy(keep_last=1), name(2, "aaaa"), lease) == [name(1, "aaaa")]
-    assert store.versions() == [name(1, "bbbb"), *(name(2, life) for life in ("aaaa", "bbbb"))]
+    assert store.versions() == [name(1, "bbbb"), *(name(2, run_id) for run_id in ("aaaa", "bbbb"))]
 
 
 def test_what_a_reader_keeps_of_a_removed_version_is_removed_later(tmp_path: Path) -> None:

@@ -296,7 +296,8 @@ def test_after_a_reboot_files_without_slots_are_removed_but_not_a_living_ranks(
         each.close(remove=False)
     shutil.rmtree(pool.job.path)
     rank_8 = python(
-        "import sys; from pathlib import Path; from tierckpt.storage.memory.job_directory import JobDirectory\n"
+        "import sys; from pathlib import Path; "
+        "from tierckpt.storage.memory.job_directory import JobDirectory\n"
         "job = JobDirectory(Path(sys.argv[1]), 'job'); job.lock_rank(8)\n"
         "print('locked', flush=True); sys.stdin.read()",
         pool.job.root,

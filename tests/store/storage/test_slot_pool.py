@@ -106,7 +106,8 @@ def test_what_an_agent_of_the_life_before_reads_is_never_chosen(
     successor = SlotPool(pool.job, 0, 2, lambda *_: None)
     pool.close(remove=False)
     reader = python(
-        "import sys; from pathlib import Path; from tierckpt.storage.memory.slots import Slot, pin\n"
+        "import sys; from pathlib import Path; "
+        "from tierckpt.storage.memory.slots import Slot, pin\n"
         "slot = Slot.open(Path(sys.argv[1])); pin(slot.fd); print('pinned', flush=True)\n"
         "sys.stdin.read()",
         pool.job.slot_path(0, 0),

@@ -148,7 +148,8 @@ def test_room_for_the_manifest_of_any_number_of_blocks() -> None:
 
 def test_another_process_that_reads_a_slot_is_seen(slot: Slot) -> None:
     reader = python(
-        "import sys; from pathlib import Path; from tierckpt.storage.memory.slots import Slot, pin\n"
+        "import sys; from pathlib import Path; "
+        "from tierckpt.storage.memory.slots import Slot, pin\n"
         "slot = Slot.open(Path(sys.argv[1])); pin(slot.fd); print('pinned', flush=True)\n"
         "sys.stdin.read()",
         slot.path,

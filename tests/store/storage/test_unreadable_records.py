@@ -186,8 +186,8 @@ def test_what_has_a_manifest_of_any_kind_is_not_cleaned_away(tmp_path: Path) -> 
 V7 = VersionId(1, 7)
 
 
-def shard(number: int, life: str = "") -> Found:
-    return Found(ShardKey(V7, number, 2), Location("local", "a", "x"), ((1, 0),), life)
+def shard(number: int, run_id: str = "") -> Found:
+    return Found(ShardKey(V7, number, 2), Location("local", "a", "x"), ((1, 0),), run_id)
 
 
 @pytest.mark.parametrize(

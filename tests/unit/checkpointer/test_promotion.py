@@ -141,7 +141,7 @@ def test_a_version_is_flushed_when_it_is_complete_and_not_before(
     rank.agree(id_, DONE)
     (order,) = rank.client.flushes
     assert (order.directory, order.here, order.shards) == (str(tmp_path), (0, 1), 2)
-    assert (order.name.id, order.life, order.lineage) == (id_, "life", ((1, 0),))
+    assert (order.name.id, order.run_id, order.lineage) == (id_, "life", ((1, 0),))
     assert (order.iteration, order.largest_bytes, order.metric) == (30, 4099, 0.5)
     assert order.job == "job"
     assert order.node.startswith("host, /dev/shm/")

@@ -279,7 +279,7 @@ def test_levels_may_be_mixed_within_a_version() -> None:
 
 def test_shards_of_two_lives_never_make_a_version() -> None:
     """Lives that did not see each other's nodes may have taken the same generation number."""
-    mine, theirs = found(11, 0, 2), dataclasses.replace(found(11, 1, 2), life="another")
+    mine, theirs = found(11, 0, 2), dataclasses.replace(found(11, 1, 2), run_id="another")
     assert plan_restore([[mine], [theirs]]) is None
     plan = plan_restore([[mine], [theirs], [found(11, 1, 2)]])
     assert plan is not None

@@ -411,10 +411,12 @@ def test_one_shard_that_cannot_be_made_is_fetched_alone() -> None:
     ]
 
 
-def mirror(shard: int, node: int, life: str = "life", version: int = 1) -> FoundParity:
+def mirror(shard: int, node: int, run_id: str = "life", version: int = 1) -> FoundParity:
     """Of a mirrored pair, 0 and 1: the copy of the other one that lies beside `shard`."""
     key = ParityKey(VersionId(1, version), shard, 2)
-    return FoundParity(key, Location("local", f"node{node}", "/disk"), LINEAGE, life, (0, 1), 1, 1)
+    return FoundParity(
+        key, Location("local", f"node{node}", "/disk"), LINEAGE, run_id, (0, 1), 1, 1
+    )
 
 
 def test_a_version_of_which_parity_alone_is_left_is_made_of_that() -> None:

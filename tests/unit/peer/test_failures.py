@@ -377,7 +377,7 @@ def test_the_same_exchange_twice_at_once_is_refused(tmp_path: Path) -> None:
 
 def test_shards_of_another_life_make_no_parity(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS, Limits(join_seconds=2, stall_seconds=20)) as members:
-        members.run([members.exchange(0), members.exchange(1, life="dead"), members.exchange(2)])
+        members.run([members.exchange(0), members.exchange(1, run_id="dead"), members.exchange(2)])
         assert len(members.errors) == 3
         assert any("shards of two lives make no parity" in str(e) for e in members.errors.values())
         assert nothing_of(tmp_path, 1)

@@ -55,7 +55,7 @@ class Disk:
             self.manifests[number] = replace(Manifest.decode(record), shard=number)
             self.brought[number] = []
 
-    def open_image(self, key: Any, place: Location, life: str, *rest: Any) -> ShardImage:
+    def open_image(self, key: Any, place: Location, run_id: str, *rest: Any) -> ShardImage:
         number = key.shard
         if number in self.broken:
             raise FileNotFoundError(f"shard {number} cannot be opened")

@@ -378,8 +378,8 @@ def test_the_last_restorable_version_is_safe_from_every_policy(
             assert h.name not in gone
 
 
-def held_by(life: str, generation: int, *versions: int, lineage: Lineage) -> list[HeldVersions]:
-    names = [VersionName(VersionId(generation, version), 1, life) for version in versions]
+def held_by(run_id: str, generation: int, *versions: int, lineage: Lineage) -> list[HeldVersions]:
+    names = [VersionName(VersionId(generation, version), 1, run_id) for version in versions]
     return [HeldVersions(name, "job", lineage) for name in names]
 
 
@@ -419,7 +419,8 @@ def test_of_two_lives_that_may_be_the_ancestor_neither_is_touched() -> None:
 def test_it_is_imported_without_fsspec_torch_or_numpy() -> None:
     """The agent stays small; whoever names a directory needs no client of object stores."""
     program = (
-        "import sys, tierckpt.storage.persistent.store as s; s.PersistentStore('/nowhere').versions()\n"
+        "import sys, tierckpt.storage.persistent.store as s; "
+        "s.PersistentStore('/nowhere').versions()\n"
         "print([m for m in ('fsspec', 'torch', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

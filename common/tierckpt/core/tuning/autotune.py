@@ -6,7 +6,8 @@ rank's `Tuner` draws the same conclusions: no rank ever decides by a clock of it
 while the training runs, and to keep to an overhead that the user chose, is the idea of CheckFreq
 (J. Mohan et al., FAST 2021); here intervals also become shorter again.
 
-Costs are often smaller than the noise of steps. So a `StepTimer` says another figure only where noise
+Costs are often smaller than the noise of steps. So a `StepTimer` says another figure only where
+noise
 does not explain it (`window`); what changes for good is noticed all the sooner the more it is.
 """
 

@@ -42,7 +42,7 @@ class Claim:
     starters: tuple[str, ...] = ()
     """See `launch.Launch`: of the process that made the claim."""
     everyone: tuple[str, ...] = ()
-    """Those of all ranks of its life."""
+    """Those of all ranks of its run."""
 
     def encode(self) -> bytes:
         """As the file has it."""

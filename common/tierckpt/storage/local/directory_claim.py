@@ -6,16 +6,16 @@ rank leaves a file in it and keeps that locked while it lives:
 
     .claim.<token>.<node>      the token is drawn for each attach, and alike on all ranks
 
-Then it looks at the others. A file of another token that nobody has locked is a dead life's, and
+Then it looks at the others. A file of another token that nobody has locked is a dead run's, and
 goes. One that is locked is another job's, or a dying life's of this one: it is waited for, and
 then this job is refused. Of two that come at once each sees the other, as both make their file
 before they look. (Both are refused then, and the mistake is found at once.) One that cannot be
 opened is somebody's. One of another user may be looked at only: whether it is locked is asked with
 a lock that readers may have.
 
-A life that hangs somewhere must not keep its own successor out. It is passed over when it is proved
-to be over (`launch`): something that started, or was, a rank of that life has started, or is, one
-of this life, and what it had there is gone; or the scheduler counts attempts, and that life is of
+A run that hangs somewhere must not keep its own successor out. It is passed over when it is proved
+to be over (`launch`): something that started, or was, a rank of that run has started, or is, one
+of this run, and what it had there is gone; or the scheduler counts attempts, and that run is of
 an earlier one. A name alone proves nothing. Where a file system knows no locks nothing is told
 apart, as nothing could be told of the dead; the job goes on.
 """
@@ -98,7 +98,7 @@ class DirectoryClaim:
         self._unknown: dict[Path, Claim] = {}
         """Claims of other machines of which nobody here can tell whether they are held."""
         self.told: set[Path] = set()
-        """Folders in this machine's memory of which claims of dead lives told, gone by now."""
+        """Folders in this machine's memory of which claims of dead runs told, gone by now."""
 
     def stake(self) -> str:
         """Claim the directory, and wait until nobody else has; returns "" or why it is not to be
@@ -196,14 +196,14 @@ class DirectoryClaim:
         return {path: claim for path, claim in found.items() if _token_of(path) not in over}
 
     def _lives_that_are_over(self, held: dict[Path, Claim]) -> set[str]:
-        """Tokens of lives of this very launch, or of an earlier attempt of it, of which this claim
+        """Tokens of runs of this very launch, or of an earlier attempt of it, of which this claim
         is the successor's. See the module's text."""
-        lives: dict[str, list[Claim]] = {}
+        runs: dict[str, list[Claim]] = {}
         for path, claim in held.items():
-            lives.setdefault(_token_of(path), []).append(claim)
+            runs.setdefault(_token_of(path), []).append(claim)
         mine = set(self._mine.everyone)
         over = set()
-        for token, claims in lives.items():
+        for token, claims in runs.items():
             at_work = {starter for claim in claims for starter in claim.starters}
             shared = mine.intersection(*(claim.everyone for claim in claims))
             attempts = [Launch(job=claim.job, attempt=claim.attempt) for claim in claims]

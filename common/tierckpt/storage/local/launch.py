@@ -1,9 +1,9 @@
-"""What started this process: enough to prove that another life of the job is over, and no more.
+"""What started this process: enough to prove that another run of the job is over, and no more.
 
 A launcher's name for what it starts proves nothing: two jobs in one Slurm allocation have its
 number, two torchruns may be given one `--rdzv-id`. What does prove it:
 
-- *A process* that was in that life and is in this one. Elastic Horovod's survivors are.
+- *A process* that was in that run and is in this one. Elastic Horovod's survivors are.
 - *A launcher's own process* that started ranks of both. torchrun's agent ends those of one round
   before it starts those of the next. (The claims of those ranks have to be gone, too.)
 - *A scheduler's count of attempts*: Slurm ends one attempt of a job before it begins the next.
@@ -24,7 +24,7 @@ from pathlib import Path
 from tierckpt._host import boot_id
 
 MOST_STARTERS = 256
-"""Kept of a life: the smallest, so that of two lives that share some the same are kept. Every node
+"""Kept of a run: the smallest, so that of two runs that share some the same are kept. Every node
 reads the claims of all."""
 _OF_A_WORKER = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT", "RANK")
 """torchrun gives them to a worker; its agent does not have these values itself."""
@@ -49,7 +49,7 @@ class Launch:
 
 
 def launch_of(environment: Mapping[str, str], in_use: bool = False) -> Launch:
-    """Of this process. `in_use`: it is in another life yet, so that it proves of none that it is
+    """Of this process. `in_use`: it is in another run yet, so that it proves of none that it is
     over."""
     slurm = _slurm_job(environment)
     restarts = environment.get("SLURM_RESTART_COUNT", "")
@@ -60,7 +60,7 @@ def launch_of(environment: Mapping[str, str], in_use: bool = False) -> Launch:
 
 
 def smallest(starters: Iterable[str]) -> tuple[str, ...]:
-    """Of those of all ranks, what is told of a life."""
+    """Of those of all ranks, what is told of a run."""
     return tuple(sorted(set(starters))[:MOST_STARTERS])
 
 

@@ -1,7 +1,7 @@
 """Pins: marks that say which versions retention must leave alone, until they are taken away.
 
 A mark lies beside the version, on each level by itself: on every node's local disk, and on the
-persistent level. A version is named by its number; what earlier lives left under the same number
+persistent level. A version is named by its number; what earlier runs left under the same number
 is pinned with it (`pinning` has what users call).
 
 Whoever removes a local version looks for its mark, and then removes, under a lock; whoever marks

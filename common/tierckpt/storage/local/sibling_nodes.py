@@ -24,7 +24,7 @@ MOST_FOLDERS = 256
 
 @dataclass(frozen=True)
 class Sibling:
-    """What a folder of a node has that this life does not have."""
+    """What a folder of a node has that this run does not have."""
 
     node: str
     directory: Path
@@ -52,7 +52,7 @@ def named(template: str, names: Iterable[str]) -> Iterator[tuple[str, Path]]:
 def siblings_of(
     template: str, job: str, but: Collection[str], most: int = MOST_FOLDERS
 ) -> list[Sibling]:
-    """What nodes `but` these have of `job`, the newest first, where no job lives; as far as can be
+    """What nodes `but` these have of `job`, the newest first, where no job runs; as far as can be
     seen, in `most` folders."""
     if NODE not in template:
         return []
@@ -72,14 +72,14 @@ def siblings_of(
 
 
 def words_for(newer: Sequence[Sibling], here: str, found: VersionId | None) -> str:
-    """That a life which goes on from `found`, or begins, leaves these behind, and what to do. Pure.
+    """That a run which goes on from `found`, or begins, leaves these behind, and what to do. Pure.
     `here`: what `{node}` stands for."""
     first, more = newer[0], len(newer) - 1
-    others = f" ({more} more folders there have newer ones than this life)" if more else ""
+    others = f" ({more} more folders there have newer ones than this run)" if more else ""
     goes_on = f"goes on from {found}" if found else "begins afresh"
     return (
-        f"{first.directory} has {first.newest} of this job{others}, and no node of this life is "
-        f"called {first.node!r}: here {NODE} in path stands for {here!r}, and this life {goes_on}. "
+        f"{first.directory} has {first.newest} of this job{others}, and no node of this run is "
+        f"called {first.node!r}: here {NODE} in path stands for {here!r}, and this run {goes_on}. "
         f"To go on from {first.newest}: end this job, and start it again with node={first.node!r} "
         "(TIERCKPT_NODE), or under names that stay. With peer_redundancy a node of a new name has "
         "what a lost one had"

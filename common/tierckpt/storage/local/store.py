@@ -123,7 +123,7 @@ class LocalStore:
         if data.exists():  # else it is somebody's: by a hard link, or another user's altogether
             found = data.stat()
             reuse = reuse and found.st_nlink == 1 and found.st_uid == os.geteuid()
-            reuse = reuse and unlocked(data)  # a life that hangs may have it open still
+            reuse = reuse and unlocked(data)  # a run that hangs may have it open still
         if not reuse or spare.exists():
             self._unlink(data)
         else:

@@ -183,11 +183,11 @@ class JobDirectory:
                 yield path, error
 
     def alive(self) -> bool:
-        """True while any trainer or agent of this job lives."""
+        """True while any trainer or agent of this job runs."""
         return any(not _path_lockable(p) for p in _listdir(self.path) if not p.is_symlink())
 
     def trains(self) -> bool:
-        """True while any trainer of this job lives; its agent alone changes no slot."""
+        """True while any trainer of this job runs; its agent alone changes no slot."""
         return any(not _path_lockable(path) for path in self._rank_locks())
 
     def watched(self) -> set[str]:
@@ -236,7 +236,7 @@ class JobDirectory:
         self.remove_if_unused()
 
     def remove_surplus(self, ranks: Collection[int], slots: int) -> bool:
-        """Delete segments that a life with these `ranks` on this machine, and so many `slots` for
+        """Delete segments that a run with these `ranks` on this machine, and so many `slots` for
         each, will never use: other ranks', and those beyond. False when an agent still reads one.
 
         One of `ranks` that lives no more, from just now, has left there what its successor needs.
@@ -254,7 +254,7 @@ class JobDirectory:
         return done
 
     def remove_orphans(self) -> None:
-        """Delete segments and locks of ranks that no living trainer on this machine is (the life
+        """Delete segments and locks of ranks that no living trainer on this machine is (the run
         before had more ranks, or had them elsewhere), and what agents left that were killed."""
         with contextlib.suppress(FileNotFoundError), _gate(self.path, fcntl.LOCK_EX):
             paths = {*self.segments(), *(link.with_suffix("") for link in _links(self.path))}
@@ -281,7 +281,7 @@ class JobDirectory:
         return [each for each in _jobs_in(self.root) if each.path != self.path]
 
     def remove_dead_jobs(self, linger_seconds: float) -> list[str]:
-        """Delete other jobs' segments when nobody of the job lives, and none did since another job
+        """Delete other jobs' segments when nobody of the job runs, and none did since another job
         saw that so long ago (`deathwatch`). What is there may be the only copy: of an age by the
         time of day, which somebody may have set, nothing is removed."""
         removed = []

@@ -2,7 +2,7 @@
 
 The rule that keeps a restorable version alive at every instant (DESIGN.md, "Two slots are
 enough"): a slot is overwritten only when it holds no version of the ledger's protected set, is not
-being filled, and is not being read by an agent, ours or the one of the life before.
+being filled, and is not being read by an agent, ours or the one of the run before.
 
 Thread-safe: the copier thread chooses slots, the training thread asks and frees.
 """
@@ -53,7 +53,7 @@ class SlotPool:
         """Which version each slot holds, sealed."""
         self._filling: set[int] = set()
         self._foreign: set[int] = set()
-        """Adopted slots that an agent of the life before may still be reading."""
+        """Adopted slots that an agent of the run before may still be reading."""
         self._mappings = Mappings()
         self._lock = threading.Lock()
         self.on_notice = on_notice
@@ -67,7 +67,7 @@ class SlotPool:
         return None not in self.slots
 
     def adopt(self) -> None:
-        """Take over the slots that an earlier life of this rank left on this machine."""
+        """Take over the slots that an earlier run of this rank left on this machine."""
         for index in range(len(self.slots)):
             slot = Slot.open(self.job.slot_path(self.rank, index))
             if slot is not None:
@@ -120,7 +120,7 @@ class SlotPool:
         return min(free)[1]
 
     def _reading(self, pinned: set[str]) -> set[int]:
-        """Slots that an agent reads, ours (`pinned`, by name) or that of the life before."""
+        """Slots that an agent reads, ours (`pinned`, by name) or that of the run before."""
         for index in list(self._foreign):
             slot = self.slots[index]
             if slot is None or not slot.in_use_elsewhere():

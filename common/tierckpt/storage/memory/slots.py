@@ -32,11 +32,11 @@ _SEAL_HEAD_BYTES = 24
 """Magic, length of the seal area, length of the manifest."""
 
 
-def seal_area_bytes(blocks: int, lives: int = 1) -> int:
+def seal_area_bytes(blocks: int, runs: int = 1) -> int:
     """Room for a manifest with the digests of the header and `blocks` blocks (base64), and the
-    lineage of `lives` lives."""
+    lineage of `runs` lives."""
     digests = (blocks + 1) * DIGEST_BYTES * 4 // 3
-    return round_up(_SEAL_HEAD_BYTES + 2048 + 48 * lives + digests, PAGE_BYTES)
+    return round_up(_SEAL_HEAD_BYTES + 2048 + 48 * runs + digests, PAGE_BYTES)
 
 
 class Slot:

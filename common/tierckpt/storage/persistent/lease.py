@@ -12,7 +12,7 @@ writes another random token. What a lease says of its end is for people, and for
 
 Where a store ignores the condition (some S3 look-alikes do), two jobs that begin within the same
 second or so are not told apart. What that costs is room and a confusing list of versions, never a
-version: names carry the life, and retention leaves other jobs' versions alone.
+version: names carry the run, and retention leaves other jobs' versions alone.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class LeaseRecord:
 
     number: int
     owner: str
-    """Job and node, for people; and of one owner, only one life can be alive."""
-    life: str
-    """All members of one life hold the lease together."""
+    """Job and node, for people; and of one owner, only one run can be alive."""
+    run_id: str
+    """All members of one run hold the lease together."""
     expires_seconds: float
     """Unix time by its holder's clock, which may be wrong."""
 
@@ -49,11 +49,11 @@ class Lease:
     """One life's hold on a place. Every node's agent has one and calls `ensure` before it flushes.
 
     It costs a listing and a small read, and a write only once in half of `lease_seconds` for the
-    whole job: whoever of the life comes first then renews it for all. Another life's has ended when
+    whole job: whoever of the run comes first then renews it for all. Another run's has ended when
     this object saw it unchanged for `lease_seconds`: to be asked again and again till then.
 
-    A restarted job does not wait for its own dead life: what that life left under the same `owner`
-    is free at once. So an owner's name must be one that two living jobs cannot both have. A life
+    A restarted job does not wait for its own dead run: what that run left under the same `owner`
+    is free at once. So an owner's name must be one that two living jobs cannot both have. A run
     that had the lease and was followed by one of the same owner is over, and does not take it back.
 
     Where nobody ever had a lease, only the member that `begins` takes it, and the others wait for
@@ -65,18 +65,18 @@ class Lease:
     def __init__(
         self,
         backend: Backend,
-        life: str,
+        run_id: str,
         owner: str,
         clock: Clock,
         lease_seconds: float = LEASE_SECONDS,
         begins: bool = True,
     ) -> None:
-        self._backend, self.life, self.owner = backend, life, owner
+        self._backend, self.run_id, self.owner = backend, run_id, owner
         self._begins = begins
         self._clock, self.lease_seconds = clock, lease_seconds
         self._ensured_seconds = float("-inf")
         self._ours_at_last = False
-        """It was this life's when it was asked for last."""
+        """It was this run's when it was asked for last."""
         self._abandoned = False
         self._seen = (0, "")
         """Number and content of the newest lease when it was last read."""
@@ -94,14 +94,14 @@ class Lease:
             self.ensure()
 
     def held(self) -> bool:
-        """True while this life has the place to itself."""
+        """True while this run has the place to itself."""
         newest = self.newest()
-        return newest is not None and newest.life == self.life
+        return newest is not None and newest.run_id == self.run_id
 
     def ensure(self) -> int:
         """Hold the lease from now on for at least half its time; returns its number.
 
-        Raises LeaseHeldError when another life holds it, FileNotFoundError when the member that
+        Raises LeaseHeldError when another run holds it, FileNotFoundError when the member that
         begins has not been here or the place is empty all at once, and the store's errors.
         """
         number = self._ensure()
@@ -110,10 +110,10 @@ class Lease:
         return number
 
     def renew(self) -> bool:
-        """Lengthen the lease if this life has it; False when not, and then nothing is taken: of a
-        life that is over nothing may begin again. Raises as `ensure`."""
+        """Lengthen the lease if this run has it; False when not, and then nothing is taken: of a
+        run that is over nothing may begin again. Raises as `ensure`."""
         newest = self.newest()
-        if newest is None or newest.life != self.life:
+        if newest is None or newest.run_id != self.run_id:
             return False
         self._write(newest.number)
         self._check_followers(newest.number)
@@ -138,7 +138,7 @@ class Lease:
                 if made:
                     return made
                 continue  # somebody was faster: look again
-            if newest.life != self.life:
+            if newest.run_id != self.run_id:
                 raise self._held(newest)
             if not self._is_fresh(newest):
                 self._write(newest.number)
@@ -146,9 +146,9 @@ class Lease:
             return newest.number
 
     def release(self) -> None:
-        """Give the lease back, if this life has it: the next job need not wait."""
+        """Give the lease back, if this run has it: the next job need not wait."""
         newest = self.newest()
-        if newest is not None and newest.life == self.life:
+        if newest is not None and newest.run_id == self.run_id:
             self._backend.delete(_name(newest.number))
         self._ours_at_last = False
 
@@ -156,9 +156,9 @@ class Lease:
         """Free the place for whoever asks next, and tell whose it was; None when it was nobody's.
 
         For a holder that hangs and renews: its next renewal finds that the lease is lost. As
-        itself (`life`) this lease must be nobody.
+        itself (`run_id`) this lease must be nobody.
         """
-        while (newest := self.newest()) is not None and newest.life:
+        while (newest := self.newest()) is not None and newest.run_id:
             if self._take(newest.number + 1, None):
                 self._backend.delete(_name(newest.number))
                 return newest
@@ -174,7 +174,7 @@ class Lease:
         return [int(m[1]) for n in self._backend.sizes() if (m := _NAME.fullmatch(n))]
 
     def _take(self, number: int, expired: LeaseRecord | None) -> int | None:
-        """Make the file `number`; None when another life did, or the old holder woke up."""
+        """Make the file `number`; None when another run did, or the old holder woke up."""
         token = secrets.token_hex(8)
         try:
             self._write(number, token, exclusive=True)
@@ -195,7 +195,7 @@ class Lease:
     def _check_followers(self, number: int) -> None:
         """A renewal that came too late: somebody has followed."""
         newest = self.newest()
-        if newest is not None and newest.number > number and newest.life != self.life:
+        if newest is not None and newest.number > number and newest.run_id != self.run_id:
             self._backend.delete(_name(number))
             raise self._held(newest)
 
@@ -205,27 +205,27 @@ class Lease:
         return self._clock.monotonic() - self._seen_since if same else 0.0
 
     def _is_fresh(self, record: LeaseRecord) -> bool:
-        """Whether this life's own need not be renewed yet. The clock of who wrote it is believed
+        """Whether this run's own need not be renewed yet. The clock of who wrote it is believed
         where what it says can be: at most the lease's time is left."""
         left = record.expires_seconds - self._clock.now()
         half = self.lease_seconds / 2
         return half <= left <= self.lease_seconds and self._unchanged_seconds(record) < half
 
     def _free(self, record: LeaseRecord) -> bool:
-        same = record.owner == self.owner and record.life != self.life
-        ended = not record.life or self._unchanged_seconds(record) >= self.lease_seconds
+        same = record.owner == self.owner and record.run_id != self.run_id
+        ended = not record.run_id or self._unchanged_seconds(record) >= self.lease_seconds
         return (same and not self._had) or ended
 
     @property
     def _had(self) -> bool:
-        """Whether this life had it: then another one that has it is no earlier one's."""
+        """Whether this run had it: then another one that has it is no earlier one's."""
         return self._ensured_seconds > float("-inf")
 
     def _write(self, number: int, token: str = "", exclusive: bool = False) -> None:
         if self._abandoned:
             raise FlushCancelledError(f"the lease of {self.owner} is not to be kept any more")
         expires = self._clock.now() + self.lease_seconds
-        values = {"owner": self.owner, "life": self.life, "expires_seconds": expires}
+        values = {"owner": self.owner, "run_id": self.run_id, "expires_seconds": expires}
         # Another one each time, or a watcher whose clock, and ours, stand still saw no change.
         data = seal("lease", {**values, "token": token or secrets.token_hex(8)})
         name = _name(number)
@@ -249,7 +249,7 @@ class Lease:
         except (CorruptShardError, FormatError):
             return LeaseRecord(number, "unknown", "", 0.0)
         return LeaseRecord(
-            number, str(values["owner"]), str(values["life"]), float(values["expires_seconds"])
+            number, str(values["owner"]), str(values["run_id"]), float(values["expires_seconds"])
         )
 
     def _held(self, record: LeaseRecord) -> LeaseHeldError:

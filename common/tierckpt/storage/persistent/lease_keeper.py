@@ -49,13 +49,13 @@ class LeaseKeeper:
         """The one that ended last, or gives the lease back."""
         self._closed = False
 
-    def keep(self, life: str, owner: str) -> None:
-        """Renew the lease of `life` and `owner` from now on, until they have it no more.
+    def keep(self, run_id: str, owner: str) -> None:
+        """Renew the lease of `run_id` and `owner` from now on, until they have it no more.
 
         Where there may be no more threads it is not; to be asked for again at the next flush.
         """
         with self._lock:
-            self._whose = (life, owner)
+            self._whose = (run_id, owner)
             if self._thread is None and not self._closed:
                 self._over = threading.Event()
                 self._thread = _started(self._renew, self._over)
@@ -92,7 +92,7 @@ class LeaseKeeper:
                     whose = self._whose
                 if not _renewed(store, *whose):
                     with self._lock:
-                        # Else another life has begun meanwhile, or it is over.
+                        # Else another run has begun meanwhile, or it is over.
                         if whose == self._whose and not over.is_set():
                             self._thread = None
                             return
@@ -118,10 +118,10 @@ def _started(target: Callable[..., None], *arguments: object) -> threading.Threa
     return None
 
 
-def _renewed(store: PersistentStore, life: str, owner: str) -> bool:
+def _renewed(store: PersistentStore, run_id: str, owner: str) -> bool:
     """False when the lease is lost; a renewal that failed is tried again."""
     try:
-        return store.lease(life, owner).renew()
+        return store.lease(run_id, owner).renew()
     except LeaseHeldError:
         return False
     except OSError:

@@ -323,8 +323,8 @@ class WriterGroupFiles:
             return {}
 
     def whole(self, group: int) -> dict[int, ShardRecord] | None:
-        """See `GroupFiles.whole`. The names in the group's folder say whether anything lacks; only then
-        are the objects' ends read."""
+        """See `GroupFiles.whole`. The names in the group's folder say whether anything lacks; only
+        then are the objects' ends read."""
         label, members = self._groups.label(group), set(self._groups.members(group))
         runs = [parse_run(n) for n in self._backend.sizes(f"{self._name.stem}/{label}")]
         if not members <= {shard for run in runs if run for shard in run}:

@@ -105,10 +105,10 @@ class PersistentStore:
         self.backend.close()
 
     def lease(
-        self, life: str, owner: str, clock: Clock | None = None, begins: bool = True
+        self, run_id: str, owner: str, clock: Clock | None = None, begins: bool = True
     ) -> Lease:
-        """This life's lease on the place; see `Lease`."""
-        return Lease(self.backend, life, owner, clock or SystemClock(), begins=begins)
+        """This run's lease on the place; see `Lease`."""
+        return Lease(self.backend, run_id, owner, clock or SystemClock(), begins=begins)
 
     def take_over(self) -> str | None:
         """Free the place from the job that holds it, and tell who that was; None when nobody did.
@@ -122,7 +122,7 @@ class PersistentStore:
         """Which job has the place's lease, and where that is; empty when none does. It may be dead:
         that takes the lease's time to be seen."""
         newest = self._nobody().newest()
-        return newest.owner if newest and newest.life else ""
+        return newest.owner if newest and newest.run_id else ""
 
     def _nobody(self) -> Lease:
         return Lease(self.backend, "", "nobody", SystemClock(), lease_seconds=0.0)
@@ -345,7 +345,7 @@ class PersistentStore:
     def _is_base(self, name: VersionName) -> bool:
         """True when a version that exists refers to this one. Manifests do not change: each is read
         once."""
-        there = [n for n in self.versions() if n.life == name.life and n.id > name.id]
+        there = [n for n in self.versions() if n.run_id == name.run_id and n.id > name.id]
         for other in there:
             if other not in self._bases_read:
                 try:
@@ -362,35 +362,35 @@ class PersistentStore:
 
         Called by the writer whose flush committed (`FlushResult.committed`); several at once are
         harmless. Removals that were cut short are finished, and what was begun and never completed
-        goes too: of this life what is older than `name` (every writer flushes in order, so all are
-        through with it). What other lives have goes only while `lease` says that they are no more.
+        goes too: of this run what is older than `name` (every writer flushes in order, so all are
+        through with it). What other runs have goes only while `lease` says that they are no more.
         Raises the first error, after all was tried.
         """
         asking = self.read_manifest(name).facts
-        dead = [n for n in self.incomplete() if n.id < name.id or n.life != name.life]
-        return self._retain(policy, asking.job, asking.lineage, name.life, dead, lease)
+        dead = [n for n in self.incomplete() if n.id < name.id or n.run_id != name.run_id]
+        return self._retain(policy, asking.job, asking.lineage, name.run_id, dead, lease)
 
     def make_room(
         self,
         policy: RetentionPolicy,
         job: str,
         lineage: Lineage,
-        life: str,
+        run_id: str,
         lease: Lease | None = None,
     ) -> list[VersionName]:
-        """Apply retention although the last version of `life`, which asks, could not be stored, as
-        it is after the newest one that could; otherwise as `retain`. Of what this life has begun
+        """Apply retention although the last version of `run_id`, which asks, could not be stored,
+        as it is after the newest one that could; otherwise as `retain`. Of what this run has begun
         nothing goes: other writers may still be at it.
         """
-        dead = [n for n in self.incomplete() if n.life != life]
-        return self._retain(policy, job, lineage, life, dead, lease)
+        dead = [n for n in self.incomplete() if n.run_id != run_id]
+        return self._retain(policy, job, lineage, run_id, dead, lease)
 
     def _retain(
         self,
         policy: RetentionPolicy,
         job: str,
         lineage: Lineage,
-        life: str,
+        run_id: str,
         dead: list[VersionName],
         lease: Lease | None,
     ) -> list[VersionName]:
@@ -404,11 +404,11 @@ class PersistentStore:
             facts, pinned = manifest.facts, found in pins
             told = (facts.job, facts.lineage, facts.metrics, pinned, manifest.bases)
             held.append(HeldVersions(found, *told, found in suspects))
-        gone = retirable(held, policy, job, lineage, life)
+        gone = retirable(held, policy, job, lineage, run_id)
         half = set(self.retired()) - set(self.versions())
         going = {*gone, *dead, *half}
         if lease is None or not lease.held():
-            going = {n for n in going if n.life == life}
+            going = {n for n in going if n.run_id == run_id}
         return self._retire_all(going)
 
     def _retire_all(self, going: set[VersionName]) -> list[VersionName]:
