@@ -102,6 +102,7 @@ lint: $(READY)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-logo --no-cache
 
 format: $(READY)
 	$(PY) -m ruff format .

@@ -23,7 +23,7 @@ from typing import Any
 
 from limits import Limits, direct_file
 from shards import make_sound, manifest, shared
-from tierckpt.agent.process import lower_priority
+from tierckpt.agent.priority import lower_priority
 from tierckpt.agent.shard_guard import open_shard
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup

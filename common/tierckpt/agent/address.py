@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierckpt.storage.memory.job_directory import JobDirectory
-
-from .server import _peer_uid
 
 TAKEN = 3
 """Exit status of an agent that found another one at its place."""
@@ -91,6 +90,11 @@ class AgentFiles:
             yield f"/proc/self/fd/{fd}/{self.address.name}"
         finally:
             os.close(fd)
+
+
+def _peer_uid(channel: socket.socket) -> int:
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("iII", credentials)[1])
 
 
 __all__ = ["TAKEN", "AgentFiles", "AgentSettings"]

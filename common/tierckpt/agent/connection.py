@@ -26,7 +26,7 @@ from tierckpt._children import child_command, child_environment
 from . import environment as environment
 from . import protocol
 from .address import TAKEN, AgentSettings
-from .process import lower_priority
+from .priority import lower_priority
 from .server import PROTOCOL, Agent
 from .session import SessionSettings
 

@@ -46,13 +46,13 @@ import math
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import protocol as packets
+from .address import _peer_uid
 from .flusher import Flusher, PersistentSettings
 from .session import SessionSettings, TrainerSession
 from .shard_guard import ShardGuard
@@ -415,8 +415,3 @@ def _session_of(hello: dict[str, Any]) -> SessionSettings | None:
         return SessionSettings(**{**hello["desk"], "ranks": tuple(hello["desk"]["ranks"])})
     except (ValueError, TypeError, KeyError):
         return None
-
-
-def _peer_uid(channel: socket.socket) -> int:
-    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("iII", credentials)[1])

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.processes import end, python
 from tierckpt import _children
-from tierckpt.agent import address, connection, environment, process
+from tierckpt.agent import address, connection, environment, priority, process
 from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.flusher import FlushOrder, PersistentSettings
 from tierckpt.agent.session import SessionSettings, TrainerSession
@@ -393,7 +393,7 @@ def serve_here(
     settings: AgentSettings, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> threading.Thread:
     """An agent with the surroundings `what`, in a thread of ours."""
-    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(priority, "lower_priority", lambda nice: None)  # it would be ours
     monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
     monkeypatch.setenv(environment.VARIABLE, what)
     job = settings.place().job

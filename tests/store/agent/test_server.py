@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import end, python
-from tierckpt.agent import connection, process, protocol
+from tierckpt.agent import connection, priority, process, protocol
 from tierckpt.agent import server as agent
 from tierckpt.agent.address import AgentFiles
 from tierckpt.agent.client import AgentClient, AgentSettings
@@ -224,7 +224,7 @@ def test_an_agent_whose_starter_died_without_a_word_waits_no_longer_than_it_ling
     if when == "before it looked":
         starter.communicate()
     monkeypatch.setattr(agent, "FIRST_CLIENT_SECONDS", 10 * PATIENCE_SECONDS)
-    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(priority, "lower_priority", lambda nice: None)  # it would be ours
     monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
     thread = threading.Thread(target=process.run, args=(settings, starter.pid), daemon=True)
     thread.start()
@@ -700,7 +700,7 @@ def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse_once)
-    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(priority, "lower_priority", lambda nice: None)  # it would be ours
     settings, _ = node(0)
     serving = threading.Thread(target=process.run, args=(settings, os.getpid()))
     serving.start()

@@ -278,7 +278,8 @@ def test_what_launchers_tell(environment: dict[str, str], told: tuple[str, str, 
 
 def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
     """A rank of torchrun's, here one that this process plays the agent for."""
-    tell = "import os; from tierckpt.storage.local.launch import launch_of; print(launch_of(os.environ).starters)"
+    tell = "import os; from tierckpt.storage.local.launch import launch_of; "
+    tell += "print(launch_of(os.environ).starters)"
     names = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/f", "RANK": "0"}
     told = []
     for command in (

@@ -486,7 +486,8 @@ def test_what_the_killed_left_goes_and_what_is_the_livings_stays(job: JobDirecto
     first, agent = job.lock_rank(0), "agent0.lock"
     for name in ("r00003.lock", "agent1.lock", "agent1.socket", "agent0.socket"):
         (job.path / name).touch()
-    hold = f"import sys; from tierckpt.storage.memory.job_directory import take_lock; from pathlib import Path\n{HOLD}"
+    hold = "import sys; from pathlib import Path; "
+    hold += f"from tierckpt.storage.memory.job_directory import take_lock\n{HOLD}"
     holder = python(hold, job.path / agent)
     try:
         assert holder.stdout is not None
