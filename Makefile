@@ -13,7 +13,7 @@ endif
 PYTEST := $(PY) -m pytest
 # At toy size. goodput.py and stall.py are run by tests/dist.
 BENCHMARKS := benchmarks/coding.py benchmarks/peer.py benchmarks/levels.py \
-	benchmarks/restart.py benchmarks/modules.py benchmarks/agreement.py \
+	benchmarks/restart.py benchmarks/codecs.py benchmarks/agreement.py \
 	benchmarks/budget.py benchmarks/replicacheck.py
 
 .PHONY: help venv horovod horovod-for-tests s3-for-tests demo demo-horovod spares overlap test test-unit test-store test-dist test-crash test-gpu coverage lint format bench chaos suites clean

@@ -62,7 +62,7 @@ class LocalConfig:
     in_place: bool = True
     """Where the directory is memory (tmpfs, DAX) and there are no modules, slots are files in it,
     and are committed without a copy (see `imagefile`). False: a copy of its own for each level."""
-    modules: str = ""
+    codecs: str = ""
     """What is done to shards on their way, in this order: `incremental`, `checksum`, `zstd
     level=1`, `aes-gcm`, or a module of yours (see `tierckpt.codecs`); empty: nothing."""
 
@@ -119,7 +119,7 @@ class PersistentConfig:
     """Read every byte again before a version is declared complete."""
     drop_superseded: bool = False
     """Give up a flush when a newer version is waiting for it, at most twice in a row."""
-    modules: str = ""
+    codecs: str = ""
     """As for local; what was done there is undone first."""
     storage_options: str = field(default="", repr=False)
     """What the store's client is to be told besides the path, for fsspec: endpoint, key, region;
@@ -263,7 +263,7 @@ class Config:
         for name in ("bytes_per_second", "nodes_at_once"):
             _at_least(f"persistent_{name}", getattr(persistent, name), 0)
         self._check_protected()
-        self._check_modules()
+        self._check_codecs()
         self._check_places()
         self._check_storage_options()
 
@@ -319,20 +319,20 @@ class Config:
             if not isinstance(options.get(name, False), bool):
                 raise ConfigError(f"{name} in {STORAGE_OPTIONS} must be true or false")
 
-    def _check_modules(self) -> None:
+    def _check_codecs(self) -> None:
         """Packages and keys that are missing are told at the start, not by the first commit."""
-        if not (self.local.modules or self.persistent.modules):
+        if not (self.local.codecs or self.persistent.codecs):
             return
         from tierckpt.codecs.pipeline import Pipeline
 
-        local = Pipeline.of_setting(self.local.modules, "local_modules")
-        Pipeline.of_setting(self.persistent.modules, "persistent_modules")
+        local = Pipeline.of_setting(self.local.codecs, "local_codecs")
+        Pipeline.of_setting(self.persistent.codecs, "persistent_codecs")
         if local.hides and self.uses("peer"):
             raise ConfigError(
-                f"local_modules is {self.local.modules!r}, and peer_redundancy is "
+                f"local_codecs is {self.local.codecs!r}, and peer_redundancy is "
                 f"{self.peer.redundancy!r}: parity is made of shards as they are, so other nodes' "
                 "disks would hold in the clear what this one encrypts. Encrypt on the persistent "
-                "level (persistent_modules), or do without one of the two"
+                "level (persistent_codecs), or do without one of the two"
             )
 
     @property

@@ -26,11 +26,13 @@ def of_files(conditions: Iterable[str]) -> list[str]:
 
 CHECKPOINT = [*TRAINER_POINTS.values(), *AGENT_POINTS.values()]
 SWEEPS = {
-    "health.py": [f"eio@health:op={op}" for op in HEALTH_POINTS],
+    "storage/health.py": [f"eio@health:op={op}" for op in HEALTH_POINTS],
     "peer/exchange.py": [f"kill@peer:op={op}" for op in IN_MID_EXCHANGE],
-    "persistent/objects.py": of_files([*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS]),
-    "persistent/posix.py": of_files([*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]),
-    "protector.py": [f"kill@peer:op={BEFORE_EXCHANGE}"],
+    "storage/persistent/fsspec_backend.py": of_files([*UPLOAD_KILLS, *OBJECT_REMOVAL_KILLS]),
+    "storage/persistent/posix_backend.py": of_files(
+        [*IN_MID_FLUSH.values(), *FLUSH_KILLS, *REMOVAL_KILLS]
+    ),
+    "agent/protector.py": [f"kill@peer:op={BEFORE_EXCHANGE}"],
 }
 """What is swept, by file. What a file elsewhere has is a part of CHECKPOINT's sweep."""
 

@@ -45,11 +45,11 @@ GONE_SECONDS = 0.2
 MOST_AGENTS = 4
 """So many are passed over, then, after ANSWER_SECONDS, the first is asked again."""
 OTHERS = (
-    "an earlier start's keys, credentials or modules, or is another tierckpt's, or a process where "
+    "an earlier start's keys, credentials or codecs, or is another tierckpt's, or a process where "
     'agent is "inline"'
 )
 OUTLIVED = (
-    "a later start of this job, with other keys, credentials or modules, has this node's agent "
+    "a later start of this job, with other keys, credentials or codecs, has this node's agent "
     "(parts of one job that share a machine need the same, or a node of their own)"
 )
 

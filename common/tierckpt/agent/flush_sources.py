@@ -110,7 +110,7 @@ class EncodedSource:
         ours = (self._sealed.key, self._sealed.run_id, self._sealed.created_seconds)
         return (
             found.encoding is not None
-            and found.encoding.modules == self._pipeline.description
+            and found.encoding.codecs == self._pipeline.description
             and (found.key, found.run_id, found.created_seconds) == ours
         )
 
@@ -126,7 +126,7 @@ def _windows(block: Buffer) -> Iterator[memoryview]:
 def open_source(
     local: LocalStore, key: ShardKey, pipeline: Pipeline, base: Base | None
 ) -> Iterator[Source]:
-    """A held local shard as a source for the persistent level, whose modules `pipeline` are.
+    """A held local shard as a source for the persistent level, whose codecs `pipeline` are.
 
     `base`: what it may refer to there. Raises OSError, CorruptShardError, and what `Decoder`
     raises.

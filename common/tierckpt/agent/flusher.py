@@ -313,7 +313,7 @@ class Flusher:
         with contextlib.suppress(PersistentError):  # it concerns older versions only
             self._look_back(store, order)
         # Made anew for each: a key in a file may be another one by now.
-        pipeline = Pipeline.of_setting(self.settings.modules, "persistent_modules")
+        pipeline = Pipeline.of_setting(self.settings.codecs, "persistent_codecs")
         largest = pipeline.most_bytes(order.largest_bytes) if pipeline else order.largest_bytes
         metrics = {} if order.metric is None else {METRIC: order.metric}
         facts = VersionFacts(order.job, order.lineage, order.iteration, largest, metrics)

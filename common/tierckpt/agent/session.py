@@ -58,8 +58,8 @@ class SessionSettings:
     keep_every: int
     persistent: dict[str, Any] | None = field(default=None, repr=False)
     """PersistentSettings, which may hold secrets, if there is such a level."""
-    modules: str = ""
-    """What is done to shards on their way to the local level; see `modules.pipeline`."""
+    codecs: str = ""
+    """What is done to shards on their way to the local level; see `codecs.pipeline`."""
     ranks: tuple[int, ...] = ()
     """Of the job, that run on this node; the first one's desk sees to what has no other."""
 
@@ -235,7 +235,7 @@ class TrainerSession:
             return slot.manifest_bytes() == manifest
 
         file = slot.file
-        if file is not None and not self.settings.modules and file.can_be(self.store, nbytes):
+        if file is not None and not self.settings.codecs and file.can_be(self.store, nbytes):
             return self.store.commit_file(key, file.path, manifest, still), nbytes
         with slot.image() as whole, whole[:nbytes] as image:
             return self._store(key, image, manifest, still)
@@ -243,10 +243,10 @@ class TrainerSession:
     def _store(
         self, key: ShardKey, image: memoryview, manifest: bytes, still: Callable[[], bool]
     ) -> tuple[CommitTimes, int]:
-        """Write and commit the shard, through the modules if there are any; also returns bytes
+        """Write and commit the shard, through the codecs if there are any; also returns bytes
         written."""
         # Made anew for each: a key in a file may be another one by now.
-        pipeline = Pipeline.of_setting(self.settings.modules, "local_modules")
+        pipeline = Pipeline.of_setting(self.settings.codecs, "local_codecs")
         if not pipeline:
             return self.store.commit(key, image, manifest, still), len(image)
         return commit_encoded(self.store, key, image, manifest, pipeline, self._chain, still)

@@ -42,8 +42,8 @@ def open_shard(local: LocalStore, key: ShardKey) -> Iterator[tuple[memoryview, b
     """A held shard's image, mapped, and the manifest that it was sealed with.
 
     Checked: what other nodes or the persistent level were given would count as good there. What
-    modules did to it is undone first, into a file that has no name. Raises OSError,
-    CorruptShardError, and what `modules.decoder.Decoder` raises.
+    codecs did to it is undone first, into a file that has no name. Raises OSError,
+    CorruptShardError, and what `codecs.decoder.Decoder` raises.
     """
     data = local.read_manifest(key)
     manifest = Manifest.decode(data)

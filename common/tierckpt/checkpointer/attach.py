@@ -204,7 +204,7 @@ def agent_client(
             keep_last=config.local.keep_last,
             keep_every=config.local.keep_every,
             persistent=persistent,
-            modules=config.local.modules,
+            codecs=config.local.codecs,
             ranks=node.ranks,
         ),
         inline=config.agent == "inline",

@@ -1,12 +1,12 @@
-"""Modules: what is done to a shard's blocks on their way to a level, in the order the user gives.
+"""Codecs: what is done to a shard's blocks on their way to a level, in the order the user gives.
 
-    local_modules = "zstd level=3"
-    persistent_modules = "incremental, zstd, aes-gcm"
+    local_codecs = "zstd level=3"
+    persistent_codecs = "incremental, zstd, aes-gcm"
 
 | file | what |
 |---|---|
-| `module` | what a module is |
-| `checksum`, `compression`, `encryption` | the modules that come with Tierckpt |
+| `codec` | what a codec is |
+| `zstd`, `aes_gcm` | the codecs that come with Tierckpt |
 | `pipeline` | several in a row; their names, also from entry points |
 | `blocks` | how an image is cut |
 | `encoding` | what a manifest says of an encoded shard |

@@ -1,6 +1,6 @@
-"""What a module is: something done to every block of a shard on its way to a level, and undone.
+"""What a codec is: something done to every block of a shard on its way to a level, and undone.
 
-A module is told nothing of files, levels or other blocks, and keeps nothing between calls. So one
+A codec is told nothing of files, levels or other blocks, and keeps nothing between calls. So one
 instance serves any number of shards and threads, a block can be read without its neighbours, and
 memory stays bounded by a few blocks. (Filters in a row over chunks are HDF5's idea.)
 """
@@ -17,7 +17,7 @@ from tierckpt.format.encoding import Buffer, Parameter
 
 
 class CodecError(TierckptError):
-    """A module cannot do its work: its package, or its key, is missing or is another one."""
+    """A codec cannot do its work: its package, or its key, is missing or is another one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Codec(Protocol):
     with those of `parameters`, to read what another instance wrote.
 
     Any thread may call it, several at once. Work that takes long should let go of the GIL.
-    `testing.ModuleConformance` checks what is said here.
+    `testing.CodecConformance` checks what is said here.
     """
 
     name: str

@@ -23,14 +23,14 @@ class Decoder:
     """One encoded shard. Any thread may ask for blocks; each call holds one."""
 
     def __init__(self, manifest: Manifest, read: Read, open_other: OpenOther) -> None:
-        """Reads the sealed manifest, and with it proves that modules and keys are the right ones.
+        """Reads the sealed manifest, and with it proves that codecs and keys are the right ones.
 
         Raises what `read` and `open_other` raise; CodecError; CorruptShardError or FormatError
         when what is stored is not what the manifests say.
         """
         self._manifest, self._read = manifest, read
         self.encoding = _encoding_of(manifest)
-        self._pipeline = Pipeline.of_description(self.encoding.modules)
+        self._pipeline = Pipeline.of_description(self.encoding.codecs)
         self._base = self._open_base(open_other)
         self.sealed_bytes = bytes(self._block(len(self.encoding.plain_bytes)))
         """The manifest that the shard was sealed with."""
@@ -100,7 +100,7 @@ class Decoder:
 
 def check_stored(manifest: Manifest, read: Read) -> int:
     """Compare what is stored of an encoded shard with its digests; returns its bytes. That takes
-    neither modules nor keys, and says nothing of what they would make of it.
+    neither codecs nor keys, and says nothing of what they would make of it.
 
     Raises what `read` raises; CorruptShardError and FormatError.
     """

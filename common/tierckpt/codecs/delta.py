@@ -46,7 +46,7 @@ class Base:
             == (theirs.job, theirs.run_id, theirs.generation)
             and (ours.shard, ours.shards) == (theirs.shard, theirs.shards)
             and ours.version < theirs.version
-            and (self.encoding.modules, self.encoding.plain_bytes) == (described, cut)
+            and (self.encoding.codecs, self.encoding.plain_bytes) == (described, cut)
         )
 
 

@@ -1,7 +1,7 @@
 """Modules in a row, as a user's setting names them, and as a manifest does.
 
 A setting is `"name parameter=value ..., name ..."`. A name is one of ours, or an entry point of the
-group `tierckpt.codecs`, which is a class as `module.Module` says:
+group `tierckpt.codecs`, which is a class as `codec.Module` says:
 
     [options.entry_points]
     tierckpt.codecs =
@@ -25,7 +25,6 @@ from .codec import BlockId, Codec, CodecError
 GROUP = "tierckpt.codecs"
 OURS = {
     "aes-gcm": ("aes_gcm", "AesGcm"),
-    "checksum": ("checksum", "Checksum"),
     "zstd": ("zstd", "Zstd"),
 }
 INCREMENTAL = "incremental"
@@ -37,7 +36,7 @@ FULL_EVERY = 8
 class Pipeline:
     """What a level does to blocks. False when that is nothing. Any thread."""
 
-    modules: tuple[Codec, ...] = ()
+    codecs: tuple[Codec, ...] = ()
     full_every: int = 0
     """Of so many versions one is whole, the others refer to it; 0: all are whole."""
 
@@ -48,7 +47,7 @@ class Pipeline:
         Raises ConfigError for what is not known or cannot be used here: a package or a key is
         missing.
         """
-        modules, full_every = [], 0
+        codecs, full_every = [], 0
         for number, part in enumerate(text.split(",") if text.strip() else ()):
             name, *rest = part.split() or [""]
             parameters = dict(_parameter(each, what) for each in rest)
@@ -61,48 +60,48 @@ class Pipeline:
                 full_every = _full_every(parameters, what)
                 continue
             try:
-                modules.append(make_module(name, parameters))
+                codecs.append(make_codec(name, parameters))
             except CodecError as error:
                 raise ConfigError(f"{what} is {text!r}: {error}") from error
-        return Pipeline(tuple(modules), full_every)
+        return Pipeline(tuple(codecs), full_every)
 
     @staticmethod
     def of_description(description: Description) -> Pipeline:
         """What undoes that which a manifest names. Raises CodecError when it cannot be had."""
-        modules = []
+        codecs = []
         for name, values in description:
             try:
-                modules.append(make_module(name, values))
+                codecs.append(make_codec(name, values))
             except CodecError as error:
-                raise CodecError(f"it went through the module {name!r}: {error}") from error
-        return Pipeline(tuple(modules))
+                raise CodecError(f"it went through the codec {name!r}: {error}") from error
+        return Pipeline(tuple(codecs))
 
     def __bool__(self) -> bool:
-        return bool(self.modules) or self.full_every > 0
+        return bool(self.codecs) or self.full_every > 0
 
     @property
     def hides(self) -> bool:
         """True when nobody can learn the content from what is stored."""
-        return any(module.hides for module in self.modules)
+        return any(codec.hides for codec in self.codecs)
 
     @property
     def description(self) -> Description:
         """For manifests."""
-        return tuple((module.name, dict(module.parameters())) for module in self.modules)
+        return tuple((codec.name, dict(codec.parameters())) for codec in self.codecs)
 
     def encode(self, block: Buffer, where: BlockId) -> Buffer:
         """See `Codec.encode`; in the order of the setting. Whatever else than they may raise comes
-        out as a CodecError that names the module."""
-        for module in self.modules:
-            with _named(module, "encode", where):
-                block = module.encode(block, where)
+        out as a CodecError that names the codec."""
+        for codec in self.codecs:
+            with _named(codec, "encode", where):
+                block = codec.encode(block, where)
         return block
 
     def decode(self, block: Buffer, where: BlockId) -> Buffer:
         """See `Codec.decode`; in the reverse order. Errors as from `encode`."""
-        for module in reversed(self.modules):
-            with _named(module, "decode", where):
-                block = module.decode(block, where)
+        for codec in reversed(self.codecs):
+            with _named(codec, "decode", where):
+                block = codec.decode(block, where)
         return block
 
     def most_bytes(self, image_bytes: int) -> int:
@@ -112,41 +111,41 @@ class Pipeline:
         The layout's blocks are a quarter of a mebibyte or more, but for the last of each kind.
         """
         blocks = image_bytes // (128 * 1024) + 64
-        extra = sum(module.most_extra_bytes for module in self.modules)
+        extra = sum(codec.most_extra_bytes for codec in self.codecs)
         manifest_bytes = (1 << 16) + 16 * blocks
         return image_bytes + manifest_bytes + blocks * extra
 
 
 @contextlib.contextmanager
-def _named(module: Codec, what: str, where: BlockId) -> Iterator[None]:
+def _named(codec: Codec, what: str, where: BlockId) -> Iterator[None]:
     try:
         yield
     except TierckptError:
         raise
-    except Exception as error:  # whatever a user's module does
+    except Exception as error:  # whatever a user's codec does
         raise CodecError(
-            f"the module {module.name} cannot {what} block {where.index}: "
+            f"the codec {codec.name} cannot {what} block {where.index}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
-def make_module(name: str, parameters: Mapping[str, Parameter]) -> Codec:
-    """The module of that name. Raises CodecError, saying which there are, and what they take."""
+def make_codec(name: str, parameters: Mapping[str, Parameter]) -> Codec:
+    """The codec of that name. Raises CodecError, saying which there are, and what they take."""
     made = _class_of(name)
     try:
         inspect.signature(made).bind(**parameters)
     except TypeError as error:
         known = ", ".join(inspect.signature(made).parameters) or "none"
-        raise CodecError(f"the module {name} takes these parameters: {known}; {error}") from None
+        raise CodecError(f"the codec {name} takes these parameters: {known}; {error}") from None
     try:
-        module: Codec = made(**parameters)
+        codec: Codec = made(**parameters)
     except TierckptError:
         raise
     except Exception as error:  # one that a rank alone met would leave the others waiting for it
         raise CodecError(
-            f"the module {name} cannot be made: {type(error).__name__}: {error}"
+            f"the codec {name} cannot be made: {type(error).__name__}: {error}"
         ) from error
-    return module
+    return codec
 
 
 def _class_of(name: str) -> Callable[..., Any]:
@@ -157,7 +156,7 @@ def _class_of(name: str) -> Callable[..., Any]:
                 importlib.import_module(f".{file}", __package__), attribute
             )
         except ImportError as error:
-            raise CodecError(f"the module {name} cannot be used here: {error}") from error
+            raise CodecError(f"the codec {name} cannot be used here: {error}") from error
         return found
     from importlib.metadata import entry_points  # which is slow to import
 
@@ -165,14 +164,14 @@ def _class_of(name: str) -> Callable[..., Any]:
     if name not in theirs:
         known = ", ".join(sorted({*OURS, INCREMENTAL, *theirs}))
         raise CodecError(
-            f"there is no module {name!r}; those there are: {known}. If it is a package's, "
+            f"there is no codec {name!r}; those there are: {known}. If it is a package's, "
             "install that on every node"
         )
     try:
         return theirs[name].load()  # type: ignore[no-any-return]
     except Exception as error:  # whatever somebody else's package does when it is imported
         raise CodecError(
-            f"the module {name} ({theirs[name].value}) cannot be loaded: {error}"
+            f"the codec {name} ({theirs[name].value}) cannot be loaded: {error}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The module `zstd`: lossless compression of numbers, byte planes first.
+"""The codec `zstd`: lossless compression of numbers, byte planes first.
 
 Floating-point numbers hardly compress as they lie: their low bytes are noise. So first bytes, then
 second bytes and so on are gathered (Blosc calls that shuffling), and the high ones, which hold sign
@@ -39,7 +39,7 @@ class Zstd:
             self._zstd: Any = importlib.import_module("zstandard")
         except ImportError as error:
             raise CodecError(
-                f"the module zstd needs a package that is not installed ({error}); run: pip "
+                f"the codec zstd needs a package that is not installed ({error}); run: pip "
                 "install 'tierckpt[compression]'"
             ) from error
         lowest, highest = -100, self._zstd.MAX_COMPRESSION_LEVEL
@@ -53,7 +53,7 @@ class Zstd:
         return {"level": self.level}
 
     def encode(self, block: Buffer, where: BlockId) -> Buffer:
-        """See `Module.encode`."""
+        """See `Codec.encode`."""
         coder = getattr(self._mine, "compressor", None)
         if coder is None:  # a compressor is one thread's
             coder = self._mine.compressor = self._zstd.ZstdCompressor(level=self.level)
@@ -64,7 +64,7 @@ class Zstd:
         return b"".join((bytes([size]), packed))
 
     def decode(self, block: Buffer, where: BlockId) -> Buffer:
-        """See `Module.decode`."""
+        """See `Codec.decode`."""
         view = memoryview(block)
         if view[0] == AS_IT_IS:
             return view[1:]

@@ -126,7 +126,7 @@ def _compared(config: Config) -> Iterable[tuple[str, str]]:
     for name in known_settings():
         table, _, rest = name.partition("_")
         value = getattr(getattr(config, table), rest) if table in TABLES else getattr(config, name)
-        if name.endswith("_modules") and value:
+        if name.endswith("_codecs") and value:
             made = Pipeline.of_setting(value, name).description
             told = [f"{m} {p}={v}" for m, each in made for p, v in each.items()]
             value = ", ".join([value, *told])

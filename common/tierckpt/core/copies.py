@@ -29,7 +29,7 @@ class Location:
     where: str
     """Path of the segment, directory of the store, address of the persistent one, or an agent."""
     encoded: bool = False
-    """On the local level: modules have changed it."""
+    """On the local level: codecs have changed it."""
     in_memory: bool = False
     """Behind an agent: in a slot of its node, and not on its disk."""
 

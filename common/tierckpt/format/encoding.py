@@ -1,4 +1,4 @@
-"""What a manifest says of a shard that modules have changed. Pure."""
+"""What a manifest says of a shard that codecs have changed. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Encoding:
     """How to get the image back. Part of a manifest whose lengths and digests are of what is
     stored; the manifest that the shard was sealed with is the last stored block."""
 
-    modules: Description
+    codecs: Description
     plain_bytes: tuple[int, ...]
     """Length of every block of the image, in order."""
     stored_bytes: tuple[int, ...]
@@ -52,7 +52,7 @@ class Encoding:
         if sys.byteorder == "big":
             lengths.byteswap()
         return {
-            "modules": self.modules,
+            "codecs": self.codecs,
             "blocks": runs(self.plain_bytes),
             "lengths": base64.b64encode(lengths.tobytes()).decode(),
             "base": None if self.base is None else [self.base.generation, self.base.version],
@@ -67,7 +67,7 @@ class Encoding:
             lengths.byteswap()
         base = values["base"]
         made = Encoding(
-            tuple((str(name), dict(parameters)) for name, parameters in values["modules"]),
+            tuple((str(name), dict(parameters)) for name, parameters in values["codecs"]),
             tuple(int(n) for n in unrun(values["blocks"])),
             tuple(lengths),
             None if base is None else VersionId(int(base[0]), int(base[1])),
@@ -85,7 +85,7 @@ class Encoding:
 Buffer = bytes | bytearray | memoryview
 Parameter = str | int | float
 Description = tuple[tuple[str, dict[str, Parameter]], ...]
-"""Names of modules and their public parameters, in order."""
+"""Names of codecs and their public parameters, in order."""
 
 
 ITEM_COLUMN, OFFSET_COLUMN = 4, 8

@@ -57,7 +57,7 @@ class Manifest:
     """Ranks were known to differ in what all should have alike when this version was taken: in
     what, in words."""
     encoding: Encoding | None = None
-    """Set when modules have changed the shard. Then `image_bytes` and `digests` are of what is
+    """Set when codecs have changed the shard. Then `image_bytes` and `digests` are of what is
     stored, the other lengths are 0, and the manifest that it was sealed with is in there."""
 
     @property

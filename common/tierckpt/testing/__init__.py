@@ -1,4 +1,4 @@
-"""For tests: ranks as threads, suites for a Group, a store, a module, a tiny training job.
+"""For tests: ranks as threads, suites for a Group, a store, a codec, a tiny training job.
 
 The suites are plain classes; subclass one, say how to make what is under test, and pytest finds
 the rest:

@@ -1,4 +1,4 @@
-"""What every module must satisfy (`tierckpt.codecs.codec.Codec`)."""
+"""What every codec must satisfy (`tierckpt.codecs.codec.Codec`)."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ BLOCKS = {
 
 
 class CodecConformance:
-    """Subclass it and say how to make the module; pytest finds the rest."""
+    """Subclass it and say how to make the codec; pytest finds the rest."""
 
-    def make_module(self) -> Codec:
+    def make_codec(self) -> Codec:
         """A new one, with parameters that differ from the defaults, if it has any."""
         raise NotImplementedError
 
     @pytest.fixture
-    def module(self) -> Codec:
-        """The module under test."""
-        return self.make_module()
+    def codec(self) -> Codec:
+        """The codec under test."""
+        return self.make_codec()
 
     @pytest.fixture(params=BLOCKS)
     def block(self, request: pytest.FixtureRequest) -> bytes:
@@ -54,51 +54,49 @@ class CodecConformance:
 
     @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8, 16])
     def test_what_was_encoded_is_decoded_to_the_byte(
-        self, module: Codec, block: bytes, item_bytes: int
+        self, codec: Codec, block: bytes, item_bytes: int
     ) -> None:
         """Also by another instance, which knows the public parameters only, and not the items."""
-        stored = bytes(module.encode(memoryview(block), replace(PLACE, item_bytes=item_bytes)))
-        reader = type(module)(**module.parameters())
+        stored = bytes(codec.encode(memoryview(block), replace(PLACE, item_bytes=item_bytes)))
+        reader = type(codec)(**codec.parameters())
         assert bytes(reader.decode(memoryview(stored), PLACE)) == block
-        assert bytes(module.decode(stored, PLACE)) == block
+        assert bytes(codec.decode(stored, PLACE)) == block
 
-    def test_it_is_not_empty_and_not_longer_than_promised(
-        self, module: Codec, block: bytes
-    ) -> None:
+    def test_it_is_not_empty_and_not_longer_than_promised(self, codec: Codec, block: bytes) -> None:
         """Length 0 has a meaning of its own, and places are made before lengths are known."""
-        stored = module.encode(block, PLACE)
-        assert 0 < len(stored) <= len(block) + module.most_extra_bytes
+        stored = codec.encode(block, PLACE)
+        assert 0 < len(stored) <= len(block) + codec.most_extra_bytes
 
-    def test_the_block_belongs_to_the_caller(self, module: Codec) -> None:
+    def test_the_block_belongs_to_the_caller(self, codec: Codec) -> None:
         """Neither changed, nor kept: it is overwritten at once."""
         content = BLOCKS["numbers"]
         buffer = bytearray(content)
         with memoryview(buffer) as view:
-            stored = bytes(module.encode(view, PLACE))
+            stored = bytes(codec.encode(view, PLACE))
         assert buffer == content
         buffer[:] = bytes(len(buffer))
-        assert bytes(module.decode(stored, PLACE)) == content
+        assert bytes(codec.decode(stored, PLACE)) == content
 
-    def test_parameters_are_public_and_fit_into_a_manifest(self, module: Codec) -> None:
+    def test_parameters_are_public_and_fit_into_a_manifest(self, codec: Codec) -> None:
         """And a name, by which settings call it."""
-        found = dict(module.parameters())
+        found = dict(codec.parameters())
         assert json.loads(json.dumps(found)) == found
-        assert module.name
-        assert not set(module.name) & set(" ,=")
+        assert codec.name
+        assert not set(codec.name) & set(" ,=")
 
-    def test_threads_may_share_it(self, module: Codec) -> None:
+    def test_threads_may_share_it(self, codec: Codec) -> None:
         """Each gets its own block back."""
         contents = [noise(1000 + i) * 20 for i in range(32)]
 
         def there_and_back(content: bytes) -> bytes:
-            return bytes(module.decode(module.encode(content, PLACE), PLACE))
+            return bytes(codec.decode(codec.encode(content, PLACE), PLACE))
 
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(there_and_back, contents)) == contents
 
-    def test_damage_is_no_disaster(self, module: Codec) -> None:
+    def test_damage_is_no_disaster(self, codec: Codec) -> None:
         """Told, or something harmless comes out; nothing else is raised, and memory is bounded."""
-        stored = bytes(module.encode(BLOCKS["numbers"], PLACE))
+        stored = bytes(codec.encode(BLOCKS["numbers"], PLACE))
         chance = random.Random(0)
         for _ in range(200):
             damaged = bytearray(stored)
@@ -107,21 +105,21 @@ class CodecConformance:
             for _ in range(chance.randrange(1, 4)):
                 damaged[chance.randrange(min(len(damaged), 64))] ^= 1 << chance.randrange(8)
             with contextlib.suppress(CorruptShardError):
-                assert len(module.decode(bytes(damaged), PLACE)) <= MOST_GROWTH
+                assert len(codec.decode(bytes(damaged), PLACE)) <= MOST_GROWTH
 
-    def test_what_says_that_it_hides_is_tested_for_it(self, module: Codec) -> None:
+    def test_what_says_that_it_hides_is_tested_for_it(self, codec: Codec) -> None:
         """Encryption has to pass `HidingConformance`, too."""
-        assert module.hides == isinstance(self, HidingConformance)
+        assert codec.hides == isinstance(self, HidingConformance)
 
 
 class HidingConformance(CodecConformance):
     """What encryption must satisfy besides."""
 
-    def test_what_hides_hides(self, module: Codec) -> None:
+    def test_what_hides_hides(self, codec: Codec) -> None:
         """The same block twice is stored in two ways, neither of which has anything of it, and is
         good for its own place only; any change is told."""
         content = BLOCKS["numbers"]
-        once, again = (bytes(module.encode(content, PLACE)) for _ in range(2))
+        once, again = (bytes(codec.encode(content, PLACE)) for _ in range(2))
         assert once != again
         assert not any(content[i : i + 8] in once for i in range(0, 4096, 8))
         for place in (
@@ -132,9 +130,9 @@ class HidingConformance(CodecConformance):
             replace(PLACE, job="another"),
         ):
             with pytest.raises((CorruptShardError, CodecError)):
-                module.decode(once, place)
+                codec.decode(once, place)
         for at in (0, len(once) // 2, len(once) - 1):
             changed = bytearray(once)
             changed[at] ^= 1
             with pytest.raises(CorruptShardError):
-                module.decode(bytes(changed), PLACE)
+                codec.decode(bytes(changed), PLACE)

@@ -21,7 +21,7 @@ STEPS = 5
 
 
 def settings(shared: str) -> dict[str, Any]:
-    more = {"local_modules": "incremental, zstd", "persistent_modules": "zstd, checksum"}
+    more = {"local_codecs": "incremental, zstd", "persistent_codecs": "zstd level=1, zstd"}
     return persistent_settings(shared, local_every_steps=1, **more)
 
 
@@ -63,7 +63,7 @@ def test_what_was_encoded_by_two_ranks_is_restored_by_any_number(
 
 
 def encoded_peers() -> dict[str, Any]:
-    return {**peer_settings("xor"), "local_modules": "incremental, zstd"}
+    return {**peer_settings("xor"), "local_codecs": "incremental, zstd"}
 
 
 def leave_behind(place: Place) -> dict[str, Any]:

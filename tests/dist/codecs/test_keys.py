@@ -12,7 +12,7 @@ from tests.support.training import Place, attach, make_job, train
 from tierckpt.codecs.aes_gcm import KEY_VARIABLE, fingerprint
 
 KEY, OTHER = "5e" * 32, "a7" * 32
-ENCRYPTED = {"local_modules": "aes-gcm", "local_every_steps": 1}
+ENCRYPTED = {"local_codecs": "aes-gcm", "local_every_steps": 1}
 
 
 def key_id(key: str) -> str:
@@ -42,7 +42,7 @@ def test_a_key_that_is_missing_on_one_rank_is_an_error_on_all(
 ) -> None:
     place = Place.under(tmp_path, shm_dir)
     for text in own_ranks([{KEY_VARIABLE: KEY}, {KEY_VARIABLE: ""}]).run(refused, place):
-        assert text.startswith("rank 1: local_modules is 'aes-gcm'")
+        assert text.startswith("rank 1: local_codecs is 'aes-gcm'")
         assert "has no key" in text
 
 
@@ -54,7 +54,7 @@ def train_and_close(place: Place) -> None:
 
 
 def cannot_come_back(place: Place) -> str:
-    """This life's settings name no module, so that nobody asked for a key at its beginning."""
+    """This life's settings name no codec, so that nobody asked for a key at its beginning."""
     attached = attach(make_job(), place)
     with pytest.raises(tierckpt.RestoreError) as caught:
         attached.ckpt.restore()

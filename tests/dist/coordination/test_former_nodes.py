@@ -32,9 +32,9 @@ JOB = "absent"
 LINGER_SECONDS = 600.0
 """Longer than any test."""
 PATIENT = f"""
-from tierckpt import agent
-agent.FIRST_CLIENT_SECONDS = {LINGER_SECONDS}
-agent.main()
+from tierckpt.agent import process, server
+server.FIRST_CLIENT_SECONDS = {LINGER_SECONDS}
+process.main()
 """
 
 
@@ -143,10 +143,10 @@ def test_a_job_that_shrank_gets_what_is_in_the_memory_of_nodes_it_left(
 
 def test_and_what_is_on_their_disks(place: Place, ranks: Any) -> None:
     """Encoded, too; their memory is gone with the version that only was there."""
-    ranks(3).run(leave_behind, place, local_modules="zstd")
+    ranks(3).run(leave_behind, place, local_codecs="zstd")
     forget_memory(place)
-    (told,) = ranks(1).run(come_back, place, "a", local_modules="zstd")
-    (again,) = ranks(1).run(come_back, place, "b", local_modules="zstd")
+    (told,) = ranks(1).run(come_back, place, "a", local_codecs="zstd")
+    (again,) = ranks(1).run(come_back, place, "b", local_codecs="zstd")
     assert told["restored"][0] == again["restored"][0] == EARLIER
     assert told["restored"][1] == {"local": 1, "agent": 2}
     assert told["replicated"] == again["replicated"]

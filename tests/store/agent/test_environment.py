@@ -56,7 +56,7 @@ JOB = """
 import sys
 from tierckpt.testing import TinyJob
 path, shm_dir, steps, modules = sys.argv[1:]
-settings = {"shm_dir": shm_dir, "local_modules": modules, "agent_linger_seconds": 600.0}
+settings = {"shm_dir": shm_dir, "local_codecs": modules, "agent_linger_seconds": 600.0}
 job = TinyJob(path, **settings).run(int(steps))
 job.settle()
 print(job.checkpointer._agent.pid, flush=True)
@@ -114,7 +114,7 @@ def test_a_restart_writes_with_its_own_key(
     agents.append(int(killed.stdout.readline()))
     kill(killed)
     monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
-    settings = {"shm_dir": str(shm_dir), "local_modules": "aes-gcm"}
+    settings = {"shm_dir": str(shm_dir), "local_codecs": "aes-gcm"}
     with TinyJob(ckpts, seed=1, **settings) as job:
         restored = job.restore()
         assert (int(restored), restored.levels) == (STEPS, {"memory": 1})
@@ -607,7 +607,7 @@ SCRIPT = """
 import colorsys, json, sys
 from tierckpt.testing import TinyJob
 sys.path.insert(0, sys.argv[1])
-with TinyJob("ckpts", shm_dir=sys.argv[2], local_modules="mine") as job:
+with TinyJob("ckpts", shm_dir=sys.argv[2], local_codecs="mine") as job:
     job.run(2)
 print([e.text() for e in job.events if e.severity >= 30])
 """

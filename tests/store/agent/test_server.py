@@ -522,7 +522,7 @@ def test_beside_an_agent_of_another_protocol_there_is_one_of_ours(node: Any) -> 
     job.slot_path(0, 0).touch()  # as trainers have; else the older one takes the folder along
     served: list[Any] = []
     """Somebody else, so that it does not end."""
-    older = "from tierckpt import agent; agent.PROTOCOL = 0; process.main()"
+    older = "from tierckpt.agent import process, server; server.PROTOCOL = 0; process.main()"
     told = [json.dumps(asdict(settings)), str(os.getpid())]
     with subprocess.Popen([sys.executable, "-c", older, *told]) as old:
         until(settings.place().address.exists)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.checksum_codec import Checksum
 from tests.support.encoded_shards import NoServices
 from tierckpt.agent import protocol
 from tierckpt.agent.server import PROTOCOL, Agent
 from tierckpt.agent.session import SessionSettings, TrainerSession
 from tierckpt.codecs import pipeline
-from tierckpt.codecs.checksum import Checksum
 from tierckpt.errors import TierckptError
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.storage.local.store import LocalStore
@@ -40,8 +40,8 @@ class Unruly(Checksum):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pipeline.OURS, "unruly", ("checksum", "Unruly"))
-    monkeypatch.setattr("tierckpt.codecs.checksum.Unruly", Unruly, raising=False)
+    monkeypatch.setitem(pipeline.OURS, "unruly", ("zstd", "Unruly"))
+    monkeypatch.setattr("tierckpt.codecs.zstd.Unruly", Unruly, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_a_users_module_raises_costs_that_version_and_is_named(
     install(monkeypatch)
     # A new one each time: its traceback keeps alive what would have been closed.
     monkeypatch.setattr(Unruly, "fail", staticmethod(lambda: kind(text)), raising=False)
-    settings = {"shm_dir": str(shm_dir), "agent": "inline", "local_modules": "unruly"}
+    settings = {"shm_dir": str(shm_dir), "agent": "inline", "local_codecs": "unruly"}
     with TinyJob(tmp_path / "ckpts", **settings) as job:
         for step in range(1, 6):
             job.run(step)
@@ -76,7 +76,7 @@ def test_what_a_users_module_raises_in_a_restart_is_no_damage(
 ) -> None:
     """The bytes were sound, or their checksum had said so: nothing older is taken instead."""
     install(monkeypatch)
-    settings = {"shm_dir": str(shm_dir), "agent": "inline", "local_modules": "unruly"}
+    settings = {"shm_dir": str(shm_dir), "agent": "inline", "local_codecs": "unruly"}
     with TinyJob(tmp_path / "ckpts", **settings) as job:
         job.run(1)
 

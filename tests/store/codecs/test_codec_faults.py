@@ -285,7 +285,7 @@ def test_a_base_that_went_meanwhile_is_not_referred_to(tmp_path: Path) -> None:
 
 def test_a_flush_that_is_made_again_writes_nothing_again(writer: Writer, tmp_path: Path) -> None:
     """Though what it would write now would be other bytes."""
-    writer.pipeline = type(writer.pipeline)(writer.pipeline.modules, 0)
+    writer.pipeline = type(writer.pipeline)(writer.pipeline.codecs, 0)
     last = f"eio@file:op=rename,target={name_of(1).stem}.manifest"
     with injected(last), pytest.raises(OSError, match="injected"):
         writer.flush(1)

@@ -1,4 +1,4 @@
-"""Whole jobs whose levels have modules: what comes back is what was there, or nothing does."""
+"""Whole jobs whose levels have codecs: what comes back is what was there, or nothing does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import tierckpt
 from tierckpt.codecs import pipeline
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
-from tierckpt.codecs.checksum import Checksum
+from tierckpt.codecs.zstd import Zstd
 from tierckpt.errors import RestoreError
 from tierckpt.format.ids import VersionId
 from tierckpt.format.manifest import Manifest
@@ -23,7 +23,7 @@ from tierckpt.testing import TinyJob
 
 STEPS = 6
 KEY, OTHER_KEY = "5e" * 32, "a7" * 32
-ROWS = ("checksum", "zstd", "aes-gcm", "incremental", "incremental full_every=3, zstd, aes-gcm")
+ROWS = ("zstd", "aes-gcm", "incremental", "incremental full_every=3, zstd, aes-gcm")
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def frozen_model() -> torch.nn.Module:
     return Model()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="codec")
 def course() -> dict[int, str]:
     """Fingerprints after every step of a job without checkpoints."""
     job, found = TinyJob(None, model=frozen_model()), {}
@@ -90,13 +90,13 @@ def flushed(place: Path) -> list[int]:
 def test_a_job_goes_on_from_encoded_shards(
     row: str, job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
-    with job(local_modules=row) as first:
+    with job(local_codecs=row) as first:
         first.run(STEPS)
     there = stored(tmp_path / "ckpts")
     assert max(there) == STEPS
     assert all(manifest.encoding for manifest in there.values())
     assert not list(tmp_path.rglob("*.safetensors"))
-    with job(local_modules=row) as second:
+    with job(local_codecs=row) as second:
         restored = second.restore()
         assert (int(restored), restored.levels, restored.rejected) == (STEPS, {"local": 1}, ())
         assert second.fingerprint() == course[STEPS]
@@ -112,8 +112,8 @@ def test_without_modules_files_stay_plain(job: Any, tmp_path: Path) -> None:
 
 
 def test_settings_may_change_between_lives(job: Any, course: dict[int, str]) -> None:
-    for number, row in enumerate(("zstd", "", "incremental, aes-gcm", "checksum"), start=1):
-        with job(local_modules=row) as each:
+    for number, row in enumerate(("zstd", "", "incremental, aes-gcm", "zstd level=1"), start=1):
+        with job(local_codecs=row) as each:
             assert int(each.restore()) == 2 * (number - 1)
             each.run(2 * number)
             assert each.fingerprint() == course[2 * number]
@@ -123,7 +123,7 @@ def test_unchanged_blocks_are_referred_to_and_their_version_stays(
     job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "ckpts"
-    with job(local_modules="incremental full_every=4", local_keep_last=2) as first:
+    with job(local_codecs="incremental full_every=4", local_keep_last=2) as first:
         first.run(STEPS)
     there = stored(folder)
     whole = [v for v, manifest in there.items() if manifest.encoding.base is None]
@@ -137,7 +137,7 @@ def test_unchanged_blocks_are_referred_to_and_their_version_stays(
 
 def test_what_lost_its_base_is_passed_over(job: Any, tmp_path: Path) -> None:
     folder = tmp_path / "ckpts"
-    with job(local_modules="incremental full_every=3", local_keep_last=6) as first:
+    with job(local_codecs="incremental full_every=3", local_keep_last=6) as first:
         first.run(STEPS)
     bases = {v: m.encoding.base for v, m in stored(folder).items()}
     assert [v for v, base in bases.items() if base is None] == [1, 4]
@@ -153,7 +153,7 @@ def test_what_lost_its_base_is_passed_over(job: Any, tmp_path: Path) -> None:
 def test_flipped_bits_never_load(job: Any, course: dict[int, str], tmp_path: Path) -> None:
     """Anywhere in the file, or in the manifest: the version before is restored."""
     folder = tmp_path / "ckpts"
-    with job(local_modules="zstd, aes-gcm", local_keep_last=2) as first:
+    with job(local_codecs="zstd, aes-gcm", local_keep_last=2) as first:
         first.run(2)
     (data,) = folder.glob(f"v{2:010d}.*{ENCODED_SUFFIX}")
     (record,) = folder.glob(f"v{2:010d}.*.manifest")
@@ -183,7 +183,7 @@ def test_with_another_key_or_none_nothing_starts_and_it_is_said(
     """Also not from an older version that needs no key: to go on from that would retire this."""
     with job() as first:
         first.run(1)
-    with job(local_modules="aes-gcm", local_keep_last=3) as first:
+    with job(local_codecs="aes-gcm", local_keep_last=3) as first:
         first.restore()
         first.run(3)
     monkeypatch.setenv(KEY_VARIABLE, key)
@@ -214,8 +214,8 @@ def test_after_a_change_of_keys_in_mid_run_the_new_one_is_enough(
     though nothing but the key has changed."""
     shared = tmp_path / "shared"
     row = "incremental full_every=8, aes-gcm"
-    far = {"persistent_path": str(shared), "persistent_every_steps": 1, "persistent_modules": row}
-    with job(local_modules=row, local_keep_last=8, persistent_keep_last=8, **far) as first:
+    far = {"persistent_path": str(shared), "persistent_every_steps": 1, "persistent_codecs": row}
+    with job(local_codecs=row, local_keep_last=8, persistent_keep_last=8, **far) as first:
         for step in range(1, STEPS + 1):
             if step == 4:
                 monkeypatch.setenv(KEY_VARIABLE, OTHER_KEY)
@@ -236,7 +236,7 @@ def test_a_life_refers_to_its_own_versions_only(
     """Another life's may go by rules of their own, though the agent that wrote them lives on."""
     row = "incremental full_every=8"
     far = {"persistent_path": str(tmp_path / "shared"), "persistent_every_steps": 1}
-    settings = {"local_modules": row, "persistent_modules": row, "local_keep_last": 8, **far}
+    settings = {"local_codecs": row, "persistent_codecs": row, "local_keep_last": 8, **far}
     with job(**settings) as both:
         both.run(2)
         both.checkpointer.wait()
@@ -258,7 +258,7 @@ def test_another_level_that_can_be_read_is_taken_instead(
     job: Any, course: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = {"persistent_path": str(tmp_path / "shared"), "persistent_every_steps": 1}
-    with job(local_modules="aes-gcm", **shared) as first:
+    with job(local_codecs="aes-gcm", **shared) as first:
         first.run(2)
     monkeypatch.delenv(KEY_VARIABLE)
     with job(**shared) as second:
@@ -269,14 +269,14 @@ def test_another_level_that_can_be_read_is_taken_instead(
 
 
 def test_a_module_that_is_not_installed_is_named(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pipeline.OURS, "somebodys", pipeline.OURS["checksum"])
-    monkeypatch.setattr(Checksum, "name", "somebodys")
-    with job(local_modules="somebodys") as first:
+    monkeypatch.setitem(pipeline.OURS, "somebodys", pipeline.OURS["zstd"])
+    monkeypatch.setattr(Zstd, "name", "somebodys")
+    with job(local_codecs="somebodys") as first:
         first.run(2)
     monkeypatch.undo()
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     second = job(local_every_steps=0)
-    with pytest.raises(RestoreError, match=r"module 'somebodys'.*those there are.*install"):
+    with pytest.raises(RestoreError, match=r"codec 'somebodys'.*those there are.*install"):
         second.restore()
     second.checkpointer.abandon()
 
@@ -284,7 +284,7 @@ def test_a_module_that_is_not_installed_is_named(job: Any, monkeypatch: pytest.M
 def test_a_key_that_vanishes_costs_checkpoints_and_not_the_job(
     job: Any, course: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with job(local_modules="aes-gcm") as first:
+    with job(local_codecs="aes-gcm") as first:
         first.run(2)
         monkeypatch.delenv(KEY_VARIABLE)
         first.run(STEPS)
@@ -300,10 +300,10 @@ def test_nothing_of_the_weights_or_the_key_is_on_disk_in_the_clear(
     shared, events = tmp_path / "shared", tmp_path / "events"
     shared.mkdir()
     with job(
-        local_modules="aes-gcm",
+        local_codecs="aes-gcm",
         persistent_path=str(shared),
         persistent_every_steps=1,
-        persistent_modules="incremental, zstd, aes-gcm",
+        persistent_codecs="incremental, zstd, aes-gcm",
         events_dir=str(events),
     ) as first:
         first.run(3)
@@ -323,15 +323,15 @@ def test_nothing_of_the_weights_or_the_key_is_on_disk_in_the_clear(
 
 
 @pytest.mark.parametrize("row", ["", "zstd", "incremental full_every=4, zstd, aes-gcm"])
-@pytest.mark.parametrize("local", ["", "checksum, zstd"])
+@pytest.mark.parametrize("local", ["", "zstd level=1, zstd"])
 def test_a_job_goes_on_from_the_persistent_level(
     local: str, row: str, job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     settings = {
-        "local_modules": local,
-        "persistent_modules": row,
+        "local_codecs": local,
+        "persistent_codecs": row,
         "persistent_path": str(shared),
         "persistent_every_steps": 1,
         "persistent_keep_last": 2,
@@ -376,10 +376,10 @@ def test_a_state_without_a_byte_comes_back_from_every_level(
             agent="inline",
             when_busy="wait",
             local_every_steps=1,
-            local_modules=row,
+            local_codecs=row,
             persistent_path=tmp_path / "shared",
             persistent_every_steps=1,
-            persistent_modules=row,
+            persistent_codecs=row,
         )
 
     with start("here") as first:

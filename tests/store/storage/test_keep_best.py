@@ -68,7 +68,7 @@ def test_without_the_setting_metrics_change_nothing(job: Any, tmp_path: Path) ->
 def test_a_restarted_job_knows_what_is_best(job: Any, tmp_path: Path) -> None:
     """From the manifests; also of encoded shards, and without what was in memory."""
     for until, modules in ((3, ""), (6, "zstd"), (8, "")):
-        with job(local_keep_best=2, local_modules=modules) as each:
+        with job(local_keep_best=2, local_codecs=modules) as each:
             each.restore()
             train(each, until)
     assert on_local(tmp_path / "ckpts") == [2, 4, 8]

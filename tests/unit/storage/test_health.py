@@ -156,7 +156,8 @@ def test_the_command_refuses_what_is_no_time(
 def test_ctrl_c_is_an_exit_status(place: Path, fault: Any) -> None:
     """The terminal sends it to the command and to all that it has started."""
     script = (
-        "import signal, sys; from tierckpt import health, cli; "
+        "import signal, sys; from tierckpt.storage import health; "
+        "from tierckpt.cli import main as cli; "
         # In the background of a shell it is ignored, and so it is in what is started there.
         "signal.signal(signal.SIGINT, signal.default_int_handler); "
         "wait = health._outcome; "

@@ -32,7 +32,7 @@ def commit_encoded(
     chain: Chain,
     still_sealed: Callable[[], bool] = lambda: True,
 ) -> tuple[CommitTimes, int]:
-    """As `LocalStore.commit`, through the modules; also returns how many bytes were written.
+    """As `LocalStore.commit`, through the codecs; also returns how many bytes were written.
 
     What it may refer to is told by `chain`, which learns of it. Buffers WRITE_BYTES and a block.
     Raises OSError, after which the shard does not exist; CodecError likewise.

@@ -1,6 +1,6 @@
 """The `local` level's store: shard and parity files in one directory of a node-local file system.
 
-`<stem>.safetensors` is a shard, `<stem>.encoded` one that modules have changed, `<stem>.parity`
+`<stem>.safetensors` is a shard, `<stem>.encoded` one that codecs have changed, `<stem>.parity`
 parity; `<stem>.manifest` makes any of them exist. Every method that takes a key takes a ShardKey or
 a ParityKey, and does the same for both. What is true at every instant, also when the process is
 killed or the machine loses power:
@@ -34,7 +34,7 @@ from tierckpt.storage.files.durable import open_plain
 KINDS: tuple[type[ShardKey], ...] = (ShardKey, ParityKey)
 MANIFEST_SUFFIX = ".manifest"
 ENCODED_SUFFIX = ".encoded"
-"""In place of ShardKey's, when modules have changed the shard."""
+"""In place of ShardKey's, when codecs have changed the shard."""
 _NAMED = re.compile(rf"\.[{''.join(kind.LETTER for kind in KINDS)}](\d{{5,}})of")
 
 
@@ -51,7 +51,7 @@ class CommitTimes:
 
 
 class LocalStore:
-    """See the module's text. Every method may raise OSError; nothing committed is then lost."""
+    """See the codec's text. Every method may raise OSError; nothing committed is then lost."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
@@ -110,7 +110,7 @@ class LocalStore:
         An earlier one of this very key stops existing now: it could only be a try of ours. One that
         a living process is at (an agent that was passed over, whose disk hangs) is left alone, and
         is an OSError: two at once would take each other's files.
-        `encoded`: modules have changed the bytes; their number is told to `Draft.sync`. `file`: it
+        `encoded`: codecs have changed the bytes; their number is told to `Draft.sync`. `file`: it
         has the bytes already, and must not be written to.
         """
         return Draft(self, key, nbytes, encoded, file)

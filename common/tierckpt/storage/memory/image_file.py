@@ -323,5 +323,5 @@ def told(config: Config, slots: int, shard_bytes: int) -> str:
 
 
 def _wanted(config: Config) -> bool:
-    # What modules make of a shard are other bytes than the slot's.
-    return config.uses("local") and config.local.in_place and not config.local.modules
+    # What codecs make of a shard are other bytes than the slot's.
+    return config.uses("local") and config.local.in_place and not config.local.codecs

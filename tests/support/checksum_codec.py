@@ -1,8 +1,4 @@
-"""The module `checksum`: finds damage at its place in the row, rather than at its end.
-
-Every stored block has a checksum anyway, and so has every block of the image: this one is for those
-who want a third between two modules, and the shortest example of how a module is written.
-"""
+"""A codec as a user would write one: the shortest there is. It puts a checksum before a block."""
 
 from __future__ import annotations
 
@@ -10,10 +6,9 @@ from collections.abc import Mapping
 
 import xxhash
 
+from tierckpt.codecs.codec import BlockId
 from tierckpt.errors import CorruptShardError
 from tierckpt.format.encoding import Buffer, Parameter
-
-from .codec import BlockId
 
 
 class Checksum:
@@ -28,11 +23,11 @@ class Checksum:
         return {}
 
     def encode(self, block: Buffer, where: BlockId) -> Buffer:
-        """See `Module.encode`."""
+        """See `Codec.encode`."""
         return b"".join((xxhash.xxh3_64_digest(block), block))
 
     def decode(self, block: Buffer, where: BlockId) -> Buffer:
-        """See `Module.decode`."""
+        """See `Codec.decode`."""
         content = memoryview(block)[8:]
         if xxhash.xxh3_64_digest(content) != bytes(block[:8]):
             raise CorruptShardError(f"block {where.index} differs from the checksum in it")

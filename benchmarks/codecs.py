@@ -28,13 +28,12 @@ from limits import timed
 from report import align
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
 from tierckpt.codecs.codec import BlockId, Codec, CodecError
-from tierckpt.codecs.pipeline import make_module
+from tierckpt.codecs.pipeline import make_codec
 from tierckpt.format.encoding import Buffer
 
 BLOCK_BYTES = 512 * 1024
 """As checkpoints have them."""
 SETTINGS = (
-    "checksum",
     "zstd level=-5",
     "zstd level=-1",
     "zstd level=1",
@@ -120,7 +119,7 @@ def ways(item_bytes: int) -> Iterator[Both]:
     for setting in SETTINGS:
         name, _, parameter = setting.partition(" level=")
         try:
-            module = make_module(name, {"level": int(parameter)} if parameter else {})
+            module = make_codec(name, {"level": int(parameter)} if parameter else {})
         except CodecError as error:
             print(f"not measured: {error}", file=sys.stderr)
             continue
