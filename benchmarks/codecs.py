@@ -1,7 +1,7 @@
-"""How small do modules make real weights and Adam's moments, and what does that cost?
+"""How small do codecs make real weights and Adam's moments, and what does that cost?
 
-    python benchmarks/modules.py --toy
-    python benchmarks/modules.py --json modules.json
+    python benchmarks/codecs.py --toy
+    python benchmarks/codecs.py --json codecs.json
 
 A small net is trained on scikit-learn's digits for some hundred steps; what it and Adam hold then
 goes block by block through each module, there and back, one thread. blosc2 is measured where it is
