@@ -51,7 +51,7 @@ def frozen_model() -> torch.nn.Module:
     return Model()
 
 
-@pytest.fixture(scope="codec")
+@pytest.fixture(scope="module")
 def course() -> dict[int, str]:
     """Fingerprints after every step of a job without checkpoints."""
     job, found = TinyJob(None, model=frozen_model()), {}
