@@ -1,7 +1,8 @@
-"""The front door: capture at the boundary, release by layer, barrier before the step, seal, commit.
+"""The training side: capture at the boundary, release by layer, barrier before the step, seal,
+commit.
 
-`Checkpointer` is the whole training side. An adapter subclasses it, hands it a Group, and calls
-`release` from where its library launches gradient reductions; everything else is here.
+`Checkpointer` is what a script has. Whatever depends on the library that reduces gradients is its
+`Adapter`'s.
 
 All public methods are for the training thread, and all ranks call them alike.
 """
@@ -14,8 +15,8 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex, Unpack
 
 import torch
 
@@ -29,7 +30,6 @@ from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.coordination.vote_exchange import ballots_for
 from tierckpt.core.halt_conditions import Reason
-from tierckpt.core.replica_check import Finding
 from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.core.votes import VOID, VOTE_WIDTH
@@ -39,6 +39,7 @@ from tierckpt.format.ids import Lineage, VersionId, on_lineage
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group, SingleGroup
 from tierckpt.halt.controller import HaltController
+from tierckpt.hooks.epoch_ends import EpochEnds
 from tierckpt.hooks.install import Hooks
 from tierckpt.hooks.iterations import MIXED, Iterations, Unattached
 from tierckpt.proof.recorder import record_if_ordered
@@ -49,6 +50,7 @@ from tierckpt.restore.restorer import all_finished
 from tierckpt.restore.session import RestoreSession
 from tierckpt.restored import Restored
 from tierckpt.resumable_loader import ResumableLoader
+from tierckpt.settings import Settings
 from tierckpt.snapshot.snapshot import Head, Snapshot
 from tierckpt.state.extras import check_extra
 from tierckpt.state.training_state import TrainingState, label_optimizers
@@ -57,8 +59,8 @@ from tierckpt.tracing.recorder import open_trace
 
 from . import attach, shutdown
 from .active_snapshot import ActiveSnapshot
+from .adapter import Adapter, Handle, check_adapter
 from .boundary import Boundary
-from .epoch_ends import EpochEnds
 from .node_resources import NodeResources
 from .repair import repair
 from .save_now import SaveNow, Sealed
@@ -95,6 +97,8 @@ class Checkpointer:
     Args:
         model: the module that is trained, wrapped (DDP, `torch.compile`) or not.
         optimizer: one optimizer, a sequence, or a dict of names and optimizers.
+        adapter: how gradients are reduced and steps are made; None for a loop with nothing special.
+            `ddp_ckpt.Checkpointer` and `horovod_ckpt.Checkpointer` have one.
         group: the job's ranks; None for a single process.
         extra: objects with `state_dict`/`load_state_dict` that are alike on all ranks (scheduler,
             scaler); also torch and numpy generators.
@@ -109,17 +113,6 @@ class Checkpointer:
     Creating one is collective: all ranks do it at the same point.
     """
 
-    releases_by_layer = False
-    """Set by adapters that call `release` during the backward pass."""
-    reduced: Sequence[torch.Tensor] | None = None
-    """Set by adapters that know: the parameters that ranks have alike, as all begin with the same
-    and their gradients are reduced (or they have none). All others are every rank's own. None: all
-    are alike."""
-
-    given_as = "extra={{{name!r}: {it}}}"
-    """How a script gives what has a state beside model and optimizer; adapters may have another
-    way."""
-
     version = 0
     """Completed optimizer steps."""
     iteration = 0
@@ -128,12 +121,10 @@ class Checkpointer:
     """Calls of `step()` behind the version that this run goes on from, if it told."""
     metric: float | None = None
     """What was measured of the state as it is now; see `step`. Rank 0's counts."""
-    agreed_vote = 0
-    """See `own_vote`; 0 until there was one."""
     restored: Restored
     """What the last `restore()` did."""
     _released = 0
-    """Calls of `release`: where boundaries are guessed, they say at which iteration ranks are."""
+    """Calls of `_release`: where boundaries are guessed, they say at which iteration ranks are."""
     _went_back = False
     """It was asked for an older version than there is."""
 
@@ -144,33 +135,41 @@ class Checkpointer:
         | Sequence[torch.optim.Optimizer]
         | Mapping[str, torch.optim.Optimizer],
         *,
+        adapter: Adapter | None = None,
         group: Group | None = None,
         extra: Mapping[str, Any] | None = None,
         extra_per_rank: Mapping[str, Any] | None = None,
         on_event: Callback | None = None,
         callbacks: Iterable[Callbacks] = (),
         config_file: str | os.PathLike[str] | None = None,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ) -> None:
         self._process = os.getpid()
         self.group: Group = group or SingleGroup()
         check_receiver(on_event)  # with those that follow while no rank waits for another
+        self.adapter = check_adapter(adapter)
         self._callbacks = CallbackList(callbacks)
         self.config: Config
         try:
             refuse_model(model)
             optimizers = label_optimizers(optimizer)
-            self.state = TrainingState(model, optimizers, extra, extra_per_rank, self.reduced)
-            attach.check_state(self.state)
+            reduced, untrained = (
+                self.adapter.reduced_parameters(),
+                self.adapter.untrained_parameters(),
+            )
+            self._state = TrainingState(
+                model, optimizers, extra, extra_per_rank, reduced, untrained
+            )
+            attach.check_state(self._state)
         except TierckptError as error:
             raise refused(error, self.group) from error.__cause__
         self.config, topology = agree_on_settings(settings, config_file, self.group)
-        self.state.forward_changes(self.config.forward_changes)
+        self._state.forward_changes(self.config.forward_changes)
         self._node = topology.node(self.group.rank)
         # While nothing has been started yet.
         groups, unprotected = redundancy_groups(self.config, topology, self.group)
         slots = self.config.slots or (3 if self._uses_cuda() else 2)
-        unwell = attach.check_health(self.config, self.state, self.group, self._node, slots)
+        unwell = attach.check_health(self.config, self._state, self.group, self._node, slots)
         self.restored = Restored(0)
         with contextlib.ExitStack() as undo:  # or another try would meet what is left of this one
             undo.callback(self.group.close)
@@ -178,15 +177,15 @@ class Checkpointer:
             self._resources = NodeResources(self.config, self.group, topology, slots, self._reports)
             undo.callback(self._resources.let_go)
             self._pool = self._resources.pool
-            self._resources.tell_of_room(self.state, self.group, self._node)
+            self._resources.tell_of_room(self._state, self.group, self._node)
             for text in (unwell, unprotected):
                 if text and self.group.rank == 0:
                     self._reports.notice(text, logging.ERROR)
             if idle := self.config.idle:
                 self._warn(f"no persistent_path is given, hence nothing is done with {some(idle)}")
-            if omitted := attach.left_out(self.state):
+            if omitted := attach.left_out(self._state):
                 self._say(omitted, logging.INFO)
-            for text in attach.own_ways(self.state):
+            for text in attach.own_ways(self._state):
                 self._warn(text)
             self._join(topology, groups, undo)
             self._watch(model, undo)
@@ -194,13 +193,15 @@ class Checkpointer:
                 self.config, self.group.rank, self._node, self._reports.notice
             )
             record_if_ordered(self)
-            shutdown.at_exit(self)
+            undo.callback(self._adapter_closed)
+            self.adapter.attached(Handle(self))
+            shutdown.at_exit(self._end_with_process)
             undo.pop_all()
 
     def _open_books(self, on_event: Callback | None, undo: contextlib.ExitStack) -> None:
         """What is said of versions, and what ranks agree on."""
-        self.log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
-        undo.callback(self.log.close)
+        self._log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
+        undo.callback(self._log.close)
         self._agreement = Agreement(
             self.group,
             ballots_for(self.group, self._node, VOTE_WIDTH),
@@ -210,7 +211,7 @@ class Checkpointer:
         )
         undo.callback(self._agreement.close)
         self._reports = Reports(
-            self.config, self.log, self._callbacks, self._agreement, lambda: self.version
+            self.config, self._log, self._callbacks, self._agreement, lambda: self.version
         )
 
     def _join(self, topology: JobTopology, groups: Groups, undo: contextlib.ExitStack) -> None:
@@ -227,27 +228,27 @@ class Checkpointer:
             config, self._schedule, self._meter, agreement, self._pool, self._levels, reports
         )
         self._demand = SaveNow(config, group, self._pool, agreement, self._levels)
-        self._unchanged = Unchanged(self.state, self._say)
-        self._epoch_ends = EpochEnds(self.state)
+        self._unchanged = Unchanged(self._state, self._say)
+        self._epoch_ends = EpochEnds(self._state)
         self._active = ActiveSnapshot(
             config,
-            self.state,
+            self._state,
             group,
             self._pool,
             self._levels.slot_handoff,
             reports,
             self._meter,
-            self.releases_by_layer,
+            self.adapter.releases_by_layer,
             self._unchanged,
         )
         undo.callback(self._active.close)
         self._replicas = ReplicaMonitor(
             config,
             group,
-            self.state,
+            self._state,
             reports,
             self._active.submit,
-            self._find_apart,
+            self._keep_apart,
             self._levels.drift.alike,
             self._levels.drift.found,
         )
@@ -260,23 +261,23 @@ class Checkpointer:
             self.config.boundary,
             boundary=self._boundary,
             before_step=self._before_step,
-            made_step=self._made_step,
+            made_step=self.adapter.step_completed,
             left_to_us=self._active.capture.keep_streams,
             say=self._say,
-            step_of=self._step_of,
+            step_of=self.adapter.step_function,
         )
-        self._trace = open_trace(self.config, self.group.rank, self.state.name_of, self.log)
+        self._trace = open_trace(self.config, self.group.rank, self._state.name_of, self._log)
         if self._trace is not None:
             undo.callback(self._trace.close)
         self._own_hooks = Hooks(
             model,
-            self.state,
+            self._state,
             self._iterations,
-            self._before_stranger,
+            self._barrier,
             self._before_change,
             self._say,
             self._trace,
-            self.given_as,
+            self.adapter.extra_syntax,
         )
         undo.callback(self._own_hooks.close)
 
@@ -310,17 +311,13 @@ class Checkpointer:
         text = MIXED.format(version=self.version, iteration=self.iteration, since=since)
         self._say(text, logging.WARNING)
 
-    def release(
+    def _release(
         self,
         params: Iterable[torch.Tensor],
-        reduction: torch.futures.Future[Any] | None = None,
-        launched_seconds: float | None = None,
+        reduction: torch.futures.Future[Any] | None,
+        launched_seconds: float | None,
     ) -> None:
-        """The reduction of these parameters' gradients was launched: their layer may be copied.
-
-        For the trace, an adapter gives along what it has: the reduction's future, and when exactly
-        it was launched (`time.perf_counter()`; default: now).
-        """
+        """See `Handle.release`."""
         if self._trace is not None:
             params = list(params)
             self._trace.released(params, self.version, reduction, launched_seconds)
@@ -418,6 +415,7 @@ class Checkpointer:
         version = None if version is None else operator.index(version)
         self._refuse_closed("restore()", RestoreError)
         self._refuse_amid("restore()", RestoreError)
+        self.adapter.restore_begins()
         bar = Progress(Progress.wanted(self.group.rank, progress))
         with contextlib.closing(bar), torch.inference_mode(False):
             try:
@@ -426,7 +424,7 @@ class Checkpointer:
                 # The training may go on, and what is open was voted on for the last time.
                 self._agreement.settle()
                 raise
-        for obj in (*self.state.extra.values(), *self.state.extra_per_rank.values()):
+        for obj in (*self._state.extra.values(), *self._state.extra_per_rank.values()):
             if isinstance(obj, ResumableLoader):
                 obj.restored()
         self._callbacks.call("on_restored", self.restored)
@@ -450,10 +448,6 @@ class Checkpointer:
         self._collect()
         return done
 
-    def catch_up(self) -> None:
-        """Collective: those whose iteration was cut short cast the votes that others wait for."""
-        self._agreement.even_out()
-
     def complete(self) -> None:
         """Return when the version that is being copied is sealed, or has failed, and nothing reads
         the live state any more; not collective.
@@ -464,26 +458,13 @@ class Checkpointer:
         self._active.complete()
         self._replicas.finish()
 
-    def carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
-        """Go on from the live state instead of a stored one; instead of `restore()`, all ranks.
-
-        For ranks that were regrouped with nobody lost. All say the same.
-
-        Args:
-            version: optimizer steps that the live state has behind it, on every rank.
-            iteration: calls of `step()` before this one.
-            lineage: that of the checkpointer before.
-        """
+    def _carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
+        """See `Handle.carry_on`."""
         self._history.look()
         live = Restored(iteration)
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
         live.calls = iteration
         self._go_on_from(lineage, live)
-
-    @property
-    def drift(self) -> Finding | None:
-        """For adapters: in what ranks differ, from when it is known until they are alike again."""
-        return self._replicas.finding
 
     @property
     def closed(self) -> bool:
@@ -507,7 +488,7 @@ class Checkpointer:
     @property
     def _amid(self) -> bool:
         """A callback asks that is called amid something: a step, a boundary, another method."""
-        return self._saving or self.log.telling + self._callbacks.telling > 0
+        return self._saving or self._log.telling + self._callbacks.telling > 0
 
     def _refuse_amid(self, what: str, error: type[TierckptError]) -> None:
         """Of what takes all ranks, which hear of events at different moments."""
@@ -519,14 +500,9 @@ class Checkpointer:
             )
 
     @property
-    def steps_made(self) -> int:
+    def _steps_made(self) -> int:
         """Completed optimizer steps, those since the last boundary included."""
         return self.version + self._iterations.steps
-
-    @property
-    def lineage(self) -> Lineage:
-        """The runs this state comes from; see `naming.Lineage`."""
-        return self._history.lineage
 
     def close(self) -> None:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
@@ -574,7 +550,7 @@ class Checkpointer:
                 self._reports.notice(f"no final checkpoint is taken: {why}", logging.ERROR)
                 self._commit_newest()
                 return False
-            if self._went_back and self.steps_made == self._history.began_at:
+            if self._went_back and self._steps_made == self._history.began_at:
                 text = f"no step was made behind v{self.version}: what is newer stays as it is"
                 self._say(text, logging.INFO)
                 return False
@@ -639,7 +615,7 @@ class Checkpointer:
             self._reports.notice(f"not all ranks end together: {error!r}", logging.INFO)
 
     def _begin_ending(self) -> shutdown.Shutdown:
-        nbytes = attach.shard_bytes(self.state, self.group.size) * len(self._node.ranks)
+        nbytes = attach.shard_bytes(self._state, self.group.size) * len(self._node.ranks)
         return shutdown.Shutdown(self.config, self._agent, self._reports, self._halt, nbytes)
 
     def abandon(self, commit_newest: bool = False) -> None:
@@ -678,7 +654,7 @@ class Checkpointer:
         self._reports.notice(text, logging.WARNING)
         self.abandon(commit_newest=True)
 
-    def end_with_process(self) -> None:
+    def _end_with_process(self) -> None:
         """When the process ends and nobody has closed it: `abandon()`, unless a callback asked for
         the end and no boundary came behind that."""
         if self._agreement.close_asked and not shutdown.script_failed():
@@ -686,7 +662,7 @@ class Checkpointer:
         else:
             self.abandon()
 
-    def abandon_after_error(self) -> None:
+    def _abandon_after_error(self) -> None:
         """When an exception ended the training: `abandon()`.
 
         Where a signal came that was to bring the end, the error may be its work (it ended a worker
@@ -724,20 +700,7 @@ class Checkpointer:
         elif shutdown.is_orderly(error):
             self.close_or_abandon()
         else:
-            self.abandon_after_error()
-
-    def pack_adapter(self) -> Any:
-        """What an adapter wants to find again after a restart, as JSON has it; per rank."""
-        return None
-
-    def load_adapter(self, value: Any) -> None:
-        """An adapter's own, after a restore; `value` is what `pack_adapter` returned."""
-
-    def own_vote(self) -> int:
-        """What an adapter wants all ranks to know at the next boundary, where `agreed_vote` is the
-        smallest of all ranks' votes; asked at every boundary. `policy.VOID` says that the
-        state here is no version, on this rank and hence on none."""
-        return 0
+            self._abandon_after_error()
 
     def add_callbacks(self, callbacks: Callbacks) -> None:
         """Have these called from now on."""
@@ -746,11 +709,12 @@ class Checkpointer:
     def register(self, name: str, obj: Any, per_rank: bool = False) -> None:
         """Add an object to `extra` after construction, before the first boundary or restore."""
         check_extra("extra_per_rank" if per_rank else "extra", name, obj)
-        (self.state.extra_per_rank if per_rank else self.state.extra)[name] = obj
+        (self._state.extra_per_rank if per_rank else self._state.extra)[name] = obj
 
     # --- boundary ------------------------------------------------------------------------------
 
     def _boundary(self, force: bool = False) -> None:
+        self.adapter.boundary_begins(force)
         self._own_hooks.unsaved.boundary(speaks=self.group.rank == 0)
         begin = time.perf_counter()
         self._active.finish()
@@ -758,14 +722,13 @@ class Checkpointer:
         if not self._history.lineage:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
-        self.agreed_vote = agreed.adapter
         place = self.iteration if self._iterations.explicit else self._released
         self._replicas.compare(agreed, self._agreement.rows, place)
         self._unchanged.compare(agreed.unchanged)
         if self._agreement.superseded_earlier(self._history.generation):
             self._resources.clear(self._node)
         unattended = self._halt.hear(agreed)
-        take, vote = self._rounds.decide(self.version, agreed, force), self.own_vote()
+        take, vote = self._rounds.decide(self.version, agreed, force), self.adapter.vote()
         if self._replicas.refusing:
             if self._replicas.asking:  # it may turn out that nothing differs
                 self._schedule.requested |= frozenset(take)
@@ -785,6 +748,7 @@ class Checkpointer:
             self._active.begin(snapshot, begin, self._trace)
         if self._trace is not None:
             self._trace = self._trace.boundary(self.version, begin)
+        self.adapter.boundary_passed(agreed.adapter)
         self._callbacks.call("on_step_boundary", self.version)
         if self._replicas.error is not None:
             self._levels.drift.wait()
@@ -807,10 +771,10 @@ class Checkpointer:
             self._levels.slot_handoff.broken(id_)
             return None
         with torch.inference_mode(False):  # an evaluation's; what is made here is used again
-            taken = self._active.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
-        if orphans := self.state.new_orphans():
+            taken = self._active.take(id_, levels, lambda: (self._head(), self._packed()))
+        if orphans := self._state.new_orphans():
             self._warn(ORPHANS.format(names=some(orphans)))
-        if heavy := self.state.new_heavy():
+        if heavy := self._state.new_heavy():
             self._warn(HEAVY.format(what=heavy))
         return taken
 
@@ -828,6 +792,11 @@ class Checkpointer:
             suspect=self._replicas.suspicion,
         )
 
+    def _packed(self) -> Any:
+        """The adapter's values; and the last moment to see what is each rank's own."""
+        self._keep_apart()
+        return self.adapter.pack()
+
     def _measured(self) -> float | None:
         """Rank 0's metric, if it is a number."""
         metric = None if self.metric is None or self.group.rank else _as_number(self.metric)
@@ -840,12 +809,19 @@ class Checkpointer:
 
     def _at(self) -> int:
         """What `restore()` will return: calls of `step()`, or versions if it is never called."""
-        return self.iteration + self._ahead if self._iterations.explicit else self.version
+        if self._iterations.explicit:
+            return self.adapter.resume_iteration(self._live_iteration)
+        return self.version
+
+    @property
+    def _live_iteration(self) -> int:
+        """Calls of `step()` up to the live state, one that is still to come included."""
+        return self.iteration + self._ahead
 
     def _restore(self, version: int | None, strict: bool, bar: Progress) -> Restored:
         begin = time.perf_counter()
         # What is being copied is good: no step has changed anything yet.
-        self.catch_up()  # the copier may wait for a vote
+        self._agreement.even_out()  # the copier may wait for a vote
         self.complete()
         self._agreement.void()
         self._agent.wait(None)
@@ -853,7 +829,7 @@ class Checkpointer:
         restore_session = RestoreSession(
             self.config,
             self.group,
-            self.state,
+            self._state,
             self._history,
             self._reports,
             bar,
@@ -865,12 +841,12 @@ class Checkpointer:
             self._levels.meet()
             return restore_session.report(Restored(0))
         with contextlib.closing(attempt):
-            lineage, result = restore_session.load(attempt, strict, self.load_adapter)
+            lineage, result = restore_session.load(attempt, strict, self.adapter.load)
             self._go_on_from(lineage, result)
             all_finished(attempt, self.group)
             chosen = version is not None or bool(restore_session.passed_over)
             self._went_back = chosen and restore_session.has_newer(attempt)
-            self.state.drop_gradients()  # of an iteration that was cut short, or of none
+            self._state.drop_gradients()  # of an iteration that was cut short, or of none
             books = (self._agreement, self._pool, self._reports)
             if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
                 self._schedule.requested = frozenset(("memory", "local"))
@@ -886,16 +862,18 @@ class Checkpointer:
         self._unchanged.forget()
         self._schedule.start_at(result.version)
         self._levels.go_on_from(lineage, result)
+        self.adapter.resumed(self.iteration)
 
     def _save_now(self, end: float = math.inf) -> None:
         """Blocking: the present state to memory and local. Collective. Waits for the disk until
         `end` (monotonic); what it has not taken then is broken."""
         self.wait(end - time.monotonic())
-        before = VersionId(self._id().generation, self.steps_made)
+        before = VersionId(self._id().generation, self._steps_made)
         # The loop's own step() for it is still to come.
         self._ahead, self._saving = int(self._iterations.steps > 0), True
         try:
-            with self._epoch_ends.between(self._iterations.steps > 0):
+            trained = self._iterations.steps > 0
+            with self.adapter.saving_now(), self._epoch_ends.between(trained):
                 found = self._demand.commit(before, self._at(), self._is_live)
                 if found is Sealed.MOVED_ON:
                     self._history.take_again(self.version)
@@ -910,7 +888,7 @@ class Checkpointer:
 
     def _is_live(self, manifest: Manifest, image: memoryview) -> bool:
         """Whether the live state is, bit for bit, what was sealed so."""
-        if self._keeps_boundary():
+        if self.adapter.keeps_boundary():
             return True
         head = self._head()
         if (head.iteration, head.calls, head.metric) != (
@@ -920,11 +898,7 @@ class Checkpointer:
         ):
             return False
         with torch.inference_mode(False):
-            return self._active.capture.is_unmoved(manifest, image, self.pack_adapter())
-
-    def _keeps_boundary(self) -> bool:
-        """For adapters: whether the state at the last boundary is worth more than the live one."""
-        return False
+            return self._active.capture.is_unmoved(manifest, image, self._packed())
 
     def _save_as_it_was(self, id_: VersionId, end: float) -> None:
         """What is live could not be taken, and an event said so: better the state at the boundary
@@ -937,17 +911,15 @@ class Checkpointer:
     # --- hooks ---------------------------------------------------------------------------------
 
     def _before_step(self, label: str) -> None:
-        """The barrier: nothing may change before its copy is complete."""
+        """An optimizer that was given begins its step."""
+        if self.adapter.before_step(label):
+            self._barrier()
+
+    def _barrier(self) -> None:
+        """Nothing may change before its copy is complete; also where an optimizer begins its step
+        that was not given."""
         self.metric = None
         self._before_change()
-
-    def _step_of(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-        """The function that changes its parameters."""
-        return type(optimizer).step
-
-    def _before_stranger(self) -> None:
-        """The same before a step of an optimizer that no adapter knows."""
-        Checkpointer._before_step(self, "")
 
     def _before_change(self) -> None:
         """The same before weights are changed by what is no step."""
@@ -959,20 +931,18 @@ class Checkpointer:
         """What all ranks would say, once."""
         self._reports.notice(text, logging.DEBUG if self.group.rank else severity)
 
-    def _find_apart(self) -> None:
-        """For adapters: see whether something is to be kept apart now."""
-
-    def _keep_apart(self, trained: Iterable[torch.Tensor], why: str) -> None:
-        """For adapters, from `pack_adapter`: of what counts as alike as nobody trains it, these are
-        trained now and not reduced, hence every rank's own from here on. `why` has `{names}`."""
-        mistaken = [param for param in trained if id(param) in self.state.assumed_alike]
+    def _keep_apart(self) -> None:
+        """Of what counts as alike as nobody trains it, some may be trained now and not reduced,
+        hence be every rank's own from here on."""
+        trained = self.adapter.newly_unreduced()
+        mistaken = [param for param in trained if id(param) in self._state.assumed_alike]
         if not mistaken:
             return
-        self.state.keep_apart(mistaken)
+        self._state.keep_apart(mistaken)
         self._active.capture.forget()
         self._replicas.forget()
-        names = [self.state.name_of(param) for param in mistaken]
-        self._say(why.format(names=some(names)), logging.WARNING)
+        names = some([self._state.name_of(param) for param in mistaken])
+        self._warn(self.adapter.newly_unreduced_notice.format(names=names))
 
     def _warn(self, text: str) -> None:
         self._say(text, logging.WARNING)
@@ -980,20 +950,16 @@ class Checkpointer:
     def _no_moment(self) -> str:
         """See `ending.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
         of its vote."""
-        mine = (self.steps_made, self._agreement.turns)
+        mine = (self._steps_made, self._agreement.turns)
         why, error_barrier = shutdown.no_moment(
-            self.group, *mine, self.state.torn, self._iterations.stepping
+            self.group, *mine, self._state.torn, self._iterations.stepping
         )
         if not error_barrier:
-            self.catch_up()  # the copier may wait for a vote
+            self._agreement.even_out()  # the copier may wait for a vote
             self._agreement.void()
             self.wait(WAIT_SECONDS)
             self._agreement.settle()
-        return why
-
-    def _made_step(self, label: str) -> bool:
-        """False when the step that just ended was none of the training's."""
-        return True
+        return why or self.adapter.inconsistent()
 
     def _nothing_new(self) -> bool:
         """True when no step was made since the start, or since the version restored from disk."""
@@ -1011,18 +977,20 @@ class Checkpointer:
         memory = self._agreement.memory
         known = [*memory.open, *filter(None, [memory.safe])]
         taken = any(self._history.is_own(id_.generation) for id_ in known)
-        return self.steps_made == self._history.began_at and not taken
+        return self._steps_made == self._history.began_at and not taken
 
     def _begun_from_memory(self) -> VersionId | None:
         """The version that this run began with, if it is in memory, of an earlier one."""
         safe, begun = self._agreement.memory.safe, self._history.began_at
-        known = safe is not None and safe.version == begun and on_lineage(safe, self.lineage)
+        known = (
+            safe is not None and safe.version == begun and on_lineage(safe, self._history.lineage)
+        )
         return safe if known else None
 
     # --- attaching and ending ------------------------------------------------------------------
 
     def _uses_cuda(self) -> bool:
-        return any(p.is_cuda for p in self.state.walk().params)
+        return any(p.is_cuda for p in self._state.walk().params)
 
     def _local_enabled(self) -> bool:
         return self.config.uses("local")
@@ -1032,6 +1000,7 @@ class Checkpointer:
         self._levels.collect()
 
     def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
+        self._adapter_closed()
         self._closed = True
         self._halt.close()
         self._own_hooks.close()
@@ -1046,4 +1015,10 @@ class Checkpointer:
         self.group.close()
         if self._trace is not None:
             self._trace.close()
-        self.log.close()
+        self._log.close()
+
+    def _adapter_closed(self) -> None:
+        try:
+            self.adapter.closed()
+        except Exception as error:
+            self._reports.notice(f"the adapter failed at the end: {error!r}", logging.ERROR)

@@ -12,7 +12,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from tierckpt.agent.client import AgentClient
 from tierckpt.config import Config
@@ -61,26 +60,21 @@ def no_moment(
     return next(iter(troubles), ""), error_barrier
 
 
-class Ends(Protocol):
-    """A checkpointer."""
-
-    def end_with_process(self) -> None: ...
+_open: set[weakref.WeakMethod[Callable[[], None]]] = set()
 
 
-_open: weakref.WeakSet[Ends] = weakref.WeakSet()
-
-
-def at_exit(checkpointer: Ends) -> None:
-    """Have it ended when the process ends and nobody has closed it by then: a thread of ours that
-    copies while torch is taken down would end the process by SIGABRT, whatever the script's
-    own status was. It is not kept alive."""
-    _open.add(checkpointer)
+def at_exit(end: Callable[[], None]) -> None:
+    """Have this method of a checkpointer called when the process ends: a thread of ours that copies
+    while torch is taken down would end the process by SIGABRT, whatever the script's own status
+    was. The checkpointer is not kept alive."""
+    _open.add(weakref.WeakMethod(end, _open.discard))
 
 
 @atexit.register  # when this is imported: so it comes after all that is registered to close them
 def _end_all() -> None:
-    for checkpointer in list(_open):
-        checkpointer.end_with_process()
+    for method in list(_open):
+        if (end := method()) is not None:
+            end()
 
 
 class Shutdown:

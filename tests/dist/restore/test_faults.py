@@ -347,14 +347,14 @@ def load_from_a_failing_disk(root: Path, machines: bool, crash: bool) -> dict[st
             return {"replicated": exact.digest(job.replicated())}
         with disk_that_fails_while_loading(1), pytest.raises(tierckpt.StateTornError) as caught:
             attached.ckpt.restore()
-        torn = attached.ckpt.state.torn
+        torn = attached.ckpt._state.torn
         restored = attached.ckpt.restore()
         told = {
             "error": str(caught.value),
             "torn": torn,
             "restored": restored.version,
             "levels": restored.levels,
-            "torn after": attached.ckpt.state.torn,
+            "torn after": attached.ckpt._state.torn,
             "digest": job.digest(),
         }
         attached.ckpt.abandon()

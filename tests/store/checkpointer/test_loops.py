@@ -36,7 +36,7 @@ def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
         job.run(3)
         assert woken == [1, 2]
         for parameter in job.model.parameters():
-            checkpointer.release([parameter])
+            checkpointer.adapter.handle.release([parameter])
             assert woken == [1, 2, 3]
         job.run(5)  # nothing is released but by the barrier
         assert woken == [1, 2, 3, 4]

@@ -384,7 +384,7 @@ def test_a_state_without_a_byte_comes_back_from_every_level(
 
     with start("here") as first:
         for _ in range(STEPS):
-            (optimizer,) = first.state.optimizers.values()
+            (optimizer,) = first._state.optimizers.values()
             optimizer.step()
             first.step()
     for path, level in (("here", "local"), ("elsewhere", "persistent")):
