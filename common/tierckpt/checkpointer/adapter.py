@@ -194,14 +194,14 @@ class Adapter(Protocol):
         `untrained_parameters`, then `attached`.
     2.  In an iteration, the adapter calls `Handle.release` whenever the library has launched the
         reduction of some gradients.
-    3.  Before an optimizer's step: `step_function` (used for a step with a closure) and
-        `before_step`; after it `step_completed`.
+    3.  Before an optimizer's step: `step_function` and `before_step`; after it `step_completed`.
     4.  At a boundary (a call of `Checkpointer.step` after an optimizer's step; or the next forward
         pass): `boundary_begins`; `vote`; if a version is taken `resume_iteration`,
         `newly_unreduced` and `pack`; `boundary_passed`.
     5.  In `save(now=True)` and `close()`: `inconsistent`; if a version can be taken, in the context
-        of `saving_now`: `keeps_boundary`, `resume_iteration` and `pack`, to compare the live state
-        with the last version, then a boundary (4) unless that is the same.
+        of `saving_now`: `resume_iteration`; if the last version is complete `keeps_boundary`,
+        `resume_iteration`, `newly_unreduced` and `pack`, to compare the live state with it; and a
+        boundary (4) unless they are the same.
     6.  In `restore()`: `restore_begins`; `load` for a version that was loaded; `resumed`.
     7.  At the end of the Checkpointer: `closed`, once. After it nothing is called.
     """

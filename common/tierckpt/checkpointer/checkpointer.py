@@ -192,6 +192,7 @@ class Checkpointer:
             self._halt = HaltController(
                 self.config, self.group.rank, self._node, self._reports.notice
             )
+            undo.callback(self._halt.close)
             record_if_ordered(self)
             undo.callback(self._adapter_closed)
             self.adapter.attached(Handle(self))
@@ -256,6 +257,7 @@ class Checkpointer:
     def _watch(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
         """What is before them: where iterations and their steps begin and end."""
         self._ahead = 0
+        """1 where a version has a step of an iteration whose call of `step()` is to come."""
         self._closed = self._shutdown = self._saving = False
         self._iterations = Iterations(
             self.config.boundary,
@@ -299,7 +301,7 @@ class Checkpointer:
         self._own_hooks.called()
         self._active.capture.drop_streams()
         self._epoch_ends.passed()
-        self.iteration += 1
+        self.iteration, self._ahead = self.iteration + 1, 0
         if mixed:
             self._warn_of_two_counts()
         if self._iterations.steps and not self._over:
@@ -779,14 +781,15 @@ class Checkpointer:
         return taken
 
     def _head(self) -> Head:
+        iteration = self._at()
         return Head(
             job=self._resources.job.job,
             version=self.version,
             generation=self._id().generation,
             run_id=self._history.name,
             lineage=self._history.lineage,
-            iteration=self._at(),
-            calls=self._at() if self._iterations.explicit else self._calls,
+            iteration=iteration,
+            calls=iteration if self._iterations.explicit else self._calls,
             metric=self._measured(),
             complete=self._agreement.local.safe,
             suspect=self._replicas.suspicion,
@@ -855,7 +858,7 @@ class Checkpointer:
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration, self.metric = result.version, int(result), None
-        self._calls = result.calls
+        self._ahead, self._calls = 0, result.calls
         self._iterations.go_on_from(result)
         self._active.capture.forget()
         self._replicas.restart()
@@ -869,8 +872,9 @@ class Checkpointer:
         `end` (monotonic); what it has not taken then is broken."""
         self.wait(end - time.monotonic())
         before = VersionId(self._id().generation, self._steps_made)
-        # The loop's own step() for it is still to come.
-        self._ahead, self._saving = int(self._iterations.steps > 0), True
+        if self._iterations.steps > 0:
+            self._ahead = 1
+        self._saving = True
         try:
             trained = self._iterations.steps > 0
             with self.adapter.saving_now(), self._epoch_ends.between(trained):
@@ -880,7 +884,7 @@ class Checkpointer:
                 if found is not Sealed.LIVE:
                     self._boundary(force=True)
         finally:
-            self._ahead, self._saving = 0, False
+            self._saving = False
         self.wait(end - time.monotonic())
         self._demand.settle(self._id())
         if found is Sealed.MOVED_ON and self._agreement.memory.safe != self._id():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tierckpt
+from tests.support.tiny_course import fingerprints
 from tierckpt.snapshot import snapshot
 from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.testing import TinyJob
@@ -111,3 +112,23 @@ def test_an_optimizer_that_never_steps_is_told_of(
     else:
         assert version == 0
         assert [r.levelname for r in said] == ["ERROR"], "once, and loudly"
+
+
+@pytest.mark.parametrize("end", ["save", "close"])
+def test_a_version_on_demand_counts_its_iteration_until_the_loop_does(
+    end: str, path: Path, settings: Any
+) -> None:
+    """Between the optimizer's step and `step()`, a second one is of the same iteration."""
+    settings = {**settings, "local_every_steps": 1}
+    with TinyJob(path, **settings) as job:
+        job.run(1)
+        job.train_one()
+        job.checkpointer.save(now=True)
+        if end == "save":
+            job.checkpointer.save(now=True)
+            job.checkpointer.abandon()
+    with TinyJob(path, seed=9, **settings) as job:
+        restored = job.restore()
+        assert (int(restored), restored.version) == (2, 2)
+        job.run(3)
+        assert job.fingerprint() == fingerprints()[3]
