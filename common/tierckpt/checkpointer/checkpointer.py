@@ -908,9 +908,9 @@ class Checkpointer:
         if self._keeps_boundary():
             return True
         head = self._head()
-        if (head.iteration, head.calls, head.metric) != (
+        if (head.iteration, head.iteration_counts, head.metric) != (
             manifest.iteration,
-            manifest.calls,
+            manifest.iteration_counts,
             manifest.metric,
         ):
             return False
