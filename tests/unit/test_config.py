@@ -234,7 +234,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(setting: str, value: Any) 
         ("memory_linger_seconds", -1.0),
         ("when_busy", "panic"),
         ("release", "later"),
-        ("boundary", "none"),
+        ("boundary", "auto"),
         ("path", ""),
         ("agent_nice", -21),
         ("agent_nice", 20),

@@ -40,7 +40,7 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group, SingleGroup
 from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.install import Hooks
-from tierckpt.hooks.iterations import MIXED, Iterations, Unattached
+from tierckpt.hooks.iterations import NO_CALLS, Iterations, Unattached
 from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
@@ -123,9 +123,7 @@ class Checkpointer:
     version = 0
     """Completed optimizer steps."""
     iteration = 0
-    """What `restore()` returned, and calls of `step()` since."""
-    _calls: int | None = 0
-    """Calls of `step()` behind the version that this run goes on from, if it told."""
+    """What `restore()` returned, and with `boundary="explicit"` calls of `step()` since."""
     metric: float | None = None
     """What was measured of the state as it is now; see `step`. Rank 0's counts."""
     agreed_vote = 0
@@ -133,7 +131,10 @@ class Checkpointer:
     restored: Restored
     """What the last `restore()` did."""
     _released = 0
-    """Calls of `release`: where boundaries are guessed, they say at which iteration ranks are."""
+    """Calls of `release`: where forward passes are boundaries, they say at which iteration ranks
+    are."""
+    _no_calls = NO_CALLS
+    """The error where the loop makes steps and never calls the boundary."""
     _went_back = False
     """It was asked for an older version than there is."""
 
@@ -261,9 +262,10 @@ class Checkpointer:
             boundary=self._boundary,
             before_step=self._before_step,
             made_step=self._made_step,
-            left_to_us=self._active.capture.keep_streams,
+            keep_streams=self._active.capture.keep_streams,
             say=self._say,
             step_of=self._step_of,
+            no_calls=self._no_calls,
         )
         self._trace = open_trace(self.config, self.group.rank, self.state.name_of, self.log)
         if self._trace is not None:
@@ -291,24 +293,18 @@ class Checkpointer:
         `metric` is what was measured of the state as it is now, for `keep_best`; rank 0's counts.
         It does not make a checkpoint due (`save(now=True)`, called next, does). Where boundaries
         are not called so, set the attribute `metric` instead: the optimizer's next step clears it.
+
+        With `boundary="forward"` the call takes `metric` and does nothing else; an event says so.
         """
         self.metric = self.metric if metric is None else _as_number(metric)
-        mixed = self._iterations.guessed
-        self._iterations.called()
+        if not self._iterations.called():
+            return
         self._own_hooks.called()
         self._active.capture.drop_streams()
         self._epoch_ends.passed()
         self.iteration += 1
-        if mixed:
-            self._warn_of_two_counts()
         if self._iterations.steps and not self._over:
             self._boundary()
-
-    def _warn_of_two_counts(self) -> None:
-        told = int(self.restored)
-        since = f", counted on from the {told} that restore() returned" if told else ""
-        text = MIXED.format(version=self.version, iteration=self.iteration, since=since)
-        self._say(text, logging.WARNING)
 
     def release(
         self,
@@ -477,7 +473,7 @@ class Checkpointer:
         self._history.look()
         live = Restored(iteration)
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
-        live.calls = iteration
+        live.iteration_counts = self._iterations.counts
         self._go_on_from(lineage, live)
 
     @property
@@ -822,7 +818,7 @@ class Checkpointer:
             run_id=self._history.name,
             lineage=self._history.lineage,
             iteration=self._at(),
-            calls=self._at() if self._iterations.explicit else self._calls,
+            iteration_counts=self._iterations.counts,
             metric=self._measured(),
             complete=self._agreement.local.safe,
             suspect=self._replicas.suspicion,
@@ -839,7 +835,7 @@ class Checkpointer:
         return VersionId(self._history.generation, self.version)
 
     def _at(self) -> int:
-        """What `restore()` will return: calls of `step()`, or versions if it is never called."""
+        """The number that `restore()` will return: calls of `step()`, or optimizer steps."""
         return self.iteration + self._ahead if self._iterations.explicit else self.version
 
     def _restore(self, version: int | None, strict: bool, bar: Progress) -> Restored:
@@ -879,7 +875,6 @@ class Checkpointer:
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration, self.metric = result.version, int(result), None
-        self._calls = result.calls
         self._iterations.go_on_from(result)
         self._active.capture.forget()
         self._replicas.restart()
@@ -913,9 +908,9 @@ class Checkpointer:
         if self._keeps_boundary():
             return True
         head = self._head()
-        if (head.iteration, head.calls, head.metric) != (
+        if (head.iteration, head.iteration_counts, head.metric) != (
             manifest.iteration,
-            manifest.calls,
+            manifest.iteration_counts,
             manifest.metric,
         ):
             return False
