@@ -109,7 +109,7 @@ class DDPAdapter(PlainAdapter):
         )
 
     def step_completed(self, label: str) -> bool:
-        """True. Where nobody calls `step()`, boundaries may begin late."""
+        """True. The first boundary may come after many steps."""
         if not self.handle.version:
             self._begin_iteration()
         return True

@@ -158,9 +158,9 @@ class Config:
     release: str = "auto"
     """When copying starts: `backward` (with each layer's allreduce), `forward` (at once), or
     `auto`: backward, until the barrier turns out to wait for it."""
-    boundary: str = "auto"
-    """`explicit`: only `step()` is the boundary; `forward`: the next forward pass after an
-    optimizer's step is; `auto`: the same once `step()` has evidently never been called."""
+    boundary: str = "explicit"
+    """`explicit`: a call of `step()` is the boundary, and nothing else; `forward`: the next forward
+    pass in training mode after an optimizer step is. `restore()` returns calls, or steps."""
     forward_changes: str = ""
     """Parameters that the forward pass changes in place (it normalises its weights), by name, with
     commas between; `*` stands for any part of a name. They are copied at the boundary, whole on
@@ -231,7 +231,7 @@ class Config:
         _one_of("agent", self.agent, ("process", "inline"))
         _within("agent_nice", self.agent_nice, -20, 19)
         _within("agent_linger_seconds", self.agent_linger_seconds, 0, YEAR_SECONDS)
-        _one_of("boundary", self.boundary, ("auto", "explicit", "forward"))
+        _one_of("boundary", self.boundary, ("explicit", "forward"))
         parse_signals(self.halt_signals)
         _within("halt_patience_seconds", self.halt_patience_seconds, 0, YEAR_SECONDS)
         _within("halt_grace_seconds", self.halt_grace_seconds, 0, YEAR_SECONDS)

@@ -386,6 +386,11 @@ def _refuse_process_sets(optimizers: Mapping[str, Any]) -> None:
 
 
 def _check(settings: Mapping[str, Any]) -> None:
+    if settings.get("boundary", "explicit") != "explicit":
+        raise ConfigError(
+            f"tierckpt={{'boundary': {settings['boundary']!r}}}: the boundary of an elastic job is "
+            "its commit(), and no other; leave this setting out"
+        )
     if "extra" in settings:
         raise ConfigError(
             "tierckpt={'extra': ...}: give TorchState these objects by name instead "

@@ -10,11 +10,17 @@ from typing import Any
 import torch
 
 from horovod_ckpt.adapter import HorovodAdapter
+from tierckpt.hooks.iterations import STEPS_UNTIL_CALL
 
 NOTHING_HEARD = 1
 RARE_SECONDS = 1.0
 """Commits that are further apart ask for new hosts at once: a broadcast is nothing to them, and an
 answer one commit later would be late."""
+NO_COMMITS = (
+    f"the optimizer made {STEPS_UNTIL_CALL} steps, and commit() of the state was not called: no "
+    "checkpoint is taken until it is. Call state.commit() after optimizer.step(). A loop that "
+    f"commits at every so many iterations, more than {STEPS_UNTIL_CALL}, need do nothing"
+)
 OVERWRITTEN = (
     "a commit was lost, as weights were changed after commit() had returned, before an optimizer's "
     "step (see the event that names them): they are copied while the next iteration runs, where "
@@ -29,6 +35,7 @@ class ElasticAdapter(HorovodAdapter):
 
     is_elastic = True
     extra_syntax = "TorchState(..., {name}={it})"
+    no_calls_notice = NO_COMMITS
 
     def __init__(
         self, model: torch.nn.Module, optimizer: Any, is_quiet: Callable[[], bool]
@@ -70,6 +77,7 @@ class ElasticAdapter(HorovodAdapter):
         last one: values may have changed. Not between the backward passes of a step."""
         self.passed_over = self._between_passes()
         if self.passed_over:
+            self.handle.count_call()
             self._count_misplaced()
             return
         handle = self.handle

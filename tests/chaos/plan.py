@@ -234,7 +234,8 @@ def _end(draw: random.Random, shape: Shape, first: bool) -> Fault:
     rank = draw.randrange(RANKS)
     if kind == "loading":
         return Fault(kind, 1, rank, place=draw.choice(LOADING))
-    # Not before version 4: a restart from version 1 may round differently (DESIGN.md).
+    # Not before version 4: a restart from version 1 may round differently
+    # (docs/internals/ddp.md).
     at = draw.randint(4 if first else 1, LONGEST)
     nodes: tuple[int, ...] = ()
     if kind in ("node", "nodes", "reboot"):

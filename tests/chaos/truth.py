@@ -2,7 +2,7 @@
 
 The package's planner is not asked, nor is any file looked at. Ranks report what they were told
 (`sealed`, `committed`); the driver reports what it did. From both follows the oldest version that
-the next life may go on from, by the table "What dies, and what survives" in DESIGN.md and the
+the next life may go on from, by the table "What dies, and what survives" in ARCHITECTURE.md and the
 settings' own words ("keep so many of the newest complete versions"). Where reports come too late to
 be sure, less is owed: a rank is killed before it has told all that it was told.
 """

@@ -115,7 +115,7 @@ class Members:
         self.addresses = tuple(t.address for t in self.transports)
         for member in range(self.code.n):
             self.store(member).create()
-            self.transports[member].shelf.add(self.store(member))
+            self.transports[member].read_server.add(self.store(member))
         return self
 
     def __exit__(self, *_: object) -> None:

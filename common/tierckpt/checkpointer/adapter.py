@@ -18,6 +18,7 @@ from tierckpt.core.replica_check import NONE, Finding
 from tierckpt.core.votes import VOID
 from tierckpt.format.ids import Lineage
 from tierckpt.group import Group
+from tierckpt.hooks.iterations import NO_CALLS
 from tierckpt.restored import Restored
 from tierckpt.state.training_state import TrainingState
 
@@ -146,6 +147,10 @@ class Handle:
         """Count as an optimizer step a change of the state that no optimizer made."""
         self._checkpointer._iterations.count_one()
 
+    def count_call(self) -> None:
+        """Count a call of the loop's boundary that takes no version."""
+        self._checkpointer._iterations.called()
+
     def compare_replicas(self, whole: bool) -> None:
         """Compare the complete state of all ranks; collective. `whole`: this rank's is one.
 
@@ -212,6 +217,8 @@ class Adapter(Protocol):
     extra_syntax: str
     """A script's way to add an object to the checkpoint, for notices, with `{name}` (or
     `{name!r}`) and `{it}`."""
+    no_calls_notice: str
+    """The error where the loop makes steps and never calls the boundary."""
     newly_unreduced_notice: str
     """The warning about `newly_unreduced`, with `{names}`."""
 
@@ -323,6 +330,7 @@ class PlainAdapter:
 
     releases_by_layer = False
     extra_syntax = "extra={{{name!r}: {it}}}"
+    no_calls_notice = NO_CALLS
     newly_unreduced_notice = (
         "{names}: trained now, and not reduced. From now on these parameters are kept for each rank"
     )

@@ -41,7 +41,7 @@ from tierckpt.group import Group, SingleGroup
 from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.epoch_ends import EpochEnds
 from tierckpt.hooks.install import Hooks
-from tierckpt.hooks.iterations import MIXED, Iterations, Unattached
+from tierckpt.hooks.iterations import Iterations, Unattached
 from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
@@ -116,15 +116,14 @@ class Checkpointer:
     version = 0
     """Completed optimizer steps."""
     iteration = 0
-    """What `restore()` returned, and calls of `step()` since."""
-    _calls: int | None = 0
-    """Calls of `step()` behind the version that this run goes on from, if it told."""
+    """What `restore()` returned, and with `boundary="explicit"` calls of `step()` since."""
     metric: float | None = None
     """What was measured of the state as it is now; see `step`. Rank 0's counts."""
     restored: Restored
     """What the last `restore()` did."""
     _released = 0
-    """Calls of `_release`: where boundaries are guessed, they say at which iteration ranks are."""
+    """Calls of `_release`: where forward passes are boundaries, they say at which iteration ranks
+    are."""
     _went_back = False
     """It was asked for an older version than there is."""
 
@@ -264,9 +263,10 @@ class Checkpointer:
             boundary=self._boundary,
             before_step=self._before_step,
             made_step=self.adapter.step_completed,
-            left_to_us=self._active.capture.keep_streams,
+            keep_streams=self._active.capture.keep_streams,
             say=self._say,
             step_of=self.adapter.step_function,
+            no_calls=self.adapter.no_calls_notice,
         )
         self._trace = open_trace(self.config, self.group.rank, self._state.name_of, self._log)
         if self._trace is not None:
@@ -294,24 +294,18 @@ class Checkpointer:
         `metric` is what was measured of the state as it is now, for `keep_best`; rank 0's counts.
         It does not make a checkpoint due (`save(now=True)`, called next, does). Where boundaries
         are not called so, set the attribute `metric` instead: the optimizer's next step clears it.
+
+        With `boundary="forward"` the call takes `metric` and does nothing else; an event says so.
         """
         self.metric = self.metric if metric is None else _as_number(metric)
-        mixed = self._iterations.guessed
-        self._iterations.called()
+        if not self._iterations.called():
+            return
         self._own_hooks.called()
         self._active.capture.drop_streams()
         self._epoch_ends.passed()
         self.iteration, self._ahead = self.iteration + 1, 0
-        if mixed:
-            self._warn_of_two_counts()
         if self._iterations.steps and not self._over:
             self._boundary()
-
-    def _warn_of_two_counts(self) -> None:
-        told = int(self.restored)
-        since = f", counted on from the {told} that restore() returned" if told else ""
-        text = MIXED.format(version=self.version, iteration=self.iteration, since=since)
-        self._say(text, logging.WARNING)
 
     def _release(
         self,
@@ -465,7 +459,7 @@ class Checkpointer:
         self._history.look()
         live = Restored(iteration)
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
-        live.calls = iteration
+        live.iteration_counts = self._iterations.counts
         self._go_on_from(lineage, live)
 
     @property
@@ -781,15 +775,14 @@ class Checkpointer:
         return taken
 
     def _head(self) -> Head:
-        iteration = self._at()
         return Head(
             job=self._resources.job.job,
             version=self.version,
             generation=self._id().generation,
             run_id=self._history.name,
             lineage=self._history.lineage,
-            iteration=iteration,
-            calls=iteration if self._iterations.explicit else self._calls,
+            iteration=self._at(),
+            iteration_counts=self._iterations.counts,
             metric=self._measured(),
             complete=self._agreement.local.safe,
             suspect=self._replicas.suspicion,
@@ -811,7 +804,7 @@ class Checkpointer:
         return VersionId(self._history.generation, self.version)
 
     def _at(self) -> int:
-        """What `restore()` will return: calls of `step()`, or versions if it is never called."""
+        """The number that `restore()` will return: calls of `step()`, or optimizer steps."""
         if self._iterations.explicit:
             return self.adapter.resume_iteration(self._live_iteration)
         return self.version
@@ -858,7 +851,7 @@ class Checkpointer:
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration, self.metric = result.version, int(result), None
-        self._ahead, self._calls = 0, result.calls
+        self._ahead = 0
         self._iterations.go_on_from(result)
         self._active.capture.forget()
         self._replicas.restart()
@@ -895,9 +888,9 @@ class Checkpointer:
         if self.adapter.keeps_boundary():
             return True
         head = self._head()
-        if (head.iteration, head.calls, head.metric) != (
+        if (head.iteration, head.iteration_counts, head.metric) != (
             manifest.iteration,
-            manifest.calls,
+            manifest.iteration_counts,
             manifest.metric,
         ):
             return False

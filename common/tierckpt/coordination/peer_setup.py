@@ -186,7 +186,7 @@ class PeerSetup:
             "interface": self._config.interface,
             "port": self._config.port,
             "towards": towards,
-            "shelf": {
+            "read_server": {
                 "root": agent.settings.root,
                 "job": agent.settings.folder,
                 "directory": agent.session.directory,

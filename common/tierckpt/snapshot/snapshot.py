@@ -102,7 +102,7 @@ class Head:
     run_id: str
     lineage: Lineage
     iteration: int
-    calls: int | None = None
+    iteration_counts: str
     metric: float | None = None
     complete: VersionId | None = None
     suspect: str = ""
@@ -433,7 +433,7 @@ class Snapshot:
             run_id=self.head.run_id,
             lineage=self.head.lineage,
             iteration=self.head.iteration,
-            calls=self.head.calls,
+            iteration_counts=self.head.iteration_counts,
             shard=self.plan.layout.rank,
             shards=self.plan.layout.ranks,
             image_bytes=start + self._data_bytes,

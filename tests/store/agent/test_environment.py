@@ -73,7 +73,7 @@ def until(true: Callable[[], Any]) -> None:
 
 def alive(pid: int) -> bool:
     try:
-        return b"tierckpt.agent.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"tierckpt.agent.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -208,8 +208,14 @@ def test_an_agent_of_other_surroundings_makes_way(
 def meet(client: AgentClient, known_nodes: dict[str, Any]) -> dict[str, Any]:
     """Its agent knows those of other nodes; returns where it is found by them, as secret "one"."""
     settings, directory = client.settings, client.session.directory
-    shelf = {"root": settings.root, "job": settings.folder, "directory": directory}
-    where = {"secret": "one", "interface": "lo", "towards": "localhost", "shelf": shelf, "port": 0}
+    served = {"root": settings.root, "job": settings.folder, "directory": directory}
+    where = {
+        "secret": "one",
+        "interface": "lo",
+        "towards": "localhost",
+        "read_server": served,
+        "port": 0,
+    }
     where["port"] = client.ask("meet", "listening", PATIENCE_SECONDS, where=where)["port"]
     client.introduce(where, [], known_nodes)
     client.ask("meet", "listening", PATIENCE_SECONDS, where=where)  # what was said before is heeded
@@ -588,7 +594,7 @@ def test_neither_the_key_nor_a_hash_of_it_is_in_the_command_line(
     with TinyJob(tmp_path / "ckpts", shm_dir=str(shm_dir)) as job:
         job.run(1).settle()
         line = Path(f"/proc/{job.checkpointer._agent.pid}/cmdline").read_text()
-        assert "tierckpt.agent.server" in line
+        assert "tierckpt.agent.process" in line
         assert KEY not in line
         assert environment.environment_fingerprint() not in line
 

@@ -93,7 +93,7 @@ def reach(client: AgentClient) -> int:
 
 def alive(pid: int) -> bool:
     try:
-        return b"tierckpt.agent.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"tierckpt.agent.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -819,7 +819,7 @@ def test_paths_may_be_longer_than_a_socket_address(shm_dir: Path, tmp_path: Path
 def test_an_agent_that_comes_after_the_end_of_its_job_ends_without_a_word(shm_dir: Path) -> None:
     """A job of a second is over, and its folder gone, before its agent's process has begun."""
     settings = json.dumps(asdict(AgentSettings(str(shm_dir), "gone")))
-    command = [sys.executable, "-m", "tierckpt.agent.server", settings, str(os.getpid())]
+    command = [sys.executable, "-m", "tierckpt.agent.process", settings, str(os.getpid())]
     done = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [*shm_dir.iterdir()] == []

@@ -66,7 +66,7 @@ def test_what_a_users_module_raises_costs_that_version_and_is_named(
     failed = job.heard("failed", "local")
     assert [e.version for e in failed] == [2, 4]
     for event in failed:
-        assert "the module unruly cannot encode block 0" in event.text()
+        assert "the codec unruly cannot encode block 0" in event.text()
         assert f"{kind.__name__}: {text}" in event.text()
     assert not [e for e in job.events if "ended unexpectedly" in e.text()]
 

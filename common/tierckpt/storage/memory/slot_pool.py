@@ -1,8 +1,8 @@
 """The pool: one rank's slots, and which of them may be overwritten.
 
-The rule that keeps a restorable version alive at every instant (DESIGN.md, "Two slots are
-enough"): a slot is overwritten only when it holds no version of the ledger's protected set, is not
-being filled, and is not being read by an agent, ours or the one of the run before.
+The rule that keeps a restorable version alive at every instant (docs/internals/agreement.md,
+"Two slots are enough"): a slot is overwritten only when it holds no version of the ledger's
+protected set, is not being filled, and is not being read by an agent, ours or the previous run's.
 
 Thread-safe: the copier thread chooses slots, the training thread asks and frees.
 """
