@@ -15,6 +15,7 @@ import torch
 
 from tierckpt.config import Config
 from tierckpt.coordination.reports import Reports
+from tierckpt.coordination.slot_handoff import SlotHandoff
 from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
@@ -23,8 +24,6 @@ from tierckpt.snapshot.snapshot import Copier, Head, Phase, Snapshot, SnapshotEr
 from tierckpt.snapshot.staging import Staging
 from tierckpt.state.training_state import TrainingState
 from tierckpt.storage.memory.slot_pool import SlotPool
-
-from .slot_handoff import SlotHandoff
 
 if TYPE_CHECKING:
     from tierckpt.tracing.recorder import Trace

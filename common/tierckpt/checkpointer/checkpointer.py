@@ -1,8 +1,4 @@
-"""The training side: capture at the boundary, release by layer, barrier before the step, seal,
-commit.
-
-`Checkpointer` is what a script has. Whatever depends on the library that reduces gradients is its
-`Adapter`'s.
+"""A script's side: what it calls of a checkpointer.
 
 All public methods are for the training thread, and all ranks call them alike.
 """
@@ -11,87 +7,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import operator
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex, Unpack
+from collections.abc import Iterator
+from typing import Any, SupportsIndex
 
 import torch
 
-from tierckpt._text import some
-from tierckpt.callbacks import CallbackList, Callbacks
-from tierckpt.config import Config
-from tierckpt.coordination.agreement import Agreement
-from tierckpt.coordination.peer_setup import Groups, redundancy_groups
+from tierckpt.callbacks import Callbacks
 from tierckpt.coordination.pinning import mark_everywhere
-from tierckpt.coordination.reports import Reports
-from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
-from tierckpt.coordination.vote_exchange import ballots_for
 from tierckpt.core.halt_conditions import Reason
-from tierckpt.core.schedule import Schedule
-from tierckpt.core.tuning.autotune import StepTimer
-from tierckpt.core.votes import VOID, VOTE_WIDTH
 from tierckpt.errors import PinError, RestoreError, TierckptError
-from tierckpt.events import Callback, EventLog, check_receiver
-from tierckpt.format.ids import Lineage, VersionId, on_lineage
-from tierckpt.format.manifest import Manifest
-from tierckpt.group import Group, SingleGroup
-from tierckpt.halt.controller import HaltController
-from tierckpt.hooks.epoch_ends import EpochEnds
-from tierckpt.hooks.install import Hooks
-from tierckpt.hooks.iterations import Iterations, Unattached
-from tierckpt.proof.recorder import record_if_ordered
-from tierckpt.replicas.monitor import ReplicaMonitor
-from tierckpt.replicas.unchanged import Unchanged
+from tierckpt.format.ids import VersionId, on_lineage
 from tierckpt.restore.progress import Progress
-from tierckpt.restore.restorer import all_finished
-from tierckpt.restore.session import RestoreSession
 from tierckpt.restored import Restored
 from tierckpt.resumable_loader import ResumableLoader
-from tierckpt.settings import Settings
-from tierckpt.snapshot.snapshot import Head, Snapshot
 from tierckpt.state.extras import check_extra
-from tierckpt.state.training_state import TrainingState, label_optimizers
-from tierckpt.state.validate import refuse_model
-from tierckpt.tracing.recorder import open_trace
 
 from . import attach, shutdown
-from .active_snapshot import ActiveSnapshot
-from .adapter import Adapter, Handle, check_adapter
-from .boundary import Boundary
-from .node_resources import NodeResources
-from .repair import repair
-from .save_now import SaveNow, Sealed
-from .tiers import Tiers
+from .core import WAIT_SECONDS, CheckpointerCore, as_number
 
-HEAVY = (
-    "{what} that the state_dict() of optimizers has beside state and options are copied at every "
-    "boundary, while the training waits. Have its tensors in optimizer.state, under the parameters "
-    "that they are of: they are copied under the allreduce then"
-)
-WAIT_SECONDS = 60.0
 MEET_SECONDS = 30.0
 """At the end of a process: how long to wait for the other ranks before ending alone."""
-ORPHANS = (
-    "{names}: an optimizer steps this parameter, and the model has it no more (did the forward "
-    "pass put another one in its place?). A job that is started again, whose optimizer has the "
-    "model's, will refuse this state but for restore(strict=False). Change values in place, "
-    "without gradients, or make them a buffer; or give the optimizer the new parameter"
-)
 
 
-def _as_number(metric: Any) -> float:
-    """Raises TypeError for what is none."""
-    try:
-        return float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
-    except (TypeError, ValueError, RuntimeError):
-        text = f"metric must be one number, or a tensor of one; it is a {type(metric).__name__}"
-        raise TypeError(text) from None
-
-
-class Checkpointer:
+class Checkpointer(CheckpointerCore):
     """Checkpoints a replicated training state, layer by layer, while training goes on.
 
     Args:
@@ -113,178 +53,6 @@ class Checkpointer:
     Creating one is collective: all ranks do it at the same point.
     """
 
-    version = 0
-    """Completed optimizer steps."""
-    iteration = 0
-    """What `restore()` returned, and with `boundary="explicit"` calls of `step()` since."""
-    metric: float | None = None
-    """What was measured of the state as it is now; see `step`. Rank 0's counts."""
-    restored: Restored
-    """What the last `restore()` did."""
-    _released = 0
-    """Calls of `_release`: where forward passes are boundaries, they say at which iteration ranks
-    are."""
-    _went_back = False
-    """It was asked for an older version than there is."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer
-        | Sequence[torch.optim.Optimizer]
-        | Mapping[str, torch.optim.Optimizer],
-        *,
-        adapter: Adapter | None = None,
-        group: Group | None = None,
-        extra: Mapping[str, Any] | None = None,
-        extra_per_rank: Mapping[str, Any] | None = None,
-        on_event: Callback | None = None,
-        callbacks: Iterable[Callbacks] = (),
-        config_file: str | os.PathLike[str] | None = None,
-        **settings: Unpack[Settings],
-    ) -> None:
-        self._process = os.getpid()
-        self.group: Group = group or SingleGroup()
-        check_receiver(on_event)  # with those that follow while no rank waits for another
-        self.adapter = check_adapter(adapter)
-        self._callbacks = CallbackList(callbacks)
-        self.config: Config
-        try:
-            refuse_model(model)
-            optimizers = label_optimizers(optimizer)
-            reduced, untrained = (
-                self.adapter.reduced_parameters(),
-                self.adapter.untrained_parameters(),
-            )
-            self._state = TrainingState(
-                model, optimizers, extra, extra_per_rank, reduced, untrained
-            )
-            attach.check_state(self._state)
-        except TierckptError as error:
-            raise refused(error, self.group) from error.__cause__
-        self.config, topology = agree_on_settings(settings, config_file, self.group)
-        self._state.forward_changes(self.config.forward_changes)
-        self._node = topology.node(self.group.rank)
-        # While nothing has been started yet.
-        groups, unprotected = redundancy_groups(self.config, topology, self.group)
-        slots = self.config.slots or (3 if self._uses_cuda() else 2)
-        unwell = attach.check_health(self.config, self._state, self.group, self._node, slots)
-        self.restored = Restored(0)
-        with contextlib.ExitStack() as undo:  # or another try would meet what is left of this one
-            undo.callback(self.group.close)
-            self._open_books(on_event, undo)
-            self._resources = NodeResources(self.config, self.group, topology, slots, self._reports)
-            undo.callback(self._resources.let_go)
-            self._pool = self._resources.pool
-            self._resources.tell_of_room(self._state, self.group, self._node)
-            for text in (unwell, unprotected):
-                if text and self.group.rank == 0:
-                    self._reports.notice(text, logging.ERROR)
-            if idle := self.config.idle:
-                self._warn(f"no persistent_path is given, hence nothing is done with {some(idle)}")
-            if omitted := attach.left_out(self._state):
-                self._say(omitted, logging.INFO)
-            for text in attach.own_ways(self._state):
-                self._warn(text)
-            self._join(topology, groups, undo)
-            self._watch(model, undo)
-            self._halt = HaltController(
-                self.config, self.group.rank, self._node, self._reports.notice
-            )
-            undo.callback(self._halt.close)
-            record_if_ordered(self)
-            undo.callback(self._adapter_closed)
-            self.adapter.attached(Handle(self))
-            shutdown.at_exit(self._end_with_process)
-            undo.pop_all()
-
-    def _open_books(self, on_event: Callback | None, undo: contextlib.ExitStack) -> None:
-        """What is said of versions, and what ranks agree on."""
-        self._log = EventLog(self.group.rank, self.config.events_dir or None, on_event)
-        undo.callback(self._log.close)
-        self._agreement = Agreement(
-            self.group,
-            ballots_for(self.group, self._node, VOTE_WIDTH),
-            self.config,
-            lambda *safe: self._levels.promotion.local_safe(*safe),
-            lambda: self._levels.promotion.retire(),
-        )
-        undo.callback(self._agreement.close)
-        self._reports = Reports(
-            self.config, self._log, self._callbacks, self._agreement, lambda: self.version
-        )
-
-    def _join(self, topology: JobTopology, groups: Groups, undo: contextlib.ExitStack) -> None:
-        """What is behind the slots, and what copies into them."""
-        config, group, agreement, reports = self.config, self.group, self._agreement, self._reports
-        self._levels = Tiers(config, group, topology, groups, self._resources, agreement, reports)
-        self._history, self._agent = self._levels.history, self._levels.agent
-        undo.callback(self._agent.close, abandoned=True)
-        self._levels.open()
-        self._schedule = Schedule(config)
-        automatic = self._schedule.tuner.every_steps
-        self._meter = StepTimer("persistent" in automatic) if automatic else None
-        self._rounds = Boundary(
-            config, self._schedule, self._meter, agreement, self._pool, self._levels, reports
-        )
-        self._demand = SaveNow(config, group, self._pool, agreement, self._levels)
-        self._unchanged = Unchanged(self._state, self._say)
-        self._epoch_ends = EpochEnds(self._state)
-        self._active = ActiveSnapshot(
-            config,
-            self._state,
-            group,
-            self._pool,
-            self._levels.slot_handoff,
-            reports,
-            self._meter,
-            self.adapter.releases_by_layer,
-            self._unchanged,
-        )
-        undo.callback(self._active.close)
-        self._replicas = ReplicaMonitor(
-            config,
-            group,
-            self._state,
-            reports,
-            self._active.submit,
-            self._keep_apart,
-            self._levels.drift.alike,
-            self._levels.drift.found,
-        )
-
-    def _watch(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
-        """What is before them: where iterations and their steps begin and end."""
-        self._ahead = 0
-        """1 where a version has a step of an iteration whose call of `step()` is to come."""
-        self._closed = self._shutdown = self._saving = False
-        self._iterations = Iterations(
-            self.config.boundary,
-            boundary=self._boundary,
-            before_step=self._before_step,
-            made_step=self.adapter.step_completed,
-            keep_streams=self._active.capture.keep_streams,
-            say=self._say,
-            step_of=self.adapter.step_function,
-            no_calls=self.adapter.no_calls_notice,
-        )
-        self._trace = open_trace(self.config, self.group.rank, self._state.name_of, self._log)
-        if self._trace is not None:
-            undo.callback(self._trace.close)
-        self._own_hooks = Hooks(
-            model,
-            self._state,
-            self._iterations,
-            self._barrier,
-            self._before_change,
-            self._say,
-            self._trace,
-            self.adapter.extra_syntax,
-        )
-        undo.callback(self._own_hooks.close)
-
-    # --- the recipe ----------------------------------------------------------------------------
-
     def step(self, metric: float | None = None) -> None:
         """The boundary: call it once an iteration, after the optimizer's (and scheduler's) step.
 
@@ -297,7 +65,7 @@ class Checkpointer:
 
         With `boundary="forward"` the call takes `metric` and does nothing else; an event says so.
         """
-        self.metric = self.metric if metric is None else _as_number(metric)
+        self.metric = self.metric if metric is None else as_number(metric)
         if not self._iterations.called():
             return
         self._own_hooks.called()
@@ -306,22 +74,6 @@ class Checkpointer:
         self.iteration, self._ahead = self.iteration + 1, 0
         if self._iterations.steps and not self._over:
             self._boundary()
-
-    def _release(
-        self,
-        params: Iterable[torch.Tensor],
-        reduction: torch.futures.Future[Any] | None,
-        launched_seconds: float | None,
-    ) -> None:
-        """See `Handle.release`."""
-        if self._trace is not None:
-            params = list(params)
-            self._trace.released(params, self.version, reduction, launched_seconds)
-        self._released += 1
-        self._replicas.wake()
-        self._active.release(params)
-        if self._callbacks:
-            self._callbacks.call("on_allreduce_launched", params)
 
     def save(self, now: bool = False) -> None:
         """Ask for a checkpoint to memory and local, whatever the intervals say.
@@ -454,14 +206,6 @@ class Checkpointer:
         self._active.complete()
         self._replicas.finish()
 
-    def _carry_on(self, version: int, iteration: int, lineage: Lineage) -> None:
-        """See `Handle.carry_on`."""
-        self._history.look()
-        live = Restored(iteration)
-        live.version, live.generation = version, lineage[-1][0] if lineage else 0
-        live.iteration_counts = self._iterations.counts
-        self._go_on_from(lineage, live)
-
     @property
     def closed(self) -> bool:
         """True after `close()` or `abandon()`."""
@@ -476,12 +220,6 @@ class Checkpointer:
             raise error(f"{what} in a forked child: the Checkpointer is its parent's")
 
     @property
-    def _over(self) -> bool:
-        """Nothing is to be done any more: it ended, or is just ending, or this is a forked child,
-        and what there is of checkpoints is its parent's."""
-        return self._closed or self._shutdown or os.getpid() != self._process
-
-    @property
     def _amid(self) -> bool:
         """A callback asks that is called amid something: a step, a boundary, another method."""
         return self._saving or self._log.telling + self._callbacks.telling > 0
@@ -494,11 +232,6 @@ class Checkpointer:
                 "at different moments, amid a step perhaps. Call it in the loop, between two "
                 "steps, or in on_step_boundary of tierckpt.Callbacks"
             )
-
-    @property
-    def _steps_made(self) -> int:
-        """Completed optimizer steps, those since the last boundary included."""
-        return self.version + self._iterations.steps
 
     def close(self) -> None:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
@@ -678,10 +411,6 @@ class Checkpointer:
         if self._demand.commit_newest():
             self.wait(WAIT_SECONDS)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """`copy.deepcopy(model)` and `torch.save(model)` take the hooks along, and not us."""
-        return (Unattached, ())
-
     def __enter__(self) -> Checkpointer:
         """For `with`."""
         return self
@@ -706,257 +435,6 @@ class Checkpointer:
         """Add an object to `extra` after construction, before the first boundary or restore."""
         check_extra("extra_per_rank" if per_rank else "extra", name, obj)
         (self._state.extra_per_rank if per_rank else self._state.extra)[name] = obj
-
-    # --- boundary ------------------------------------------------------------------------------
-
-    def _boundary(self, force: bool = False) -> None:
-        self.adapter.boundary_begins(force)
-        self._own_hooks.unsaved.boundary(speaks=self.group.rank == 0)
-        begin = time.perf_counter()
-        self._active.finish()
-        self.version += self._iterations.pass_boundary()
-        if not self._history.lineage:
-            self._levels.begin_afresh()
-        agreed = self._rounds.hear()
-        place = self.iteration if self._iterations.explicit else self._released
-        self._replicas.compare(agreed, self._agreement.rows, place)
-        self._unchanged.compare(agreed.unchanged)
-        if self._agreement.superseded_earlier(self._history.generation):
-            self._resources.clear(self._node)
-        unattended = self._halt.hear(agreed)
-        take, vote = self._rounds.decide(self.version, agreed, force), self.adapter.vote()
-        if self._replicas.refusing:
-            if self._replicas.asking:  # it may turn out that nothing differs
-                self._schedule.requested |= frozenset(take)
-            take = ()
-            if force:
-                what = self._replicas.suspicion or "in what is known in a few steps"
-                self._reports.lost(self.version, f"replicas differ: {what}")
-        snapshot = self._open_snapshot(take, vote == VOID) if take else None
-        halt, check = self._halt.vote(self.version), self._replicas.vote(place)
-        row, unchanged = self._replicas.row(), self._unchanged.count
-        self._rounds.vote(self._id(), begin, take, halt, vote, check, unchanged, row)
-        self._replicas.voted()
-        self._replicas.begin(self.version)
-        if self._active.release_early:
-            self._replicas.wake()
-        if snapshot is not None:
-            self._active.begin(snapshot, begin, self._trace)
-        if self._trace is not None:
-            self._trace = self._trace.boundary(self.version, begin)
-        self.adapter.boundary_passed(agreed.adapter)
-        self._callbacks.call("on_step_boundary", self.version)
-        if self._replicas.error is not None:
-            self._levels.drift.wait()
-            self._replicas.raise_error()
-        if force or not (unattended or agreed.no_close == 0):
-            return
-        self.close()
-        if unattended:
-            raise SystemExit(0)
-
-    def _open_snapshot(self, levels: tuple[str, ...], void: bool) -> Snapshot | None:
-        """Capture what changes first. A failure here breaks the version, not the training; so does
-        an adapter that says it is `void`."""
-        id_ = self._id()
-        # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
-        self._agreement.open(id_, levels)
-        if "persistent" in levels:
-            self._levels.promotion.flush_when_safe(id_, self._at())
-        if void:
-            self._levels.slot_handoff.broken(id_)
-            return None
-        with torch.inference_mode(False):  # an evaluation's; what is made here is used again
-            taken = self._active.take(id_, levels, lambda: (self._head(), self._packed()))
-        if orphans := self._state.new_orphans():
-            self._warn(ORPHANS.format(names=some(orphans)))
-        if heavy := self._state.new_heavy():
-            self._warn(HEAVY.format(what=heavy))
-        return taken
-
-    def _head(self) -> Head:
-        return Head(
-            job=self._resources.job.job,
-            version=self.version,
-            generation=self._id().generation,
-            run_id=self._history.name,
-            lineage=self._history.lineage,
-            iteration=self._at(),
-            iteration_counts=self._iterations.counts,
-            metric=self._measured(),
-            complete=self._agreement.local.safe,
-            suspect=self._replicas.suspicion,
-        )
-
-    def _packed(self) -> Any:
-        """The adapter's values; and the last moment to see what is each rank's own."""
-        self._keep_apart()
-        return self.adapter.pack()
-
-    def _measured(self) -> float | None:
-        """Rank 0's metric, if it is a number."""
-        metric = None if self.metric is None or self.group.rank else _as_number(self.metric)
-        return metric if metric is not None and math.isfinite(metric) else None
-
-    # --- lives ---------------------------------------------------------------------------------
-
-    def _id(self) -> VersionId:
-        return VersionId(self._history.generation, self.version)
-
-    def _at(self) -> int:
-        """The number that `restore()` will return: calls of `step()`, or optimizer steps."""
-        if self._iterations.explicit:
-            return self.adapter.resume_iteration(self._live_iteration)
-        return self.version
-
-    @property
-    def _live_iteration(self) -> int:
-        """Calls of `step()` up to the live state, one that is still to come included."""
-        return self.iteration + self._ahead
-
-    def _restore(self, version: int | None, strict: bool, bar: Progress) -> Restored:
-        begin = time.perf_counter()
-        # What is being copied is good: no step has changed anything yet.
-        self._agreement.even_out()  # the copier may wait for a vote
-        self.complete()
-        self._agreement.void()
-        self._agent.wait(None)
-        self._collect()
-        restore_session = RestoreSession(
-            self.config,
-            self.group,
-            self._state,
-            self._history,
-            self._reports,
-            bar,
-            begin,
-            self._resources.left_elsewhere,
-        )
-        attempt = restore_session.find(version, self.version)
-        if attempt is None:
-            self._levels.meet()
-            return restore_session.report(Restored(0))
-        with contextlib.closing(attempt):
-            lineage, result = restore_session.load(attempt, strict, self.adapter.load)
-            self._go_on_from(lineage, result)
-            all_finished(attempt, self.group)
-            chosen = version is not None or bool(restore_session.passed_over)
-            self._went_back = chosen and restore_session.has_newer(attempt)
-            self._state.drop_gradients()  # of an iteration that was cut short, or of none
-            books = (self._agreement, self._pool, self._reports)
-            if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
-                self._schedule.requested = frozenset(("memory", "local"))
-        return restore_session.report(result)
-
-    def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
-        """The live state is that of `result`; everything else follows."""
-        self.version, self.iteration, self.metric = result.version, int(result), None
-        self._ahead = 0
-        self._iterations.go_on_from(result)
-        self._active.capture.forget()
-        self._replicas.restart()
-        self._unchanged.forget()
-        self._schedule.start_at(result.version)
-        self._levels.go_on_from(lineage, result)
-        self.adapter.resumed(self.iteration)
-
-    def _save_now(self, end: float = math.inf) -> None:
-        """Blocking: the present state to memory and local. Collective. Waits for the disk until
-        `end` (monotonic); what it has not taken then is broken."""
-        self.wait(end - time.monotonic())
-        before = VersionId(self._id().generation, self._steps_made)
-        if self._iterations.steps > 0:
-            self._ahead = 1
-        self._saving = True
-        try:
-            trained = self._iterations.steps > 0
-            with self.adapter.saving_now(), self._epoch_ends.between(trained):
-                found = self._demand.commit(before, self._at(), self._is_live)
-                if found is Sealed.MOVED_ON:
-                    self._history.take_again(self.version)
-                if found is not Sealed.LIVE:
-                    self._boundary(force=True)
-        finally:
-            self._saving = False
-        self.wait(end - time.monotonic())
-        self._demand.settle(self._id())
-        if found is Sealed.MOVED_ON and self._agreement.memory.safe != self._id():
-            self._save_as_it_was(before, end)
-
-    def _is_live(self, manifest: Manifest, image: memoryview) -> bool:
-        """Whether the live state is, bit for bit, what was sealed so."""
-        if self.adapter.keeps_boundary():
-            return True
-        head = self._head()
-        if (head.iteration, head.iteration_counts, head.metric) != (
-            manifest.iteration,
-            manifest.iteration_counts,
-            manifest.metric,
-        ):
-            return False
-        with torch.inference_mode(False):
-            return self._active.capture.is_unmoved(manifest, image, self._packed())
-
-    def _save_as_it_was(self, id_: VersionId, end: float) -> None:
-        """What is live could not be taken, and an event said so: better the state at the boundary
-        than none of that step. Collective."""
-        self._warn(f"{id_} is stored as it was at its boundary, as what came after could not be")
-        self._demand.commit_as_it_is(id_)
-        self.wait(end - time.monotonic())
-        self._demand.settle(id_)
-
-    # --- hooks ---------------------------------------------------------------------------------
-
-    def _before_step(self, label: str) -> None:
-        """An optimizer that was given begins its step."""
-        if self.adapter.before_step(label):
-            self._barrier()
-
-    def _barrier(self) -> None:
-        """Nothing may change before its copy is complete; also where an optimizer begins its step
-        that was not given."""
-        self.metric = None
-        self._before_change()
-
-    def _before_change(self) -> None:
-        """The same before weights are changed by what is no step."""
-        if self._active.snapshot is not None:
-            self._active.finish()
-        self._replicas.finish()
-
-    def _say(self, text: str, severity: int) -> None:
-        """What all ranks would say, once."""
-        self._reports.notice(text, logging.DEBUG if self.group.rank else severity)
-
-    def _keep_apart(self) -> None:
-        """Of what counts as alike as nobody trains it, some may be trained now and not reduced,
-        hence be every rank's own from here on."""
-        trained = self.adapter.newly_unreduced()
-        mistaken = [param for param in trained if id(param) in self._state.assumed_alike]
-        if not mistaken:
-            return
-        self._state.keep_apart(mistaken)
-        self._active.capture.forget()
-        self._replicas.forget()
-        names = some([self._state.name_of(param) for param in mistaken])
-        self._warn(self.adapter.newly_unreduced_notice.format(names=names))
-
-    def _warn(self, text: str) -> None:
-        self._say(text, logging.WARNING)
-
-    def _no_moment(self) -> str:
-        """See `ending.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
-        of its vote."""
-        mine = (self._steps_made, self._agreement.turns)
-        why, error_barrier = shutdown.no_moment(
-            self.group, *mine, self._state.torn, self._iterations.stepping
-        )
-        if not error_barrier:
-            self._agreement.even_out()  # the copier may wait for a vote
-            self._agreement.void()
-            self.wait(WAIT_SECONDS)
-            self._agreement.settle()
-        return why or self.adapter.inconsistent()
 
     def _nothing_new(self) -> bool:
         """True when no step was made since the start, or since the version restored from disk."""
@@ -983,39 +461,3 @@ class Checkpointer:
             safe is not None and safe.version == begun and on_lineage(safe, self._history.lineage)
         )
         return safe if known else None
-
-    # --- attaching and ending ------------------------------------------------------------------
-
-    def _uses_cuda(self) -> bool:
-        return any(p.is_cuda for p in self._state.walk().params)
-
-    def _local_enabled(self) -> bool:
-        return self.config.uses("local")
-
-    def _collect(self) -> None:
-        """Hear what the agent said."""
-        self._levels.collect()
-
-    def _shut_down(self, remove: bool, abandoned: bool = False) -> None:
-        self._adapter_closed()
-        self._closed = True
-        self._halt.close()
-        self._own_hooks.close()
-        # The copier would wait for what is never released.
-        self._active.give_up("the job ended in the middle of an iteration")
-        self._agreement.close()  # the copier may wait for the vote of a rank that is gone
-        self._active.close()
-        self._replicas.restart()  # and with it what is held of the state
-        self._levels.drift.wait()
-        self._agent.close(abandoned=abandoned)
-        self._resources.leave(remove)
-        self.group.close()
-        if self._trace is not None:
-            self._trace.close()
-        self._log.close()
-
-    def _adapter_closed(self) -> None:
-        try:
-            self.adapter.closed()
-        except Exception as error:
-            self._reports.notice(f"the adapter failed at the end: {error!r}", logging.ERROR)

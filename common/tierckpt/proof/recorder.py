@@ -25,24 +25,24 @@ from . import loader_passes
 from .records import Writer
 
 if TYPE_CHECKING:
-    from tierckpt.checkpointer.checkpointer import Checkpointer
+    from tierckpt.checkpointer.core import CheckpointerCore
     from tierckpt.events import Event
     from tierckpt.restored import Restored
 
 ELASTIC = "HOROVOD_ELASTIC"
 
 
-def record_if_ordered(checkpointer: Checkpointer) -> None:
+def record_if_ordered(checkpointer: CheckpointerCore) -> None:
     """Where there is an order, have it carried out. Raises OSError where nothing can be recorded:
     this job is for nothing else."""
     if (order := order_here()) is not None:
-        checkpointer.add_callbacks(Recorder(order, checkpointer))
+        checkpointer._callbacks.add(Recorder(order, checkpointer))
 
 
 class Recorder(Callbacks):
     """One checkpointer's."""
 
-    def __init__(self, order: ProofOrder, checkpointer: Checkpointer) -> None:
+    def __init__(self, order: ProofOrder, checkpointer: CheckpointerCore) -> None:
         self._order, self._checkpointer = order, checkpointer
         self._rank, self._ranks = checkpointer.group.rank, checkpointer.group.size
         place = checkpointer.config.path

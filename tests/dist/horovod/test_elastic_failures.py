@@ -19,7 +19,7 @@ from tests.support import exact
 from tests.support.elastic_script import BATCHES, Script, failure, in_memory, lose
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Place, horovod, rank
-from tierckpt.checkpointer import checkpointer
+from tierckpt.checkpointer import core
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.restore import restorer, verified_version
 
@@ -57,7 +57,7 @@ def all_loaded(*_: object) -> None:
 END = ErrorBarrier.__exit__
 TORN: Instead = (verified_version.VerifiedVersion, "visit", half_loaded)
 BEFORE: Instead = (ErrorBarrier, "__exit__", about_to_load)
-BEHIND: Instead = (checkpointer, "all_finished", all_loaded)
+BEHIND: Instead = (core, "all_finished", all_loaded)
 SOUND = {"as it was": BEFORE, "loaded": BEHIND}
 
 
