@@ -97,7 +97,7 @@ class Boundary:
             begin_seconds: when the boundary began, by `time.perf_counter()`.
             take: what `decide` returned.
             halt: what `Halting.vote` says.
-            adapter: what `Checkpointer.own_vote` says.
+            adapter: the result of `Adapter.vote`.
             check: what `Replicas.vote` says.
             unchanged: see `Vote`.
             own: what `Replicas.row` says.

@@ -72,7 +72,7 @@ class Staging:
         Args:
             head: what it is of.
             levels: where it goes.
-            adapter: what `pack_adapter` returned.
+            adapter: the result of `Adapter.pack`.
             choose_slot: see `Snapshot`; called by the thread that copies, as is `on_done`.
 
         Raises what the state's own objects raise, and SnapshotError.
