@@ -521,14 +521,14 @@ class Checkpointer:
 
     @property
     def lineage(self) -> Lineage:
-        """The runs this state comes from; see `naming.Lineage`."""
+        """The runs this state comes from; see `ids.Lineage`."""
         return self._history.lineage
 
     def close(self) -> None:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
 
         All ranks call it. When the local level cannot be written, or does not answer (see
-        `ending`), the memory level is left in place, and an event says so. No checkpoint is taken
+        `shutdown`), the memory level is left in place, and an event says so. No checkpoint is taken
         of what is none: where an optimizer's step or a restore did not come to its end, or ranks
         are not at the same step. Nor where `restore(version=...)` went back and no step was made:
         what is newer stays.
@@ -973,7 +973,7 @@ class Checkpointer:
         self._say(text, logging.WARNING)
 
     def _no_moment(self) -> str:
-        """See `ending.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
+        """See `shutdown.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
         of its vote."""
         mine = (self.steps_made, self._agreement.turns)
         why, error_barrier = shutdown.no_moment(
