@@ -538,7 +538,7 @@ def test_nobody_waits_for_a_rank_that_skips_a_step_while_it_is_asked(
 
 def stopped(rank: Rank, at: int = 1) -> int:
     """Train until a bit that flips after so many steps stops the job; returns the clean version,
-    -1 where there was none in that life."""
+    -1 where there was none in that run."""
     rank.train(at)
     turns = iter(range(4 * ROUND))
     with pytest.raises(tierckpt.ReplicaError, match="rank 0 and rank 1 differ") as raised:
