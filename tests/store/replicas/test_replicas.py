@@ -98,6 +98,8 @@ class Rank:
             **{**common, **job.settings, **settings},
             on_event=self.events.append,
         )
+        # torch's hooks for all optimizers are the process's, and no rank may step as others attach.
+        group.all_gather_object(None)
 
     def train(
         self, steps: int, apart: bool = False, then: Callable[[], object] | None = None
