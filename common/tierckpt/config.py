@@ -60,11 +60,11 @@ class LocalConfig:
     keep_best: int = 0
     """Also keep so many of the best by the metric given at boundaries (see `best`); 0: none."""
     in_place: bool = True
-    """Where the directory is memory (tmpfs, DAX) and there are no modules, slots are files in it,
-    and are committed without a copy (see `imagefile`). False: a copy of its own for each level."""
+    """Where the directory is memory (tmpfs, DAX) and there are no codecs, slots are files in it,
+    and are committed without a copy (see `image_file`). False: a copy of its own for each level."""
     codecs: str = ""
-    """What is done to shards on their way, in this order: `incremental`, `checksum`, `zstd
-    level=1`, `aes-gcm`, or a module of yours (see `tierckpt.codecs`); empty: nothing."""
+    """What is done to shards on their way, in this order: `incremental`, `zstd level=1`,
+    `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,7 @@ DAY_SECONDS, YEAR_SECONDS = 24 * 3600, 365 * 24 * 3600
 """Longer than anybody waits, and short enough for every clock of the system: some count no more
 than 25 days."""
 DEFAULT_ID_BYTES = 53
-"""See `jobdirectory.job_id_of`."""
+"""See `job_directory.job_id_of`."""
 
 
 def known_settings() -> dict[str, type]:

@@ -26,7 +26,7 @@ from tierckpt.peer.rebuild import rebuild
 from tierckpt.peer.transport import Limits, Transport
 from tierckpt.storage.local.store import LocalStore
 
-SECRET = b"one life"
+SECRET = b"one run"
 QUICK = Limits(join_seconds=20.0, stall_seconds=20.0)
 """Longer than a busy machine keeps a thread waiting."""
 

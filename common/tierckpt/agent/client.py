@@ -287,12 +287,12 @@ class AgentClient:
     # --- called by the line, with the lock held ------------------------------------------------
 
     def greeted(self, welcome: Message) -> Iterable[Message]:
-        """See `agentline.Owner`."""
+        """See `connection.Owner`."""
         self._known_nodes = welcome["roster"] or self._known_nodes
         return self._introduction or self._heritage
 
     def made_way(self, unwelcome: Message) -> None:
-        """See `agentline.Owner`. One rank of the node says what is given up."""
+        """See `connection.Owner`. One rank of the node says what is given up."""
         self._known_nodes = unwelcome["roster"] or self._known_nodes
         if where := unwelcome.get("where"):
             self._heritage = [{"op": "succeed", "where": where, "roster": self._known_nodes}]
@@ -306,7 +306,7 @@ class AgentClient:
         self._heard.append({"op": "problem", "level": level, "error": text, "severity": severity})
 
     def heard(self, message: Message) -> None:
-        """See `agentline.Owner`: what is answered is under way no more."""
+        """See `connection.Owner`: what is answered is under way no more."""
         if message["op"] == "quiet":
             self._asked = False
             self._quiet.append((message["seconds"], time.monotonic()))
@@ -322,7 +322,7 @@ class AgentClient:
         self._heard.append(message)
 
     def lost(self, reason: str) -> None:
-        """See `agentline.Owner`. A successor commits what the agent had, and does its flushes."""
+        """See `connection.Owner`. A successor commits what the agent had, and does its flushes."""
         again = {i: what for i, what in self._pending.items() if i not in self._tried_again}
         for id_ in again:
             del self._pending[id_]
@@ -346,7 +346,7 @@ class AgentClient:
             self._line.send({"op": "flush", "order": order.as_message()})
 
     def gave_up(self, reason: str) -> None:
-        """See `agentline.Owner`: so nobody shall wait for a successor."""
+        """See `connection.Owner`: so nobody shall wait for a successor."""
         self._report_lost("flush_failed", self._flushing, reason)
         self._flushing.clear()
         self._bury(reason)

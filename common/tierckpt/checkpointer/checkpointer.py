@@ -237,7 +237,7 @@ class Checkpointer(CheckpointerCore):
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
 
         All ranks call it. When the local level cannot be written, or does not answer (see
-        `ending`), the memory level is left in place, and an event says so. No checkpoint is taken
+        `shutdown`), the memory level is left in place, and an event says so. No checkpoint is taken
         of what is none: where an optimizer's step or a restore did not come to its end, or ranks
         are not at the same step. Nor where `restore(version=...)` went back and no step was made:
         what is newer stays.

@@ -474,7 +474,7 @@ class CheckpointerCore(abc.ABC):
         self._demand.settle(id_)
 
     def _no_moment(self) -> str:
-        """See `ending.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
+        """See `shutdown.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
         of its vote."""
         mine = (self._steps_made, self._agreement.turns)
         why, error_barrier = shutdown.no_moment(

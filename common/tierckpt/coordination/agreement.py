@@ -1,8 +1,8 @@
 """Agreement: how ranks come to know the same of every version, without waiting for each other.
 
 At every boundary each rank casts its vote, and reads what came of those of the boundary before.
-`policy` says what a vote is and what follows from it, `ballots` how they come together; this module
-keeps the books: the ledgers, this rank's own knowledge, and the vote under way.
+`policy` says what a vote is and what follows from it, `vote_exchange` how they come together; this
+module keeps the books: the ledgers, this rank's own knowledge, and the vote under way.
 
 For the training thread, but for `tell` and `last_word`, which the copier thread calls too.
 """
@@ -61,8 +61,8 @@ class Agreement:
         on_local_safe: Callable[[VersionId, int, float | None], None],
         on_local_broken: Callable[[], None],
     ) -> None:
-        """Votes by `ballots`, which it closes. `on_local_safe` hears of every version that became
-        durable on all ranks, the size of its largest shard in bytes, and its metric;
+        """Votes by `vote_exchange`, which it closes. `on_local_safe` hears of every version that
+        became durable on all ranks, the size of its largest shard in bytes, and its metric;
         `on_local_broken`, that one did not, and is in the ledger."""
         self._group, self._ballots = group, ballots
         self._config = config

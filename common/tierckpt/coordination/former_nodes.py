@@ -45,7 +45,7 @@ class AgentAddress:
     """A node's agent."""
 
     host: str
-    """The node, as `hostid.host_id` names it."""
+    """The node, as `_host.host_id` names it."""
     address: str
     port: int
     secret: str

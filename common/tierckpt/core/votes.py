@@ -81,7 +81,7 @@ class Vote:
     """0 when this rank's user called `close()` where it could not be done."""
     check: int = 0
     """This and the next one: the digest of what was looked at at the boundary before, see
-    `replicacheck.as_vote`."""
+    `replica_check.as_vote`."""
     check_complement: int = 0
     place: int = 0
     """This and the next one: at which iteration this rank is, in the same way."""

@@ -265,6 +265,6 @@ def _let_go_in_child(signals: Signals | None) -> None:
 
 
 def _shield_worker(signals: Signals) -> None:
-    """The child is multiprocessing's, perhaps a DataLoader's worker; see `loaderworkers`."""
+    """The child is multiprocessing's, perhaps a DataLoader's worker; see `dataloader_workers`."""
     if signals.came is not None or not signals._over:
         dataloader_workers.shield(signals._previous, signals._pid)

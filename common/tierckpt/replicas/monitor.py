@@ -1,9 +1,9 @@
 """Replicas: whether what all ranks are to have alike is alike, looked at as the training goes on.
 
 At each boundary all ranks hash the same slice of parameters and optimizer state, the first time in
-a run all of it (`replicahash`); the digest goes into the next boundary's vote, and what came of
+a run all of it (`digests`); the digest goes into the next boundary's vote, and what came of
 that is read at the one after. If ranks differ, all learn it from the same vote, and give along with
-the next ones which tensors differ, on which ranks (`replicainquiry`).
+the next ones which tensors differ, on which ranks (`inquiry`).
 """
 
 from __future__ import annotations

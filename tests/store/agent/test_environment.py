@@ -104,7 +104,7 @@ def test_a_restart_writes_with_its_own_key(
     agents: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not with that of the killed life, which had another one or none, and whose agent lives."""
+    """Not with that of the killed run, which had another one or none, and whose agent lives."""
     monkeypatch.delenv(FILE_VARIABLE, raising=False)
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     if modules:
@@ -224,7 +224,7 @@ def meet(client: AgentClient, known_nodes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(params=["find", "start"])
 def come(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`come(client, first)`: as at attach, or when a life begins."""
+    """`come(client, first)`: as at attach, or when a run begins."""
 
     def do(client: AgentClient, first: bool = True) -> None:
         getattr(client, request.param)(first)
@@ -303,7 +303,7 @@ def test_the_life_after_next_is_told_and_finds_it_where_it_was(
     come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
     """Where the next one ended before its agents had met, or began to meet, another one is told by
-    that life's agent, whatever surroundings it has; and nodes that know the first agent find it."""
+    that run's agent, whatever surroundings it has; and nodes that know the first agent find it."""
     known = client_of(shm_dir, tmp_path, 0, "old", (0,))
     reach(known)
     known_nodes = {"generation": 1, "agents": [{"host": "node"}]}

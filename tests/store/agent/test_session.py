@@ -175,7 +175,7 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, contextlib.ExitStack() as lives:
         channel = lives.enter_context(trainer(node, settings))
         lives.callback(go_on.set)
-        protocol.send(channel, {"op": "commit", "stem": "the life before's"})
+        protocol.send(channel, {"op": "commit", "stem": "the run before's"})
         assert begun.wait(60)
         channel.shutdown(socket.SHUT_RDWR)
         successor = lives.enter_context(trainer(node, settings))
@@ -190,7 +190,7 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
         go_on.set()
         heard, _ = protocol.receive(successor)
         assert heard == {"op": "bye", "last": True}
-        assert served == ["the life before's", "the first", "the second"]
+        assert served == ["the run before's", "the first", "the second"]
         assert node.protector().known_nodes() == known_nodes
 
 
@@ -221,7 +221,7 @@ def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_o
 # --- what nobody else retires --------------------------------------------------------------------
 
 LINEAGE = [[1, 0], [2, 2]]
-"""The second life went on from v2."""
+"""The second run went on from v2."""
 
 
 def shards(directory: Path, generation: int, version: int, numbers: list[int], of: int) -> None:
@@ -298,7 +298,7 @@ def test_what_ranks_left_that_went_to_another_node_goes_too(
 
 
 def test_strays_stay_as_long_as_they_are_needed(tmp_path: Path) -> None:
-    """Nothing of this life is safe; it is to be kept; it is pinned; it is still read."""
+    """Nothing of this run is safe; it is to be kept; it is pinned; it is still read."""
     shards(tmp_path, 1, 1, [2, 3], of=4)
     shards(tmp_path, 1, 2, [2, 3], of=4)
     before, (first, _) = there(tmp_path), desks(tmp_path, (0, 1), 4, keep_last=1)

@@ -387,7 +387,7 @@ OFF = {"local_every_steps": 0, "local_every_seconds": 0.0}
 def test_a_directory_that_never_was_another_lifes_is_not_missed(
     path: Path, settings: Any, before: dict[str, Any]
 ) -> None:
-    """The local level was off in that life, or the job came to this path with its name."""
+    """The local level was off in that run, or the job came to this path with its name."""
     settings |= {"agent": "inline", "job_id": "job"}
     other = path if before is OFF else path.with_name("elsewhere")
     first = TinyJob(other, **settings, **before).run(STEPS - 2)

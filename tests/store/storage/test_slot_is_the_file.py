@@ -400,7 +400,7 @@ def test_modules_write_as_ever(small_tmpfs: Path, settings: dict[str, Any]) -> N
     with TinyJob(path, seed=9, **settings) as job:
         assert job.restore() == STEPS
         assert job.fingerprint() == expected
-        job.run(2 * STEPS)  # slots of the life before, which are not in place, are replaced
+        job.run(2 * STEPS)  # slots of the run before, which are not in place, are replaced
         job.settle()
         assert all(slot.file is not None for slot in job.checkpointer._pool.slots if slot)
         last = job.fingerprint()

@@ -32,7 +32,7 @@ def look(*nodes: AgentAddress) -> FormerNodes:
 
 def test_each_is_named_with_all_reasons(closed_port: int) -> None:
     """One is down; another one met others since, as one of two lists of nodes knows."""
-    with Transport(b"of a later life", "127.0.0.1") as agent:
+    with Transport(b"of a later run", "127.0.0.1") as agent:
         host, port = agent.address.host, agent.address.port
         down = AgentAddress("a/boot", "127.0.0.1", closed_port, "of this")
         refuses = AgentAddress("b/boot", host, port, "of this")
@@ -41,7 +41,7 @@ def test_each_is_named_with_all_reasons(closed_port: int) -> None:
         assert "cannot be reached" in first
         assert second.startswith("node b, ")
         assert "of another run of this one" in second
-        former_nodes = look(down, refuses, AgentAddress("b/boot", host, port, "of a later life"))
+        former_nodes = look(down, refuses, AgentAddress("b/boot", host, port, "of a later run"))
         assert former_nodes.silent == [first]
         assert [known.node for known in former_nodes.alive] == ["b"]
 

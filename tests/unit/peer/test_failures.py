@@ -388,7 +388,7 @@ def test_an_agent_with_another_secret_is_refused_and_told_so(tmp_path: Path) -> 
     heard: list[str] = []
     with Transport(SECRET, "127.0.0.1", notice=heard.append) as ours:
         ours.read_server.add(Members(tmp_path, CODE, LENGTHS).store(0))
-        with Transport(b"another life", "127.0.0.1") as stranger:
+        with Transport(b"another run", "127.0.0.1") as stranger:
             with pytest.raises(RefusedError, match="another job, or of another run"):
                 stranger.connect(ours.address)
             with pytest.raises(RefusedError, match="refused us"):

@@ -40,7 +40,7 @@ class SlotPool:
     ) -> None:
         """`on_notice(text, severity)` hears of the fall-back to memory of this process alone.
 
-        `in_place`: the local level, where slots are to be files of it (see `imagefile`).
+        `in_place`: the local level, where slots are to be files of it (see `image_file`).
         """
         self.job = job
         self.rank = rank
