@@ -134,6 +134,8 @@ class Checkpointer:
     """What the last `restore()` did."""
     _released = 0
     """Calls of `release`: where boundaries are guessed, they say at which iteration ranks are."""
+    _parted: VersionId | None = None
+    """See `Agreement.parted`: the last one that an event told of."""
     _went_back = False
     """It was asked for an older version than there is."""
 
@@ -301,6 +303,8 @@ class Checkpointer:
         self.iteration += 1
         if mixed:
             self._warn_of_two_counts()
+        if not (self._history.lineage or self._over):
+            self._levels.begin_afresh()  # all ranks are here, also those that skipped the step
         if self._iterations.steps and not self._over:
             self._boundary()
 
@@ -758,6 +762,8 @@ class Checkpointer:
         if not self._history.lineage:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
+        if self._agreement.parted is not None:
+            self._part()
         self.agreed_vote = agreed.adapter
         place = self.iteration if self._iterations.explicit else self._released
         self._replicas.compare(agreed, self._agreement.rows, place)
@@ -766,7 +772,7 @@ class Checkpointer:
             self._resources.clear(self._node)
         unattended = self._halt.hear(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.own_vote()
-        if self._replicas.refusing:
+        if self._replicas.refusing or self._agreement.parted is not None:
             if self._replicas.asking:  # it may turn out that nothing differs
                 self._schedule.requested |= frozenset(take)
             take = ()
@@ -794,6 +800,19 @@ class Checkpointer:
         self.close()
         if unattended:
             raise SystemExit(0)
+
+    def _part(self) -> None:
+        """At each boundary since this rank found that others make other numbers of steps."""
+        self._halt.end_alone()
+        parted = self._agreement.parted
+        if parted is None or parted == self._parted:
+            return
+        self._parted, together = parted, self._agreement.together
+        self._pool.void(parted)
+        what = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
+        at = f"rank {self.group.rank} is at v{self.version} {what}"
+        number = together.version if together is not None else None
+        self._replicas.part(parted.version, number, at, self._agreement.missing)
 
     def _open_snapshot(self, levels: tuple[str, ...], void: bool) -> Snapshot | None:
         """Capture what changes first. A failure here breaks the version, not the training; so does
@@ -981,11 +1000,15 @@ class Checkpointer:
         """See `ending.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
         of its vote."""
         mine = (self.steps_made, self._agreement.turns)
+        self.catch_up()  # the copier may wait for a vote
         why, error_barrier = shutdown.no_moment(
-            self.group, *mine, self.state.torn, self._iterations.stepping
+            self.group,
+            *mine,
+            self._agreement.parted is not None,
+            self.state.torn,
+            self._iterations.stepping,
         )
         if not error_barrier:
-            self.catch_up()  # the copier may wait for a vote
             self._agreement.void()
             self.wait(WAIT_SECONDS)
             self._agreement.settle()

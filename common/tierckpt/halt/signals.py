@@ -113,6 +113,12 @@ class Signals:
         if self.came is None:
             self._restore_handlers()
 
+    def hand_on(self) -> None:
+        """Have the signal that came, if one did, do what it would have done without us."""
+        if self.came is not None and not self._over:
+            signal.signal(self.came, _behind_the_ended(self._previous[self.came], self.came))
+            os.kill(os.getpid(), self.came)
+
     # --- handlers ------------------------------------------------------------------------------
 
     def _install(self, number: signal.Signals) -> None:

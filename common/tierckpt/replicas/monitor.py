@@ -34,6 +34,7 @@ from .texts import (
     Consequences,
     drifted,
     never_alike,
+    parted,
 )
 
 SILENT_ROUNDS, SILENT_MORE = 2, 4
@@ -128,9 +129,10 @@ class ReplicaMonitor:
 
     @property
     def refusing(self) -> bool:
-        """No version is to be taken: nothing was ever alike in this run, as far as is known."""
+        """No version is to be taken: nothing was ever alike in this run, as far as is known; or
+        versions of one number are of different iterations."""
         if self.finding is not None:
-            return self.finding.clean is None
+            return self.finding.apart or self.finding.clean is None
         return self._inquiry is not None and self._clean is None
 
     @property
@@ -403,6 +405,24 @@ class ReplicaMonitor:
                 self.error = ReplicaError(text, found.names, found.odd or ())
         if self._group.rank:
             severity = logging.DEBUG
+        self._reports.emit("drifted", version=version, message=text, severity=severity)
+
+    def part(self, version: int, together: int | None, at: str, missing: Sequence[int]) -> None:
+        """This rank found that others do not come to the boundary of `version`.
+
+        Args:
+            version: it, by its number.
+            together: the newest version at whose boundary all were in the same iteration.
+            at: in words, where this rank is.
+            missing: ranks that did not come, where that is known.
+        """
+        clean = max((v for v in (together, self._clean) if v is not None), default=None)
+        self.finding = Finding((), None, self._group.size, version, clean, apart=True)
+        self._inquiry = None
+        text = parted(self.finding, self._on_finding(self.finding), at, missing)
+        if self._stop:
+            self.error = ReplicaError(text, (), ())
+        severity = logging.DEBUG if self._group.rank else logging.ERROR
         self._reports.emit("drifted", version=version, message=text, severity=severity)
 
     def _say(self, text: str, severity: int) -> None:

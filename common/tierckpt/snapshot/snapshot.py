@@ -141,6 +141,9 @@ class Snapshot:
         blocks = self.plan.layout.blocks
         self.overwritten = False
         """It failed, as somebody changed what was being copied."""
+        self.starved = False
+        """It failed, as no slot could be claimed in `bind_patience_seconds`."""
+        self.bind_patience_seconds = BIND_PATIENCE_SECONDS
         self._changed = threading.Condition()
         self._todo: deque[int] = deque(self.plan.own_blocks)
         self._held = set(self.plan.striped_blocks)
@@ -230,9 +233,10 @@ class Snapshot:
         with self._changed:
             bound = self._changed.wait_for(
                 lambda: self._binding is not None or self.phase is not Phase.OPEN,
-                BIND_PATIENCE_SECONDS,
+                self.bind_patience_seconds,
             )
         if not bound:
+            self.starved = True
             self.fail(SnapshotError("no slot could be claimed in time; another rank is stuck"))
 
     def wait_done(self, timeout_seconds: float | None = None) -> bool:
