@@ -307,6 +307,7 @@ class Checkpointer:
             self._levels.begin_afresh()  # all ranks are here, also those that skipped the step
         if self._iterations.steps and not self._over:
             self._boundary()
+        self._agreement.passed(self.iteration)
 
     def _warn_of_two_counts(self) -> None:
         told = int(self.restored)
@@ -329,6 +330,8 @@ class Checkpointer:
             params = list(params)
             self._trace.released(params, self.version, reduction, launched_seconds)
         self._released += 1
+        if not self._iterations.explicit:
+            self._agreement.passed(self._released)
         self._replicas.wake()
         self._active.release(params)
         if self._callbacks:
@@ -898,7 +901,7 @@ class Checkpointer:
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration, self.metric = result.version, int(result), None
-        self._calls = result.calls
+        self._calls, self._released = result.calls, 0
         self._iterations.go_on_from(result)
         self._active.capture.forget()
         self._replicas.restart()

@@ -65,6 +65,7 @@ class SlotHandoff:
     def begun(self, snapshot: Snapshot) -> None:
         """It is being copied; training thread."""
         snapshot.bind_patience_seconds = self._agreement.patience_seconds
+        snapshot.hopeless = self._agreement.hopeless
         self._begun[_id_of(snapshot)] = snapshot
 
     def starved(self) -> None:

@@ -83,9 +83,8 @@ class Agreement:
         reads, and takes no version, until a restore."""
         self.together: VersionId | None = None
         """The newest version at whose boundary all ranks were in the same iteration."""
-        self.places: tuple[int, int] | None = None
-        """The first and the last iteration that ranks were in at the boundary whose votes were
-        read last."""
+        self.apart = False
+        """The votes that were read last came from different iterations."""
         self.missing: list[int] = []
         """Ranks whose votes did not come, where that is known."""
         self._patience_lost = False
@@ -217,8 +216,8 @@ class Agreement:
         except RankGoneError:
             self._group.barrier()  # fails as the script, or its launcher, knows it of this library
             raise
-        self.places, self._patience_lost = (agreed.place, ~agreed.place_complement), False
-        if not self._apart:
+        self._patience_lost, self.apart = False, agreed.apart
+        if not self.apart:
             self.together = self._ballot.newest
         broken = self.memory.resolve(agreed.memory_state, self._ballot.memory)
         self.peer.resolve(agreed.peer_state, self._ballot.peer)
@@ -240,14 +239,18 @@ class Agreement:
         return agreed, broken
 
     @property
-    def _apart(self) -> bool:
-        """The votes that were read last came from different iterations."""
-        return self.places is not None and self.places[0] != self.places[1]
-
-    @property
     def patience_seconds(self) -> float:
         """How long the training thread may wait for what needs other ranks' votes."""
-        return PATIENCE_APART_SECONDS if self._apart else PATIENCE_SECONDS
+        return PATIENCE_APART_SECONDS if self.apart else PATIENCE_SECONDS
+
+    def passed(self, iterations: int) -> None:
+        """This rank has so many iterations behind it, with a boundary or without. Any thread."""
+        self._ballots.passed(iterations)
+
+    def hopeless(self) -> bool:
+        """The vote under way waits for a rank that waits for this one, as far as is known. Training
+        thread, in a barrier."""
+        return self._ballot is not None and self._ballot.passed_over()
 
     def lose_patience(self) -> None:
         """The training thread has waited so long for the vote under way already."""
@@ -258,8 +261,12 @@ class Agreement:
         `newest` is complete here, and it is broken now: else shards of different iterations could
         meet under its number. What is open of before may be complete on all ranks, and stays."""
         self._ballot, self.parted = None, newest
-        self.memory.resolve(BROKEN, newest)
-        self._resolve_local(BROKEN, newest, 0, None)
+        self.break_open(newest)
+
+    def break_open(self, id_: VersionId) -> None:
+        """A version that no rank has voted about yet is none, whatever is told of it from now."""
+        self.memory.resolve(BROKEN, id_)
+        self._resolve_local(BROKEN, id_, 0, None)
 
     def even_out(self) -> None:
         """Collective: those whose iteration was cut short cast the votes that others wait for."""

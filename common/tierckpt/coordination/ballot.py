@@ -43,11 +43,12 @@ class Ballot:
         self.flush = flush
 
     def came(self, patience_seconds: float) -> bool:
-        """True when `result` will not wait; False when that took too long. Any thread."""
+        """True when `result` will not wait; False when that took too long, or will not be before
+        this rank goes on. Training thread, with the gradients of this iteration there."""
         deadline, pause = time.monotonic() + patience_seconds, FIRST_PAUSE_SECONDS
         while not self._pending.done():
-            if time.monotonic() >= deadline:
-                return False
+            if time.monotonic() >= deadline or self._pending.passed_over():
+                return self._pending.done()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return True
@@ -63,3 +64,7 @@ class Ballot:
     def missing(self) -> list[int]:
         """Ranks that are known not to have voted yet."""
         return self._pending.missing()
+
+    def passed_over(self) -> bool:
+        """True when a rank is known to be further than this one, without its vote. As `came`."""
+        return self._pending.passed_over()

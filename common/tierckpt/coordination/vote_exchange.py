@@ -55,6 +55,11 @@ class Cast(Pending, Protocol):
         """Ranks that are known not to have voted yet. Does not wait."""
         ...
 
+    def passed_over(self) -> bool:
+        """True when a rank is known to be further than this one without having voted: it waits for
+        this one, or soon will. Does not wait."""
+        ...
+
 
 class Ballots(Protocol):
     """What `Agreement` votes by."""
@@ -71,6 +76,11 @@ class Ballots(Protocol):
         """Collective: a rank whose iteration was cut short may be a vote behind the others. It
         casts one that says nothing, so that none waits for it, and the next votes are of the same
         boundary."""
+        ...
+
+    def passed(self, iterations: int) -> None:
+        """Not collective: this rank has so many iterations behind it, with a vote or without. Any
+        thread."""
         ...
 
     def close(self) -> None:
@@ -117,6 +127,9 @@ class GroupBallots:
             if agreed[self._OWN]:
                 self._group.all_reduce_min([LARGEST] * (OWN_WIDTH * self._group.size))
 
+    def passed(self, iterations: int) -> None:
+        """See Ballots. Other ranks do not see it."""
+
     def close(self) -> None:
         """See Ballots."""
 
@@ -144,13 +157,16 @@ class _Reduced:
     def missing(self) -> list[int]:
         return []  # a reduction does not say whom it waits for
 
+    def passed_over(self) -> bool:
+        return False
+
 
 class SharedBallots:
     """By a page of memory that all ranks have mapped.
 
     A row is a turn, a vote, and a checksum of both: what was written in part, or in an order that
     this processor shows otherwise, is not a vote yet. Beside the rows each rank has a byte, set
-    when it has let go. What a rank gives along has a row of its own, and its vote says that it is
+    when it has let go, and the number of iterations that it has behind it. What a rank gives along has a row of its own, and its vote says that it is
     there.
     """
 
@@ -252,6 +268,26 @@ class SharedBallots:
         """Ranks that have not cast that turn's vote. Any thread."""
         return self._collect(turn, {})
 
+    def passed(self, iterations: int) -> None:
+        """See Ballots."""
+        with self._open:
+            if self._page is not None:
+                self._page[self._iterations_at(self._group.rank)] = iterations.to_bytes(8, "little")
+
+    def passed_over(self, turn: int) -> bool:
+        """True when a rank that has not cast that turn's vote has more iterations behind it than
+        this one. Any thread."""
+        missing = self.missing(turn)
+        with self._opened() as page:
+            passed = {r: page[self._iterations_at(r)] for r in (*missing, self._group.rank)}
+            missing = [rank for rank in missing if self._vote(page, turn, rank) is None]
+        mine = int.from_bytes(passed[self._group.rank], "little")
+        return any(int.from_bytes(passed[rank], "little") > mine for rank in missing)
+
+    def _iterations_at(self, rank: int) -> slice:
+        at = _head_bytes(self._group.size) - (rank + 1) * _LINE_BYTES
+        return slice(at, at + 8)
+
     def _collect(self, turn: int, votes: Votes) -> list[int]:
         """Add the votes of that turn that have come; returns the ranks whose vote has not."""
         with self._opened() as page:
@@ -321,6 +357,9 @@ class _Pending:
     def missing(self) -> list[int]:
         return self._ballots.missing(self._turn)
 
+    def passed_over(self) -> bool:
+        return self._ballots.passed_over(self._turn)
+
     def _wait(self) -> tuple[list[int], Rows]:
         with self._lock:
             if self._result is None:
@@ -336,7 +375,8 @@ def ballots_for(group: Group, node: Node, width: int) -> Ballots:
 
 
 def _head_bytes(size: int) -> int:
-    return _TOKEN_BYTES + _whole_lines(size)
+    """Token, a byte a rank, and a line a rank with its iterations."""
+    return _TOKEN_BYTES + _whole_lines(size) + size * _LINE_BYTES
 
 
 def _row_bytes(width: int) -> int:
