@@ -41,8 +41,6 @@ class _PendingReduce:
 
     def done(self) -> bool:
         """See Pending."""
-        if self._outcome is not None:
-            return True
         if not self._lock.acquire(blocking=False):
             return False  # another thread waits for it
         try:

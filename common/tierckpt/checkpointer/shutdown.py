@@ -42,7 +42,8 @@ def no_moment(
     """Why what is live now is no version: it is not of one moment on all ranks; empty if it is.
     And whether all have cast as many votes (`turns`). Collective.
 
-    `parted`: this rank found before that others make other steps. `stepping` names optimizers whose step began and did not end.
+    `parted`: this rank found before that others make other steps. `stepping` names optimizers
+    whose step began and did not end.
     """
     mine = ""
     if torn:

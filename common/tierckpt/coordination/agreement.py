@@ -79,8 +79,8 @@ class Agreement:
         self._since_local = now - ages.get("local", 0.0)
         self._since_persistent = now - ages.get("persistent", 0.0)
         self.parted: VersionId | None = None
-        """The version at which this rank found that others are not where it is. From then on this rank neither votes nor
-        reads, and takes no version, until a restore."""
+        """The version at which this rank found that others are not where it is. From then on it
+        neither votes nor reads, and takes no version, until a restore."""
         self.together: VersionId | None = None
         """The newest version at whose boundary all ranks were in the same iteration."""
         self.apart = False

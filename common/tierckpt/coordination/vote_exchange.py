@@ -166,8 +166,8 @@ class SharedBallots:
 
     A row is a turn, a vote, and a checksum of both: what was written in part, or in an order that
     this processor shows otherwise, is not a vote yet. Beside the rows each rank has a byte, set
-    when it has let go, and the number of iterations that it has behind it. What a rank gives along has a row of its own, and its vote says that it is
-    there.
+    when it has let go, and the number of iterations that it has behind it. What a rank gives along
+    has a row of its own, and its vote says that it is there.
     """
 
     def __init__(
@@ -349,7 +349,9 @@ class _Pending:
         return self._wait()[0]
 
     def done(self) -> bool:
-        return self._result is not None or self._ballots.done(self._turn)  # another may hold the lock
+        return self._result is not None or self._ballots.done(
+            self._turn
+        )  # another may hold the lock
 
     def rows(self) -> Rows:
         return self._wait()[1] if self._with_own else []

@@ -321,11 +321,11 @@ class ReplicaMonitor:
         if len(set(digests)) == 1:
             self._found_alike(look)
             return
-        self._inquiry = None
+        self._inquiry, self._unsure = None, 0
         if self.finding is None:
             self._place = 0  # all are at the end
             self._ask(look)
-        while self._inquiry is not None:
+        while self.asking:
             self._receive(self._group.all_gather_object(self.row()))
 
     def _mark(self, look: Look, version: int) -> None:

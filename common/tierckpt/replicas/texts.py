@@ -77,7 +77,8 @@ def drifted(finding: Finding, then: Consequences) -> str:
     stopped = "No further version is taken while that is so. " if finding.apart else ""
     return (
         f"replicas differ: {finding.text()}. {stopped}{then.marked}: parts of each come from ranks "
-        f"that differ. To go back: {then.way_back}. To find the cause: {_cause(finding, then.nodes)}"
+        f"that differ. To go back: {then.way_back}. To find the cause: "
+        f"{_cause(finding, then.nodes)}"
     )
 
 
