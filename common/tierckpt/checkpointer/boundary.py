@@ -93,7 +93,7 @@ class Boundary:
             self._levels.collect()
             if len(self._agreement.memory.open) > 1:  # votes are behind, and would stay so
                 self._levels.slot_handoff.wait()
-                self._agreement.settle()
+                self._agreement.vote_again(version)
         return decision.take
 
     def vote(

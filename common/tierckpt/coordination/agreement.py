@@ -187,6 +187,26 @@ class Agreement:
         pending = self._ballots.all_reduce_min(vote.pack(), own)
         self._ballot = Ballot(pending, newest, memory, local, peer, flush)
 
+    def vote_again(self, version: int) -> None:
+        """At the boundary of `version`, on all ranks: learn now what became of each version that is
+        open, one a vote. What is not done here by now is broken. Waits as `read` does."""
+        for _ in range(max(len(self.memory.open), len(self.local.open))):
+            if self.parted is not None:
+                return
+            memory, local = next(iter(self.memory.open), None), next(iter(self.local.open), None)
+            nbytes, metric = (0, None) if local is None else self._shards.get(local, (0, None))
+            vote = Vote(
+                memory_state=self._state("memory", memory) or BROKEN,
+                local_state=self._state("local", local) or BROKEN,
+                less_bytes=-nbytes,
+                metric=as_vote(metric),
+            )
+            self.turns += 1
+            pending = self._ballots.all_reduce_min(vote.pack())
+            newest = VersionId(self.memory.open[-1].generation if self.memory.open else 0, version)
+            self._ballot = Ballot(pending, newest, memory, local, None, None)
+            self.read()
+
     def _state(self, level: str, id_: VersionId | None) -> int:
         return DONE if id_ is None else self._known[level].get(id_, PENDING)
 

@@ -117,7 +117,7 @@ def test_a_rank_that_skips_alone_keeps_nobody(
     place = Place.under(tmp_path, shm_dir)
     told = pool_of(kind, ranks).run(skipping, place, ALONE, False, nodes=nodes, timeout_seconds=90)
     for skips, *both in zip(ALONE, *told, strict=True):
-        assert [each["version"] for each in both] == [FIRST, FIRST], skips
+        assert both[0]["version"] == both[1]["version"] <= FIRST, skips
         assert all(each["exact"] for each in both), skips
         assert both[0]["loud"], skips
         assert not both[1]["loud"], "rank 0 says it"
@@ -138,7 +138,7 @@ def test_also_where_the_forward_pass_is_the_boundary(
         skipping, place, cases, False, nodes=nodes, boundary="forward", timeout_seconds=90
     )
     for rank_, ((each,),) in enumerate(zip(told, strict=True)):
-        assert each["version"] == FIRST
+        assert each["version"] <= FIRST
         assert each["exact"]
         assert bool(each["loud"]) == (rank_ == 0)
 
@@ -154,6 +154,16 @@ def test_ranks_that_skip_together_lose_nothing(
         for skips, found in zip(cases, each, strict=True):
             expected = {"loud": [], "version": ITERATIONS - len(skips), "exact": True}
             assert found == expected, skips
+
+
+def test_nor_where_the_training_waits_for_what_is_busy(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    place, cases = Place.under(tmp_path, shm_dir), [(FIRST,), (FIRST, 4)]
+    told = ranks(2).run(skipping, place, cases, False, when_busy="wait", timeout_seconds=90)
+    for each in (case for cases in told for case in cases):
+        assert each["version"] <= FIRST
+        assert each["exact"]
 
 
 def test_the_first_step_may_be_skipped_alone(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
