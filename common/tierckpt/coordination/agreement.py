@@ -190,6 +190,7 @@ class Agreement:
     def vote_again(self, version: int) -> None:
         """At the boundary of `version`, on all ranks: learn now what became of each version that is
         open, one a vote. What is not done here by now is broken. Waits as `read` does."""
+        apart, together = self.apart, self.together  # these votes say no iteration
         for _ in range(max(len(self.memory.open), len(self.local.open))):
             if self.parted is not None:
                 return
@@ -206,6 +207,7 @@ class Agreement:
             newest = VersionId(self.memory.open[-1].generation if self.memory.open else 0, version)
             self._ballot = Ballot(pending, newest, memory, local, None, None)
             self.read()
+            self.apart, self.together = apart, together
 
     def _state(self, level: str, id_: VersionId | None) -> int:
         return DONE if id_ is None else self._known[level].get(id_, PENDING)
