@@ -69,6 +69,7 @@ HEAVY = (
     "boundary, while the training waits. Have its tensors in optimizer.state, under the parameters "
     "that they are of: they are copied under the allreduce then"
 )
+NOTHING_LATER = "No further version is taken until restore()"
 WAIT_SECONDS = 60.0
 MEET_SECONDS = 30.0
 """At the end of a process: how long to wait for the other ranks before ending alone."""
@@ -354,7 +355,8 @@ class Checkpointer:
             return
         self._refuse_amid("save(now=True)", TierckptError)
         if why := self._no_moment():
-            self._reports.notice(f"save(now=True) takes nothing: {why}", logging.ERROR)
+            later = "" if self._agreement.parted is None else f". {NOTHING_LATER}"
+            self._reports.notice(f"save(now=True) takes nothing: {why}{later}", logging.ERROR)
         else:
             self._save_now()
 
@@ -368,6 +370,7 @@ class Checkpointer:
         """
         self._refuse_closed("pin()", PinError)
         self._refuse_amid("pin()", PinError)
+        self._no_moment()  # ranks may have cast different numbers of votes
         where = (self.config, self.group, self._node)
         return mark_everywhere("pin", version, *where, self._agent)
 
@@ -375,6 +378,7 @@ class Checkpointer:
         """Leave a version to retention again; otherwise as `pin`."""
         self._refuse_closed("unpin()", PinError)
         self._refuse_amid("unpin()", PinError)
+        self._no_moment()
         return mark_everywhere("unpin", version, self.config, self.group, self._node)
 
     def should_exit(self) -> bool:
@@ -1004,7 +1008,7 @@ class Checkpointer:
         of its vote."""
         mine = (self.steps_made, self._agreement.turns)
         self.catch_up()  # the copier may wait for a vote
-        why, error_barrier = shutdown.no_moment(
+        why, error_barrier, level = shutdown.no_moment(
             self.group,
             *mine,
             self._agreement.parted is not None,
@@ -1015,6 +1019,9 @@ class Checkpointer:
             self._agreement.void()
             self.wait(WAIT_SECONDS)
             self._agreement.settle()
+        if not level and self._agreement.parted is None:
+            # Versions of one number would be of different iterations from here on.
+            self._agreement.parted = self._parted = VersionId(0, self.version)
         return why
 
     def _made_step(self, label: str) -> bool:

@@ -38,9 +38,9 @@ def script_failed() -> bool:
 
 def no_moment(
     group: Group, steps_made: int, turns: int, parted: bool, torn: bool, stepping: Iterable[str]
-) -> tuple[str, bool]:
+) -> tuple[str, bool, bool]:
     """Why what is live now is no version: it is not of one moment on all ranks; empty if it is.
-    And whether all have cast as many votes (`turns`). Collective.
+    And whether all have cast as many votes (`turns`), and made as many steps. Collective.
 
     `parted`: this rank found before that others make other steps. `stepping` names optimizers
     whose step began and did not end.
@@ -64,7 +64,7 @@ def no_moment(
             "ranks made as many steps, in different iterations (some rank skipped a step that "
             "others made)"
         )
-    return next(iter(troubles), ""), error_barrier
+    return next(iter(troubles), ""), error_barrier, min(counts) == max(counts)
 
 
 class Ends(Protocol):

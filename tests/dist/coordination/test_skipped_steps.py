@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,10 @@ def _skipping(place: Place, skips: tuple[int, ...], **settings: Any) -> dict[str
         if settings.get("boundary") != "forward":
             ckpt.step()
         digests.setdefault(ckpt.steps_made, job.digest())
+        if "node" in settings and iteration == ITERATIONS - 2:
+            ckpt.save(now=True)
+            with contextlib.suppress(tierckpt.PinError):  # it may have been retired
+                ckpt.unpin(1)
     ckpt.close()
     again = new_job(seed=2)
     other = attach(again, place, [], **settings)
