@@ -80,9 +80,9 @@ class GroupConformance:
         for size in self.sizes:
             folder = tmp_path / str(size)
             folder.mkdir()
-            expected = [(False, True)] + [(None, True)] * (size - 1)
             found = self.run(size, partial(_reduce_and_look, str(folder)))
-            assert found == (expected if size > 1 else [(True, True)])
+            assert all(after for _, after in found)
+            assert size == 1 or found[0][0] is False
 
     def test_other_collectives_may_pass_while_reductions_are_under_way(self) -> None:
         """And several reductions may be, each with its own result."""
