@@ -69,6 +69,7 @@ HEAVY = (
     "boundary, while the training waits. Have its tensors in optimizer.state, under the parameters "
     "that they are of: they are copied under the allreduce then"
 )
+NOTHING_LATER = "No further version is taken until restore()"
 WAIT_SECONDS = 60.0
 MEET_SECONDS = 30.0
 """At the end of a process: how long to wait for the other ranks before ending alone."""
@@ -135,6 +136,8 @@ class Checkpointer:
     are."""
     _no_calls = NO_CALLS
     """The error where the loop makes steps and never calls the boundary."""
+    _parted: VersionId | None = None
+    """See `Agreement.parted`: the last one that an event told of."""
     _went_back = False
     """It was asked for an older version than there is."""
 
@@ -303,8 +306,11 @@ class Checkpointer:
         self._active.capture.drop_streams()
         self._epoch_ends.passed()
         self.iteration += 1
+        if not (self._history.lineage or self._over):
+            self._levels.begin_afresh()  # all ranks are here, also those that skipped the step
         if self._iterations.steps and not self._over:
             self._boundary()
+        self._agreement.passed(self.iteration)
 
     def release(
         self,
@@ -321,6 +327,8 @@ class Checkpointer:
             params = list(params)
             self._trace.released(params, self.version, reduction, launched_seconds)
         self._released += 1
+        if not self._iterations.explicit:
+            self._agreement.passed(self._released)
         self._replicas.wake()
         self._active.release(params)
         if self._callbacks:
@@ -343,7 +351,8 @@ class Checkpointer:
             return
         self._refuse_amid("save(now=True)", TierckptError)
         if why := self._no_moment():
-            self._reports.notice(f"save(now=True) takes nothing: {why}", logging.ERROR)
+            later = "" if self._agreement.parted is None else f". {NOTHING_LATER}"
+            self._reports.notice(f"save(now=True) takes nothing: {why}{later}", logging.ERROR)
         else:
             self._save_now()
 
@@ -357,6 +366,7 @@ class Checkpointer:
         """
         self._refuse_closed("pin()", PinError)
         self._refuse_amid("pin()", PinError)
+        self._no_moment()  # ranks may have cast different numbers of votes
         where = (self.config, self.group, self._node)
         return mark_everywhere("pin", version, *where, self._agent)
 
@@ -364,6 +374,7 @@ class Checkpointer:
         """Leave a version to retention again; otherwise as `pin`."""
         self._refuse_closed("unpin()", PinError)
         self._refuse_amid("unpin()", PinError)
+        self._no_moment()
         return mark_everywhere("unpin", version, self.config, self.group, self._node)
 
     def should_exit(self) -> bool:
@@ -754,6 +765,8 @@ class Checkpointer:
         if not self._history.lineage:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
+        if self._agreement.parted is not None:
+            self._part()
         self.agreed_vote = agreed.adapter
         place = self.iteration if self._iterations.explicit else self._released
         self._replicas.compare(agreed, self._agreement.rows, place)
@@ -762,7 +775,7 @@ class Checkpointer:
             self._resources.clear(self._node)
         unattended = self._halt.hear(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.own_vote()
-        if self._replicas.refusing:
+        if self._replicas.refusing or self._agreement.parted is not None:
             if self._replicas.asking:  # it may turn out that nothing differs
                 self._schedule.requested |= frozenset(take)
             take = ()
@@ -790,6 +803,19 @@ class Checkpointer:
         self.close()
         if unattended:
             raise SystemExit(0)
+
+    def _part(self) -> None:
+        """At each boundary since this rank found that others make other numbers of steps."""
+        self._halt.end_alone()
+        parted = self._agreement.parted
+        if parted is None or parted == self._parted:
+            return
+        self._parted, together = parted, self._agreement.together
+        self._pool.void(parted)
+        what = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
+        at = f"rank {self.group.rank} is at v{self.version} {what}"
+        number = together.version if together is not None else None
+        self._replicas.part(parted.version, number, at, self._agreement.missing)
 
     def _open_snapshot(self, levels: tuple[str, ...], void: bool) -> Snapshot | None:
         """Capture what changes first. A failure here breaks the version, not the training; so does
@@ -875,6 +901,7 @@ class Checkpointer:
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration, self.metric = result.version, int(result), None
+        self._released = 0
         self._iterations.go_on_from(result)
         self._active.capture.forget()
         self._replicas.restart()
@@ -976,14 +1003,21 @@ class Checkpointer:
         """See `shutdown.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
         of its vote."""
         mine = (self.steps_made, self._agreement.turns)
-        why, error_barrier = shutdown.no_moment(
-            self.group, *mine, self.state.torn, self._iterations.stepping
+        self.catch_up()  # the copier may wait for a vote
+        why, error_barrier, level = shutdown.no_moment(
+            self.group,
+            *mine,
+            self._agreement.parted is not None,
+            self.state.torn,
+            self._iterations.stepping,
         )
         if not error_barrier:
-            self.catch_up()  # the copier may wait for a vote
             self._agreement.void()
             self.wait(WAIT_SECONDS)
             self._agreement.settle()
+        if not level and self._agreement.parted is None:
+            # Versions of one number would be of different iterations from here on.
+            self._agreement.parted = self._parted = VersionId(0, self.version)
         return why
 
     def _made_step(self, label: str) -> bool:

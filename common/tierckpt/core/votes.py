@@ -128,6 +128,11 @@ class Vote:
         return Vote(*values)
 
     @property
+    def apart(self) -> bool:
+        """After the reduction: ranks were not in the same iteration."""
+        return self.place != ~self.place_complement
+
+    @property
     def figures(self) -> CostEstimate:
         """The largest of all ranks, each."""
         return CostEstimate(

@@ -166,6 +166,12 @@ class HaltController:
     def _granted_until(self, told_seconds: float) -> float:
         return told_seconds + self._grace_seconds - GRACE_SPARE_SECONDS
 
+    def end_alone(self) -> None:
+        """At a boundary, where ranks cannot agree on an end any more: a signal that came ends this
+        process, as it would have without this library. Not where they had agreed before."""
+        if self.reason is Reason.NONE:
+            self._signals.hand_on()
+
     def be_calm(self) -> None:
         """The end has begun; it may take longer than an iteration."""
         self._signals.be_calm()
