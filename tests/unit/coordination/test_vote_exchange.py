@@ -359,6 +359,7 @@ def test_a_rank_that_went_on_without_its_vote_is_seen() -> None:
         late = None
         if group.rank != 1:
             late = box.all_reduce_min([2] * WIDTH)
+        group.barrier()
         if group.rank == 0:
             found = [late.done(), late.passed_over(), late.missing()]  # type: ignore[union-attr]
         group.barrier()
