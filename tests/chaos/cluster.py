@@ -92,7 +92,7 @@ class Cluster:
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
                 environment = Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
-                if b"tierckpt.agent.server" in command and mark in environment:
+                if b"tierckpt.agent.process" in command and mark in environment:
                     node = environment.partition(b"TIERCKPT_NODE=")[2]
                     yield int(pid), command, node
 

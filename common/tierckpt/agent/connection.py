@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from tierckpt._children import child_command, child_environment
 
@@ -27,8 +27,22 @@ from . import environment as environment
 from . import protocol
 from .address import TAKEN, AgentSettings
 from .priority import lower_priority
-from .server import PROTOCOL, Agent
-from .session import SessionSettings
+from .protocol import (
+    PROTOCOL,
+    AgentMessage,
+    Bye,
+    Finished,
+    Hello,
+    Outdated,
+    PacketJoiner,
+    Problem,
+    SessionSettings,
+    ShuttingDown,
+    TrainerMessage,
+    Unwelcome,
+    Welcome,
+)
+from .server import Agent
 
 ANSWER_SECONDS = 5.0
 """An agent that does not bid welcome for so long is passed over for another."""
@@ -41,19 +55,18 @@ JOIN_SECONDS = 2.0
 AGAIN_SECONDS = 0.5
 """An agent that found another one in its place is started again after this at the earliest."""
 GONE_SECONDS = 0.2
-"""So often one that makes way is asked whether it is still there."""
+"""So often an agent that shuts down is asked whether it is still there."""
 MOST_AGENTS = 4
 """So many are passed over, then, after ANSWER_SECONDS, the first is asked again."""
 OTHERS = (
     "an earlier start's keys, credentials or codecs, or is another tierckpt's, or a process where "
     'agent is "inline"'
 )
-OUTLIVED = (
+OUTDATED = (
     "a later start of this job, with other keys, credentials or codecs, has this node's agent "
     "(parts of one job that share a machine need the same, or a node of their own)"
 )
 
-Message = dict[str, Any]
 Packet = tuple[bytes, list[int]]
 """A message or a part of one, and the descriptors that go with it."""
 
@@ -61,14 +74,14 @@ Packet = tuple[bytes, list[int]]
 class Owner(Protocol):
     """Who speaks with the agent. Called with the lock held."""
 
-    def greeted(self, welcome: Message) -> Iterable[Message]:
-        """An agent bids welcome; returns what it is told before all else, if it is a new one."""
+    def greeted(self, welcome: Welcome) -> Iterable[TrainerMessage]:
+        """An agent says welcome; returns what a new one is to have before all other messages."""
 
-    def made_way(self, unwelcome: Message) -> None:
+    def shutting_down(self, agent: ShuttingDown) -> None:
         """An agent that is not for us ends, and says so for the first time."""
 
-    def heard(self, message: Message) -> None:
-        """Whatever else it says."""
+    def heard(self, message: AgentMessage) -> None:
+        """Any other message."""
 
     def lost(self, reason: str) -> None:
         """The agent that bade welcome is no more. Calls `hang_up`."""
@@ -110,7 +123,7 @@ class AgentConnection:
         self._channel: socket.socket | None = None
         self._packets: deque[bytes] = deque()
         """Those that came and were not heeded yet."""
-        self._incoming = protocol.Joiner()
+        self._incoming = PacketJoiner()
         self._since = 0.0
         """When the connection, or the start of the agent, was begun."""
         self._start_after = self._ask_after = 0.0
@@ -121,10 +134,10 @@ class AgentConnection:
         self._needed = False
         """Where there is no agent, one is to be started."""
         self._leaving: tuple[int | None, float] = (None, 0.0)
-        """Process id of the agent that makes way for one of ours, and since when."""
+        """Process id of the agent that shuts down for one of ours, and since when."""
         self._inherits = False
-        """From one that made way, what only an agent can keep for those who come after us."""
-        self._outlived = False
+        """From one that shut down, what only an agent can keep for those who come after us."""
+        self._outdated = False
         """A later run has an agent here: there is none for us any more."""
         self._passed: set[int] = set()
         """Numbers of agents that are stuck, or not for us."""
@@ -165,7 +178,7 @@ class AgentConnection:
                 self._reach_or_give_up()
                 self._flush()
 
-    def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
+    def send(self, message: TrainerMessage, fds: list[int] | None = None) -> None:
         """Say it, or keep it until there is somebody to say it to."""
         self._need()
         self._unsent.extend(_packed(message, fds))
@@ -212,12 +225,13 @@ class AgentConnection:
         """Wait until the agent has finished our work; True when it ends, having no other."""
         assert self._channel is not None
         last = False
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._channel.settimeout(max(deadline_seconds - time.monotonic(), 0.01))
-            protocol.send(self._channel, {"op": "bye", "abandoned": abandoned})
+            protocol.send(self._channel, Bye(abandoned))
             while packet := self._channel.recv(protocol.PACKET_BYTES):
-                if message := self._incoming.add(packet):
-                    last = bool(message.get("last"))
+                if (data := self._incoming.add(packet)) is not None:
+                    message = protocol.decode(data)
+                    last = isinstance(message, Finished) and message.last
         self._drop()
         return last and self._inline is None
 
@@ -305,8 +319,8 @@ class AgentConnection:
         self._start_after = time.monotonic() + (seconds if self._may_start else START_SECONDS)
 
     def _reach_now(self) -> None:
-        if self._outlived:
-            raise ConnectionRefusedError(OUTLIVED)
+        if self._outdated:
+            raise ConnectionRefusedError(OUTDATED)
         if self._channel is not None:
             if self.welcome or time.monotonic() - self._since < ANSWER_SECONDS:
                 return
@@ -324,12 +338,11 @@ class AgentConnection:
             self._thread = self._inline.attend(theirs)
         if self._channel is None:
             return False
-        self._since, self._incoming = time.monotonic(), protocol.Joiner()
+        self._since, self._incoming = time.monotonic(), PacketJoiner()
         self._packets.clear()
-        hello = {"op": "hello", "protocol": PROTOCOL, "desk": asdict(self._session)}
-        what = {"surroundings": self._environment, "began": self._began}
+        hello = Hello(PROTOCOL, self._session, self._environment, self._began)
         try:
-            protocol.send(self._channel, {**hello, **what})
+            protocol.send(self._channel, hello)
         except OSError:  # it is just ending
             self._drop()
         return self._channel is not None
@@ -415,16 +428,16 @@ class AgentConnection:
             )
 
     def _complain(self, text: str, severity: int) -> None:
-        self._owner.heard({"op": "problem", "error": text, "severity": severity})
+        self._owner.heard(Problem(text, severity=severity))
 
-    def _wait_until_gone(self, unwelcome: Message) -> None:
-        """The agent here makes way: its place is ours as soon as it has ended."""
+    def _wait_until_gone(self, agent: ShuttingDown) -> None:
+        """The agent here shuts down: its place is ours as soon as it has ended."""
         self._drop()
         now = time.monotonic()
-        if unwelcome["pid"] != self._leaving[0]:
-            self._leaving = unwelcome["pid"], now
-            self._owner.made_way(unwelcome)
-            if unwelcome.get("where"):  # it closes the place where other nodes, and we, find that
+        if agent.pid != self._leaving[0]:
+            self._leaving = agent.pid, now
+            self._owner.shutting_down(agent)
+            if agent.where is not None:  # it closes the place where other nodes, and we, find that
                 self._inherits = True
                 self._need()
         if now - self._leaving[1] > ANSWER_SECONDS:
@@ -433,10 +446,10 @@ class AgentConnection:
         self._ask_after = now + GONE_SECONDS
         self._leave_start()
 
-    def _end_outlived(self) -> None:
-        self._outlived, self._inherits = True, False
-        self._complain(OUTLIVED, logging.ERROR)
-        self._owner.gave_up(OUTLIVED)
+    def _end_outdated(self) -> None:
+        self._outdated, self._inherits = True, False
+        self._complain(OUTDATED, logging.ERROR)
+        self._owner.gave_up(OUTDATED)
 
     # --- messages ------------------------------------------------------------------------------
 
@@ -451,7 +464,7 @@ class AgentConnection:
                 return  # the buffer is full, or it is gone: that will be heard
             except OSError as error:  # and so will all that come after it
                 why = f"the agent cannot be told what to do ({error})"
-                self._owner.heard({"op": "problem", "error": why})
+                self._owner.heard(Problem(why))
                 self._owner.gave_up(why)
                 return
             self._unsent.popleft()
@@ -460,8 +473,8 @@ class AgentConnection:
         while self._channel is not None:
             ended = self._take_packets(self._channel)
             while self._packets and self._channel is not None:
-                if (message := self._incoming.add(self._packets[0])) is not None:
-                    self._hear(message)
+                if (data := self._incoming.add(self._packets[0])) is not None:
+                    self._hear(data)
                 self._packets.popleft()  # rather heard twice than lost to an interrupt
             if not ended or self._channel is None:
                 return
@@ -481,23 +494,37 @@ class AgentConnection:
             pass
         return True
 
-    def _hear(self, message: Message) -> None:
-        if message["op"] == "welcome":
-            self.welcome, self.pid, self._unproved = True, message["pid"], False
-            self._refused = self._inherits = False
-            first = [packet for each in self._owner.greeted(message) for packet in _packed(each)]
-            if self.pid != self._greeted:
-                self._unsent.extendleft(reversed(first))
-                self._greeted = self.pid
-            self._flush()
-        elif message["op"] == "unwelcome" and message.get("outlived"):
-            self._end_outlived()
-        elif message["op"] == "unwelcome" and message.get("makes_way"):
-            self._wait_until_gone(message)
-        elif message["op"] == "unwelcome":
-            self._pass_over(f"has {OTHERS}", logging.INFO)
-        else:
-            self._owner.heard(message)
+    def _hear(self, data: bytes) -> None:
+        try:
+            message = protocol.decode(data)
+            if not isinstance(message, AgentMessage):
+                raise ValueError(f"{type(message).__name__} is a trainer's message")
+        except ValueError as error:
+            if self.welcome:
+                self._owner.lost(f"the agent is not understood ({error})")
+            else:
+                self._pass_over(f"is not understood ({error})", logging.ERROR)
+            return
+        match message:
+            case Welcome():
+                self._greet(message)
+            case ShuttingDown():
+                self._wait_until_gone(message)
+            case Outdated():
+                self._end_outdated()
+            case Unwelcome():
+                self._pass_over(f"has {OTHERS}", logging.INFO)
+            case _:
+                self._owner.heard(message)
+
+    def _greet(self, message: Welcome) -> None:
+        self.welcome, self.pid, self._unproved = True, message.pid, False
+        self._refused = self._inherits = False
+        first = [packet for each in self._owner.greeted(message) for packet in _packed(each)]
+        if self.pid != self._greeted:
+            self._unsent.extendleft(reversed(first))
+            self._greeted = self.pid
+        self._flush()
 
     def _drop(self) -> None:
         assert self._channel is not None
@@ -509,7 +536,7 @@ class AgentConnection:
             self._leave_start()
 
 
-def _packed(message: Message, fds: list[int] | None = None) -> list[Packet]:
+def _packed(message: TrainerMessage, fds: list[int] | None = None) -> list[Packet]:
     """The descriptors go with the first packet."""
     first, *more = protocol.packets_of(message)
     return [(first, fds or []), *((packet, []) for packet in more)]

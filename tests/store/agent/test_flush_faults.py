@@ -191,7 +191,7 @@ def test_a_killed_job_has_the_place_no_longer_though_its_agent_lives(
     while list(shared.glob("lease.*")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert b"tierckpt.agent.server" in Path(f"/proc/{agent}/cmdline").read_bytes()
+    assert b"tierckpt.agent.process" in Path(f"/proc/{agent}/cmdline").read_bytes()
     with Job(path, str(shared), shm_dir) as job:
         job.restore()
         assert job.checkpointer._agent.pid in (None, agent), "and ends with its successor"

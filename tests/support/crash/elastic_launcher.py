@@ -142,7 +142,7 @@ class ElasticJob:
 
     def kill(self) -> None:
         """SIGKILL the launcher and every worker; agents go on."""
-        self._kill(lambda command: b"tierckpt.agent.server" not in command)
+        self._kill(lambda command: b"tierckpt.agent.process" not in command)
 
     def kill_everything(self) -> None:
         self._kill(lambda command: True)

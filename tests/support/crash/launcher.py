@@ -202,7 +202,7 @@ class Job:
         marks = [f"{_faults.FIRED_VARIABLE}={self.scenario.marks(r)}\0".encode() for r in ranks]
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                if b"tierckpt.agent.server" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"tierckpt.agent.process" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     continue
                 environment = Path(f"/proc/{pid}/environ").read_bytes()
                 if any(mark in environment for mark in marks):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.coordination.former_nodes import MOST_TOLD, AgentAddress, FormerNodes, KnownNodes
+from tierckpt.agent.protocol import AgentAddress, KnownNodes
+from tierckpt.coordination.former_nodes import MOST_TOLD, FormerNodes
 from tierckpt.group import SingleGroup
 from tierckpt.peer.transport import Transport
 
@@ -40,7 +41,7 @@ def test_each_is_named_with_all_reasons(closed_port: int) -> None:
         assert first.startswith("node a, ")
         assert "cannot be reached" in first
         assert second.startswith("node b, ")
-        assert "of another life of this one" in second
+        assert "of another run of this one" in second
         former_nodes = look(down, refuses, AgentAddress("b/boot", host, port, "of a later life"))
         assert former_nodes.silent == [first]
         assert [known.node for known in former_nodes.alive] == ["b"]
