@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.processes import end, python
 from tierckpt import _children
-from tierckpt.agent import address, connection, environment, process
+from tierckpt.agent import address, connection_states, environment, process
 from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.protocol import (
     AgentAddress,
@@ -200,8 +200,8 @@ def test_an_agent_of_another_environment_shuts_down(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, and its place is its successor's, whichever rank of the node comes first."""
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
-    monkeypatch.setattr(connection, "JOIN_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(connection_states, "JOIN_SECONDS", 10 * PATIENCE_SECONDS)
     kill(old)
     first, second = (client_of(shm_dir, tmp_path, shard, "new", (0, 1)) for shard in (0, 1))
     second.start(first=False)
@@ -444,7 +444,7 @@ def test_only_the_commit_under_way_is_finished(
         session.say(Problem("was finished"))
 
     monkeypatch.setattr(TrainerSession, "_commit", commit)
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 0.5)
     before, new = (client_of(shm_dir, tmp_path, 0, what) for what in ("old", "new"))
     serving = serve_here(before.settings, "old", monkeypatch)
     assert reach(before) == os.getpid()
@@ -530,8 +530,8 @@ def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots are free for the memory level then; and it is tried again."""
-    monkeypatch.setattr(connection, "MOST_AGENTS", 2)
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(connection_states, "MOST_AGENTS", 2)
+    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 0.1)
     client = client_of(shm_dir, tmp_path, 0, "new")
     client.settings.place().job.create()
     places = [replace(client.settings, index=index).place() for index in range(2)]
@@ -562,7 +562,7 @@ def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
         place.address.unlink()
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", PATIENCE_SECONDS)
     until(lambda: client.pid is not None)
     agents.append(client.pid or 0)
     client.close()

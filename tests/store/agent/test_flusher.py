@@ -554,7 +554,7 @@ def test_what_is_given_up_stays_as_it_is_and_the_lease_is_let_be(
     assert zero.flusher._keeper._thread is None
     assert versions(place) == [1]
     assert sorted(begun(place)) == [1, 2], "what there was of it stays"
-    with pytest.raises(RuntimeError, match="makes way"):
+    with pytest.raises(RuntimeError, match="shuts down"):
         zero.start(order(4, 0))
 
 

@@ -23,11 +23,10 @@ from typing import Any
 import pytest
 
 from tests.support.processes import end, python
-from tierckpt.agent import connection, process, protocol
+from tierckpt.agent import connection_states, process, protocol
 from tierckpt.agent import server as agent
 from tierckpt.agent.address import AgentFiles
 from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.connection import AgentConnection
 from tierckpt.agent.protocol import (
     PROTOCOL,
     AgentAddress,
@@ -371,7 +370,7 @@ def test_a_rank_of_another_environment_leaves_the_start_to_the_first(node: Any) 
     with other._lock:
         other._line.ready()
         assert other.starts == 0
-        other._line._start_after = 0.0
+        other._line._at = replace(other._line._at, start_after=0.0)
         with pytest.raises(TimeoutError, match="the node's first rank"):
             other._line.ready()
     pid = reach(first)
@@ -505,15 +504,15 @@ def test_it_outlives_the_process_group_of_its_trainers(node: Any) -> None:
 def test_one_that_does_not_answer_is_passed_over(
     node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pass_over = AgentConnection._pass_over
+    pass_over = connection_states._pass_over
 
-    def once(line: AgentConnection, *why: Any) -> None:
+    def once(*what: Any) -> connection_states.Next:
         """The next one lives, however long its answer takes."""
-        monkeypatch.setattr(connection, "ANSWER_SECONDS", PATIENCE_SECONDS)
-        pass_over(line, *why)
+        monkeypatch.setattr(connection_states, "ANSWER_SECONDS", PATIENCE_SECONDS)
+        return pass_over(*what)
 
-    monkeypatch.setattr(AgentConnection, "_pass_over", once)
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(connection_states, "_pass_over", once)
+    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 0.2)
     other = trainer(node(1))
     stuck = int(other.stdout.readline())
     os.kill(stuck, signal.SIGSTOP)
