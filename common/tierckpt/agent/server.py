@@ -66,7 +66,7 @@ began (monotonic)."""
 
 
 class Agent:
-    """Serves every trainer that comes, each at a desk (and in a thread) of its own."""
+    """Serves every trainer that comes, each in a session and a thread of its own."""
 
     def __init__(self, linger_seconds: float, environment: str = "") -> None:
         """`environment`: a fingerprint; only trainers of the same are served. Empty: all are."""
@@ -81,8 +81,8 @@ class Agent:
         self._run: Run = ((PROTOCOL, environment), -math.inf)
         """The newest that came."""
         self._lock = threading.Lock()
-        self._desks: dict[tuple[str, int], threading.Thread] = {}
-        """Who serves the last trainer that came to a desk. One trainer of a shard at a time: a
+        self._threads: dict[tuple[str, int], threading.Thread] = {}
+        """The thread that serves a shard's last trainer. One trainer of a shard at a time: a
         killed one's work is finished before its successor's begins."""
         self._seated: set[TrainerSession] = set()
         """Where trainers are served."""
@@ -90,7 +90,7 @@ class Agent:
         """Of the last trainer that came for a shard."""
         self._serving = 0
         self._missed: dict[tuple[str, int], float] = {}
-        """Desks whose trainer was killed, and until when to wait for its successor."""
+        """Shards whose trainer was killed, and until when to wait for its successor."""
         self._here: dict[str, tuple[int, ...]] = {}
         """By directory: the node's ranks in the newest run that came."""
         self.held = ShardGuard()
@@ -212,7 +212,7 @@ class Agent:
         Raises OSError when there may be no more threads; `channel` is closed then.
         """
         thread = threading.Thread(
-            target=self._attend, args=(channel,), name="tierckpt-desk", daemon=True
+            target=self._attend, args=(channel,), name="tierckpt-session", daemon=True
         )
         with self._lock:
             self._serving += 1
@@ -238,7 +238,7 @@ class Agent:
                     return
                 made = TrainerSession(settings, channel, self)
                 before = self._sit_down(made)
-                said_goodbye = False  # until it does: it is waited for also if the desk breaks
+                said_goodbye = False  # until it does: it is waited for also if the session breaks
                 made.say(Welcome(os.getpid(), self._known_nodes(settings)))
                 made.await_turn(before)
                 goodbye = made.serve()
@@ -290,8 +290,8 @@ class Agent:
             self._newest[session.at] = session
             if session.settings.ranks:
                 self._here[session.settings.directory] = session.settings.ranks
-            before = self._desks.get(session.at)
-            self._desks[session.at] = threading.current_thread()
+            before = self._threads.get(session.at)
+            self._threads[session.at] = threading.current_thread()
             return before
 
     def _known_nodes(self, session: SessionSettings) -> KnownNodes | None:
@@ -336,10 +336,10 @@ class Agent:
         for session in self._seated:
             self._given_up += session.leave()
 
-    # --- what all desks share ------------------------------------------------------------------
+    # --- what all sessions share ---------------------------------------------------------------
 
     def flusher(self, session: SessionSettings) -> Flusher | None:
-        """One for all desks that flush to the same place."""
+        """One for all sessions that flush to the same place."""
         if session.persistent is None:
             return None
         settings = session.persistent

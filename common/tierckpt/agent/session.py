@@ -61,14 +61,14 @@ Received = tuple[Message | None, list[int]]
 
 
 class NodeServices(Protocol):
-    """What all desks of an agent share. Any thread."""
+    """Services that all sessions of an agent share. Any thread."""
 
     held: ShardGuard
     shutting_down: bool
     """No more orders are taken."""
 
     def flusher(self, session: SessionSettings) -> Flusher | None:
-        """The persistent level's, if the desk has one."""
+        """The persistent level's, if the session has one."""
         ...
 
     def protector(self) -> Protector:
@@ -98,12 +98,12 @@ class TrainerSession:
 
     @property
     def at(self) -> tuple[str, int]:
-        """Whose desk it is."""
+        """The shard that the session is for."""
         return self.settings.directory, self.settings.shard
 
     def await_turn(self, before: threading.Thread | None) -> None:
-        """Until the trainer before has been served at this desk: what it handed over may take long
-        to write. What needs no desk is heeded meanwhile, as other nodes' agents wait for it."""
+        """Wait until the shard's last trainer has been served: what it handed over may take long to
+        write. What does not concern the shard is done at once: other nodes' agents wait for it."""
         try:
             while before is not None and before.is_alive():
                 self._hear_early()
@@ -119,7 +119,7 @@ class TrainerSession:
                 message, fds = self._receive()
                 match message:
                     case Flush() | Listen() | Introduce() | Inherit() | Protect():
-                        self._carry_out(message, fds)  # needs no desk
+                        self._carry_out(message, fds)  # not about the shard
                     case _:
                         self._waiting.append((message, fds))
 
@@ -331,7 +331,7 @@ class TrainerSession:
     def _strays(
         self, held: list[ShardKey], safe: VersionId | None, lineage: Lineage
     ) -> list[ShardKey]:
-        """What lies here of ranks that are on other nodes in this run, for the node's first desk.
+        """Shards of ranks that are on other nodes in this run; for the node's first session.
 
         Where nodes share the directory nothing is stray. A version of this run that is complete
         on all local levels tells: then shards of it are here that ranks of this node did not write.

@@ -1,5 +1,5 @@
-"""The agent's threads behind the desks: whatever fails, every order is answered, and the next one
-is carried out."""
+"""The agent's threads that sessions give orders to: whatever fails, every order is answered, and
+the next one is carried out."""
 
 from __future__ import annotations
 

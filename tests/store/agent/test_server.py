@@ -637,7 +637,7 @@ def test_it_gives_way_to_the_training_by_default(node: Any) -> None:
     client = AgentClient(*node(0))
     pid = reach(client)
     threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
-    assert len(threads) > 1, "the desk's"
+    assert len(threads) > 1, "the session's"
     least = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
     for thread in threads:
         assert os.getpriority(os.PRIO_PROCESS, thread) == least
@@ -709,7 +709,7 @@ def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
     start, refused = threading.Thread.start, list[threading.Thread]()
 
     def refuse_once(thread: threading.Thread) -> None:
-        if thread.name == "tierckpt-desk" and not refused:
+        if thread.name == "tierckpt-session" and not refused:
             refused.append(thread)
             raise RuntimeError("can't start new thread")
         start(thread)

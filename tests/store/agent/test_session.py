@@ -1,4 +1,4 @@
-"""A trainer's desk: nothing that goes wrong ends it, and it retires what nobody else would."""
+"""A trainer's session: nothing that goes wrong ends it, and it retires what nobody else would."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_a_users_module_raises_in_a_restart_is_no_damage(
 
 
 class Broken(NoServices):
-    """Nothing that several desks share can be had."""
+    """Nothing that several sessions share can be had."""
 
     def flusher(self, session: SessionSettings) -> None:
         raise RuntimeError("can't start new thread")
@@ -131,7 +131,7 @@ class Broken(NoServices):
 
 @contextlib.contextmanager
 def served(settings: SessionSettings, services: Any) -> Iterator[socket.socket]:
-    """A desk at work; the trainer's end of its channel."""
+    """A session at work; the trainer's end of its channel."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         thread = threading.Thread(target=TrainerSession(settings, theirs, services).serve)
@@ -308,7 +308,7 @@ def retire(
         TrainerSession(session, theirs, services)._retire(Retire(VersionId(*safe), LINEAGE, keep))
 
 
-def desks(
+def sessions(
     directory: Path, ranks: tuple[int, ...], of: int, keep_last: int
 ) -> list[SessionSettings]:
     return [SessionSettings(str(directory), r, of, keep_last, 0, ranks=ranks) for r in ranks]
@@ -332,7 +332,7 @@ def test_what_ranks_left_that_went_to_another_node_goes_too(
     for version in (3, 4):
         shards(tmp_path, 2, version, list(are), of=new)
         left |= {(2, version, s) for s in are}
-        for session in desks(tmp_path, are, new, keep_last=2):
+        for session in sessions(tmp_path, are, new, keep_last=2):
             retire(tmp_path, session, [2, version])
         left -= {(1, version - 2, s) for s in were}
         assert there(tmp_path) == left
@@ -346,7 +346,7 @@ def test_strays_stay_as_long_as_they_are_needed(tmp_path: Path) -> None:
     """Nothing of this life is safe; it is to be kept; it is pinned; it is still read."""
     shards(tmp_path, 1, 1, [2, 3], of=4)
     shards(tmp_path, 1, 2, [2, 3], of=4)
-    before, (first, _) = there(tmp_path), desks(tmp_path, (0, 1), 4, keep_last=1)
+    before, (first, _) = there(tmp_path), sessions(tmp_path, (0, 1), 4, keep_last=1)
     retire(tmp_path, first, [1, 2])
     assert there(tmp_path) == before
     shards(tmp_path, 2, 3, [0, 1], of=4)
@@ -379,6 +379,6 @@ def test_in_a_directory_that_nodes_share_nothing_is_stray(tmp_path: Path) -> Non
     """The other node's agent may still read what it has there; it sees to that itself."""
     shards(tmp_path, 1, 1, [0, 1, 2, 3], of=4)
     shards(tmp_path, 2, 3, [0, 1, 2, 3], of=4)
-    for session in desks(tmp_path, (0, 1), 4, keep_last=1):
+    for session in sessions(tmp_path, (0, 1), 4, keep_last=1):
         retire(tmp_path, session, [2, 3])
     assert there(tmp_path) == {(1, 1, 2), (1, 1, 3), *((2, 3, s) for s in range(4))}
