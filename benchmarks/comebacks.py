@@ -1,6 +1,6 @@
 """Ways to come back: what each leaves behind before a restart, and what it does after it.
 
-Used by both lives of `restart.py`'s ranks. All calls are collective.
+Used by both runs of `restart.py`'s ranks. All calls are collective.
 """
 
 from __future__ import annotations

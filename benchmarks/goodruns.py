@@ -24,7 +24,7 @@ from tierckpt.core.tuning.interval_model import daly_seconds
 ELASTIC = "hvd-elastic"
 NEVER_STEPS = 1_000_000_000
 WARM_STEPS = 5
-"""First steps of a life that are not timed when costs are measured."""
+"""First steps of a run that are not timed when costs are measured."""
 
 
 @dataclass

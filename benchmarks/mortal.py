@@ -1,6 +1,6 @@
 """A job that is killed and comes back: ranks are forked from a process that has torch already.
 
-So a life begins within a second, and what is measured is the way back, not Python's imports. Sound
+So a run begins within a second, and what is measured is the way back, not Python's imports. Sound
 because there is nothing to lose in a fork: one thread, no process group, checked before each.
 """
 
@@ -100,7 +100,7 @@ class Course:
         return found
 
     def last_life(self) -> list[float]:
-        """When each step of the last life was complete."""
+        """When each step of the last run was complete."""
         last = max((step.run_id for step in self.steps), default=0)
         return [step.seconds for step in self.steps if step.run_id == last and not step.began]
 
@@ -256,7 +256,7 @@ def _fork(order: Order, run_id: int, rank: int) -> int:
 
 
 def be_rank(order: Order, parent: int, train: Callable[[], None]) -> NoReturn:
-    """In the child: cut the ties to the parent but its life, train, and end."""
+    """In the child: cut the ties to the parent but its run, train, and end."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -104,7 +104,7 @@ def run_life(world: int, run_id: dict[str, Any]) -> tuple[float, list[dict[str, 
 
 
 class Bench:
-    """One size and number of ranks: a life that leaves everything, and lives that come back."""
+    """One size and number of ranks: a run that leaves everything, and lives that come back."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, memory: Path) -> None:
         self.world, self.nodes = options.world, options.nodes
@@ -127,7 +127,7 @@ class Bench:
         return ("cold",) if WAYS[name].ours else ("warm", "cold")
 
     def leave(self) -> None:
-        """The first life."""
+        """The first run."""
         for name in self.ways:
             (self.root / name).mkdir()
             (self.memory / name).mkdir()
@@ -167,7 +167,7 @@ class Bench:
             self.samples.setdefault((row.way, row.cache), []).append(_sample(begin, told))
 
     def _lose(self, name: str) -> None:
-        """What is gone between the two lives."""
+        """What is gone between the two runs."""
         lost, root = WAYS[name].lost, self.root / name
         if "memory" in lost:
             shutil.rmtree(self.memory / name)

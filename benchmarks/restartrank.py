@@ -1,6 +1,6 @@
-"""One rank of one life of `restart.py`'s job; started by it, never by hand.
+"""One rank of one run of `restart.py`'s job; started by it, never by hand.
 
-Its argument is the life as JSON. It prints one line of JSON: when it did what, by the clock that
+Its argument is the run as JSON. It prints one line of JSON: when it did what, by the clock that
 all processes share, and what it counted.
 """
 
@@ -36,7 +36,7 @@ def layers_of(state_bytes: int) -> int:
 
 
 def build(run_id: dict[str, Any]) -> comebacks.Job:
-    """The model is the same on all ranks, and another one in each life."""
+    """The model is the same on all ranks, and another one in each run."""
     torch.set_num_threads(1)
     torch.manual_seed(run_id["seed"])
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers_of(run_id["state_bytes"]))]
@@ -69,7 +69,7 @@ def _sorted(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def leave(run_id: dict[str, Any]) -> dict[str, Any]:
-    """A life that ends and leaves something behind for every way."""
+    """A run that ends and leaves something behind for every way."""
     job = build(run_id)
     told = {}
     for name in run_id["ways"]:
@@ -82,7 +82,7 @@ def leave(run_id: dict[str, Any]) -> dict[str, Any]:
 
 
 def come_back(run_id: dict[str, Any]) -> dict[str, Any]:
-    """The life after."""
+    """The run after."""
     marks = {"begun": BEGUN, "imported": time.monotonic()}
     job = build(run_id)
     way = comebacks.WAYS[run_id["way"]]()
@@ -143,7 +143,7 @@ def main() -> None:
     run_id = json.loads(sys.argv[1])
     told = leave(run_id) if run_id["way"] is None else come_back(run_id)
     print(json.dumps(told), flush=True)
-    os._exit(0)  # the end of a life is not measured, and gloo's may abort
+    os._exit(0)  # the end of a run is not measured, and gloo's may abort
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class DcpAsync(Nothing, DcpThread):
     """DCP async_save in a thread, as its tutorial has it.
 
     Not the tuned one of stall.py: the daemon process that it saves with imports torch first, for
-    seconds in every life.
+    seconds in every run.
     """
 
     def resume(self, job: Job, every: int) -> int:

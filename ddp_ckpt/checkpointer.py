@@ -123,7 +123,7 @@ class Checkpointer(tierckpt.Checkpointer):
         self._begin_iteration()
 
     def _made_step(self, label: str) -> bool:
-        if not self.version:  # perhaps nobody calls step(), and boundaries begin late
+        if not self.version:  # the first boundary may come after many steps
             self._begin_iteration()
         return super()._made_step(label)
 

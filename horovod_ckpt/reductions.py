@@ -144,7 +144,7 @@ class Reductions:
         self._entered += 1
         optimizer = self._optimizer
         # With reductions under way, a step that synchronizes will first wait for them. Hooks of
-        # others are called before that, and may change weights (`stepwatch`).
+        # others are called before that, and may change weights (`step_hook`).
         # And where the backward pass is the step's closure, the inner step has reductions, too.
         first = self._entered == 1
         waits = bool(first and optimizer._should_synchronize and optimizer._handles)

@@ -55,7 +55,7 @@ _HOME = {
     "Event": "events",
     "Group": "group",
     "SingleGroup": "group",
-    "Restored": "restore.restorer",
+    "Restored": "restored",
     "Saved": "offline.load",
     "load": "offline.load",
     "Latest": "offline.latest",

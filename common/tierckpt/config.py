@@ -60,11 +60,11 @@ class LocalConfig:
     keep_best: int = 0
     """Also keep so many of the best by the metric given at boundaries (see `best`); 0: none."""
     in_place: bool = True
-    """Where the directory is memory (tmpfs, DAX) and there are no modules, slots are files in it,
-    and are committed without a copy (see `imagefile`). False: a copy of its own for each level."""
+    """Where the directory is memory (tmpfs, DAX) and there are no codecs, slots are files in it,
+    and are committed without a copy (see `image_file`). False: a copy of its own for each level."""
     codecs: str = ""
-    """What is done to shards on their way, in this order: `incremental`, `checksum`, `zstd
-    level=1`, `aes-gcm`, or a module of yours (see `tierckpt.codecs`); empty: nothing."""
+    """What is done to shards on their way, in this order: `incremental`, `zstd level=1`,
+    `aes-gcm`, or a codec of yours (see `tierckpt.codecs`); empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ class Config:
     release: str = "auto"
     """When copying starts: `backward` (with each layer's allreduce), `forward` (at once), or
     `auto`: backward, until the barrier turns out to wait for it."""
-    boundary: str = "auto"
-    """`explicit`: only `step()` is the boundary; `forward`: the next forward pass after an
-    optimizer's step is; `auto`: the same once `step()` has evidently never been called."""
+    boundary: str = "explicit"
+    """`explicit`: a call of `step()` is the boundary, and nothing else; `forward`: the next forward
+    pass in training mode after an optimizer step is. `restore()` returns calls, or steps."""
     forward_changes: str = ""
     """Parameters that the forward pass changes in place (it normalises its weights), by name, with
     commas between; `*` stands for any part of a name. They are copied at the boundary, whole on
@@ -231,7 +231,7 @@ class Config:
         _one_of("agent", self.agent, ("process", "inline"))
         _within("agent_nice", self.agent_nice, -20, 19)
         _within("agent_linger_seconds", self.agent_linger_seconds, 0, YEAR_SECONDS)
-        _one_of("boundary", self.boundary, ("auto", "explicit", "forward"))
+        _one_of("boundary", self.boundary, ("explicit", "forward"))
         parse_signals(self.halt_signals)
         _within("halt_patience_seconds", self.halt_patience_seconds, 0, YEAR_SECONDS)
         _within("halt_grace_seconds", self.halt_grace_seconds, 0, YEAR_SECONDS)
@@ -387,7 +387,7 @@ DAY_SECONDS, YEAR_SECONDS = 24 * 3600, 365 * 24 * 3600
 """Longer than anybody waits, and short enough for every clock of the system: some count no more
 than 25 days."""
 DEFAULT_ID_BYTES = 53
-"""See `jobdirectory.job_id_of`."""
+"""See `job_directory.job_id_of`."""
 
 
 def known_settings() -> dict[str, type]:

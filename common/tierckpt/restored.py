@@ -11,10 +11,9 @@ class Restored(int):
     version: int = 0
     """Completed optimizer steps."""
     generation: int = 0
-    calls: int | None = None
-    """Calls of `step()` that are behind it; None where the version does not tell."""
-    guessed = False
-    """The number is one of optimizer steps: `step()` had not been called when it was taken."""
+    iteration_counts: str = "calls"
+    """What the number counts: `calls` of `step()`, or optimizer `steps` where the version was taken
+    with `boundary="forward"`."""
     shard_levels: tuple[str, ...] = ()
     """The level that each shard came from, by shard number; `peer` is one that was rebuilt, `agent`
     one that was fetched from a node which is none of the job's any more."""
@@ -42,13 +41,9 @@ class Restored(int):
         made.levels, made.seconds = {}, {}
         return made
 
-    @property
-    def counts_calls(self) -> bool:
-        """The number is evidently one of calls of `step()`."""
-        return not self.guessed and (self.calls is not None or int(self) != self.version)
-
     def __repr__(self) -> str:
-        return f"Restored({int(self)}, version={self.version}, levels={self.levels})"
+        counted = f"{int(self)} {self.iteration_counts}"
+        return f"Restored({counted}, version={self.version}, levels={self.levels})"
 
 
 class TransferStats:

@@ -134,7 +134,7 @@ class ResumableLoader(Generic[Batch]):
 
         It may be one of which all batches were taken: what a loop does at the end of an epoch (a
         scheduler's step) was not done yet, and is, after a pass without batches. Where it was done
-        (see `epochends`), it is the next one.
+        (see `epoch_ends`), it is the next one.
         """
         return self._place.epoch
 

@@ -189,7 +189,7 @@ class ResumableSampler(Sampler[list[int]]):
 
         It may be one that all batches were trained on already: what a loop does at the end of an
         epoch (a scheduler's step, say) was not done yet, and is, after a pass without batches.
-        Where it was done (see `epochends`), it is the next one.
+        Where it was done (see `epoch_ends`), it is the next one.
         """
         return self.position.epoch
 

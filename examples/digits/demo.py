@@ -55,7 +55,7 @@ def run(
     task = progress.add_task(name, total=steps, note="starting two processes")
     with (folder / "log").open("w") as log:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
-        # Else torchrun lets all lives of a job share one key-value store, and a restarted gloo
+        # Else torchrun lets all runs of a job share one key-value store, and a restarted gloo
         # process may read the address of a process that is dead.
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
@@ -131,7 +131,7 @@ def restart(journals: Journals) -> dict[str, float | str]:
     at = float(str(killed["at"]))
     after = [r for r in journals[0] if float(str(r["at"])) > at]
     restored = next(r for r in after if r.get("event") == "restored")
-    # The surviving rank may still finish the step it was in; the new life begins with "start".
+    # The surviving rank may still finish the step it was in; the new run begins with "start".
     begun = next(i for i, r in enumerate(after) if "start" in r)
     first = next(r for r in after[begun:] if "step" in r)
     return {

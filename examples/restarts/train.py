@@ -53,7 +53,7 @@ def build_model() -> nn.Module:
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The data of a rank in a step: the same in every life."""
+    """The data of a rank in a step: the same in every run."""
     source = torch.Generator().manual_seed(1_000_003 * rank + step)
     x = torch.randn(BATCH, WIDTH, generator=source)
     return x, (x[:, :8].sum(1) > 0).long()

@@ -3,7 +3,7 @@
 Nodes are names here: each has its own disk, memory and agent, and losing one means SIGKILL to its
 trainer and its agent, and both folders wiped. Four times a spare takes the place, and training goes
 on from what the other nodes kept for the lost one; there is no shared storage at all. The fifth
-time there is no spare, and the job goes on with seven ranks. Prints how each life began, whether
+time there is no spare, and the job goes on with seven ranks. Prints how each run began, whether
 the loss of every rank is bit for bit that of a run that nobody disturbed, and saves a picture.
 """
 
@@ -33,7 +33,7 @@ KEPT = ("committed", "peer")
 
 @dataclass
 class Cluster:
-    """The job's place: folders, and the processes of one life."""
+    """The job's place: folders, and the processes of one run."""
 
     work: Path
     shm: Path
@@ -42,7 +42,7 @@ class Cluster:
     """By the node they run on, in the order of their numbers."""
 
     def start(self, nodes: list[str], steps: int) -> None:
-        """A life of the job on these nodes."""
+        """A run of the job on these nodes."""
         self.lives += 1
         meeting = self.work / f"meeting{self.lives}"
         self.ranks = {}
@@ -63,13 +63,13 @@ class Cluster:
                 )
 
     def lines(self, rank: int) -> list[dict[str, object]]:
-        """What a rank wrote, in all lives."""
+        """What a rank wrote, in all runs."""
         path = self.work / f"journal-r{rank}.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
 
     def wait_until(self, step: int) -> None:
-        """Return when rank 0 has done `step`, and the nodes have protected a version of this life.
+        """Return when rank 0 has done `step`, and the nodes have protected a version of this run.
 
         A node that is lost before that takes the job back to where no redundancy was yet.
         """
@@ -105,7 +105,7 @@ class Cluster:
         self.stop()
 
     def stop(self) -> None:
-        """Kill what is left of this life; agents stay."""
+        """Kill what is left of this run; agents stay."""
         for rank in self.ranks.values():
             rank.kill()
             rank.wait()
@@ -237,7 +237,7 @@ def lose_again_and_again(
 
 
 def tell_of_lives(cluster: Cluster, lost: list[int], console: Console) -> list[dict[str, int]]:
-    """How each life after a failure began; returns from which levels, and how many shards each."""
+    """How each run after a failure began; returns from which levels, and how many shards each."""
     starts = [x for x in cluster.lines(0) if "start" in x][1:]
     for number, begun in enumerate(starts):
         console.print(

@@ -23,7 +23,7 @@ BATCH = 32
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The data of a rank in a step: the same in every life."""
+    """The data of a rank in a step: the same in every run."""
     source = torch.Generator().manual_seed(1_000_003 * rank + step)
     x = torch.randn(BATCH, WIDTH, generator=source)
     return x, (x[:, :8].sum(1) > 0).long()

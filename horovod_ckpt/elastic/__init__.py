@@ -42,6 +42,7 @@ from tierckpt.callbacks import check_callbacks
 from tierckpt.checkpointer.script_mode import close_at_exit
 from tierckpt.core.replica_check import NONE
 from tierckpt.events import check_receiver
+from tierckpt.hooks.iterations import STEPS_UNTIL_CALL
 from tierckpt.state.extras import PLAIN_VALUES
 
 from .attributes import Attributes, refuse_names
@@ -78,6 +79,11 @@ GOES_ON_ALIKE = (
     "replicas differed when hosts came or went (see the event `drifted`; its ranks are numbered as "
     "they were then). All ranks go on from what rank {rank} has: one of the majority, where more "
     "than half of the ranks were alike. Versions from here on are no suspects"
+)
+NO_COMMITS = (
+    f"the optimizer made {STEPS_UNTIL_CALL} steps, and commit() of the state was not called: no "
+    "checkpoint is taken until it is. Call state.commit() after optimizer.step(). A loop that "
+    f"commits at every so many iterations, more than {STEPS_UNTIL_CALL}, need do nothing"
 )
 NO_COMMIT = (
     "TorchState.restore(): nothing was committed yet, so there is nothing to go back to, and "
@@ -362,6 +368,7 @@ class _Checkpointer(Checkpointer):
 
     _is_elastic = True
     given_as = "TorchState(..., {name}={it})"
+    _no_calls = NO_COMMITS
     quiet: Callable[[], bool]
     """True while this rank has heard of no host that comes or goes."""
     _voted_seconds = float("-inf")
@@ -393,6 +400,7 @@ class _Checkpointer(Checkpointer):
         """See `tierckpt.Checkpointer`; without a step since the last boundary, counts as one."""
         self.passed_over = self._between_passes()
         if self.passed_over:
+            self._iterations.called()
             self._count_misplaced()
             return
         if not self._iterations.steps and not self.half_way:
@@ -442,6 +450,11 @@ def _refuse_process_sets(optimizers: Mapping[str, Any]) -> None:
 
 
 def _check(settings: Mapping[str, Any]) -> None:
+    if settings.get("boundary", "explicit") != "explicit":
+        raise ConfigError(
+            f"tierckpt={{'boundary': {settings['boundary']!r}}}: the boundary of an elastic job is "
+            "its commit(), and no other; leave this setting out"
+        )
     if "extra" in settings:
         raise ConfigError(
             "tierckpt={'extra': ...}: give TorchState these objects by name instead "

@@ -44,7 +44,10 @@ BLOCK, BLOCK_SECONDS = 150, 12.0
 """Boundaries of each job at a time, and fewer where these take longer than that."""
 NOT_MANY = ("compiled", "OneCycleLR", "spectralsphere")
 """They take seconds, or cannot make so many."""
-SAME_DATA = ("LBFGS", "lbfgs", "sam", "SAM", "ReduceLROnPlateau", "PCGrad")
+SAME_DATA = (
+    *("LBFGS", "lbfgs", "sam", "SAM", "ReduceLROnPlateau", "PCGrad"),
+    *("dash", "gravity", "kron", "magma"),
+)
 """They take decisions by the loss, or by noise of their own, which nobody reduces."""
 
 
@@ -201,6 +204,8 @@ def rank_main(rank: int, folder: str, boundaries: int, only: str) -> None:
                     print(f"{text}; {number + 1} of {len(chosen)}, {seconds:.0f} s", flush=True)
             gc.collect()
             if passed >= boundaries:
+                if rank == 0:
+                    print(f"{passed} boundaries, {alarms} alarms, {mistakes} apart", flush=True)
                 dist.barrier()
                 dist.destroy_process_group()
                 sys.exit(int(alarms + mistakes > 0))

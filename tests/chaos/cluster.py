@@ -1,4 +1,4 @@
-"""The machine that the chaos test breaks: nodes with a disk and a memory each, and a life's ranks.
+"""The machine that the chaos test breaks: nodes with a disk and a memory each, and a run's ranks.
 
 Nodes are names here, as in examples/spares: TIERCKPT_NODE, a folder, and a part of shared memory.
 Ranks are forked from one process that has imported torch. All that is started carries the round's
@@ -55,7 +55,7 @@ class Cluster:
     # --- processes -----------------------------------------------------------------------------
 
     def start(self, orders: list[Orders]) -> None:
-        """A life of the job: one process a rank."""
+        """A run of the job: one process a rank."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.chaos.job"])
         ranks = len(orders)
@@ -149,7 +149,7 @@ class Cluster:
         return self.folder / "away" / f"node{node}"
 
     def expire_lease(self) -> None:
-        """As if two minutes had passed since a life that was killed renewed it last."""
+        """As if two minutes had passed since a run that was killed renewed it last."""
         for path in self.shared.glob("lease.*"):
             path.unlink(missing_ok=True)
 

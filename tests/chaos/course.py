@@ -21,7 +21,7 @@ from tests.chaos.truth import Truth
 from tests.support.crash.launcher import Process
 
 PATIENCE_SECONDS = 100.0
-"""Without any progress for so long, a life is stuck."""
+"""Without any progress for so long, a run is stuck."""
 LINGER_SECONDS = 10
 AGENT_SECONDS = 90.0
 """So long an agent may take for what was under way when it had lingered."""
@@ -46,7 +46,7 @@ class FindingError(Exception):
 
 
 class Watch:
-    """Waits for a life, and says when it is over or stuck."""
+    """Waits for a run, and says when it is over or stuck."""
 
     def __init__(
         self, cluster: Cluster, journals: Journals, life: int, listen: Callable[[], None]
@@ -93,7 +93,7 @@ class Course:
         self._journals = Journals(cluster.folder, MOST_RANKS)
         self._truth = Truth(plan.shape, KEEP_LAST)
         self.life = self.number = self.recoveries = 0
-        """The life that goes on, how many faults there were, and lives that came back from one."""
+        """The run that goes on, how many faults there were, and lives that came back from one."""
 
     def run(self) -> None:
         """All lives. Raises FindingError."""
@@ -119,7 +119,7 @@ class Course:
             for fault in life.after:
                 self._strike(fault)
 
-    # --- a life --------------------------------------------------------------------------------
+    # --- a run --------------------------------------------------------------------------------
 
     def _start(self, life: Life) -> None:
         settings = {
@@ -185,7 +185,7 @@ class Course:
                     self._strike(fault)
                 (self._cluster.folder / f"gate-{self.life}-{gates.pop(0)}").touch()
             if life.end is None and self._closing():
-                self._cluster.expire_lease()  # else its last flush waits for a dead life's
+                self._cluster.expire_lease()  # else its last flush waits for a dead run's
             watch.rest()
         if not began and (starts := self._starts()):
             self._check_recovery(starts, promised)
@@ -220,7 +220,7 @@ class Course:
     # --- faults --------------------------------------------------------------------------------
 
     def _die(self, end: Fault) -> None:
-        """What ended the life takes the rest along; the launcher kills the other trainers."""
+        """What ended the run takes the rest along; the launcher kills the other trainers."""
         self._cluster.stop()
         self._listen()
         nodes = end.nodes
@@ -236,7 +236,7 @@ class Course:
         self._tell(end)
 
     def _strike(self, fault: Fault) -> None:
-        """A fault that ends no life."""
+        """A fault that ends no run."""
         hit: Any = None
         self._listen()
         for node in fault.nodes:
@@ -292,14 +292,14 @@ class Course:
         return {k: v for k, v in first.items() if all(other[k] == v for other in others)}
 
     def _check_losses(self) -> None:
-        """What was trained in this life is what the reference trained."""
+        """What was trained in this run is what the reference trained."""
         for rank in range(RANKS):
             for line in self._journals.of(rank, self.life, "loss"):
                 if self._losses[rank][line["step"]] != line["loss"]:
                     raise FindingError(f"rank {rank}, step {line['step']}: another loss")
 
     def _check_that_it_was_killed(self, end: Fault) -> None:
-        """The life ended by what was to end it, and by nothing else."""
+        """The run ended by what was to end it, and by nothing else."""
         marks = Path(self._cluster.folder) / f"marks-{self.life}-r{end.rank}"
         if any(mark.name.startswith(OF_TRAINERS) for mark in marks.glob("*")):
             return
@@ -335,7 +335,7 @@ class Course:
         return sorted(self._cluster.folder.glob(f"life{self.life}-r*.log"))
 
     def _ends(self) -> str:
-        """Why a life is over that should not be, from the logs."""
+        """Why a run is over that should not be, from the logs."""
         statuses = [process.exitcode for process in self._cluster.ranks]
         tails = [f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in self._logs()]
-        return f"the life ended by itself, with {statuses}\n" + "\n".join(tails)
+        return f"the run ended by itself, with {statuses}\n" + "\n".join(tails)

@@ -33,7 +33,7 @@ PACE_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Orders:
-    """What one rank is told of one life."""
+    """What one rank is told of one run."""
 
     folder: str
     life: int

@@ -34,5 +34,5 @@ class Journals:
         return found
 
     def of(self, rank: int, life: int, key: str) -> list[Line]:
-        """A rank's lines of one life that have `key`."""
+        """A rank's lines of one run that have `key`."""
         return [x for x in self.lines[rank] if x["life"] == life and key in x]

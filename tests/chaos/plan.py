@@ -1,7 +1,7 @@
 """The schedule of a round: what is broken, where, and when. Pure: a function of the seed alone.
 
-A round is one job with several lives. "When" is never a time: it is a number of versions after the
-one that a life started from, or the moment between two lives.
+A round is one job with several runs. "When" is never a time: it is a number of versions after the
+one that a run started from, or the moment between two runs.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 
 RANKS = 4
 MOST_RANKS = 6
-"""Of a life that only looks, see `Life.ranks`."""
+"""Of a run that only looks, see `Life.ranks`."""
 LIVES = 4
 """So many end in a failure; one more goes to the end."""
 AIMED = 3
 """After so many of them the very thing is damaged that the next one would load."""
 LONGEST = 18
-"""Versions that a life makes at most before it ends."""
+"""Versions that a run makes at most before it ends."""
 STEPS = LIVES * LONGEST + 12
-"""Of the whole job: the last life always has some left."""
+"""Of the whole job: the last run always has some left."""
 
 PLACES = (
     *(f"script:phase={p},step={{}}" for p in ("begin", "forward", "backward", "optimizer")),
@@ -46,7 +46,7 @@ AGENTS = (
     "eio@file:op=fsync,hit={}",
     "enospc@file:op=write_manifest,hit={}",
 )
-"""Rules for the agents that a life starts; one that found an agent of the life before starts none,
+"""Rules for the agents that a run starts; one that found an agent of the run before starts none,
 unless that one is killed."""
 
 
@@ -86,16 +86,16 @@ SCHEMES = (
 class Fault:
     """One thing that goes wrong; which fields say something depends on `kind`.
 
-    While a life goes on, all ranks standing before a step: `agent` (SIGKILL to a node's), `stop`
+    While a run goes on, all ranks standing before a step: `agent` (SIGKILL to a node's), `stop`
     and `wake` it, `fill` a node's disk and `free` it, `flip` a bit, `truncate` a file. Between two
-    lives: `agent`, `flip` and `truncate`, there also aimed. What ends a life: `trainer`, or one
+    lives: `agent`, `flip` and `truncate`, there also aimed. What ends a run: `trainer`, or one
     `loading`, `node` and `nodes` (processes, memory and disk), `reboot` (a node's processes and
     memory), `power` (that of all), `allocation` (all but the persistent level).
     """
 
     kind: str
     at: int = 0
-    """Versions after the one that the life started from."""
+    """Versions after the one that the run started from."""
     rank: int = 0
     nodes: tuple[int, ...] = ()
     level: str = ""
@@ -112,7 +112,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Life:
-    """What happens to one life of the job."""
+    """What happens to one run of the job."""
 
     during: tuple[Fault, ...]
     """By `at`."""
@@ -163,7 +163,7 @@ def make_round(seed: int) -> Round:
 
 
 def _placed(draw: random.Random, shape: Shape) -> tuple[int, ...]:
-    """Where a life's ranks are: in one of three they have changed places."""
+    """Where a run's ranks are: in one of three they have changed places."""
     nodes = list(shape.nodes)
     if draw.random() < 1 / 3:
         draw.shuffle(nodes)
@@ -171,7 +171,7 @@ def _placed(draw: random.Random, shape: Shape) -> tuple[int, ...]:
 
 
 def _visit(draw: random.Random, shape: Shape) -> Life:
-    """A life of another size that sees what is left on all nodes."""
+    """A run of another size that sees what is left on all nodes."""
     every = shape.node_numbers
     ranks = draw.choice([n for n in range(len(every), MOST_RANKS + 1) if n != RANKS])
     nodes = [*every, *(draw.choice(every) for _ in range(ranks - len(every)))]
@@ -190,7 +190,7 @@ def _aimed(draw: random.Random) -> Fault:
 def _life(
     draw: random.Random, shape: Shape, first: bool, to_mend: list[Fault]
 ) -> tuple[Life, list[Fault]]:
-    """A life, and what the next one has to mend."""
+    """A run, and what the next one has to mend."""
     end = _end(draw, shape, first)
     during: list[Fault] = []
     left: list[Fault] = []
@@ -234,7 +234,8 @@ def _end(draw: random.Random, shape: Shape, first: bool) -> Fault:
     rank = draw.randrange(RANKS)
     if kind == "loading":
         return Fault(kind, 1, rank, place=draw.choice(LOADING))
-    # Not before version 4: a restart from version 1 may round differently (DESIGN.md).
+    # Not before version 4: a restart from version 1 may round differently
+    # (docs/internals/ddp.md).
     at = draw.randint(4 if first else 1, LONGEST)
     nodes: tuple[int, ...] = ()
     if kind in ("node", "nodes", "reboot"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class Rendezvous:
-    """Horovod's own server, anew for every life."""
+    """Horovod's own server, anew for every run."""
 
     def __init__(self) -> None:
         self._server: object | None = None

@@ -2,7 +2,7 @@
 
 The package's planner is not asked, nor is any file looked at. Ranks report what they were told
 (`sealed`, `committed`); the driver reports what it did. From both follows the oldest version that
-the next life may go on from, by the table "What dies, and what survives" in DESIGN.md and the
+the next run may go on from, by the table "What dies, and what survives" in ARCHITECTURE.md and the
 settings' own words ("keep so many of the newest complete versions"). Where reports come too late to
 be sure, less is owed: a rank is killed before it has told all that it was told.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from tests.chaos.plan import RANKS, Shape
 
 Moment = tuple[int, int]
-"""(life, version): a version that a life made. Later lives win."""
+"""(life, version): a version that a run made. Later lives win."""
 EVERYBODY = frozenset(range(RANKS))
 
 
@@ -46,11 +46,11 @@ class Truth:
     # --- what is reported ----------------------------------------------------------------------
 
     def placed(self, life: int, nodes: tuple[int, ...]) -> None:
-        """A life is about to begin, with its ranks on these nodes."""
+        """A run is about to begin, with its ranks on these nodes."""
         self.places[life] = nodes
 
     def began(self, life: int, generation: int, parent: tuple[int, int]) -> None:
-        """A life went on from `parent` (generation, version); version 0 is a fresh start."""
+        """A run went on from `parent` (generation, version); version 0 is a fresh start."""
         made_by = self._history.get(parent[0], 0)
         self.parents[life] = (made_by, parent[1]) if parent[1] else None
         self._history[generation] = life
@@ -96,7 +96,7 @@ class Truth:
     # --- what follows --------------------------------------------------------------------------
 
     def promised(self) -> int:
-        """The oldest version that the next life may go on from; 0: a fresh start is right."""
+        """The oldest version that the next run may go on from; 0: a fresh start is right."""
         return max(self.owed().values())
 
     def owed(self) -> dict[str, int]:
@@ -121,7 +121,7 @@ class Truth:
         return line
 
     def _on_line(self, moments: set[Moment]) -> list[Moment]:
-        """Without what a life began from: that it has it made again where it was lost is no version
+        """Without what a run began from: that it has it made again where it was lost is no version
         of its own, and nothing more is owed for it."""
         line = self._line()
         return sorted(
@@ -177,7 +177,7 @@ class Truth:
 
     def _kept(self, level: str, complete: set[Moment]) -> list[Moment]:
         """What retention leaves: what was hit may have been complete, too, and counted; also off
-        the line, where an agent of a life before it was stopped, and finished when it woke."""
+        the line, where an agent of a run before it was stopped, and finished when it woke."""
         hit = {moment for at, moment in self._hit if at == level}
         counted = sorted({*self._on_line(complete), *hit})
         return [moment for moment in counted[-self.keep_last :] if moment in complete]

@@ -26,7 +26,7 @@ from tierckpt.peer.rebuild import rebuild
 from tierckpt.peer.transport import Limits, Transport
 from tierckpt.storage.local.store import LocalStore
 
-SECRET = b"one life"
+SECRET = b"one run"
 QUICK = Limits(join_seconds=20.0, stall_seconds=20.0)
 """Longer than a busy machine keeps a thread waiting."""
 
@@ -115,7 +115,7 @@ class Members:
         self.addresses = tuple(t.address for t in self.transports)
         for member in range(self.code.n):
             self.store(member).create()
-            self.transports[member].shelf.add(self.store(member))
+            self.transports[member].read_server.add(self.store(member))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -125,13 +125,13 @@ class RestartJob:
     # --- what came of it -------------------------------------------------------------------------
 
     def lines(self, rank: int) -> list[Line]:
-        """What a rank wrote, in all lives."""
+        """What a rank wrote, in all runs."""
         path = self.journals / f"journal-r{rank}.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
 
     def starts(self, rank: int = 0) -> list[Line]:
-        """How each life began."""
+        """How each run began."""
         return [x for x in self.lines(rank) if "start" in x]
 
     def newest_life(self, rank: int) -> list[Line]:
@@ -141,11 +141,11 @@ class RestartJob:
         return lines[begins[-1] :] if begins else [{"start": None}]
 
     def step(self, rank: int = 0) -> int:
-        """The last one that was made in this life; -1 before the first."""
+        """The last one that was made in this run; -1 before the first."""
         return max((x["step"] for x in self.newest_life(rank) if "step" in x), default=-1)
 
     def kept(self, ranks: int, level: str) -> bool:
-        """True when a version of this life is on that level of all ranks' nodes."""
+        """True when a version of this run is on that level of all ranks' nodes."""
         kept = [
             {
                 x["version"]
@@ -166,7 +166,7 @@ class RestartJob:
         return losses
 
     def lost_nothing(self) -> None:
-        """Every life began with the weights that an earlier one had there."""
+        """Every run began with the weights that an earlier one had there."""
         weights: dict[int, str] = {}
         for line in self.lines(0):
             if "step" in line:

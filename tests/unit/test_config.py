@@ -35,8 +35,8 @@ CHOICES = {
     "health": "warn",
     "best": "highest",
     "overhead_budget": 0.25,
-    "local_codecs": "checksum",
-    "persistent_codecs": "checksum",
+    "local_codecs": "zstd",
+    "persistent_codecs": "zstd",
 }
 
 
@@ -234,7 +234,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(setting: str, value: Any) 
         ("memory_linger_seconds", -1.0),
         ("when_busy", "panic"),
         ("release", "later"),
-        ("boundary", "none"),
+        ("boundary", "auto"),
         ("path", ""),
         ("agent_nice", -21),
         ("agent_nice", 20),
@@ -288,7 +288,7 @@ def test_parity_of_nothing_is_refused() -> None:
 
 
 def test_settings_of_a_level_that_is_not_there_are_named() -> None:
-    given = {"persistent_every_steps": 5, "persistent_codecs": "checksum"}
+    given = {"persistent_every_steps": 5, "persistent_codecs": "zstd"}
     assert load_config(given, {}).idle == list(given)
     assert load_config({**given, "persistent_path": "shared"}, {}).idle == []
     assert load_config({}, {}).idle == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -14,9 +15,13 @@ from tierckpt.config import Config
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     page
-    for folder in (".", "docs", "benchmarks", "examples/*")
+    for folder in (".", "docs", "docs/internals", "benchmarks", "examples/*")
     for page in ROOT.glob(f"{folder}/*.md")
 )
+DESIGN = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "internals").glob("*.md"))]
+MOST_WORDS = 150
+"""In a paragraph, an item of a list or a row of a table."""
+SOURCES = [ROOT / "common" / "tierckpt", ROOT]
 WORDS = {
     "job_id": "made from `path`",
     "node": "the host's name",
@@ -82,3 +87,53 @@ def _anchors(page: Path) -> set[str]:
     """As code hosts make them of headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in headings}
+
+
+# --- the documents for developers ----------------------------------------------------------------
+
+
+def by_name(page: Path) -> str:
+    return page.stem
+
+
+@pytest.mark.parametrize("page", DESIGN, ids=by_name)
+def test_no_paragraph_of_the_design_is_long(page: Path) -> None:
+    long = [line[:60] for line in page.read_text().split("\n") if len(line.split()) > MOST_WORDS]
+    assert not long
+
+
+@pytest.mark.parametrize("page", DESIGN, ids=by_name)
+def test_the_code_that_a_page_names_is_there(page: Path) -> None:
+    """On the lines that begin with `Code:`: modules and folders of the core, or of the repository;
+    in parentheses, those in the folder before; without a folder, those beside the one before."""
+    for line in re.findall(r"^Code: (.*)$", page.read_text(), re.MULTILINE):
+        beside = SOURCES
+        for name, inside in re.findall(r"`([\w/]+)`(?: \(([^)]*)\))?", line):
+            found = [f for f in (s / name for s in [*SOURCES, *beside]) if _is_code(f)]
+            assert found, name
+            beside = [found[0].parent]
+            for each in re.findall(r"`([\w/]+)`", inside):
+                assert _is_code(found[0] / each), f"{name} {each}"
+
+
+def _is_code(path: Path) -> bool:
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def test_every_internal_page_is_in_the_index() -> None:
+    folder = ROOT / "docs" / "internals"
+    listed = re.findall(r"\]\((\w+\.md)\)", (folder / "README.md").read_text())
+    assert sorted(listed) == sorted(page.name for page in folder.glob("[a-z]*.md"))
+
+
+def test_the_folder_map_has_the_layers_of_the_import_contract() -> None:
+    """In the contract's order, from top to bottom."""
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg")
+    layers = setup["importlinter:contract:direction"]["layers"].replace("tierckpt.", "")
+    wanted = [set(line.split(" | ")) for line in layers.strip().splitlines()]
+    text = (ROOT / "ARCHITECTURE.md").read_text().split("## The folders")[1]
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|", text, re.MULTILINE)[1:]
+    there = [set(re.findall(r"`(\w+)`", first)) for first, _ in rows]
+    there = [row | {"resumable_loader"} if "agent" in row else row for row in there]
+    assert there == wanted

@@ -29,7 +29,7 @@ class AgentSettings:
     """Its own, not beside its starter's."""
     linger_seconds: float = 60.0
     module_path: tuple[str, ...] = ()
-    """Where it finds modules; empty: where its starter does, then. See `children`."""
+    """Where it finds modules; empty: where its starter does, then. See `_children`."""
 
     def place(self) -> AgentFiles:
         """Where it is found."""

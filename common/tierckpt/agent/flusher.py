@@ -108,7 +108,7 @@ class Flusher:
     def order(self, order: FlushOrder, answer: Answer) -> None:
         """Flush a version after those ordered before; `answer` is called with how it went.
 
-        How many wait is the trainers' affair: they order alike on all nodes (see `backlog`).
+        How many wait is the trainers' affair: they order alike on all nodes (see `promotion`).
         Raises RuntimeError, and has nothing to do, where there may be no more threads, and after
         `cancel`.
         """

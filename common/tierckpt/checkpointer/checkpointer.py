@@ -40,7 +40,7 @@ from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group, SingleGroup
 from tierckpt.halt.controller import HaltController
 from tierckpt.hooks.install import Hooks
-from tierckpt.hooks.iterations import MIXED, Iterations, Unattached
+from tierckpt.hooks.iterations import NO_CALLS, Iterations, Unattached
 from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
@@ -69,6 +69,7 @@ HEAVY = (
     "boundary, while the training waits. Have its tensors in optimizer.state, under the parameters "
     "that they are of: they are copied under the allreduce then"
 )
+NOTHING_LATER = "No further version is taken until restore()"
 WAIT_SECONDS = 60.0
 MEET_SECONDS = 30.0
 """At the end of a process: how long to wait for the other ranks before ending alone."""
@@ -123,9 +124,7 @@ class Checkpointer:
     version = 0
     """Completed optimizer steps."""
     iteration = 0
-    """What `restore()` returned, and calls of `step()` since."""
-    _calls: int | None = 0
-    """Calls of `step()` behind the version that this run goes on from, if it told."""
+    """What `restore()` returned, and with `boundary="explicit"` calls of `step()` since."""
     metric: float | None = None
     """What was measured of the state as it is now; see `step`. Rank 0's counts."""
     agreed_vote = 0
@@ -133,7 +132,12 @@ class Checkpointer:
     restored: Restored
     """What the last `restore()` did."""
     _released = 0
-    """Calls of `release`: where boundaries are guessed, they say at which iteration ranks are."""
+    """Calls of `release`: where forward passes are boundaries, they say at which iteration ranks
+    are."""
+    _no_calls = NO_CALLS
+    """The error where the loop makes steps and never calls the boundary."""
+    _parted: VersionId | None = None
+    """See `Agreement.parted`: the last one that an event told of."""
     _went_back = False
     """It was asked for an older version than there is."""
 
@@ -261,9 +265,10 @@ class Checkpointer:
             boundary=self._boundary,
             before_step=self._before_step,
             made_step=self._made_step,
-            left_to_us=self._active.capture.keep_streams,
+            keep_streams=self._active.capture.keep_streams,
             say=self._say,
             step_of=self._step_of,
+            no_calls=self._no_calls,
         )
         self._trace = open_trace(self.config, self.group.rank, self.state.name_of, self.log)
         if self._trace is not None:
@@ -291,24 +296,21 @@ class Checkpointer:
         `metric` is what was measured of the state as it is now, for `keep_best`; rank 0's counts.
         It does not make a checkpoint due (`save(now=True)`, called next, does). Where boundaries
         are not called so, set the attribute `metric` instead: the optimizer's next step clears it.
+
+        With `boundary="forward"` the call takes `metric` and does nothing else; an event says so.
         """
         self.metric = self.metric if metric is None else _as_number(metric)
-        mixed = self._iterations.guessed
-        self._iterations.called()
+        if not self._iterations.called():
+            return
         self._own_hooks.called()
         self._active.capture.drop_streams()
         self._epoch_ends.passed()
         self.iteration += 1
-        if mixed:
-            self._warn_of_two_counts()
+        if not (self._history.lineage or self._over):
+            self._levels.begin_afresh()  # all ranks are here, also those that skipped the step
         if self._iterations.steps and not self._over:
             self._boundary()
-
-    def _warn_of_two_counts(self) -> None:
-        told = int(self.restored)
-        since = f", counted on from the {told} that restore() returned" if told else ""
-        text = MIXED.format(version=self.version, iteration=self.iteration, since=since)
-        self._say(text, logging.WARNING)
+        self._agreement.passed(self.iteration)
 
     def release(
         self,
@@ -325,6 +327,8 @@ class Checkpointer:
             params = list(params)
             self._trace.released(params, self.version, reduction, launched_seconds)
         self._released += 1
+        if not self._iterations.explicit:
+            self._agreement.passed(self._released)
         self._replicas.wake()
         self._active.release(params)
         if self._callbacks:
@@ -347,7 +351,8 @@ class Checkpointer:
             return
         self._refuse_amid("save(now=True)", TierckptError)
         if why := self._no_moment():
-            self._reports.notice(f"save(now=True) takes nothing: {why}", logging.ERROR)
+            later = "" if self._agreement.parted is None else f". {NOTHING_LATER}"
+            self._reports.notice(f"save(now=True) takes nothing: {why}{later}", logging.ERROR)
         else:
             self._save_now()
 
@@ -361,6 +366,7 @@ class Checkpointer:
         """
         self._refuse_closed("pin()", PinError)
         self._refuse_amid("pin()", PinError)
+        self._no_moment()  # ranks may have cast different numbers of votes
         where = (self.config, self.group, self._node)
         return mark_everywhere("pin", version, *where, self._agent)
 
@@ -368,6 +374,7 @@ class Checkpointer:
         """Leave a version to retention again; otherwise as `pin`."""
         self._refuse_closed("unpin()", PinError)
         self._refuse_amid("unpin()", PinError)
+        self._no_moment()
         return mark_everywhere("unpin", version, self.config, self.group, self._node)
 
     def should_exit(self) -> bool:
@@ -477,7 +484,7 @@ class Checkpointer:
         self._history.look()
         live = Restored(iteration)
         live.version, live.generation = version, lineage[-1][0] if lineage else 0
-        live.calls = iteration
+        live.iteration_counts = self._iterations.counts
         self._go_on_from(lineage, live)
 
     @property
@@ -525,14 +532,14 @@ class Checkpointer:
 
     @property
     def lineage(self) -> Lineage:
-        """The runs this state comes from; see `naming.Lineage`."""
+        """The runs this state comes from; see `ids.Lineage`."""
         return self._history.lineage
 
     def close(self) -> None:
         """Take a final checkpoint, wait until it is durable, and leave nothing behind.
 
         All ranks call it. When the local level cannot be written, or does not answer (see
-        `ending`), the memory level is left in place, and an event says so. No checkpoint is taken
+        `shutdown`), the memory level is left in place, and an event says so. No checkpoint is taken
         of what is none: where an optimizer's step or a restore did not come to its end, or ranks
         are not at the same step. Nor where `restore(version=...)` went back and no step was made:
         what is newer stays.
@@ -758,6 +765,8 @@ class Checkpointer:
         if not self._history.lineage:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
+        if self._agreement.parted is not None:
+            self._part()
         self.agreed_vote = agreed.adapter
         place = self.iteration if self._iterations.explicit else self._released
         self._replicas.compare(agreed, self._agreement.rows, place)
@@ -766,7 +775,7 @@ class Checkpointer:
             self._resources.clear(self._node)
         unattended = self._halt.hear(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.own_vote()
-        if self._replicas.refusing:
+        if self._replicas.refusing or self._agreement.parted is not None:
             if self._replicas.asking:  # it may turn out that nothing differs
                 self._schedule.requested |= frozenset(take)
             take = ()
@@ -795,6 +804,19 @@ class Checkpointer:
         if unattended:
             raise SystemExit(0)
 
+    def _part(self) -> None:
+        """At each boundary since this rank found that others make other numbers of steps."""
+        self._halt.end_alone()
+        parted = self._agreement.parted
+        if parted is None or parted == self._parted:
+            return
+        self._parted, together = parted, self._agreement.together
+        self._pool.void(parted)
+        what = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
+        at = f"rank {self.group.rank} is at v{self.version} {what}"
+        number = together.version if together is not None else None
+        self._replicas.part(parted.version, number, at, self._agreement.missing)
+
     def _open_snapshot(self, levels: tuple[str, ...], void: bool) -> Snapshot | None:
         """Capture what changes first. A failure here breaks the version, not the training; so does
         an adapter that says it is `void`."""
@@ -822,7 +844,7 @@ class Checkpointer:
             run_id=self._history.name,
             lineage=self._history.lineage,
             iteration=self._at(),
-            calls=self._at() if self._iterations.explicit else self._calls,
+            iteration_counts=self._iterations.counts,
             metric=self._measured(),
             complete=self._agreement.local.safe,
             suspect=self._replicas.suspicion,
@@ -839,7 +861,7 @@ class Checkpointer:
         return VersionId(self._history.generation, self.version)
 
     def _at(self) -> int:
-        """What `restore()` will return: calls of `step()`, or versions if it is never called."""
+        """The number that `restore()` will return: calls of `step()`, or optimizer steps."""
         return self.iteration + self._ahead if self._iterations.explicit else self.version
 
     def _restore(self, version: int | None, strict: bool, bar: Progress) -> Restored:
@@ -879,7 +901,7 @@ class Checkpointer:
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration, self.metric = result.version, int(result), None
-        self._calls = result.calls
+        self._released = 0
         self._iterations.go_on_from(result)
         self._active.capture.forget()
         self._replicas.restart()
@@ -913,9 +935,9 @@ class Checkpointer:
         if self._keeps_boundary():
             return True
         head = self._head()
-        if (head.iteration, head.calls, head.metric) != (
+        if (head.iteration, head.iteration_counts, head.metric) != (
             manifest.iteration,
-            manifest.calls,
+            manifest.iteration_counts,
             manifest.metric,
         ):
             return False
@@ -978,17 +1000,24 @@ class Checkpointer:
         self._say(text, logging.WARNING)
 
     def _no_moment(self) -> str:
-        """See `ending.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
+        """See `shutdown.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
         of its vote."""
         mine = (self.steps_made, self._agreement.turns)
-        why, error_barrier = shutdown.no_moment(
-            self.group, *mine, self.state.torn, self._iterations.stepping
+        self.catch_up()  # the copier may wait for a vote
+        why, error_barrier, level = shutdown.no_moment(
+            self.group,
+            *mine,
+            self._agreement.parted is not None,
+            self.state.torn,
+            self._iterations.stepping,
         )
         if not error_barrier:
-            self.catch_up()  # the copier may wait for a vote
             self._agreement.void()
             self.wait(WAIT_SECONDS)
             self._agreement.settle()
+        if not level and self._agreement.parted is None:
+            # Versions of one number would be of different iterations from here on.
+            self._agreement.parted = self._parted = VersionId(0, self.version)
         return why
 
     def _made_step(self, label: str) -> bool:

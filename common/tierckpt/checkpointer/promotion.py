@@ -73,7 +73,7 @@ class Promotion:
         backlog: Backlog,
         spared: Spared | None = None,
     ) -> None:
-        """`best`: of the local level. `order`: see `flush_order`. `backlog` is asked to go on at
+        """`best`: of the local level. `order`: see `flush_order`. `promotion` is asked to go on at
         every boundary. `spared` hears what is complete there."""
         self._best, self._agent, self._agreement = best, agent, agreement
         self._peers, self._history, self._order = peers, history, order

@@ -132,7 +132,7 @@ class Tiers:
         local, broken = self.history.newest("local", id_), self.history.incomplete()
         persistent = self.history.newest("persistent", id_)
         ages_seconds = {"persistent": self.history.age_seconds(persistent, id_)}
-        if "peer" not in result.levels:  # what was rebuilt is on its way there (see `mending`)
+        if "peer" not in result.levels:  # what was rebuilt is on its way there (see `repair`)
             ages_seconds["local"] = self.history.age_seconds(local, id_)
         self._agreement.restart(memory, local, peer, broken, ages_seconds)
         self.promotion.restart()
@@ -141,7 +141,7 @@ class Tiers:
 
     def _pin_as_elsewhere(self, id_: VersionId) -> None:
         """A version that is pinned on some node stays on all: one that has it only now, as what was
-        lost is made there again (see `mending`), has no mark of it."""
+        lost is made there again (see `repair`), has no mark of it."""
         pins = {pin for each in self.history.pins for pin in each if pin.version == id_}
         mine = self.history.pins[self._group.rank]
         is_first = self._node.first == self._group.rank

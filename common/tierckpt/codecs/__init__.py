@@ -8,11 +8,8 @@
 | `codec` | what a codec is |
 | `zstd`, `aes_gcm` | the codecs that come with Tierckpt |
 | `pipeline` | several in a row; their names, also from entry points |
-| `blocks` | how an image is cut |
-| `encoding` | what a manifest says of an encoded shard |
 | `encoder`, `decoder` | a shard, block by block, there and back |
-| `incremental` | blocks that did not change are those of an earlier version |
-| `localfiles` | encoded shards on the local level |
+| `delta` | blocks that did not change are those of an earlier version |
 
 Nothing is imported here: the agent pays only for what is used.
 """

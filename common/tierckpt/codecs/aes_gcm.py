@@ -6,7 +6,7 @@ another version or changed. Each block has a key of its own, which HKDF-SHA256 d
 job's
 key and 32 random bytes that are stored with the block (as in Tink's streaming AEAD). So no counter
 has to survive a crash, and a nonce cannot repeat under one key. AES-GCM-SIV would need no derived
-key, and took eight times the CPU (DESIGN.md).
+key, and took eight times the CPU (docs/decisions.md).
 
 The key is 32 bytes, looked for in this order:
 

@@ -2,7 +2,8 @@
 
 Every start of a job is a run. Versions of two runs may have the same number and different bytes,
 so each run has a generation (larger than any that is still found), a random name, and a lineage
-that says from which version of which run it went on (DESIGN.md, "Lives").
+that says from which version of which run it went on (docs/internals/agreement.md,
+"Runs").
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class JobTopology:
     """Who takes part in the job, and where; by rank."""
 
     hosts: tuple[str, ...]
-    """Nodes, as `hostid.host_id` names them."""
+    """Nodes, as `_host.host_id` names them."""
     names: tuple[str, ...]
     """Host names of their machines."""
     domains: tuple[str, ...]

@@ -320,7 +320,7 @@ def _assign(
     allow, and nodes as evenly as that allows (see `_Load`).
 
     What few ranks are to read, one that may have it already say, counts first. A shard is its
-    own rank's (see `mending`), where it has one that can and has nothing else to do; of what all
+    own rank's (see `repair`), where it has one that can and has nothing else to do; of what all
     see only where there is one for each rank, as few might all be of one node.
     """
     load, making = _Load(nodes), _Load(nodes)

@@ -56,7 +56,7 @@ def retirable(
 
     `lineage` is that of `run_id`, which asks. The newest restorable version of the line is never
     among them, whatever the policy; nor anything newer, other jobs' versions, and lives that are
-    no ancestors (see `naming.retired`, whose rules these extend).
+    no ancestors (see `ids.retired`, whose rules these extend).
     """
     held = list(held)
     mine = _of_line([h for h in held if h.job == job], lineage, run_id)

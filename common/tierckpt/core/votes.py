@@ -81,7 +81,7 @@ class Vote:
     """0 when this rank's user called `close()` where it could not be done."""
     check: int = 0
     """This and the next one: the digest of what was looked at at the boundary before, see
-    `replicacheck.as_vote`."""
+    `replica_check.as_vote`."""
     check_complement: int = 0
     place: int = 0
     """This and the next one: at which iteration this rank is, in the same way."""
@@ -126,6 +126,11 @@ class Vote:
     def unpack(values: list[int]) -> Vote:
         """The inverse of `pack`."""
         return Vote(*values)
+
+    @property
+    def apart(self) -> bool:
+        """After the reduction: ranks were not in the same iteration."""
+        return self.place != ~self.place_complement
 
     @property
     def figures(self) -> CostEstimate:

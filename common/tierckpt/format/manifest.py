@@ -19,6 +19,7 @@ from .encoding import Encoding
 from .ids import Lineage, ShardKey, VersionId
 
 DIGEST_BYTES = 8
+ITERATION_COUNTS = ("calls", "steps")
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class Manifest:
     lineage: Lineage
     """This generation and its ancestors, and the versions they started from."""
     iteration: int
-    """What `restore()` returns: calls of `step()` by the user's loop, or the version where its
-    boundaries were guessed."""
+    """The number that `restore()` returns; `iteration_counts` says of what."""
     shard: int
     shards: int
     image_bytes: int
@@ -51,8 +51,9 @@ class Manifest:
     """What the user measured at the boundary, a number; in the manifest of shard 0 only."""
     complete: VersionId | None = None
     """The newest version that was known to be on all ranks' disks when this one was taken."""
-    calls: int | None = None
-    """Calls of `step()`, whatever `iteration` is; None where an older writer did not tell."""
+    iteration_counts: str = "calls"
+    """`calls` of `step()` by the user's loop, or optimizer `steps`, where the loop calls no
+    boundaries."""
     suspect: str = ""
     """Ranks were known to differ in what all should have alike when this version was taken: in
     what, in words."""
@@ -80,8 +81,6 @@ class Manifest:
         fields_ = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.metric is None:
             del fields_["metric"]
-        if self.calls is None:
-            del fields_["calls"]
         if not self.suspect:
             del fields_["suspect"]
         if self.complete is None:
@@ -115,8 +114,8 @@ class Manifest:
             values["encoding"] = None if encoding is None else Encoding.of_json(encoding)
             metric = values.pop("metric", None)
             values["metric"] = None if metric is None else float(metric)
-            calls = values.pop("calls", None)
-            values["calls"] = None if calls is None else int(calls)
+            if values["iteration_counts"] not in ITERATION_COUNTS:
+                raise ValueError(f"iteration_counts is {values['iteration_counts']!r}")
             values["suspect"] = str(values.get("suspect", ""))
             complete = values.pop("complete", None)
             values["complete"] = None if complete is None else VersionId(*map(int, complete))

@@ -103,7 +103,7 @@ class VersionFacts:
 
     job: str
     lineage: Lineage
-    """The version's generation and its ancestors; see `naming.Lineage`."""
+    """The version's generation and its ancestors; see `ids.Lineage`."""
     iteration: int
     """Calls of `step()` by the user's loop."""
     largest_bytes: int

@@ -43,7 +43,7 @@ class Hooks:
     ) -> None:
         """`before_stranger` returns when an optimizer that was not given may change the state, and
         `before_change`, a method, when something else than a step may; `say` takes text and
-        severity, each thing once. `line`: see `unsaved`."""
+        severity, each thing once. `line`: see `unsaved_objects`."""
         self._iterations = iterations
         self._unregistered = UnregisteredOptimizers(state, before_stranger, say)
         self._counters = Counters(state, say)

@@ -1,19 +1,18 @@
-"""Iterations: where one ends and the next begins, from hooks on the optimizers and the model.
+"""Iterations: where one ends and the next begins, by hooks on the optimizers and the model.
 
-A loop that calls `step()` says so itself. For one that never does, the boundary is the first
-forward pass after an optimizer step; with optimizers that take a closure it is the next step.
+With `boundary="explicit"` a call of `step()` is the boundary. With `boundary="forward"` it is the
+first forward pass in training mode after an optimizer step; with optimizers that take a closure,
+the next step. The mode is that of the settings, for the whole run.
 
-The two are counted apart: `restore()` returns calls of `step()`, or optimizer steps where
-boundaries were guessed. A version tells which, and a loop that has called `step()` once is one that
-calls it in all runs that follow: it may be killed before its first call.
+`restore()` returns calls of `step()` in the one mode, optimizer steps in the other. A version
+records which of the two its number counts.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -25,56 +24,63 @@ from tierckpt.restored import Restored
 from .closures import Arguments, after_first_call, closure_of
 from .step_hook import never_compiled
 
-AUTOMATIC_AFTER_STEPS = 16
-"""So many steps of an optimizer without a call of `step()` mean that there will be none. (A loop
-may well make several optimizer steps in one iteration.)"""
+STEPS_UNTIL_CALL = 16
+"""Optimizer steps without any call of `step()` after which an error is reported. (A loop may well
+make several optimizer steps in one iteration.)"""
+
+STEPS_UNTIL_FORWARD = 32
+"""Optimizer steps without a forward pass of the module after which an error is reported."""
 
 STEPLESS_CALLS = 1000
-"""So many calls of `step()` in a row without a step of an optimizer: the loop steps another one.
-Nobody accumulates gradients for that long."""
-
-CALLLESS_STEPS = 1000
-"""So many steps of an optimizer without a call of `step()`, where that is the boundary, are worth a
-word."""
+"""Calls of `step()` in a row without a step of an optimizer: the loop steps another one. Nobody
+accumulates gradients for that long."""
 
 NO_STEPS = (
     f"step() was called {STEPLESS_CALLS} times, and the optimizer given to the checkpointer made "
-    "no step meanwhile: no checkpoint is taken. Give it the optimizer whose step() the loop calls "
-    "(what a library's prepare() or DistributedOptimizer() returned, not what went in). A step "
-    "that is replayed from a CUDA graph cannot be seen either"
+    "no step in all of them: no checkpoint is taken. Give it the optimizer whose step() the loop "
+    "calls (what a library's prepare() or DistributedOptimizer() returned, not what went in). A "
+    "step that is replayed from a CUDA graph cannot be seen either"
 )
 NO_CALLS = (
-    f"the optimizer made {CALLLESS_STEPS} steps, and step() of the checkpointer was not called: no "
-    "checkpoint was taken"
+    f"the optimizer made {STEPS_UNTIL_CALL} steps, and step() of the checkpointer was not called: "
+    "no checkpoint is taken until it is. Call checkpointer.step() once an iteration, after "
+    'optimizer.step(); where the loop cannot be changed, set boundary="forward", and the next '
+    "forward pass in training mode after an optimizer step is the boundary. A loop that makes more "
+    f"than {STEPS_UNTIL_CALL} steps in one iteration need do nothing"
 )
-NO_CALLS_ANY_MORE = (
-    f"{NO_CALLS}. It was called in the run before, so no boundary is guessed in this one. Where "
-    'the loop does not call it any more, set boundary="forward"'
+FIRST_CALL = (
+    "step() of the checkpointer was called for the first time, after {steps} optimizer steps: "
+    "checkpoints are taken from here on"
+)
+NO_EFFECT = (
+    'step() of the checkpointer does nothing with boundary="forward", but that it takes `metric`: '
+    "the next forward pass in training mode after an optimizer step is the boundary. Remove the "
+    'call; or give the argument boundary="explicit", and calls of step() are the boundaries'
 )
 NO_FORWARD = (
-    f"the optimizer made {2 * AUTOMATIC_AFTER_STEPS} steps, and the module given to the "
-    "checkpointer was not called in training mode meanwhile: no boundary is seen, and no "
-    "checkpoint is taken. Give it the module that the loop calls, not one that only holds it, or "
-    "call the checkpointer's step() once an iteration. Where a function that is compiled calls the "
-    'module, boundary="forward" lets that be seen'
+    f"the optimizer made {STEPS_UNTIL_FORWARD} steps, and the module given to the checkpointer was "
+    "not called in training mode in all of them: no boundary is seen, and no checkpoint is taken. "
+    "Give it the module that the loop calls, not one that only holds it; or give the argument "
+    'boundary="explicit", and call checkpointer.step() once an iteration'
 )
 IN_THE_GRAPH = (
-    'Tierckpt takes forward passes of this module for the boundary (boundary="forward", or step() '
-    "was not called). For one graph call the checkpointer's step() once an iteration and set "
+    'Tierckpt takes forward passes of this module for the boundary (boundary="forward"). For one '
+    "graph call the checkpointer's step() once an iteration and give the argument "
     'boundary="explicit", or give the checkpointer what torch.compile() returned'
 )
-GUESSING = (
-    f"step() was not called in the first {AUTOMATIC_AFTER_STEPS} steps of the optimizer: from now "
-    "on the first forward pass after a step is the boundary, and restore() will return the number "
-    "of optimizer steps. Where the loop does call step(), after more steps than that, set "
-    'boundary="explicit": a restart would go on at a number that is none of its iterations. Where '
-    'it never does, boundary="forward" says so'
+COUNTED_CALLS = (
+    "restore() returns {number}, the calls of step() up to v{version}, which was taken with "
+    'boundary="explicit". This run has boundary="forward": its versions count optimizer steps, and '
+    'go on from {version}. To go on counting calls, give the argument boundary="explicit" and call '
+    "step() once an iteration. To go on with steps, make sure that the loop may begin at {number}; "
+    "later restarts return optimizer steps"
 )
-MIXED = (
-    "step() was called for the first time, after boundaries had been guessed: versions up to "
-    "v{version} tell restore() optimizer steps, later ones calls of step(), {iteration} with this "
-    'one{since}. Set boundary="explicit" where the loop makes more than '
-    f"{AUTOMATIC_AFTER_STEPS} steps a call"
+COUNTED_STEPS = (
+    "restore() returns {number}, the optimizer steps up to v{version}, which was taken with "
+    'boundary="forward", maybe in the middle of an iteration. This run has boundary="explicit": '
+    "its versions count calls of step(), and go on from {number}. To go on counting steps, set "
+    'boundary="forward". To go on with calls, make sure that the loop may begin at {number}: '
+    "where it makes several optimizer steps in one iteration, that is none of its iterations"
 )
 
 Say = Callable[[str, int], None]
@@ -91,79 +97,68 @@ class Iterations:
         boundary: Callable[[], None],
         before_step: Callable[[str], None],
         made_step: Callable[[str], bool],
-        left_to_us: Callable[[], None],
+        keep_streams: Callable[[], None],
         say: Say,
         step_of: Callable[[torch.optim.Optimizer], Callable[..., Any]] = lambda each: (
             type(each).step
         ),
+        no_calls: str = NO_CALLS,
     ) -> None:
-        """Who is told what, on the training thread.
+        """Callbacks, all of them called on the training thread.
 
         Args:
             mode: `Config.boundary`.
-            boundary: an iteration of a loop that does not call `step()` is over.
+            boundary: a forward pass (or the step of a closure) began the next iteration.
             before_step: the optimizer of this label is about to change something. (Where the
                 backward pass is the closure of its step, that has been called once: `closures`.)
             made_step: its step ended; returns False when that was none of the training's.
-            left_to_us: a step was made in such a loop, and the next batch is drawn before the
-                boundary.
-            say: what is odd about the loop, each thing once.
+            keep_streams: a step was made whose boundary is a forward pass: the next batch is drawn
+                before that.
+            say: reports what is odd about the loop, each thing once.
             step_of: the function that changes an optimizer's parameters.
+            no_calls: the error after STEPS_UNTIL_CALL steps without a call of `step()`.
         """
         self.explicit = mode == "explicit"
-        """Boundaries are calls of `step()`: it is said so, or it was called, in this run or before
-        the version that it goes on from."""
-        self.guessed = False
-        """The newest boundary was none."""
+        """Boundaries are calls of `step()`."""
+        self.counts = "calls" if self.explicit else "steps"
+        """What the number of a version counts; see `Manifest.iteration_counts`."""
         self.stepping: set[str] = set()
         """Optimizers whose step has begun."""
-        self._mode = mode
         self._boundary, self._before_step = boundary, before_step
-        self._made_step, self._left_to_us = made_step, left_to_us
-        self._say, self._step_of = say, step_of
+        self._made_step, self._keep_streams = made_step, keep_streams
+        self._say, self._step_of, self._no_calls = say, step_of, no_calls
         self._since: dict[str, int] = {}
         """Steps of each optimizer since the last boundary."""
-        self._seen: dict[str, int] = {}
-        """And since the beginning."""
+        self._called = False
+        """`step()` was, in this run."""
+        self._uncalled: Counter[str] = Counter()
+        """Steps of each optimizer before that."""
         self._stepless = 0
         """Calls of `step()` since an optimizer made one."""
-        self._called = False
-        """In this run."""
-        self._told: set[str] = set()
+        self._said: set[str] = set()
         self._labels: dict[int, str] = {}
         """Of the optimizers, by `id()`."""
         self._hooks: list[Any] = []
-        self._model: torch.nn.Module | None = None
-        """Whose forward passes are not heard of yet."""
         self._process = os.getpid()
 
     def watch(
         self, model: torch.nn.Module, steppers: Mapping[str, Iterable[torch.optim.Optimizer]]
     ) -> None:
-        """Register the hooks; beside them `begins` is to be called before all steps. `steppers`:
-        for each label those whose steps are its; one of them may step within another's step."""
+        """Register the hooks; beside them `begins` is to be called before all steps.
+
+        `steppers` has for each label the optimizers whose steps are its; one of them may step
+        within another's step. The model gets a hook only where forward passes are boundaries: a
+        module with a hook is another one to `torch.compile` and `torch.jit.script`.
+        """
         for label, optimizers in steppers.items():
             for optimizer in optimizers:
                 self._labels[id(optimizer)] = label
                 self._hooks.append(optimizer.register_step_post_hook(self._counter(label)))
-        if self._mode != "explicit":
-            self._model = model
-        if self._mode == "forward":
-            self._listen()
-
-    @never_compiled("Tierckpt looks for the module that the loop calls")
-    def _listen(self) -> None:
-        """Hear of forward passes. Not before they may be boundaries: a module with a hook is
-        another one to who compiles or scripts it."""
-        if self._model is not None:
-            asked = self._mode == "forward"
-            for module in [self._model] if asked else _called_as(self._model):
-                self._hooks.append(module.register_forward_pre_hook(self._before_forward))
-            self._model = None
+        if not self.explicit:
+            self._hooks.append(model.register_forward_pre_hook(self._before_forward))
 
     def unwatch(self) -> None:
         """The inverse of `watch`."""
-        self._model = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -174,17 +169,13 @@ class Iterations:
         """Optimizer steps since the last boundary; several optimizers step side by side."""
         return max(self._since.values(), default=0)
 
-    def steps_of(self, label: str) -> int:
-        """The same of one optimizer."""
-        return self._since.get(label, 0)
-
     @property
     def stepped(self) -> list[str]:
         """Labels of those that made steps since the last boundary."""
         return [label for label, steps in self._since.items() if steps]
 
     def pass_boundary(self) -> int:
-        """Start counting anew; returns the steps that were made."""
+        """Begin to count at 0 again; returns the steps that were made."""
         steps = self.steps
         self._since.clear()
         return steps
@@ -193,33 +184,28 @@ class Iterations:
         """Count as a step what changed the state without an optimizer."""
         self._since[""] = self._since.get("", 0) + 1
 
-    def called(self) -> None:
-        """`step()` was called."""
-        self.explicit = self._called = True
-        self.guessed = False
+    def called(self) -> bool:
+        """`step()` was called; returns whether that ends an iteration."""
+        if not self.explicit:
+            self._say_once(NO_EFFECT, logging.ERROR)
+            return False
+        if not self._called and self._no_calls in self._said:
+            steps = max(self._uncalled.values())
+            self._say_once(FIRST_CALL.format(steps=steps), logging.INFO)
+        self._called = True
         self._stepless = 0 if self._since else self._stepless + 1
         if self._stepless >= STEPLESS_CALLS:
-            self._tell(NO_STEPS, logging.ERROR)
+            self._say_once(NO_STEPS, logging.ERROR)
+        return True
 
     def go_on_from(self, restored: Restored) -> None:
-        """The state is that of a version. Says what is odd about its number.
-
-        Whoever asks for the forward pass as the boundary has that, whatever was before.
-        """
+        """The state is that of a version. Warns where its number counts what this run does not."""
         self.pass_boundary()
         self.stepping.clear()  # of one that an exception ended, which the restore has undone
-        self.guessed = restored.guessed and self._mode != "explicit"
-        if self._mode == "auto":
-            self.explicit = self._called or restored.counts_calls
-        if odd := _odd_number(restored, self._mode):
-            self._tell(odd, logging.WARNING)
-
-    def automatic(self) -> bool:
-        """True when `step()` is evidently never called."""
-        if self.explicit:
-            return False
-        seen = max(self._seen.values(), default=0)
-        return self._mode == "forward" or seen >= AUTOMATIC_AFTER_STEPS
+        if restored.iteration_counts != self.counts:
+            text = COUNTED_STEPS if self.explicit else COUNTED_CALLS
+            text = text.format(number=int(restored), version=restored.version)
+            self._say_once(text, logging.WARNING)
 
     def watches(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is one of these."""
@@ -234,8 +220,8 @@ class Iterations:
         """
         label = self._labels[id(optimizer)]
         closure = closure_of(args, kwargs)
-        if callable(closure) and label in self._since and self.automatic():
-            self._guess()  # the forward passes come inside the step, too late for a boundary
+        if callable(closure) and label in self._since and not self.explicit:
+            self._pass_forward()  # the forward passes come inside the step, too late for a boundary
         self.stepping.add(label)
         step, then = self._step_of(optimizer), partial(self._before_step, label)
         others = after_first_call(optimizer, step, args, kwargs, then)
@@ -253,45 +239,31 @@ class Iterations:
             if not self._made_step(label):
                 return
             self._since[label] = self._since.get(label, 0) + 1
-            self._seen[label] = self._seen.get(label, 0) + 1
-            if self.automatic():
-                self._listen()
-                self._left_to_us()
-            self._miss_boundary(self._since[label])
+            if not self.explicit:
+                self._keep_streams()
+                if self._since[label] == STEPS_UNTIL_FORWARD:
+                    self._say_once(NO_FORWARD, logging.ERROR)
+            elif not self._called:
+                self._uncalled[label] += 1
+                if self._uncalled[label] == STEPS_UNTIL_CALL:
+                    self._say_once(self._no_calls, logging.ERROR)
 
         return after_step
 
-    def _miss_boundary(self, steps: int) -> None:
-        """Say it when so many steps without a boundary are too many."""
-        if self.automatic():
-            if steps == 2 * AUTOMATIC_AFTER_STEPS:
-                self._tell(NO_FORWARD, logging.ERROR)
-        elif steps == CALLLESS_STEPS and not self._called:
-            if self._mode == "explicit":
-                self._tell(NO_CALLS, logging.INFO)
-            else:
-                self._tell(NO_CALLS_ANY_MORE, logging.WARNING)
-
     @never_compiled(IN_THE_GRAPH)
     def _before_forward(self, module: torch.nn.Module, *_: Any) -> None:
-        if not self._since or self.stepping or not self.automatic():
-            return
-        if module.training and torch.is_grad_enabled():
-            self._guess()
+        if self._since and not self.stepping and module.training and torch.is_grad_enabled():
+            self._pass_forward()
 
-    def _guess(self) -> None:
-        """A boundary of a loop that does not tell any."""
-        if os.getpid() != self._process:
-            return  # a forked child has the hooks as well, and neither the agent nor its threads
-        if self._mode == "auto":
-            self._tell(GUESSING, logging.WARNING)
-        self.guessed = True
-        self._boundary()
+    def _pass_forward(self) -> None:
+        """A boundary that the loop does not call."""
+        if os.getpid() == self._process:
+            # A forked child has the hooks as well, and neither the agent nor its threads.
+            self._boundary()
 
-    def _tell(self, text: str, severity: int) -> None:
-        """Once."""
-        if text not in self._told:
-            self._told.add(text)
+    def _say_once(self, text: str, severity: int) -> None:
+        if text not in self._said and os.getpid() == self._process:
+            self._said.add(text)
             self._say(text, severity)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -299,18 +271,8 @@ class Iterations:
         return (Unattached, ())
 
 
-def _called_as(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What `torch.compile` made of the module before, else the module. A graph of one of torch's
-    own modules has no hook that comes later, and must not get one when it is made anew."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:
-        return [model]
-    compiled = [each for each in gc.get_objects() if type(each) is dynamo.OptimizedModule]
-    return [each for each in compiled if each._orig_mod is model] or [model]
-
-
 class Unattached:
-    """What a copy of a model has where the original has our hooks: every call does nothing."""
+    """In a copy of a model, in the place of the original's hooks: every call does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
@@ -320,30 +282,6 @@ class Unattached:
 
 def _do_nothing(*_: Any, **__: Any) -> None:
     """See Unattached."""
-
-
-def _odd_number(restored: Restored, mode: str) -> str:
-    """What to say of the number that `restore()` returns; empty where it is what one expects."""
-    number = int(restored)
-    taken = f"v{restored.version} was taken before step() was ever called"
-    if restored.guessed and mode == "auto":
-        return (
-            f"{taken}: restore() returns {number}, its optimizer steps. Where the loop calls "
-            "step(), after several of them, that is none of its iterations: start it again with "
-            f'boundary="explicit", and restore() returns {restored.calls}. Where it never does, '
-            'boundary="forward" says so'
-        )
-    if restored.guessed and mode == "explicit":
-        return (
-            f"{taken}, maybe in the middle of an iteration: restore() returns {number}, the calls "
-            "of step(), and what had been done of the next iteration is in the weights"
-        )
-    if mode == "forward" and restored.counts_calls and number != restored.version:
-        return (
-            f"restore() returns {number}, the calls of step() up to v{restored.version}; later "
-            'versions will tell it optimizer steps, because of boundary="forward"'
-        )
-    return ""
 
 
 __all__ = ["Iterations", "Unattached"]

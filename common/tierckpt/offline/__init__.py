@@ -1,3 +1,3 @@
 """Checkpoints without the job that made them: what there is (`survey`, `catalog`), whether it is
-sound (`soundness`), and its tensors (`saved`).
+sound (`verify`), and its tensors (`saved`).
 """

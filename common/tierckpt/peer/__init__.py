@@ -1,6 +1,6 @@
 """The `peer` level's exchange: how agents of different nodes make and keep one another's parity.
 
-`redundancy` says which bytes belong together and who sends what; here it is done. By module, each
+`erasure` says which bytes belong together and who sends what; here it is done. By module, each
 resting on those before it:
 
 - `errors`: what goes wrong with a peer;

@@ -80,7 +80,7 @@ class Life:
     """By version those over data loaders that are under way at its boundary: by number, how many
     batches they have (0: not known) and have yielded."""
     unsaved: list[str] = field(default_factory=list)
-    """What was said of objects that are in no checkpoint; see `unsaved`."""
+    """What was said of objects that are in no checkpoint; see `unsaved_objects`."""
     schedulers: int = 0
     """So many were found."""
 

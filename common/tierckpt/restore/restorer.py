@@ -487,7 +487,6 @@ def load(
     group: ErrorBarrier,
     strict: bool,
     new: TensorPreallocator,
-    calls_alone: bool,
 ) -> tuple[Manifest, Restored, list[str], Any]:
     """Load a verified version; returns this rank's manifest, what was loaded (see
     `VerifiedVersion.report`), notices, and the adapter's own.
@@ -514,7 +513,7 @@ def load(
         found: list[str] = next((theirs for theirs in everyone if theirs), [])
         if found and strict:
             raise StateMismatchError(f"Version {attempt.plan.id}", found)
-        result = attempt.report(manifest, calls_alone)
+        result = attempt.report(manifest)
         attempt.progress.begin(f"loading v{attempt.plan.id.version}", attempt.nbytes)
         notices = [f"accepted (strict=False): {d}" for d in differences]
         loader.choose_shards()

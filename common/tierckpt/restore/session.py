@@ -73,7 +73,6 @@ class RestoreSession:
         """That was asked for."""
         self.passed_over: list[VersionId] = []
         """Newer ones than what was found, which are suspect, newest first."""
-        self._calls_alone = config.boundary == "explicit"
         self._error_barrier = ErrorBarrier(group)
         with self._error_barrier:
             history.look(self._error_barrier)
@@ -275,7 +274,7 @@ class RestoreSession:
         if set(attempt.plan.levels) == {"memory"} and self._history.gone_from_disk():
             self._tell_where_it_was(attempt.plan.id)  # also to who changed the model meanwhile
         manifest, result, notices, adapter = load(
-            self._state, attempt, self._error_barrier, strict, self._new, self._calls_alone
+            self._state, attempt, self._error_barrier, strict, self._new
         )
         try:
             load_adapter(adapter)

@@ -95,12 +95,10 @@ class VerifiedVersion:
         sources = self.plan.sources
         return shard == rank and len(sources) == size and sources[shard].rebuilt
 
-    def report(self, manifest: Manifest, calls_alone: bool) -> Restored:
-        """What is loaded; `manifest` is this rank's. `calls_alone`: its number is that of calls,
-        also where it was guessed what a boundary is."""
-        calls, number = manifest.calls, manifest.iteration
-        result = Restored(calls if calls_alone and calls is not None else number)
-        result.calls, result.guessed = calls, calls not in (None, number)
+    def report(self, manifest: Manifest) -> Restored:
+        """The result of a restore from this version; `manifest` is this rank's."""
+        result = Restored(manifest.iteration)
+        result.iteration_counts = manifest.iteration_counts
         result.version, result.generation = manifest.version, manifest.generation
         result.shard_levels = tuple(source.place.level for source in self.plan.sources)
         result.levels = self.plan.levels

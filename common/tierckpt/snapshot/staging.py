@@ -41,7 +41,7 @@ class Staging:
     def keep_streams(self) -> None:
         """Take the generators and the loader's position as of now for the next snapshots.
 
-        For a loop without `step()`: it draws the next batch before the boundary.
+        For a loop whose boundary is a forward pass: it draws the next batch before that.
         """
         self.drop_streams()
         try:

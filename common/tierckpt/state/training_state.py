@@ -119,7 +119,7 @@ class TrainingState:
         self._with_others: set[str] = set()
         """Optimizers that keep state under keys that are no parameters."""
         self._unstored: set[tuple[str, int | str, str]] = set()
-        """See `remainder.Unstored`."""
+        """See `extra_state.Unstored`."""
         self._beside_bytes, self._told_heavy = 0, False
         self._nothing_left: dict[str, tuple[int, int]] = {}
         """Optimizers with a `state_dict()` of their own that had nothing beside what is stored:
@@ -134,7 +134,7 @@ class TrainingState:
         }
         """Keys that param groups had at the start. Others belong to the version that has them."""
         self.first_buffers = changing_buffers.kinds_of(self.model)
-        """See `changingbuffers`."""
+        """See `changing_buffers`."""
         self.refresh_names()
 
     def refresh_names(self) -> None:
@@ -366,7 +366,7 @@ class TrainingState:
         }
 
     def tied(self) -> dict[str, str]:
-        """See `modulenames.other_names`."""
+        """See `names.other_names`."""
         return other_names(self.model)
 
     def group_sizes(self) -> list[int]:
@@ -425,7 +425,8 @@ class TrainingState:
         return {tree_codec.TAG: "dict", "v": [*found.items()]} if tree_codec.TAG in found else found
 
     def pack_remainders(self, arena: tree_codec.Arena) -> dict[str, Any]:
-        """What optimizers' own `state_dict()`s have beside what is stored by name: see `remainder`.
+        """What optimizers' own `state_dict()`s have beside what is stored by name: see
+        `extra_state`.
 
         Most have nothing, and are not asked. One that is asked and has nothing, and thousands of
         parameters, is asked again when the structure changed, and after 1, 2, 4, ... boundaries.

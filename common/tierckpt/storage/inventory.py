@@ -1,4 +1,4 @@
-"""Inventory before a restart: what is left, and where. `restoreplan` says which of it to use."""
+"""Inventory before a restart: what is left, and where. `restore_plan` says which of it to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store at work, in processes of their own that are killed: see `storesuite`.
+"""A store at work, in processes of their own that are killed: see `store_conformance`.
 
     python -m tierckpt.testing.store_program <module:factory> <folder>
 

@@ -62,7 +62,7 @@ def flushed(job: Job) -> list[int]:
 
 
 def start(job: Job, rule: str, version: int, **settings: object) -> Life:
-    """A life that stands still, or is over the last gate but one, when the rule has fired, in what
+    """A run that stands still, or is over the last gate but one, when the rule has fired, in what
     becomes of `version`: however slow the agents are, there is training left to be done then."""
     steps = range(version + 1, STEPS)
     gates = {f"before {step}": step for step in steps}

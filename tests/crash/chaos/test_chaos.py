@@ -34,8 +34,8 @@ OWED: dict[int, tuple[int, set[str]]] = {
     2193: (0, set()),
     97924: (3, {"memory", "disks", "persistent"}),
 }
-"""By seed: in so many lives at least something was owed, and these places decided what. More than
-that depends on how far agents had come; the first two hit what is in memory after every life, and
+"""By seed: in so many runs at least something was owed, and these places decided what. More than
+that depends on how far agents had come; the first two hit what is in memory after every run, and
 2193, which has every basic kind of fault, loses so much that slow agents may leave nothing."""
 NO_HOROVOD = pytest.mark.skipif(bool(horovod_missing()), reason=horovod_missing())
 
@@ -125,7 +125,7 @@ def it_is_noticed_when_a_version_is_older_than_promised(run: Run) -> None:
 def test_a_refusal_is_right_where_nothing_is_owed(
     owed: int, said: str, finding: str, tmp_path: Path
 ) -> None:
-    """A life that ends before it began, by an error that all its ranks raise."""
+    """A run that ends before it began, by an error that all its ranks raise."""
     text = Path(session.__file__).read_text()
     assert all(refusal in text for refusal in (REFUSAL, UNSEEN)), "it still says so"
     cluster: Any = SimpleNamespace(
@@ -330,7 +330,7 @@ def test_what_something_newer_took_the_place_of_is_not_owed_when_that_is_hit() -
 
 
 def test_what_a_life_mended_is_the_version_that_it_began_from() -> None:
-    """Two nodes are lost, and the next life has their part of v4 made again: damage to v4 is no
+    """Two nodes are lost, and the next run has their part of v4 made again: damage to v4 is no
     damage to another version."""
     made = Told(survives=2)
     made.all_say("committed", "local", 4)

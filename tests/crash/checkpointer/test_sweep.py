@@ -1,6 +1,6 @@
 """SIGKILL at every point of a checkpoint, and at points nobody chose: the course stays the same.
 
-After each kill: the mark proves that it happened; the next life resumes no older version than
+After each kill: the mark proves that it happened; the next run resumes no older version than
 promised (see `Life.promised`), and no version that the killed rank never sealed; and all losses,
 in whichever life, and the final state are those of the undisturbed job.
 """

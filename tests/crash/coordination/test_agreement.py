@@ -1,4 +1,4 @@
-"""The instant that two slots make dangerous (DESIGN.md, Agreement): one rank is ahead of the other.
+"""The instant that two slots make dangerous (docs/internals/agreement.md).
 
 Rank 0 has sealed v12, has finished the next step, and would fill the slot of v11 with v13. Rank 1
 gave its gradients, so rank 0 could go on, but has not sealed v12. Whoever is killed now, v11 must

@@ -1,4 +1,4 @@
-"""Killed again and again: while restoring, all at once, while an earlier life's agent writes."""
+"""Killed again and again: while restoring, all at once, while an earlier run's agent writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_killed_while_restoring(when: str, job: Job) -> None:
 
 def test_killed_three_times_in_a_row(job: Job) -> None:
     first = job.live({1: "kill@seal:version=12"})
-    second = job.live({0: "kill@barrier"})  # the first snapshot of this life
+    second = job.live({0: "kill@barrier"})  # the first snapshot of this run
     third = job.live({1: "kill@script:step=14,phase=optimizer"})
     assert job.fired(1, "kill@seal:version=12")
     assert job.fired(0, "kill@barrier")
@@ -73,7 +73,7 @@ def test_killed_in_the_last_moment(job: Job) -> None:
 
 
 def test_an_agent_of_the_life_before_still_writes(job: Job) -> None:
-    """It holds v8 while the new life resumes and finds it; both get their versions to disk."""
+    """It holds v8 while the new run resumes and finds it; both get their versions to disk."""
     job.settings.update(local_keep_last=9)
     old = stopped_agent(job, "stop@file:op=write,hit=2")
     life = job.start(gates={"stand": 17, "end": STEPS}).waiting("stand")
@@ -81,7 +81,7 @@ def test_an_agent_of_the_life_before_still_writes(job: Job) -> None:
     assert 8 not in on_disk(job, 0)
     assert 8 in on_disk(job, 1)
     old.wake()
-    job.wait_for(lambda: 8 in on_disk(job, 0), "v8 of the life before")
+    job.wait_for(lambda: 8 in on_disk(job, 0), "v8 of the run before")
     life.open("stand").waiting("end")
     job.wait_for(lambda: job.both_have(lambda r: on_disk(job, r)) >= 12, "a new version on disk")
     job.reboot()
@@ -92,13 +92,13 @@ def test_an_agent_of_the_life_before_still_writes(job: Job) -> None:
 
 
 def test_an_agent_of_the_life_before_comes_too_late_for_its_slot(job: Job) -> None:
-    """It was stopped before it could pin v8; the new life has filled that slot with another one."""
+    """It was stopped before it could pin v8; the new run has filled that slot with another one."""
     old = stopped_agent(job, "stop@agent:version=8")
     life = job.start(gates={"stand": 17}).waiting("stand")
     assert 8 not in job.in_memory_of(0)
     old.wake()
     # It finds the successor's work behind that, or another agent has that, and it ends.
-    job.wait_for(lambda: 12 in on_disk(job, 0), "v12 of the new life")
+    job.wait_for(lambda: 12 in on_disk(job, 0), "v12 of the new run")
     assert 8 not in on_disk(job, 0)
     life.open("stand").until_over()
     job.ended_as_undisturbed()

@@ -23,7 +23,7 @@ exchange would be over at once."""
 
 
 def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[bytes]:
-    """A life of the job, number 0, that stands before step STAND."""
+    """A run of the job, number 0, that stands before step STAND."""
     scenario = replace(job.scenario, life=0, gates={"stand": STAND})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), "--max-restarts", "3"]

@@ -28,7 +28,7 @@ MakeJob = Callable[..., ElasticJob]
 Run = tuple[dict[Moment, dict[str, str]], dict[tuple[int, int], str]]
 """A job's states and losses."""
 
-# (place, step, rank); each starts a new life of the job. Epochs end after 8 and 16 steps.
+# (place, step, rank); each starts a new run of the job. Epochs end after 8 and 16 steps.
 KILLS: dict[str, list[tuple[str, int, int]]] = {
     "rank 1 first": [
         ("backward", 3, 1),
@@ -267,7 +267,7 @@ def test_of_three_workers_some_are_lost(lost: list[int], make_job: MakeJob) -> N
     job.until_over()
     lives = job.journal(began=True, rank=0)
     left = 3 - len(lost)
-    # Where Horovod hears of two deaths one after the other, there is a life between them.
+    # Where Horovod hears of two deaths one after the other, there is a run between them.
     sizes = [x["size"] for x in lives]
     assert sizes in ([3, left, left + 1], [3, 2, left, left + 1])
     assert lives[1]["levels"] in ({"memory": 3}, None)

@@ -1,4 +1,4 @@
-"""A new life's agent cleans up while the agent of the life before ends its last commit."""
+"""A new run's agent cleans up while the agent of the run before ends its last commit."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def undisturbed(name: str) -> tuple[list[str], str]:
 
 
 def killed(name: str, place: Place, shared: str, folder: Path) -> None:
-    """The first life: all ranks are killed in the middle of an iteration, at the same time."""
+    """The first run: all ranks are killed in the middle of an iteration, at the same time."""
     job, loss_of = built(name)
     attached: Attached = attach(job, place, persistent_path=shared)
     assert attached.ckpt.restore() == 0

@@ -441,8 +441,8 @@ def test_nor_does_what_the_life_before_left_incomplete(
 
 
 def rank_one_dies_as_the_other_clears_up(place: Place) -> tuple[bool, int]:
-    """Behind its step, and before the boundary at which rank 0 removes what earlier lives left.
-    Whether that fired, and what is found by the next life."""
+    """Behind its step, and before the boundary at which rank 0 removes what earlier runs left.
+    Whether that fired, and what is found by the next run."""
     job = make_job()
     attached = attach(job, place, local_every_seconds=0)
     train(job, attached.ckpt, range(2))

@@ -207,7 +207,7 @@ def come_back_apart(place: Place, port: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("left", ["a", "b"])
 def test_also_after_a_life_whose_agents_did_not_meet(left: str, place: Place, ranks: Any) -> None:
-    """They know each other from the life before."""
+    """They know each other from the run before."""
     ranks(2).run(leave_in_memory, place)
     with socket.create_server(("127.0.0.1", 0)) as other:
         ranks(2).run(come_back_apart, place, other.getsockname()[1])

@@ -243,7 +243,7 @@ def make_thawing() -> Thawing:
 
 
 def thawed(place: Place) -> dict[str, Any]:
-    """A life that ends in its middle, another one, and training without us."""
+    """A run that ends in its middle, another one, and training without us."""
     plain = make_thawing()
     for iteration in range(END):
         plain.iterate(iteration)

@@ -68,7 +68,7 @@ def test_ten_lines_train_and_save(
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        # The second life begins at the end, and makes no step.
+        # The second run begins at the end, and makes no step.
         assert done.stdout == "versions 3\n", life
     assert list((tmp_path / "ckpts").rglob("*manifest*"))
 

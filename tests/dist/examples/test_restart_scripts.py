@@ -151,7 +151,7 @@ def test_torchrun_shrinks_and_grows(job: RestartJob) -> None:
                 and job.step() > 4
                 and (not protected or job.kept(ranks, "peer"))
             ),
-            f"a life of {ranks} ranks that is protected",
+            f"a run of {ranks} ranks that is protected",
         )
 
     start("node0")

@@ -58,7 +58,7 @@ def ended_well(cluster: SlurmCluster, job: RestartJob, number: int) -> None:
 
 
 def output_of(job: RestartJob, number: int) -> str:
-    """What the script and the ranks of a job said, in all lives."""
+    """What the script and the ranks of a job said, in all runs."""
     return (job.folder / f"slurm-{number}.out").read_text()
 
 
@@ -76,7 +76,7 @@ def test_a_job_that_lost_a_node_is_requeued_and_goes_on_with_another(
 ) -> None:
     number = submit(cluster, job, "slurm_requeue.sbatch", f"--nodes={RANKS}")
     first, second = lose_the_second_node(cluster, job, number)
-    job.wait_for(lambda: len(job.starts(1)) == 2, "the second life")
+    job.wait_for(lambda: len(job.starts(1)) == 2, "the second run")
     now = cluster.nodes_of(number)
     assert first in now
     assert second not in now
@@ -98,7 +98,7 @@ def test_an_allocation_with_a_spare_node_is_not_given_up_nor_one_without(
     job.wait_for(job.starts, "the job")
     first, second, spare = cluster.nodes_of(number)
     assert lose_the_second_node(cluster, job, number) == (first, second)
-    job.wait_for(lambda: len(job.starts(1)) == 2, "the second life")
+    job.wait_for(lambda: len(job.starts(1)) == 2, "the second run")
     job.wait_for(lambda: job.step() > HALF and job.kept(RANKS, "peer"), "protection once more")
     cluster.lose(spare)
     job.wipe(spare)
@@ -158,7 +158,7 @@ def test_the_allocations_end_is_seen_before_slurm_sees_to_it(
     job.options += ["--step-seconds", "0.35"]
     limit = ["--time=1", "--signal=USR1@1"]  # which would be too late
     number = submit(cluster, job, "slurm_requeue.sbatch", f"--nodes={RANKS}", *limit)
-    job.wait_for(lambda: len(job.starts()) == 2, "the second life")
+    job.wait_for(lambda: len(job.starts()) == 2, "the second run")
     assert 0 < job.starts()[1]["start"] < STEPS
     ended_well(cluster, job, number)
     assert int(cluster.job(number)["Restarts"]) >= 1

@@ -423,14 +423,14 @@ def gone_on_with_another_checkpointer(
 @pytest.mark.parametrize(
     ("cut", "anew"),
     [
-        pytest.param(in_the_backward_of_rank_0, False, id="in the same life of Horovod"),
+        pytest.param(in_the_backward_of_rank_0, False, id="in the same run of Horovod"),
         pytest.param(before_the_forward_of_rank_0, True, id="in another one"),
     ],
 )
 def test_another_checkpointer_may_take_up_what_was_cut_short(
     cut: Any, anew: bool, ranks: Any, tmp_path: Path, shm_dir: Path
 ) -> None:
-    """In another life a rank waits for none of what others had launched in the one before."""
+    """In another run a rank waits for none of what others had launched in the one before."""
     place = Place.under(tmp_path, shm_dir)
     one, other = ranks(2, HOROVODRUN).run(gone_on_with_another_checkpointer, place, cut, anew)
     assert one == other

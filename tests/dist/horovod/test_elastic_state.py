@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from tests.support.elastic_script import (
 )
 from tests.support.rank_pool import HOROVODRUN
 from tests.support.training import Place, batch, rank
+from tierckpt.hooks.iterations import STEPS_UNTIL_CALL
 from tierckpt.snapshot import snapshot
 
 # --- going back ----------------------------------------------------------------------------------
@@ -255,6 +257,8 @@ def between_passes(place: Place) -> tuple[bool, int, list[int]]:
         said.append(len(script.said("between the backward passes")))
     script.state.checkpointer.abandon()
     script.state.checkpointer = None
+    uncalled = [said for said in script.told if "commit() of the state was not" in said.message]
+    assert uncalled == []  # they are calls all the same
     return same, began, said
 
 
@@ -262,6 +266,32 @@ def test_commits_between_backward_passes(ranks: Any, tmp_path: Path, shm_dir: Pa
     """They would have half of a step's gradients behind them, and are passed over."""
     told = ranks(2, HOROVODRUN).run(between_passes, Place.under(tmp_path, shm_dir))
     assert told == [(True, 6, [0, 1, 1])] * 2
+
+
+def rare_commits(place: Place) -> tuple[str, list[int]]:
+    """Whether another boundary is refused, and how loudly it is said that none is committed."""
+    with pytest.raises(tierckpt.ConfigError) as refused:
+        Script(place, seed=1, boundary="forward")
+    script = Script(place, seed=1, boundary="explicit").start()
+    for _ in range(2 * STEPS_UNTIL_CALL):
+        script.update(script.forward())
+    said = [e for e in script.told if "commit() of the state was not called" in e.message]
+    assert all("Call state.commit() after optimizer.step()" in each.message for each in said)
+    assert script.state.checkpointer.version == 0
+    script.state.commit()
+    assert script.state.checkpointer.version == 2 * STEPS_UNTIL_CALL
+    script.state.checkpointer.abandon()
+    script.state.checkpointer = None
+    return str(refused.value), [each.severity for each in said]
+
+
+def test_the_boundary_is_the_commit_and_its_absence_an_error(
+    ranks: Any, tmp_path: Path, shm_dir: Path
+) -> None:
+    told = ranks(2, HOROVODRUN).run(rare_commits, Place.under(tmp_path, shm_dir))
+    for number, (refused, severities) in enumerate(told):
+        assert "the boundary of an elastic job is its commit(), and no other" in refused
+        assert severities == [logging.DEBUG if number else logging.ERROR]
 
 
 # --- callbacks -----------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def make_uneven(lazy_rank: int, seed: int) -> Uneven:
 
 
 def cut_between_uneven_passes(place: Place, lazy_rank: int) -> dict[str, Any]:
-    """Five of eight iterations, a crash, and the rest by a new life."""
+    """Five of eight iterations, a crash, and the rest by a new run."""
     alone = make_uneven(lazy_rank, seed=1)
     for iteration in range(8):
         alone.iterate(iteration)

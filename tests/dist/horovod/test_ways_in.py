@@ -235,7 +235,7 @@ def images(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def check_script(first: list[Any], second: list[Any], plain: list[Any]) -> None:
-    """By rank: what two lives told, of 6 steps and of 8, and an undisturbed one.
+    """By rank: what two runs told, of 6 steps and of 8, and an undisturbed one.
 
     The script's own broadcast, behind the restore, leaves each rank its BatchNorm statistics.
     """

@@ -147,7 +147,7 @@ def test_a_part_that_nobody_sees_is_damage(ranks: Any, tmp_path: Path, shm_dir: 
 def come_back_while_it_is_retired(
     place: Place, shared: str, comes: str, goes: str
 ) -> dict[str, Any]:
-    """An agent of the life before is still at work: after the plan was made, one version comes to
+    """An agent of the run before is still at work: after the plan was made, one version comes to
     the persistent level, for which another is retired."""
     job = make_job(seed=2)
     attached = attach(job, place, memory_every_steps=0, **persistent.settings(shared))

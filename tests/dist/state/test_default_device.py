@@ -40,7 +40,7 @@ def attached(place: Place, alone: bool, seed: int) -> tuple[nn.Module, Any, Any]
     kind: Any = tierckpt.Checkpointer if alone else ddp_ckpt.Checkpointer
     with elsewhere():
         # Encoded files are sent, by the rank that read them, to all others.
-        more = {"local_every_steps": 1, "local_codecs": "checksum", "when_busy": "wait"}
+        more = {"local_every_steps": 1, "local_codecs": "zstd", "when_busy": "wait"}
         ckpt = kind(net, optimizer, path=place.path, shm_dir=place.shm, **more)
     return net, optimizer, ckpt
 

@@ -75,7 +75,7 @@ def test_rank_zeros_metric_decides_on_all_nodes(
     place = place_of(tmp_path, shm_dir)
     before = ranks(2, kind).run(train_and_close, kind, place, local_keep_best=1)
     assert [kept for _, kept in before] == [[2, STEPS]] * 2
-    # A life that finds nothing but the files knows what is best, too.
+    # A run that finds nothing but the files knows what is best, too.
     shutil.rmtree(shm_dir)
     shm_dir.mkdir()
     assert ranks(2, kind).run(go_on, kind, place, local_keep_best=1) == [[2, LATER]] * 2

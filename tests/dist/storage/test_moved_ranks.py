@@ -1,4 +1,4 @@
-"""Ranks move between nodes from life to life; what they leave on a disk goes all the same."""
+"""Ranks move between nodes from run to run; what they leave on a disk goes all the same."""
 
 from __future__ import annotations
 

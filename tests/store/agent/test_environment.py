@@ -118,7 +118,7 @@ def test_a_restart_writes_with_its_own_key(
     agents: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not with that of the killed life, which had another one or none, and whose agent lives."""
+    """Not with that of the killed run, which had another one or none, and whose agent lives."""
     monkeypatch.delenv(FILE_VARIABLE, raising=False)
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     if modules:
@@ -247,7 +247,7 @@ def meet(client: AgentClient, known_nodes: KnownNodes) -> ListenSettings:
 
 @pytest.fixture(params=["find", "start"])
 def come(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`come(client, first)`: as at attach, or when a life begins."""
+    """`come(client, first)`: as at attach, or when a run begins."""
 
     def do(client: AgentClient, first: bool = True) -> None:
         getattr(client, request.param)(first)

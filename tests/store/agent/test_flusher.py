@@ -528,7 +528,7 @@ def test_no_lease_is_kept_for_those_who_are_dead(
 def test_what_is_given_up_stays_as_it_is_and_the_lease_is_let_be(
     node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A life has begun of which the agent is another one."""
+    """A run has begun of which the agent is another one."""
     come, go_on = threading.Event(), threading.Event()
     write_at = PosixBackend.write_at
 
@@ -561,7 +561,7 @@ def test_what_is_given_up_stays_as_it_is_and_the_lease_is_let_be(
 def test_a_flush_that_outlasts_the_lease_keeps_it(
     node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody else does: at every moment the place is this life's."""
+    """Where nobody else does: at every moment the place is this run's."""
     monkeypatch.setattr(flusher_module, "WINDOW_BYTES", 1)  # nothing may go at once
     zero = node(bytes_per_second=4096 / LEASE_SECONDS)
     monkeypatch.setattr(zero.flusher._keeper, "keep", lambda *whose: None)

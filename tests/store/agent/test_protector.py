@@ -121,7 +121,7 @@ def test_whatever_an_order_raises_is_answered_and_the_next_one_runs(
 def test_an_order_is_carried_out_by_those_who_knew_each_other_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new life, which has other shards here, begins while an order waits: that one fails, as its
+    """A new run, which has other shards here, begins while an order waits: that one fails, as its
     peers are gone, and is not taken for protected because nobody looked."""
     orders = Orders(tmp_path, 0)
     orders.made.open(ListenSettings("one life", "lo", 0, "localhost"))
@@ -161,7 +161,7 @@ def answers(address: Address, secret: str) -> bool:
 def test_who_met_others_in_the_life_before_is_answered_until_a_later_one_begins(
     tmp_path: Path,
 ) -> None:
-    """A life may end before all its nodes have met, or have heard that they did."""
+    """A run may end before all its nodes have met, or have heard that they did."""
     orders = Orders(tmp_path)
     lives = ("first", "never met", "third", "fourth")
     places = []

@@ -330,7 +330,7 @@ def test_it_does_not_wait_longer_than_it_was_told(node: Any) -> None:
 
 
 def test_a_killed_one_that_has_its_successor_already_is_not_waited_for(node: Any) -> None:
-    """A launcher starts the next life before the kernel has torn down the last one."""
+    """A launcher starts the next run before the kernel has torn down the last one."""
     killed = trainer(node(0, linger=10 * PATIENCE_SECONDS))
     pid = int(killed.stdout.readline())
     successor = AgentClient(*node(0))
@@ -391,7 +391,7 @@ def met(client: AgentClient) -> KnownNodes:
 
 
 def test_one_that_has_met_others_waits_for_a_job_that_was_abandoned(node: Any) -> None:
-    """Its node may be left out of the next life, which asks it."""
+    """Its node may be left out of the next run, which asks it."""
     client, other = (AgentClient(*node(shard, linger=PATIENCE_SECONDS)) for shard in (0, 1))
     pid = reach(client)
     assert reach(other) == pid
@@ -407,7 +407,7 @@ def test_one_that_has_met_others_waits_for_a_job_that_was_abandoned(node: Any) -
 
 
 def test_one_that_has_met_nobody_does_not(node: Any) -> None:
-    """The next life finds slots and files without it."""
+    """The next run finds slots and files without it."""
     client = AgentClient(*node(0, linger=10 * PATIENCE_SECONDS))
     pid = reach(client)
     client.close(abandoned=True)

@@ -343,7 +343,7 @@ def test_what_ranks_left_that_went_to_another_node_goes_too(
 
 
 def test_strays_stay_as_long_as_they_are_needed(tmp_path: Path) -> None:
-    """Nothing of this life is safe; it is to be kept; it is pinned; it is still read."""
+    """Nothing of this run is safe; it is to be kept; it is pinned; it is still read."""
     shards(tmp_path, 1, 1, [2, 3], of=4)
     shards(tmp_path, 1, 2, [2, 3], of=4)
     before, (first, _) = there(tmp_path), sessions(tmp_path, (0, 1), 4, keep_last=1)

@@ -25,16 +25,16 @@ POINTS = {
     "where slots are": (node_resources.image_file, "place_for_slots"),
     "slots": (node_resources, "SlotPool"),
     "room": (node_resources.NodeResources, "tell_of_room"),
-    "lives": (tiers, "Lives"),
-    "behind the agent": (tiers, "Peers"),
+    "lives": (tiers, "JobHistory"),
+    "behind the agent": (tiers, "PeerSetup"),
     "the agent": (tiers.Tiers, "open"),
     "the copier": (active_snapshot, "Copier"),
-    "capture": (active_snapshot, "Capture"),
+    "capture": (active_snapshot, "Staging"),
     "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
     "hooks of the model": (nn.Module, "register_forward_pre_hook"),
-    "the barrier": (install, "Stepwatch"),
+    "the barrier": (install, "GlobalStepHook"),
     "the trace": (checkpointer, "open_trace"),
-    "signals": (checkpointer, "Halting"),
+    "signals": (checkpointer, "HaltController"),
 }
 
 
@@ -99,9 +99,8 @@ def test_nothing_is_left_and_the_next_try_works(
         assert our_hooks(model, optimizer) == before
         assert set(threading.enumerate()) == threads
         assert list(shm_dir.rglob("*")) == []
-    with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt:
+    with tierckpt.Checkpointer(model, optimizer, **settings):
         iterate(model, optimizer)
-        ckpt.step()
     with tierckpt.Checkpointer(model, optimizer, **settings) as ckpt:
         assert ckpt.restore() == 1
 
@@ -113,7 +112,6 @@ def test_what_the_life_before_left_is_still_there(
     model, optimizer = build()
     ckpt = tierckpt.Checkpointer(model, optimizer, **settings)
     iterate(model, optimizer)
-    ckpt.step()
     iterate(model, optimizer)
     ckpt.abandon()
     with monkeypatch.context() as patch:
@@ -152,7 +150,7 @@ def test_a_wrapper_without_hooks_and_what_is_in_it(settings: dict[str, Any], shm
         with tierckpt.Checkpointer(model, given, **settings) as ckpt:
             before = ckpt.version
             iterate(model, Hollow(optimizer))
-            ckpt.step()
+            model(torch.ones(2, 8))
             assert ckpt.version == before + 1
 
 

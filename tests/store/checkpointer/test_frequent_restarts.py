@@ -35,7 +35,7 @@ def on_disk(job: TinyJob) -> set[int]:
 
 
 def live_on(start: Start, **settings: Any) -> tuple[int, set[int]]:
-    """A life that is killed: where it began, and what it brought to disk."""
+    """A run that is killed: where it began, and what it brought to disk."""
     job = start(**settings)
     with job:
         began = int(job.restore())

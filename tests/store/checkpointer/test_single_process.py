@@ -387,7 +387,7 @@ OFF = {"local_every_steps": 0, "local_every_seconds": 0.0}
 def test_a_directory_that_never_was_another_lifes_is_not_missed(
     path: Path, settings: Any, before: dict[str, Any]
 ) -> None:
-    """The local level was off in that life, or the job came to this path with its name."""
+    """The local level was off in that run, or the job came to this path with its name."""
     settings |= {"agent": "inline", "job_id": "job"}
     other = path if before is OFF else path.with_name("elsewhere")
     first = TinyJob(other, **settings, **before).run(STEPS - 2)
@@ -413,8 +413,8 @@ def test_a_version_of_a_newer_format_ends_the_restart(
     with TinyJob(path, local_every_steps=1, local_keep_last=8, **settings) as job:
         job.run(2)
     with monkeypatch.context() as patch:
-        for module in ("naming", "sealed", "shardfile"):
-            patch.setattr(f"tierckpt.{module}.FORMAT_MAJOR", FORMAT_MAJOR + 1)
+        for module in ("ids", "checksummed_json", "shard_file"):
+            patch.setattr(f"tierckpt.format.{module}.FORMAT_MAJOR", FORMAT_MAJOR + 1)
         kept = {"local_every_steps": 1, "local_keep_last": 8, "agent": "inline"}
         with TinyJob(path, **kept, **settings) as job:
             job.restore()

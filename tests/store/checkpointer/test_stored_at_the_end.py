@@ -315,7 +315,7 @@ def test_what_one_rank_cannot_store_costs_no_version(path: Path, shm_dir: Path) 
 
 
 def test_who_makes_no_step_leaves_what_was_restored_as_it_was(path: Path, shm_dir: Path) -> None:
-    """Also where that was in memory alone: whether an agent of the life before had brought it to
+    """Also where that was in memory alone: whether an agent of the run before had brought it to
     disk before that one was killed changes nothing."""
     settings = {"local_every_steps": 100}
     job = TinyJob(path, **settings).run(STEPS)

@@ -271,7 +271,7 @@ def test_a_version_that_was_never_complete_is_no_base(writer: Writer) -> None:
 
 
 def test_a_base_that_went_meanwhile_is_not_referred_to(tmp_path: Path) -> None:
-    """Another life of the job, or somebody by hand, removed what this one would refer to."""
+    """Another run of the job, or somebody by hand, removed what this one would refer to."""
     writer = Writer(tmp_path / "place", row="incremental full_every=9, zstd")
     for version in (1, 2):
         writer.flush(version)

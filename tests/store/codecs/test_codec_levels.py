@@ -233,7 +233,7 @@ def test_after_a_change_of_keys_in_mid_run_the_new_one_is_enough(
 def test_a_life_refers_to_its_own_versions_only(
     job: Any, course: dict[int, str], tmp_path: Path
 ) -> None:
-    """Another life's may go by rules of their own, though the agent that wrote them lives on."""
+    """Another run's may go by rules of their own, though the agent that wrote them lives on."""
     row = "incremental full_every=8"
     far = {"persistent_path": str(tmp_path / "shared"), "persistent_every_steps": 1}
     settings = {"local_codecs": row, "persistent_codecs": row, "local_keep_last": 8, **far}

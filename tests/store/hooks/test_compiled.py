@@ -13,7 +13,6 @@ import torch._dynamo
 from torch import nn
 
 import tierckpt
-from tierckpt.hooks.iterations import AUTOMATIC_AFTER_STEPS as GUESSED_AFTER
 
 
 class Own(nn.Module):
@@ -95,12 +94,11 @@ class Loop:
         return [e.message for e in self.events if e.severity >= logging.ERROR]
 
 
-@pytest.mark.parametrize("boundary", ["auto", "explicit"])
 @MODELS
 def test_one_that_is_told_its_boundaries_is_one_graph(
-    make: Callable[[], nn.Module], boundary: str, shm_dir: Path, tmp_path: Path
+    make: Callable[[], nn.Module], shm_dir: Path, tmp_path: Path
 ) -> None:
-    loop = Loop(make, wrapped, shm_dir, tmp_path, boundary, fullgraph=True)
+    loop = Loop(make, wrapped, shm_dir, tmp_path, "explicit", fullgraph=True)
     loop.steps(3, after=loop.ckpt.step)
     assert loop.ckpt.version == 3
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -109,31 +107,16 @@ def test_one_that_is_told_its_boundaries_is_one_graph(
 
 @MODELS
 @COMPILED
-@pytest.mark.parametrize("boundary", ["auto", "forward"])
 def test_boundaries_of_one_that_is_compiled_later_are_seen(
-    boundary: str,
     compiled: Callable[..., nn.Module],
     make: Callable[[], nn.Module],
     shm_dir: Path,
     tmp_path: Path,
 ) -> None:
-    loop = Loop(make, compiled, shm_dir, tmp_path, boundary)
-    loop.steps(GUESSED_AFTER + 3)
-    assert loop.ckpt.version == GUESSED_AFTER + 2
+    loop = Loop(make, compiled, shm_dir, tmp_path, "forward")
+    loop.steps(4)
+    assert loop.ckpt.version == 3
     assert loop.errors == []
-    loop.ckpt.abandon()
-
-
-@MODELS
-def test_a_graph_that_is_made_anew_behind_the_first_guess_stays_whole(
-    make: Callable[[], nn.Module], shm_dir: Path, tmp_path: Path
-) -> None:
-    loop = Loop(make, wrapped, shm_dir, tmp_path, "auto", fullgraph=True)
-    loop.steps(GUESSED_AFTER + 1)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    loop.steps(2, rows=3)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
-    assert loop.ckpt.version == GUESSED_AFTER + 2
     loop.ckpt.abandon()
 
 
@@ -146,20 +129,12 @@ def test_a_graph_that_cannot_be_whole_tells_what_to_do(shm_dir: Path, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # which torch itself uses to compile a step
-@pytest.mark.parametrize("boundary", ["auto", "forward"])
-def test_a_compiled_function_that_does_it_all_is_seen_or_told_of(
-    boundary: str, shm_dir: Path, tmp_path: Path
-) -> None:
-    """Where nobody asked for forward passes, a graph that torch keeps does not have them."""
-    loop = Loop(Own, lambda model: model, shm_dir, tmp_path, boundary)
+def test_forward_passes_within_a_compiled_function_are_seen(shm_dir: Path, tmp_path: Path) -> None:
+    loop = Loop(Own, lambda model: model, shm_dir, tmp_path, "forward")
     step = torch.compile(lambda: loop.steps(1), backend="eager")
-    for _ in range(2 * GUESSED_AFTER + 1):
+    for _ in range(4):
         step()
-    told = ['boundary="forward" lets that be seen' in error for error in loop.errors]
-    if boundary == "forward":
-        assert (loop.ckpt.version, told) == (2 * GUESSED_AFTER, [])
-    else:
-        assert loop.ckpt.version > GUESSED_AFTER or told == [True]
+    assert (loop.ckpt.version, loop.errors) == (3, [])
     loop.ckpt.abandon()
 
 
@@ -168,7 +143,7 @@ def test_a_compiled_function_that_does_it_all_is_seen_or_told_of(
 def test_one_that_is_told_its_boundaries_can_be_scripted(
     make: Callable[[], nn.Module], shm_dir: Path, tmp_path: Path
 ) -> None:
-    loop = Loop(make, torch.jit.script, shm_dir, tmp_path, "auto")
+    loop = Loop(make, torch.jit.script, shm_dir, tmp_path, "explicit")
     loop.steps(3, after=loop.ckpt.step)
     assert loop.ckpt.version == 3
     loop.ckpt.abandon()

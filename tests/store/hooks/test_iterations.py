@@ -1,11 +1,10 @@
-"""What `restore()` returns, where a loop makes many steps per call of `step()`, or never calls it.
+"""Where iterations end: by calls of `step()` or by forward passes, as the setting says.
 
-Calls and steps are never mixed without a word.
+And the number that `restore()` returns, calls or optimizer steps: never one taken for the other.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,29 +16,32 @@ import torch
 from torch import nn
 
 import tierckpt
-from tierckpt.hooks.iterations import AUTOMATIC_AFTER_STEPS as GUESSED_AFTER
-from tierckpt.hooks.iterations import CALLLESS_STEPS
+from tierckpt.hooks.iterations import STEPS_UNTIL_CALL, STEPS_UNTIL_FORWARD
 
 PER_CALL = 40
 
 
 class Loop:
-    """One life of a loop that makes many optimizer steps per call of `step()`, as PPO's does."""
+    """One run of a loop that makes many optimizer steps per call of `step()`, as PPO's does."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, optimizers: int = 1, **settings: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(8, 4)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        params = list(self.model.parameters())
+        self.optimizers = [
+            torch.optim.SGD(params[n::optimizers], lr=1e-3) for n in range(optimizers)
+        ]
         self.events: list[tierckpt.Event] = []
         self.ckpt = tierckpt.Checkpointer(
-            self.model, self.optimizer, on_event=self.events.append, **settings
+            self.model, self.optimizers, on_event=self.events.append, **settings
         )
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
             self.model(torch.ones(2, 8)).square().mean().backward()
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
 
     def calls(self, count: int) -> None:
         for _ in range(count):
@@ -47,21 +49,32 @@ class Loop:
             self.ckpt.step()
 
     def said(self, text: str) -> list[int]:
-        """How loudly, each time."""
+        """The severity of each event with this text."""
         return [e.severity for e in self.events if text in e.message]
 
-    def repeated_errors(self) -> list[str]:
-        return [e.message for e in self.events if e.severity >= logging.WARNING]
+    @property
+    def warnings(self) -> list[tuple[int, str]]:
+        """And errors."""
+        return [(e.severity, e.message) for e in self.events if e.severity >= logging.WARNING]
+
+    @property
+    def sealed(self) -> list[int]:
+        return [e.version for e in self.events if e.name == "sealed"]
 
 
 @pytest.fixture
 def settings(shm_dir: Path, tmp_path: Path) -> dict[str, Any]:
-    return {"shm_dir": str(shm_dir), "path": tmp_path / "c", "local_every_seconds": 0}
+    return {
+        "shm_dir": str(shm_dir),
+        "path": tmp_path / "c",
+        "local_every_seconds": 0,
+        "agent": "inline",
+    }
 
 
 @contextmanager
 def killed(**settings: Any) -> Iterator[Loop]:
-    """A life that is over when the block is, as far as the next one can see."""
+    """A run that is over when the block is, as far as the next one can see."""
     loop = Loop(**settings)
     try:
         yield loop
@@ -69,156 +82,161 @@ def killed(**settings: Any) -> Iterator[Loop]:
         loop.ckpt.abandon()
 
 
-@pytest.mark.parametrize("boundary", ["auto", "explicit"])
-def test_a_life_killed_before_its_first_call_leaves_the_calls_of_the_life_before(
-    boundary: str, settings: dict[str, Any]
-) -> None:
-    settings["boundary"] = boundary
-    with killed(
-        **settings,
-    ) as loop:
-        for _ in range(3):
-            loop.steps(GUESSED_AFTER - 1)
-            loop.ckpt.step()
-        loop.steps(GUESSED_AFTER - 1)
+# --- explicit ----------------------------------------------------------------------------------
+
+
+def test_steps_without_a_call_are_an_error_and_no_version(settings: dict[str, Any]) -> None:
+    """Which says what to write; the first call, however late, is the first boundary."""
+    with killed(**settings) as loop:
+        loop.steps(STEPS_UNTIL_CALL - 1)
+        assert loop.warnings == []
+        loop.steps(1)
+        ((severity, said),) = loop.warnings
+        assert severity == logging.ERROR
+        assert f"the optimizer made {STEPS_UNTIL_CALL} steps" in said
+        assert "no checkpoint is taken until it is" in said
+        assert "Call checkpointer.step() once an iteration, after optimizer.step()" in said
+        assert 'where the loop cannot be changed, set boundary="forward"' in said
+        assert "more than 16 steps in one iteration need do nothing" in said
+        loop.steps(3 * PER_CALL)
+        assert (loop.ckpt.version, loop.ckpt.iteration) == (0, 0)
+        steps = STEPS_UNTIL_CALL + 3 * PER_CALL
+        loop.ckpt.step()
+        assert (loop.ckpt.version, loop.ckpt.iteration) == (steps, 1)
+        assert loop.said(f"the first time, after {steps} optimizer steps") == [logging.INFO]
+        loop.calls(2)
+        loop.ckpt.wait()
+        assert loop.sealed == [steps, steps + PER_CALL, steps + 2 * PER_CALL]
+        assert len(loop.warnings) == len(loop.said("for the first time")) == 1
+
+
+def test_a_call_before_that_is_no_reason_for_a_word_later(settings: dict[str, Any]) -> None:
+    with killed(**settings) as loop:
+        loop.steps(STEPS_UNTIL_CALL - 1)
+        loop.ckpt.step()
+        loop.steps(10 * PER_CALL)
+        loop.ckpt.step()
+        assert loop.warnings == []
+        assert loop.said("for the first time") == []
+
+
+def test_steps_of_two_optimizers_are_not_added_up(settings: dict[str, Any]) -> None:
+    with killed(**settings, optimizers=2) as loop:
+        loop.steps(STEPS_UNTIL_CALL - 1)
+        assert loop.warnings == []
+
+
+def test_save_now_is_no_call_of_step(settings: dict[str, Any]) -> None:
+    """A loop that calls nothing else has a version, whose number is none of its iterations."""
+    with killed(**settings) as loop:
+        loop.steps(STEPS_UNTIL_CALL - 1)
+        loop.ckpt.save(now=True)
+        loop.steps(1)
+        assert [severity for severity, _ in loop.warnings] == [logging.ERROR]
+
+
+def test_a_run_killed_before_its_first_call_changes_no_number(settings: dict[str, Any]) -> None:
+    """500 optimizer steps into an epoch are none of its epochs."""
+    with killed(**settings) as loop:
+        loop.steps(PER_CALL)
+    with killed(**settings) as loop:
+        assert loop.ckpt.restore().levels == {}
+        loop.calls(2)
+        loop.steps(PER_CALL)
     for _ in range(2):
         with killed(**settings) as loop:
-            restored = loop.ckpt.restore()
-            assert (int(restored), restored.version) == (3, 3 * (GUESSED_AFTER - 1))
-            assert (restored.calls, restored.guessed) == (3, False)
+            assert int(loop.ckpt.restore()) == 2
             loop.steps(PER_CALL)
-            assert loop.repeated_errors() == []
+            assert len(loop.warnings) == 1
     with killed(**settings) as loop:
-        loop.ckpt.restore()
-        loop.calls(1)
-        loop.steps(1)
-    with killed(**settings) as loop:
-        assert int(loop.ckpt.restore()) == 4
+        restored = loop.ckpt.restore()
+        assert (int(restored), restored.version) == (2, 2 * PER_CALL)
 
 
-def test_a_first_life_killed_before_its_first_call_says_what_restore_will_return(
+# --- forward -----------------------------------------------------------------------------------
+
+
+def test_a_call_of_step_does_nothing_where_forward_passes_are_boundaries(
     settings: dict[str, Any],
 ) -> None:
-    """Nobody can know yet that calls will come; but the number is never taken for one of calls."""
-    with killed(**settings) as loop:
-        loop.steps(PER_CALL)
-        (said,) = loop.repeated_errors()
-    assert 'boundary="explicit"' in said
-    assert "restore() will return the number of optimizer steps" in said
-    with killed(**settings) as loop:
-        restored = loop.ckpt.restore()
-        assert int(restored) == restored.version == PER_CALL - 1
-        assert (restored.calls, restored.guessed) == (0, True)
-        (said,) = loop.repeated_errors()
-    assert 'start it again with boundary="explicit", and restore() returns 0' in said
-    with killed(**settings, boundary="explicit") as loop:
-        restored = loop.ckpt.restore()
-        assert (int(restored), restored.version, restored.guessed) == (0, PER_CALL - 1, True)
-        assert loop.said("maybe in the middle of an iteration") == [logging.WARNING]
-        loop.calls(2)
+    """And says so, with the setting it needs, once. The training goes on."""
+    with killed(**settings, boundary="forward") as loop:
+        loop.steps(3)
+        for _ in range(2):
+            loop.ckpt.step()
+            assert (loop.ckpt.version, loop.ckpt.iteration) == (2, 0)
+        ((severity, said),) = loop.warnings
+        assert severity == logging.ERROR
+        assert 'step() of the checkpointer does nothing with boundary="forward"' in said
+        assert 'give the argument boundary="explicit"' in said
+        loop.steps(STEPS_UNTIL_FORWARD)
+        loop.ckpt.step()
+        loop.ckpt.wait()
+        assert loop.sealed == list(range(1, STEPS_UNTIL_FORWARD + 3))
+        assert len(loop.warnings) == 1
+    with killed(**settings, boundary="forward") as loop:
+        assert int(loop.ckpt.restore()) == STEPS_UNTIL_FORWARD + 2
+
+
+def test_a_call_of_step_leaves_its_metric_for_the_next_boundary(settings: dict[str, Any]) -> None:
+    with killed(**settings, boundary="forward") as loop:
         loop.steps(1)
-        assert len(loop.repeated_errors()) == 1
-    with killed(**settings) as loop:
-        restored = loop.ckpt.restore()
-        assert (int(restored), restored.guessed) == (2, False)
-        assert loop.repeated_errors() == []
+        loop.ckpt.step(metric=0.5)
+        loop.steps(1)
+        loop.ckpt.wait()
+        slot = loop.ckpt._pool.find(loop.ckpt._id())
+        assert slot is not None
+        manifest = slot.manifest()
+        assert manifest is not None
+        assert (manifest.version, manifest.metric) == (1, 0.5)
+        with pytest.raises(TypeError, match="metric must be one number"):
+            loop.ckpt.step(metric="low")  # type: ignore[arg-type]
 
 
-def test_a_call_after_guessed_boundaries_counts_calls_and_says_so(
+def test_a_call_of_step_leaves_the_generators_of_the_optimizers_step(
     settings: dict[str, Any],
 ) -> None:
-    with killed(**settings) as loop:
-        loop.calls(1)
-        loop.calls(1)
+    """The next batch is drawn before the boundary, and is drawn again by the next run."""
+    with killed(**settings, boundary="forward") as loop:
         loop.steps(1)
-        (_, said) = loop.repeated_errors()
-    assert f"versions up to v{PER_CALL - 1} tell restore() optimizer steps" in said
-    assert "later ones calls of step(), 1 with this one." in said
-    with killed(**settings) as loop:
-        restored = loop.ckpt.restore()
-        assert (int(restored), restored.version, restored.guessed) == (2, 2 * PER_CALL, False)
-        assert loop.repeated_errors() == []
-
-
-def test_calls_go_on_from_the_number_that_the_loop_was_told(settings: dict[str, Any]) -> None:
-    with killed(**settings) as loop:
-        loop.steps(PER_CALL)
-    with killed(**settings) as loop:
-        told = int(loop.ckpt.restore())
-        loop.calls(2)
-        loop.steps(1)
-        counted_on = loop.said(f"counted on from the {told} that restore() returned")
-        assert counted_on == [logging.WARNING]
-    with killed(**settings) as loop:
-        assert int(loop.ckpt.restore()) == told + 2
-        assert loop.repeated_errors() == []
-
-
-def test_a_loop_that_never_calls_is_told_its_steps_and_complains_of_nothing_where_that_is_said(
-    settings: dict[str, Any],
-) -> None:
-    settings["boundary"] = "forward"
-    with killed(**settings) as loop:
-        loop.steps(PER_CALL)
-    with killed(**settings) as loop:
-        restored = loop.ckpt.restore()
-        assert (int(restored), restored.guessed) == (PER_CALL - 1, True)
-        loop.steps(2)
-        assert loop.repeated_errors() == []
-    with killed(**settings) as loop:
-        assert int(loop.ckpt.restore()) == PER_CALL
-
-
-def test_asking_for_the_forward_pass_wins_over_the_calls_of_the_life_before(
-    settings: dict[str, Any],
-) -> None:
-    with killed(**settings, boundary="explicit") as loop:
-        loop.calls(2)
+        expected = torch.get_rng_state()
+        torch.rand(3)
+        loop.ckpt.step()
         loop.steps(1)
     with killed(**settings, boundary="forward") as loop:
-        assert int(loop.ckpt.restore()) == 2
-        (said,) = loop.repeated_errors()
-        assert said.startswith("restore() returns 2, the calls of step()")
-        loop.steps(4)
-    with killed(**settings, boundary="forward") as loop:
-        restored = loop.ckpt.restore()
-        assert int(restored) == restored.version == 2 * PER_CALL + 3
-        assert restored.calls == 2
+        assert loop.ckpt.restore() == 1
+        assert torch.equal(torch.get_rng_state(), expected)
 
 
-@pytest.mark.parametrize("per_call", [1, PER_CALL])
-def test_versions_that_do_not_tell_count_calls_where_they_are_no_steps(
-    per_call: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of an older writer: where both numbers are one, a loop that never calls is found out."""
-    head = tierckpt.Checkpointer._head
-    settings["boundary"] = "explicit"
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            tierckpt.Checkpointer, "_head", lambda self: dataclasses.replace(head(self), calls=None)
-        )
-        with killed(**settings) as loop:
-            for _ in range(3):
-                loop.steps(per_call)
-                loop.ckpt.step()
-            loop.steps(1)
-    settings["boundary"] = "auto"
-    with killed(**settings) as loop:
-        restored = loop.ckpt.restore()
-        assert (int(restored), restored.calls, restored.guessed) == (3, None, False)
-        loop.steps(GUESSED_AFTER + 2)
-        guessed = loop.said("step() was not called in the first") == [logging.WARNING]
-        assert guessed == (per_call == 1)
+def test_a_forward_pass_within_a_step_is_no_boundary(settings: dict[str, Any]) -> None:
+    """One optimizer has stepped, and the closure of the other one's step is under way."""
+    with killed(**settings, optimizers=2, boundary="forward") as loop:
+        loop.steps(1)
+        one, other = loop.optimizers
+        versions = []
+
+        def closure() -> torch.Tensor:
+            loss = loop.model(torch.ones(2, 8)).square().mean()
+            versions.append(loop.ckpt.version)
+            loss.backward()
+            return loss
+
+        loop.model(torch.ones(2, 8)).square().mean().backward()
+        one.step()
+        other.step(closure)
+        assert (versions, loop.ckpt.version) == ([1], 1)
 
 
-def test_a_forward_pass_that_never_comes_is_told_of(settings: dict[str, Any]) -> None:
+def test_a_forward_pass_that_never_comes_is_an_error(settings: dict[str, Any]) -> None:
     """A module that only holds the parts that the loop calls: nothing would ever be saved."""
     torch.manual_seed(0)
     parts = nn.ModuleDict({"one": nn.Linear(8, 4)})
     optimizer = torch.optim.SGD(parts.parameters(), lr=1e-3)
     events: list[tierckpt.Event] = []
-    ckpt = tierckpt.Checkpointer(parts, optimizer, on_event=events.append, **settings)
-    for _ in range(3 * GUESSED_AFTER):
+    ckpt = tierckpt.Checkpointer(
+        parts, optimizer, on_event=events.append, boundary="forward", **settings
+    )
+    for _ in range(2 * STEPS_UNTIL_FORWARD):
         parts["one"](torch.ones(2, 8)).sum().backward()
         optimizer.step()
     assert ckpt.version == 0
@@ -228,18 +246,69 @@ def test_a_forward_pass_that_never_comes_is_told_of(settings: dict[str, Any]) ->
     ckpt.abandon()
 
 
-@pytest.mark.parametrize(
-    ("boundary", "severity"), [("auto", logging.WARNING), ("explicit", logging.INFO)]
-)
-def test_calls_that_come_no_more_are_told_of(
-    boundary: str, severity: int, settings: dict[str, Any]
-) -> None:
-    with killed(**settings, boundary="explicit") as loop:
+# --- the number --------------------------------------------------------------------------------
+
+
+def test_calls_are_counted_with_explicit_and_steps_with_forward(settings: dict[str, Any]) -> None:
+    """Each goes on in a run of the same mode, and nothing is said of that."""
+    for boundary, path, number, counts in (
+        ("explicit", "a", 2, "calls"),
+        ("forward", "b", 2 * PER_CALL, "steps"),
+    ):
+        settings.update(boundary=boundary, path=settings["path"].parent / path)
+        with killed(**settings) as loop:
+            if boundary == "explicit":
+                loop.calls(2)
+                loop.steps(1)
+            else:
+                loop.steps(2 * PER_CALL + 1)
+        with killed(**settings) as loop:
+            restored = loop.ckpt.restore()
+            assert (int(restored), restored.version) == (number, 2 * PER_CALL)
+            assert restored.iteration_counts == counts
+            assert f"Restored({number} {counts}, version={2 * PER_CALL}" in repr(restored)
+            assert loop.warnings == []
+
+
+def test_a_restart_with_forward_gets_the_calls_and_a_warning(settings: dict[str, Any]) -> None:
+    with killed(**settings) as loop:
         loop.calls(2)
         loop.steps(1)
-    with killed(**settings, boundary=boundary) as loop:
-        loop.ckpt.restore()
-        loop.steps(CALLLESS_STEPS + 5)
-        text = f"the optimizer made {CALLLESS_STEPS} steps, and step() of the checkpointer was not"
-        assert loop.said(text) == [severity]
-        assert loop.ckpt.version == 2 * PER_CALL
+    settings["boundary"] = "forward"
+    with killed(**settings) as loop:
+        restored = loop.ckpt.restore()
+        assert (int(restored), restored.iteration_counts) == (2, "calls")
+        ((severity, said),) = loop.warnings
+        assert severity == logging.WARNING
+        assert f"restore() returns 2, the calls of step() up to v{2 * PER_CALL}" in said
+        assert 'give the argument boundary="explicit"' in said
+        loop.steps(4)
+        assert loop.ckpt.version == 2 * PER_CALL + 3
+    with killed(**settings) as loop:
+        restored = loop.ckpt.restore()
+        assert int(restored) == restored.version == 2 * PER_CALL + 3
+        assert restored.iteration_counts == "steps"
+        assert loop.warnings == []
+
+
+def test_a_restart_with_explicit_gets_the_steps_and_a_warning(settings: dict[str, Any]) -> None:
+    """Calls are counted on from there."""
+    with killed(**settings, boundary="forward") as loop:
+        loop.steps(PER_CALL)
+    with killed(**settings) as loop:
+        restored = loop.ckpt.restore()
+        assert (int(restored), restored.iteration_counts) == (PER_CALL - 1, "steps")
+        ((severity, said),) = loop.warnings
+        assert severity == logging.WARNING
+        assert f"restore() returns {PER_CALL - 1}, the optimizer steps up to v" in said
+        assert 'To go on counting steps, set boundary="forward"' in said
+        for _ in range(2):
+            loop.steps(2)
+            loop.ckpt.step()
+        loop.steps(1)
+        assert len(loop.warnings) == 1
+    with killed(**settings) as loop:
+        restored = loop.ckpt.restore()
+        assert (int(restored), restored.version) == (PER_CALL + 1, PER_CALL + 3)
+        assert restored.iteration_counts == "calls"
+        assert loop.warnings == []

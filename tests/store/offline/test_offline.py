@@ -235,8 +235,8 @@ def test_the_memory_of_a_living_job_is_left_alone(job: Any, tmp_path: Path) -> N
         saved = tierckpt.load(tmp_path / "ckpts")
         assert (saved.version, saved.levels) == (4, {"local": 1})
         assert len(saved.rejected) == 1
-        assert f"v{STEPS} is left out: its job lives" in saved.rejected[0]
-        with pytest.raises(RestoreError, match=f"v{STEPS} is left out: its job lives"):
+        assert f"v{STEPS} is left out: its job runs" in saved.rejected[0]
+        with pytest.raises(RestoreError, match=f"v{STEPS} is left out: its job runs"):
             tierckpt.load(tmp_path / "ckpts", STEPS)
 
 
@@ -368,7 +368,7 @@ def test_each_level_of_each_version_has_a_line(
 
 
 def test_what_a_later_life_went_back_behind_is_marked(job: Any, tmp_path: Path) -> None:
-    """Of a node that the later life did not have."""
+    """Of a node that the later run did not have."""
     with job() as first:
         first.run(STEPS)
     shutil.copytree(tmp_path / "ckpts", tmp_path / "other")

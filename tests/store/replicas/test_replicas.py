@@ -98,6 +98,8 @@ class Rank:
             **{**common, **job.settings, **settings},
             on_event=self.events.append,
         )
+        # torch's hooks for all optimizers are the process's, and no rank may step as others attach.
+        group.all_gather_object(None)
 
     def train(
         self, steps: int, apart: bool = False, then: Callable[[], object] | None = None
@@ -538,7 +540,7 @@ def test_nobody_waits_for_a_rank_that_skips_a_step_while_it_is_asked(
 
 def stopped(rank: Rank, at: int = 1) -> int:
     """Train until a bit that flips after so many steps stops the job; returns the clean version,
-    -1 where there was none in that life."""
+    -1 where there was none in that run."""
     rank.train(at)
     turns = iter(range(4 * ROUND))
     with pytest.raises(tierckpt.ReplicaError, match="rank 0 and rank 1 differ") as raised:

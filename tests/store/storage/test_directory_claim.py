@@ -294,7 +294,7 @@ def test_the_agent_is_found_whatever_script_is_around_a_rank() -> None:
     assert agent == again == process_mark("self") == process_mark(os.getpid())
     assert len({one, other, agent}) == 3
     assert launch_of({}).starters == (process_mark("self"),)
-    assert launch_of({}, in_use=True).starters == (), "it is in another life yet"
+    assert launch_of({}, in_use=True).starters == (), "it is in another run yet"
 
 
 def test_where_proc_is_of_another_namespace_no_agent_is_found(

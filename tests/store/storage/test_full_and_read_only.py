@@ -218,7 +218,7 @@ def test_a_full_disk_under_the_events_costs_their_file_and_not_the_end_of_the_jo
     assert [e.severity for e in said] == [logging.ERROR]
     versions = [json.loads(line)["version"] for line in file.read_text().splitlines()]
     assert max(versions) >= STEPS - 1
-    assert file.read_text().endswith("\n"), "the next life begins a line"
+    assert file.read_text().endswith("\n"), "the next run begins a line"
     (small_tmpfs / "filler").unlink()
     with TinyJob(tmp_path / "c", events_dir=str(small_tmpfs), **settings) as job:
         assert job.restore() == 4 * STEPS

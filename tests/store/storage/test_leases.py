@@ -1,4 +1,4 @@
-"""Leases of a persistent place: one life at a time may write there, and takes it from dead ones."""
+"""Leases of a persistent place: one run at a time may write there, and takes it from dead ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_lease_is_one_lifes_until_it_expires(tmp_path: Path) -> None:
         clock.seconds += seconds
         with pytest.raises(LeaseHeldError, match=f"in use by job of 1111.* {left} s"):
             second.ensure()
-    member.keep()  # a quarter of the time has passed: renewed, for all of this life
+    member.keep()  # a quarter of the time has passed: renewed, for all of this run
     for seconds, left in ((100, 120), (100, 20)):
         clock.seconds += seconds
         with pytest.raises(LeaseHeldError, match=f" {left} s"):
@@ -206,7 +206,7 @@ def test_the_command_that_takes_a_place_over(
 
 
 def test_a_lease_is_renewed_while_it_is_had_and_not_taken_again(tmp_path: Path) -> None:
-    """A thread that renews the lease of a life that is over must not take it from the next."""
+    """A thread that renews the lease of a run that is over must not take it from the next."""
     clock = FakeClock()
     old, new = (made(tmp_path).lease(run_id, "us on node1", clock) for run_id in ("11", "22"))
     assert not old.renew()

@@ -109,7 +109,7 @@ def test_what_a_living_writer_is_at_is_not_begun_by_another(
 def test_a_file_that_a_hung_writer_has_open_is_not_kept_for_reuse(
     tmp_path: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An earlier life that hangs, and wakes: what it just committed its successor has retired."""
+    """An earlier run that hangs, and wakes: what it just committed its successor has retired."""
     store = made(tmp_path / "ckpts")
     with monkeypatch.context() as patch:
         patch.setenv(_faults.FAULTS_VARIABLE, "stop@file:op=fsync_directory,hit=2")

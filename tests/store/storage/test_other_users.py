@@ -58,7 +58,7 @@ def become(user: int, umask: int) -> None:
 
 
 def run_id(user: int, umask: int, place: Path, memory: Path, until: int, kill: bool) -> None:
-    """One life of the job; what it says is in a file of its user's. Ends with status KILLED where
+    """One run of the job; what it says is in a file of its user's. Ends with status KILLED where
     it is to leave all as a killed one does."""
     with TinyJob(memory / f"warm{user}", shm_dir=str(memory), agent="inline") as warm:
         warm.run(1)  # all that is imported on the way: another user may not be let to it
@@ -90,7 +90,7 @@ def test_who_comes_next_goes_on_and_loses_nothing(umask: int, shared: Path, memo
         return told["begun"], told["committed"], told["wrong"], told["hidden"]
 
     def after(user: int) -> list[str]:
-        return [f"a killed life of this job, of user {user}"]
+        return [f"a killed run of this job, of user {user}"]
 
     assert run(ANNA, 4, True) == (0, 4, [], [])
     listing = memory / "listing"
@@ -105,7 +105,7 @@ def test_who_comes_next_goes_on_and_loses_nothing(umask: int, shared: Path, memo
         found = path.stat()
         assert found.st_gid == GROUP
         assert found.st_mode & stat.S_IWGRP, path
-    assert not list(made.glob(".claim.*")), "those of both users' dead lives"
+    assert not list(made.glob(".claim.*")), "those of both users' dead runs"
 
 
 def list_as_ben(place: Path, out: Path, shm: Path) -> None:

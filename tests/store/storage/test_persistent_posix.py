@@ -49,7 +49,7 @@ class PersistentConformance(StoreConformance):
         return {*super().files_of(directory, key), record}
 
     def test_a_shard_committed_again_is_the_new_one(self, store: Any) -> None:
-        """Not here: a version of one life has one content, and what exists is not written again."""
+        """Not here: a version of one run has one content, and what exists is not written again."""
         commit_one(store, key_of(1))
         commit_one(store, key_of(1), pages=5, edition=1)
         assert store.read_manifest(key_of(1)) == manifest_of(key_of(1))

@@ -276,7 +276,7 @@ def test_retention_keeps_what_the_policy_says(store: PersistentStore, tmp_path: 
     assert store.versions() == [name(v) for v in (1, 2, 4, 6)]
     for version in (1, 2, 4, 6):
         check(store, version)
-    # Other lives' unfinished versions go only when the lease says that they are no more.
+    # Other runs' unfinished versions go only when the lease says that they are no more.
     left = [name(3, run_id="dead"), name(5, generation=2)]
     assert store.incomplete() == left
     lease = store.lease(LIFE, "us")

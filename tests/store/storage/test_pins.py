@@ -75,7 +75,7 @@ def test_a_pinned_version_stays_on_both_levels_until_it_is_unpinned(
         first.checkpointer.save(now=True)
     assert on_persistent(shared) == [2, 6]
     assert {1, 2, 3} & set(on_local(local)) == {2}
-    with job() as second:  # also by another life
+    with job() as second:  # also by another run
         second.restore()
         second.run(8)
         second.checkpointer.save(now=True)

@@ -434,7 +434,7 @@ def waits_for_a_lock(pid: int) -> bool:
 def test_a_place_whose_folder_is_just_being_removed_is_made_anew(
     job: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the end of the life before: between making the folder and locking a file in it."""
+    """By the end of the run before: between making the folder and locking a file in it."""
     create = JobDirectory.create
     left = ["once"]
 

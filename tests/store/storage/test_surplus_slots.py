@@ -1,4 +1,4 @@
-"""Slots of earlier lives that this one has no use for: gone once all ranks have something newer."""
+"""Slots of earlier runs that this one has no use for: gone once all ranks have something newer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(job: TinyJob) -> JobDirectory:
 
 
 def with_three_slots(settings: dict[str, Any]) -> int:
-    """A life that ends with its newest version in the third slot; returns that version."""
+    """A run that ends with its newest version in the third slot; returns that version."""
     job = TinyJob(**settings, slots=3)
     job.checkpointer.restore()
     while True:

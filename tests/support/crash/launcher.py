@@ -1,7 +1,7 @@
 """What a launcher and the machine under it do to a job: start, kill, reboot; and what came of it.
 
     job.live(rules={1: "kill@seal:version=12"})   # rank 1 kills itself, the launcher the other
-    resumed = job.live()                          # the next life, to the end
+    resumed = job.live()                          # the next run, to the end
     assert resumed.start == 11
     job.ended_as_undisturbed()
 
@@ -83,7 +83,7 @@ def quiet_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
-        # Else a restarted gloo job reads addresses of the life before from torchrun's store.
+        # Else a restarted gloo job reads addresses of the run before from torchrun's store.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
@@ -156,7 +156,7 @@ class Job:
     # --- life and death ------------------------------------------------------------------------
 
     def start(self, rules: Mapping[int, str] | None = None, **changes: Any) -> Life:
-        """A new life, running. `changes` are fields of the scenario; `settings` are added."""
+        """A new run, running. `changes` are fields of the scenario; `settings` are added."""
         settings = self.settings
         if changes.get("settings") is not None:
             settings = {**settings, **changes.pop("settings")}
@@ -171,7 +171,7 @@ class Job:
         return life
 
     def live(self, rules: Mapping[int, str] | None = None, **changes: Any) -> Life:
-        """A whole life: until all ranks end, or one does and the launcher kills the other."""
+        """A whole run: until all ranks end, or one does and the launcher kills the other."""
         return self.start(rules, **changes).until_over()
 
     def reboot(self) -> None:
@@ -191,7 +191,7 @@ class Job:
         self._watched.clear()
 
     def agents(self, rank: int | None = None) -> list[Process]:
-        """Living agents of this job, of any life."""
+        """Living agents of this job, of any run."""
         found = [Process(pid) for pid in self._agent_pids(rank)]
         self._watched += found
         return found
@@ -216,7 +216,7 @@ class Job:
     # --- what happened -------------------------------------------------------------------------
 
     def journal(self, rank: int, life: int | None = None, **having: Any) -> list[Line]:
-        """Lines of one rank, of one life or of all, that have these values."""
+        """Lines of one rank, of one run or of all, that have these values."""
         path = self.folder / f"journal-r{rank}.jsonl"
         text = path.read_text() if path.exists() else ""
         lines = [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
@@ -227,12 +227,12 @@ class Job:
         ]
 
     def fired(self, rank: int, rule: str) -> bool:
-        """True when the rule did what it says, in any life."""
+        """True when the rule did what it says, in any run."""
         name = "".join(c if c.isalnum() else "_" for c in rule)
         return (self.scenario.marks(rank) / name).exists()
 
     def losses(self, rank: int, life: int | None = None) -> dict[int, str]:
-        """Exact loss by step; a step that was done in two lives must have given the same, but for
+        """Exact loss by step; a step that was done in two runs must have given the same, but for
         lives that were told to compute something else."""
         found: dict[int, str] = {}
         others = {x.number for x in self.lives if x.scenario.decay is not None}
@@ -396,10 +396,10 @@ class Life:
         return int(max([0, *steps, *begun]))
 
     def promised(self) -> int:
-        """The oldest version that the next life may resume after this one was killed, with a
+        """The oldest version that the next run may resume after this one was killed, with a
         version to memory at every step.
 
-        Where all ranks passed boundary v, all sealed v-1 before. So the next life resumes v-1 or
+        Where all ranks passed boundary v, all sealed v-1 before. So the next run resumes v-1 or
         newer: at most the version before the one being taken (by the slowest rank) is lost.
         """
         slowest = min(self.passed(rank) for rank in range(RANKS))

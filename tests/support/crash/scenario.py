@@ -1,4 +1,4 @@
-"""What one life of the job is told; read by tests without importing torch."""
+"""What one run of the job is told; read by tests without importing torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scenario:
     rules: dict[str, str] = field(default_factory=dict)
     """Faults, by rank; see `tierckpt._faults`."""
     decay: float | None = None
-    """Weight decay, set after the restore, so that this life computes something else."""
+    """Weight decay, set after the restore, so that this run computes something else."""
     gates: dict[str, int] = field(default_factory=dict)
     """By name: before this step, all ranks wait for the file of that name in `folder`."""
     unprotected: bool = False

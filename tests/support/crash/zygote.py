@@ -1,4 +1,4 @@
-"""Forks ranks: torch is imported once for all of them, and a life of a job takes about a second.
+"""Forks ranks: torch is imported once for all of them, and a run of a job takes about a second.
 
 Sound because there is nothing to lose in a fork: one thread, no process group, no agent, checked
 before every fork. (`OMP_NUM_THREADS=1` sees to it that numpy and torch start none.)
@@ -44,7 +44,7 @@ def serve() -> None:
 
 
 def become(environment: dict[str, str], log: str) -> None:
-    """In the child: cut every tie to the zygote but its life."""
+    """In the child: cut every tie to the zygote but its run."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     die_with_parent()
     os.environ.clear()

@@ -22,6 +22,7 @@ from tierckpt.coordination.vote_exchange import GroupBallots
 from tierckpt.core.ledger import BROKEN, DONE
 from tierckpt.core.retention import Best
 from tierckpt.core.stall_timeout import QUIET_SECONDS
+from tierckpt.core.votes import VOTE_WIDTH
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import SingleGroup
 from tierckpt.storage.local.store import LocalStore
@@ -73,7 +74,7 @@ class Rank:
         self.dropped: list[tuple[int, str]] = []
         self.agreement = Agreement(
             group,
-            GroupBallots(group),
+            GroupBallots(group, VOTE_WIDTH),
             config,
             lambda *safe: self.promotion.local_safe(*safe),
             lambda: self.promotion.retire(),
@@ -248,6 +249,9 @@ class Pair:
 
     def rows(self) -> list[tuple[int, ...]]:
         return []
+
+    def done(self) -> bool:
+        return True
 
     def boundary(self) -> None:
         for rank in self.ranks:

@@ -33,7 +33,7 @@ def look(*nodes: AgentAddress) -> FormerNodes:
 
 def test_each_is_named_with_all_reasons(closed_port: int) -> None:
     """One is down; another one met others since, as one of two lists of nodes knows."""
-    with Transport(b"of a later life", "127.0.0.1") as agent:
+    with Transport(b"of a later run", "127.0.0.1") as agent:
         host, port = agent.address.host, agent.address.port
         down = AgentAddress("a/boot", "127.0.0.1", closed_port, "of this")
         refuses = AgentAddress("b/boot", host, port, "of this")

@@ -60,7 +60,7 @@ def test_only_a_newer_major_version_is_refused() -> None:
 
 # --- lives ---------------------------------------------------------------------------------------
 #
-# A history is made as jobs make it: each life starts from a version on the line of the life before
+# A history is made as jobs make it: each run starts from a version on the line of the run before
 # (or afresh), and goes on for some versions.
 
 
@@ -127,7 +127,7 @@ def test_retention_keeps_its_promises(
 
     assert safe not in gone
     assert all(i <= safe for i in gone), "what is newer than the safe version may be all there is"
-    assert all(i.generation in ours for i in gone), "other lives are not ours to end"
+    assert all(i.generation in ours for i in gone), "other runs are not ours to end"
     past = [i for i in line if i <= safe]
     assert not set(past[:keep_last]) & set(gone), "the last ones stay"
     assert not keep_every or not {i for i in past if i.version % keep_every == 0} & set(gone)

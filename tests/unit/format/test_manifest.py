@@ -63,14 +63,19 @@ def test_every_truncation_is_rejected(manifest: Manifest) -> None:
             Manifest.decode(encoded[:length])
 
 
-def test_one_of_before_calls_were_told_is_read() -> None:
-    """They are told beside what `restore()` returns, which may be another number."""
-    told = dataclasses.replace(EXAMPLE, calls=9)
-    assert Manifest.decode(told.encode()) == told
-    before = values_of(told)
-    del before["calls"]
-    assert Manifest.decode(sign(before)) == EXAMPLE
-    assert EXAMPLE.calls is None
+def test_it_says_what_its_iteration_counts() -> None:
+    """Calls of `step()`, or optimizer steps; what does not say so is refused."""
+    steps = dataclasses.replace(EXAMPLE, iteration_counts="steps")
+    assert Manifest.decode(steps.encode()) == steps != EXAMPLE
+    assert (values_of(EXAMPLE)["iteration_counts"], values_of(steps)["iteration_counts"]) == (
+        "calls",
+        "steps",
+    )
+    silent = values_of(EXAMPLE)
+    del silent["iteration_counts"]
+    for values in (silent, silent | {"iteration_counts": "epochs"}):
+        with pytest.raises(FormatError, match="iteration_counts"):
+            Manifest.decode(sign(values))
 
 
 def test_every_flipped_bit_is_rejected() -> None:

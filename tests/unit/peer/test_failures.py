@@ -379,7 +379,7 @@ def test_shards_of_another_life_make_no_parity(tmp_path: Path) -> None:
     with Members(tmp_path, CODE, LENGTHS, Limits(join_seconds=2, stall_seconds=20)) as members:
         members.run([members.exchange(0), members.exchange(1, run_id="dead"), members.exchange(2)])
         assert len(members.errors) == 3
-        assert any("shards of two lives make no parity" in str(e) for e in members.errors.values())
+        assert any("shards of two runs make no parity" in str(e) for e in members.errors.values())
         assert nothing_of(tmp_path, 1)
         check_next_version(members)
 
@@ -388,8 +388,8 @@ def test_an_agent_with_another_secret_is_refused_and_told_so(tmp_path: Path) -> 
     heard: list[str] = []
     with Transport(SECRET, "127.0.0.1", notice=heard.append) as ours:
         ours.read_server.add(Members(tmp_path, CODE, LENGTHS).store(0))
-        with Transport(b"another life", "127.0.0.1") as stranger:
-            with pytest.raises(RefusedError, match="another job, or of another life"):
+        with Transport(b"another run", "127.0.0.1") as stranger:
+            with pytest.raises(RefusedError, match="another job, or of another run"):
                 stranger.connect(ours.address)
             with pytest.raises(RefusedError, match="refused us"):
                 ours.connect(stranger.address)

@@ -57,7 +57,7 @@ def test_whatever_a_script_says_goes_to_the_folder_of_the_run(order: ProofOrder)
         "peer_redundancy": "xor",
         "memory_every_steps": 0,
         "memory_every_seconds": 5.0,
-        "local_codecs": "checksum",
+        "local_codecs": "zstd",
         "halt_seconds_left": 60.0,
         "health": "refuse",
     }
@@ -70,7 +70,7 @@ def test_whatever_a_script_says_goes_to_the_folder_of_the_run(order: ProofOrder)
     assert (config.memory.every_steps, config.uses("local"), config.uses("peer")) == (
         (1, True, False)
     )
-    assert config.local.codecs == "checksum"  # a key that is needed is needed
+    assert config.local.codecs == "zstd"  # a key that is needed is needed
     assert config.idle == []
     assert (config.health, config.halt_seconds_left) == ("off", 0.0)
     other = redirected(load_config({"path": "/data/others"}))

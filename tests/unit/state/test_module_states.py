@@ -338,7 +338,7 @@ def test_observers_take_their_own_size_where_it_was_there_at_first(settings: Any
         return nn.Sequential(nn.Linear(6, 6), PerChannelMinMaxObserver(ch_axis=1))
 
     first = observed()
-    first(torch.randn(2, 6))  # before it is attached, which the next life does not do
+    first(torch.randn(2, 6))  # before it is attached, which the next run does not do
     run(first, settings)
     again = observed()
     with tierckpt.Checkpointer(again, optimizer_of(again), **settings) as ckpt:

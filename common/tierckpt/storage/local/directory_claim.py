@@ -1,6 +1,6 @@
 """Claims: one job at a time writes to a directory of the local level, whichever machine it is on.
 
-Ranks of one number keep each other out on one machine (`jobdirectory`). A directory that several
+Ranks of one number keep each other out on one machine (`job_directory`). A directory that several
 machines see needs more: two jobs there would go on from each other's versions. So each node's first
 rank leaves a file in it and keeps that locked while it lives:
 

@@ -75,7 +75,7 @@ class Mappings:
     """Mappings of files that slots gave up, for when one comes back; not thread-safe.
 
     A few files go round between slots, committed versions and retention. Mapping one and unmapping
-    it costs page tables: nearly as much time as copying it (DESIGN.md), and of the trainer's.
+    it costs page tables: nearly as much time as copying it (docs/figures.md), and of the trainer's.
     """
 
     def __init__(self) -> None:

@@ -220,7 +220,7 @@ class JobDirectory:
         return not _path_lockable(self.lock_path(rank))
 
     def dead_seconds(self) -> float:
-        """So long nobody has been seen to live here, as far as that can be told; see `deathwatch`.
+        """So long nobody has been seen to live here, as far as that can be told; see `abandoned`.
         Who asks has the gate, and has just seen it."""
         with contextlib.suppress(OSError):  # memory is full: nothing is lost by waiting
             return abandoned.dead_seconds(self.path)
@@ -282,7 +282,7 @@ class JobDirectory:
 
     def remove_dead_jobs(self, linger_seconds: float) -> list[str]:
         """Delete other jobs' segments when nobody of the job runs, and none did since another job
-        saw that so long ago (`deathwatch`). What is there may be the only copy: of an age by the
+        saw that so long ago (`abandoned`). What is there may be the only copy: of an age by the
         time of day, which somebody may have set, nothing is removed."""
         removed = []
         for other in self.others():

@@ -1,8 +1,8 @@
 """The pool: one rank's slots, and which of them may be overwritten.
 
-The rule that keeps a restorable version alive at every instant (DESIGN.md, "Two slots are
-enough"): a slot is overwritten only when it holds no version of the ledger's protected set, is not
-being filled, and is not being read by an agent, ours or the one of the run before.
+The rule that keeps a restorable version alive at every instant (docs/internals/agreement.md,
+"Two slots are enough"): a slot is overwritten only when it holds no version of the ledger's
+protected set, is not being filled, and is not being read by an agent, ours or the previous run's.
 
 Thread-safe: the copier thread chooses slots, the training thread asks and frees.
 """
@@ -40,7 +40,7 @@ class SlotPool:
     ) -> None:
         """`on_notice(text, severity)` hears of the fall-back to memory of this process alone.
 
-        `in_place`: the local level, where slots are to be files of it (see `imagefile`).
+        `in_place`: the local level, where slots are to be files of it (see `image_file`).
         """
         self.job = job
         self.rank = rank

@@ -1,10 +1,10 @@
 """Slots: reusable shared-memory buffers, each holding one shard in file layout.
 
 A slot is a seal area (one or more pages) and the shard's image, which may also be a file of its own
-in the local level's directory (see `imagefile`). The seal area holds the length of
+in the local level's directory (see `image_file`). The seal area holds the length of
 the manifest, zero while the slot is not sealed, and the manifest. Sealing writes the manifest
 first and its length last, and a manifest carries its own checksum, so a process killed at any
-instruction leaves either a sealed slot or an unsealed one. `jobdirectory` says where slots are.
+instruction leaves either a sealed slot or an unsealed one. `job_directory` says where slots are.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     store.versions(); store.read_manifest(name)              # anybody, anywhere
     store.open_shard(name, 3).read(offset, nbytes)
 
-Standard library and xxhash only; fsspec is imported for URLs. DESIGN.md tells why it is so,
-FORMAT.md what is written.
+Standard library and xxhash only; fsspec is imported for URLs. docs/internals/persistent.md has the
+protocols and their reasons, FORMAT.md the bytes.
 """
 
 from tierckpt.core.retention import HeldVersions, RetentionPolicy, retirable

@@ -1,4 +1,4 @@
-"""Checkpoints for loops that never mention them: the next forward is the boundary."""
+"""Checkpoints for loops that never mention them: the next forward pass is the boundary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import tierckpt
 from tests.support import exact
 from tests.support.rank_pool import ROOT
 from tests.support.training import Net, Place, attach, make_job, sgd
-from tierckpt.hooks.iterations import AUTOMATIC_AFTER_STEPS
+from tierckpt.hooks.iterations import STEPS_UNTIL_CALL
 
 SETTINGS: dict[str, Any] = {"local_every_steps": 0, "local_every_seconds": 0}
 
@@ -156,107 +156,33 @@ def test_only_a_training_forward_is_a_boundary(ranks: Any, tmp_path: Path, shm_d
         assert versions == [0, 1, 2, 3, 4]
 
 
-def many_steps_in_one_iteration(place: Place) -> list[int]:
-    """A loop that does call step(), but only after its optimizer has made several steps."""
-    job = make_job()
-    attached = attach(job, place)
-    versions = []
-    for iteration in range(10):
-        job.iterate(iteration)
-        versions.append(attached.ckpt.version)
-    attached.ckpt.step()
-    attached.ckpt.abandon()
-    return [*versions, attached.ckpt.version]
-
-
-def test_no_boundary_is_guessed_in_the_first_iteration(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    for versions in ranks(2).run(many_steps_in_one_iteration, Place.under(tmp_path, shm_dir)):
-        assert versions == [0] * 10 + [10]
-
-
-def step_never_called(place: Place) -> list[int]:
-    job = make_job()
-    attached = attach(job, place)
-    versions = []
-    for iteration in range(AUTOMATIC_AFTER_STEPS + 4):
-        job.iterate(iteration)
-        versions.append(attached.ckpt.version)
-    attached.ckpt.abandon()
-    return versions
-
-
-def test_a_loop_that_never_calls_step_is_found_out(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    for versions in ranks(2).run(step_never_called, Place.under(tmp_path, shm_dir)):
-        late = AUTOMATIC_AFTER_STEPS
-        assert versions == [0] * late + [late, late + 1, late + 2, late + 3]
-
-
 def explicit_boundary(place: Place) -> tuple[Any, ...]:
     job = make_job()
-    attached = attach(job, place, boundary="explicit")
-    for iteration in range(4):
+    attached = attach(job, place)
+    for iteration in range(STEPS_UNTIL_CALL):
         job.iterate(iteration)
     before = attached.ckpt.version
+    loud = [e.severity for e in attached.events if "step() of the checkpointer was" in e.message]
     attached.ckpt.step()
     digest = exact.digest(job.replicated())
-    job.iterate(4)
+    job.iterate(STEPS_UNTIL_CALL)
     attached.ckpt.abandon()
     job = make_job(seed=2)
     attached = attach(job, place)
     restored = attached.ckpt.restore()
     attached.ckpt.abandon()
     found = exact.digest(job.replicated()) == digest
-    return before, attached.ckpt.version, int(restored), restored.version, found
+    return before, attached.ckpt.version, int(restored), restored.version, found, loud
 
 
 def test_an_explicit_boundary_is_step_alone(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
-    """Four steps of the optimizer, one call of step(): version 4, iteration 1."""
-    for told in ranks(2).run(explicit_boundary, Place.under(tmp_path, shm_dir)):
-        assert told == (0, 4, 1, 4, True)
-
-
-PER_CALL = 40
-"""Steps of the optimizer, as in a loop that learns from each batch several times."""
-
-
-def killed_before_the_first_call(place: Place, calls: int, steps: int) -> dict[str, Any]:
-    """One life: restore, so many whole iterations, and so many steps of the next one."""
-    job = make_job(optimizer=sgd)
-    attached = attach(job, place)
-    restored = attached.ckpt.restore()
-    for _ in range(calls):
-        for step in range(PER_CALL):
-            job.iterate(step)
-        attached.ckpt.step()
-    for step in range(steps):
-        job.iterate(step)
-    attached.ckpt.abandon()
-    told = [e.message for e in attached.events if e.severity >= logging.WARNING]
-    return {"restored": (int(restored), restored.version, restored.guessed), "told": told}
-
-
-def test_many_steps_a_call_are_never_taken_for_calls(
-    ranks: Any, tmp_path: Path, shm_dir: Path
-) -> None:
-    """Killed in its first iteration: the first life, which cannot know, says so; later ones do."""
-    run, place = ranks(2).run, Place.under(tmp_path, shm_dir)
-    for rank, told in enumerate(run(killed_before_the_first_call, place, 0, PER_CALL)):
-        assert len(told["told"]) == (rank == 0)
-        assert all('set boundary="explicit"' in text for text in told["told"])
-    for rank, told in enumerate(run(killed_before_the_first_call, place, 0, 1)):
-        assert told["restored"] == (PER_CALL - 1, PER_CALL - 1, True)
-        assert [text.startswith("v39 was taken before step()") for text in told["told"]] == [
-            True
-        ] * (rank == 0)
-    place = Place(f"{place.path} 2", place.shm)
-    run(killed_before_the_first_call, place, 2, 1)
-    for _ in range(2):
-        for told in run(killed_before_the_first_call, place, 0, PER_CALL):
-            assert told == {"restored": (2, 2 * PER_CALL, False), "told": []}
+    """16 steps of the optimizer, one call of step(): version 16, iteration 1. One rank says that
+    the call was late."""
+    told = ranks(2).run(explicit_boundary, Place.under(tmp_path, shm_dir))
+    for rank, (*numbers, found, loud) in enumerate(told):
+        assert numbers == [0, STEPS_UNTIL_CALL, 1, STEPS_UNTIL_CALL]
+        assert found
+        assert loud == [logging.DEBUG if rank else logging.ERROR]
 
 
 class Pair(nn.Module):
