@@ -326,7 +326,7 @@ def test_the_life_after_next_is_told_and_finds_it_where_it_was(
     come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
     """Where the next one ended before its agents had met, or began to meet, another one is told by
-    that life's agent, whatever surroundings it has; and nodes that know the first agent find it."""
+    that run's agent, whatever environment it has; and nodes that know the first agent find it."""
     first = client_of(shm_dir, tmp_path, 0, "old", (0,))
     reach(first)
     known_nodes = known("node")

@@ -124,7 +124,7 @@ def test_an_order_is_carried_out_by_those_who_knew_each_other_then(
     """A new run, which has other shards here, begins while an order waits: that one fails, as its
     peers are gone, and is not taken for protected because nobody looked."""
     orders = Orders(tmp_path, 0)
-    orders.made.open(ListenSettings("one life", "lo", 0, "localhost"))
+    orders.made.open(ListenSettings("one run", "lo", 0, "localhost"))
     began, go_on = threading.Event(), threading.Event()
     carry_out = protector._protect_all
 

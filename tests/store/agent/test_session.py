@@ -221,7 +221,7 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, contextlib.ExitStack() as lives:
         channel = lives.enter_context(trainer(node, settings))
         lives.callback(go_on.set)
-        protocol.send(channel, Commit(KEY, "the life before's"))
+        protocol.send(channel, Commit(KEY, "the run before's"))
         assert begun.wait(60)
         channel.shutdown(socket.SHUT_RDWR)
         successor = lives.enter_context(trainer(node, settings))
@@ -236,7 +236,7 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
         go_on.set()
         heard, _ = protocol.receive(successor)
         assert heard == Finished(last=True)
-        assert served == ["the life before's", "the first", "the second"]
+        assert served == ["the run before's", "the first", "the second"]
         assert node.protector().known_nodes() == known_nodes
 
 

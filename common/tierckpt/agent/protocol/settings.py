@@ -126,7 +126,7 @@ class AgentAddress:
     """Where a node's agent listens for those of other nodes."""
 
     host: str
-    """The node's name, as `hostid.host_id` makes it."""
+    """The node's name, as `_host.host_id` makes it."""
     address: str
     port: int
     secret: str
