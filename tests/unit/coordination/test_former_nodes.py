@@ -42,7 +42,7 @@ def test_each_is_named_with_all_reasons(closed_port: int) -> None:
         assert "cannot be reached" in first
         assert second.startswith("node b, ")
         assert "of another run of this one" in second
-        former_nodes = look(down, refuses, AgentAddress("b/boot", host, port, "of a later life"))
+        former_nodes = look(down, refuses, AgentAddress("b/boot", host, port, "of a later run"))
         assert former_nodes.silent == [first]
         assert [known.node for known in former_nodes.alive] == ["b"]
 
