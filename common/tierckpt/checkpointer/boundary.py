@@ -113,11 +113,11 @@ class Boundary:
             newest: that version.
             begin_seconds: when the boundary began, by `time.perf_counter()`.
             take: what `decide` returned.
-            halt: what `Halting.vote` says.
+            halt: what `HaltController.vote` says.
             adapter: what `Checkpointer.own_vote` says.
-            check: what `Replicas.vote` says.
+            check: what `ReplicaMonitor.vote` says.
             unchanged: see `Vote`.
-            own: what `Replicas.row` says.
+            own: what `ReplicaMonitor.row` says.
         """
         self._last = newest, take
         if self._meter is not None:

@@ -742,7 +742,7 @@ class Checkpointer:
 
     def own_vote(self) -> int:
         """What an adapter wants all ranks to know at the next boundary, where `agreed_vote` is the
-        smallest of all ranks' votes; asked at every boundary. `policy.VOID` says that the
+        smallest of all ranks' votes; asked at every boundary. `votes.VOID` says that the
         state here is no version, on this rank and hence on none."""
         return 0
 

@@ -141,13 +141,14 @@ class Agreement:
         own: Sequence[int] = (),
     ) -> None:
         """Cast this rank's vote; `newest` is the version of this boundary, too young to judge,
-        `halt` what `Halting.vote` says, `figures` what checkpoints cost here, and `check` what
-        `Replicas.vote` says, and `own` what all ranks are to read of it (see `Ballots`)."""
+        `halt` what `HaltController.vote` says, `figures` what checkpoints cost here, and `check`
+        what `ReplicaMonitor.vote` says, and `own` what all ranks are to read of it (see
+        `Ballots`)."""
         memory = next((v for v in self.memory.open if v != newest), None)
         local = next((v for v in self.local.open if v != newest), None)
         peer = next(iter(self.peer.open), None)
         flush = next(iter(self.persistent.open), None)
-        nbytes, metric = (0, None) if local is None else self._shards.get(local, (0, None))
+        nbytes, metric = self._shard(local)
         now, config = time.monotonic(), self._config
         vote = Vote(
             slot_free=int(slot_free),
@@ -183,9 +184,7 @@ class Agreement:
         self._asked = False
         if self.parted is not None:
             return
-        self.turns += 1
-        pending = self._ballots.all_reduce_min(vote.pack(), own)
-        self._ballot = Ballot(pending, newest, memory, local, peer, flush)
+        self._cast(vote, newest, memory, local, peer, flush, own)
 
     def vote_again(self, version: int) -> None:
         """At the boundary of `version`, on all ranks: learn now what became of each version that is
@@ -195,19 +194,36 @@ class Agreement:
             if self.parted is not None:
                 return
             memory, local = next(iter(self.memory.open), None), next(iter(self.local.open), None)
-            nbytes, metric = (0, None) if local is None else self._shards.get(local, (0, None))
+            nbytes, metric = self._shard(local)
             vote = Vote(
                 memory_state=self._state("memory", memory) or BROKEN,
                 local_state=self._state("local", local) or BROKEN,
                 less_bytes=-nbytes,
                 metric=as_vote(metric),
             )
-            self.turns += 1
-            pending = self._ballots.all_reduce_min(vote.pack())
             newest = VersionId(self.memory.open[-1].generation if self.memory.open else 0, version)
-            self._ballot = Ballot(pending, newest, memory, local, None, None)
+            self._cast(vote, newest, memory, local)
             self.read()
             self.apart, self.together = apart, together
+
+    def _cast(
+        self,
+        vote: Vote,
+        newest: VersionId,
+        memory: VersionId | None,
+        local: VersionId | None,
+        peer: VersionId | None = None,
+        flush: VersionId | None = None,
+        own: Sequence[int] = (),
+    ) -> None:
+        """Cast the vote; for the versions that it is about see `Ballot`."""
+        self.turns += 1
+        pending = self._ballots.all_reduce_min(vote.pack(), own)
+        self._ballot = Ballot(pending, newest, memory, local, peer, flush)
+
+    def _shard(self, local: VersionId | None) -> tuple[int, float | None]:
+        """The size of this rank's shard of a version on its way to local, and the metric."""
+        return (0, None) if local is None else self._shards.get(local, (0, None))
 
     def _state(self, level: str, id_: VersionId | None) -> int:
         return DONE if id_ is None else self._known[level].get(id_, PENDING)

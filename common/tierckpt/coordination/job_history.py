@@ -60,7 +60,7 @@ class JobHistory:
         directory_is_new: bool = False,
         directory_is_another: bool = False,
     ) -> None:
-        """`directory_is_new`: this start made it. `directory_is_another`: see `Berth`."""
+        """`directory_is_new`: this start made it. `directory_is_another`: see `NodeResources`."""
         self.lineage: Lineage = ()
         """Empty before this run has begun."""
         self.name = ""

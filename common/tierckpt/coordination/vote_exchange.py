@@ -349,9 +349,8 @@ class _Pending:
         return self._wait()[0]
 
     def done(self) -> bool:
-        return self._result is not None or self._ballots.done(
-            self._turn
-        )  # another may hold the lock
+        # Without the lock, which another thread may hold that waits.
+        return self._result is not None or self._ballots.done(self._turn)
 
     def rows(self) -> Rows:
         return self._wait()[1] if self._with_own else []

@@ -417,11 +417,8 @@ class ReplicaMonitor:
             self._alike_at = [UNKNOWN] * self._slices
             self._spread_in = SPREAD_AFTER
             text = (drifted if found.clean is not None else never_alike)(found, consequences)
-            if self._stop:
-                self.error = ReplicaError(text, found.names, found.odd or ())
-        if self._group.rank:
-            severity = logging.DEBUG
-        self._reports.emit("drifted", version=version, message=text, severity=severity)
+            self._stop_for(found, text)
+        self._emit(version, text, severity)
 
     def part(self, version: int, together: int | None, at: str, missing: Sequence[int]) -> None:
         """This rank found that others do not come to the boundary of `version`.
@@ -436,9 +433,18 @@ class ReplicaMonitor:
         self.finding = Finding((), None, self._group.size, version, clean, apart=True)
         self._inquiry = None
         text = parted(self.finding, self._on_finding(self.finding), at, missing)
+        self._stop_for(self.finding, text)
+        self._emit(version, text, logging.ERROR)
+
+    def _stop_for(self, found: Finding, text: str) -> None:
+        """With `on_drift="stop"`: the error to be raised at the end of this boundary."""
         if self._stop:
-            self.error = ReplicaError(text, (), ())
-        severity = logging.DEBUG if self._group.rank else logging.ERROR
+            self.error = ReplicaError(text, found.names, found.odd or ())
+
+    def _emit(self, version: int, text: str, severity: int) -> None:
+        """All ranks emit the event; rank 0 alone is loud."""
+        if self._group.rank:
+            severity = logging.DEBUG
         self._reports.emit("drifted", version=version, message=text, severity=severity)
 
     def _say(self, text: str, severity: int) -> None:
