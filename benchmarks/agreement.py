@@ -43,7 +43,10 @@ class Rank:
         assert not isinstance(page, GroupBallots), "these ranks cannot share memory"
         self._agreements = {
             kind: Agreement(self.group, ballots, load_config({}, {}), lambda *_: None, lambda: None)
-            for kind, ballots in {"page": page, "gloo": GroupBallots(self.group)}.items()
+            for kind, ballots in {
+                "page": page,
+                "gloo": GroupBallots(self.group, VOTE_WIDTH),
+            }.items()
         }
         layers = [torch.nn.Linear(256, 256) for _ in range(8)]
         self.model = DistributedDataParallel(torch.nn.Sequential(*layers))

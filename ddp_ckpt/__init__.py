@@ -1,8 +1,7 @@
 """DDP adapter: checkpoints from inside DistributedDataParallel's gradient allreduce.
 
 ckpt = ddp_ckpt.Checkpointer(ddp_model, optimizer, path="ckpts", extra={"scheduler": sched})
-start = ckpt.restore()
-for step in range(start, steps):
+start = ckpt.restore() for step in range(start, steps):
     ...; loss.backward(); optimizer.step(); sched.step()
     ckpt.step()
 ckpt.close()

@@ -26,6 +26,9 @@ class _PendingReduce:
         self._work.wait()
         return [int(v) for v in self._buffer.tolist()]
 
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
 
 class TorchGroup:
     """All ranks of a process group (default: all of the job), over gloo and CPU memory.

@@ -5,9 +5,7 @@ import horovod.torch as hvd, horovod_ckpt
 hvd.init()
 optimizer = horovod_ckpt.DistributedOptimizer(
     optimizer, named_parameters=model.named_parameters(), model=model, path="ckpts"
-)
-start = optimizer.checkpointer.restore()
-for step in range(start, steps):
+) start = optimizer.checkpointer.restore() for step in range(start, steps):
     ...; loss.backward(); optimizer.step()
     optimizer.checkpointer.step()
 optimizer.checkpointer.close()

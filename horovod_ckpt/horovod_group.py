@@ -39,6 +39,15 @@ class _PendingReduce:
                 return self._outcome
             raise self._outcome
 
+    def done(self) -> bool:
+        """See Pending."""
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread waits for it
+        try:
+            return self._outcome is not None or bool(hvd.poll(self._handle))
+        finally:
+            self._lock.release()
+
 
 def _finish(handle: int, deadline_seconds: float | None = None) -> torch.Tensor:
     """The result of an operation, waiting for it; HorovodInternalError when a rank is gone."""
@@ -70,8 +79,8 @@ class HorovodGroup:
         self._name = f"tierckpt.{self._new_number()}"
         self._ranks = list(process_set.ranks or range(self.size))
         self._votes: list[_PendingReduce | None] = [None] * UNDER_WAY
-        self._launched = self._width = 0
-        """Votes so far, and the length of one."""
+        self._launched = 0
+        """Votes so far."""
 
     def _new_number(self) -> int:
         """One that no rank has given to a group yet, the same on all: ranks that joined an elastic
@@ -88,19 +97,11 @@ class HorovodGroup:
         return handle
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See Group.
-
-        A rank whose iteration was cut short may have voted once less than the others. It catches
-        up here, before it restores: else the votes of different boundaries would meet.
-        """
+        """See Group."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        facts = torch.tensor(
-            [[mine.numel(), self._launched, self._width]], dtype=torch.int64, device="cpu"
-        )
-        sizes, launched, widths = self._all_gather(facts, "sizes").T.tolist()
+        size = torch.tensor([mine.numel()], dtype=torch.int64, device="cpu")
+        sizes = self._all_gather(size, "sizes").tolist()
         everyone = self._all_gather(mine, "objects")
-        while self._launched < max(launched):
-            self.all_reduce_min([0] * max(widths))
         return [pickle.loads(part.numpy().tobytes()) for part in everyone.split(sizes)]
 
     def _all_gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -117,7 +118,6 @@ class HorovodGroup:
         """See Group."""
         turn = self._launched % UNDER_WAY
         self._launched += 1
-        self._width = len(values)
         before = self._votes[turn]
         if before is not None:
             before.wait()  # long done; Horovod refuses two of one name at a time

@@ -21,6 +21,10 @@ class Pending(Protocol):
         """The result, waiting for it. Any thread; may be called again."""
         ...
 
+    def done(self) -> bool:
+        """True when `wait` returns, or raises, at once. Any thread, also while another waits."""
+        ...
+
 
 @runtime_checkable
 class Group(Protocol):
@@ -63,6 +67,9 @@ class _Done:
 
     def wait(self) -> list[int]:
         return self._values
+
+    def done(self) -> bool:
+        return True
 
 
 class SingleGroup:

@@ -35,6 +35,15 @@ class _PendingReduce:
             _finish(self._request)
             return [int(v) for v in self._buffers[1]]
 
+    def done(self) -> bool:
+        """See Pending."""
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread waits for it
+        try:
+            return bool(self._request.Test())
+        finally:
+            self._lock.release()
+
 
 def _finish(request: Any, deadline_seconds: float | None = None) -> bool:
     """Wait for a request; False when the deadline passed."""

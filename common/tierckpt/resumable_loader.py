@@ -2,8 +2,7 @@
 
     data = tierckpt.ResumableLoader(DataLoader(dataset, batch_size=64, shuffle=True))
     ckpt = ddp_ckpt.Checkpointer(model, optimizer, extra_per_rank={"data": data})
-    ckpt.restore()
-    for epoch in range(data.epoch, epochs):
+    ckpt.restore() for epoch in range(data.epoch, epochs):
         data.set_epoch(epoch)
         for batch in data:
             ...

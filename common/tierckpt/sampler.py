@@ -3,8 +3,7 @@
     sampler = tierckpt.ResumableSampler(dataset, batch_size=64)
     loader = DataLoader(dataset, batch_sampler=sampler, generator=torch.Generator())
     ckpt = ddp_ckpt.Checkpointer(model, optimizer, extra={"position": sampler.position})
-    ckpt.restore()
-    for epoch in range(sampler.epoch, epochs):
+    ckpt.restore() for epoch in range(sampler.epoch, epochs):
         sampler.set_epoch(epoch)
         for batch in loader:
             ...

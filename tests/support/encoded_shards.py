@@ -19,7 +19,8 @@ from pathlib import Path
 
 from tierckpt import _faults
 from tierckpt.agent.flush_sources import Bases, EncodedSource
-from tierckpt.agent.session import SessionSettings, TrainerSession
+from tierckpt.agent.protocol import Retire, SessionSettings
+from tierckpt.agent.session import TrainerSession
 from tierckpt.agent.shard_guard import ShardGuard
 from tierckpt.codecs.decoder import Decoder, Read
 from tierckpt.codecs.encoder import cut
@@ -99,7 +100,7 @@ def shard(version: int) -> Iterator[tuple[memoryview, bytes]]:
 
 
 class NoServices:
-    makes_way = False
+    shutting_down = False
 
     def __init__(self) -> None:
         self.held = ShardGuard()
@@ -128,7 +129,7 @@ def commit(at: TrainerSession, version: int) -> None:
 
 
 def retire(at: TrainerSession, safe: int) -> None:
-    at._retire({"safe": [1, safe], "lineage": [[1, 0]], "keep": [], "void": []})
+    at._retire(Retire(VersionId(1, safe), ((1, 0),)))
 
 
 def local(directory: Path, finished: Callable[[int], None]) -> None:

@@ -1,4 +1,4 @@
-"""A script as users write them, exact, or inexact in one way: `provescript.py KIND [STEPS]`.
+"""A script as users write them, exact, or inexact in one way: `prove_script.py KIND [STEPS]`.
 
 Alone, under torchrun, or under horovodrun.
 """

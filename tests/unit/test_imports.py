@@ -14,7 +14,8 @@ HEAVY = ("torch", "numpy")
     "module",
     [
         "tierckpt",
-        "tierckpt.agent.server",
+        "tierckpt.agent.process",
+        "tierckpt.agent.protocol",
         "tierckpt.config",
         "tierckpt.events",
         "tierckpt.storage.inventory",

@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 from tierckpt._text import some
 from tierckpt.core.stall_timeout import StallTimeout
@@ -18,9 +17,37 @@ from tierckpt.format.ids import Lineage, ShardKey, VersionId
 from tierckpt.storage.memory.slots import Slot
 
 from .address import AgentSettings
-from .connection import OTHERS, AgentConnection, Message
-from .flusher import FlushOrder
-from .session import SessionSettings
+from .connection import OTHERS, AgentConnection
+from .protocol import (
+    AgentMessage,
+    AskProgress,
+    Commit,
+    CommitFailed,
+    Committed,
+    Flush,
+    Flushed,
+    FlushFailed,
+    FlushOrder,
+    Inherit,
+    Introduce,
+    KnownNodes,
+    Listen,
+    ListenFailed,
+    Listening,
+    ListenSettings,
+    PartySettings,
+    Problem,
+    Progress,
+    Protect,
+    Protected,
+    ProtectFailed,
+    Retire,
+    SessionSettings,
+    ShuttingDown,
+    TrainerMessage,
+    Welcome,
+    version_of,
+)
 
 LOOK_SECONDS = 5.0
 """So often the agent is asked whether its flushes get on, while somebody waits for them."""
@@ -39,7 +66,7 @@ class AgentClient:
     ) -> None:
         """`inline`: the agent is a thread of this process (for debugging, and where processes
         may not be started); it dies with it. `environment`: the same for all ranks of the node,
-        see `environment.fingerprint`; an agent of others makes way. `may_start`: they are this
+        see `environment.fingerprint`; an agent of others shuts down. `may_start`: they are this
         process's, too, from which an agent that it starts would have them."""
         self.session = session
         self._line = AgentConnection(settings, session, self, inline, environment, may_start)
@@ -50,13 +77,13 @@ class AgentClient:
         fault."""
         self._flushing: dict[VersionId, FlushOrder] = {}
         self._protecting: set[VersionId] = set()
-        self._introduction: list[Message] = []
-        """To an agent that is new: who those of other nodes are."""
-        self._heritage: list[Message] = []
-        """The same, before this run's have met: whom an agent knew that made way."""
-        self._known_nodes: dict[str, Any] = {}
-        """What the agent knew before it was told."""
-        self._heard: list[Message] = []
+        self._introduction: tuple[Listen, Introduce] | None = None
+        """For an agent that is new: the agents of other nodes."""
+        self._heritage: Inherit | None = None
+        """The same, before this run's agents have met: those that an agent knew that shut down."""
+        self._known_nodes: KnownNodes | None = None
+        """The nodes that the agent knew before it was introduced."""
+        self._heard: list[AgentMessage] = []
         self._asked = False
         """Whether flushes get on, and there is no answer yet."""
         self._quiet: list[tuple[float, float]] = []
@@ -105,8 +132,7 @@ class AgentClient:
     def _hand_over(self, key: ShardKey, slot: Slot) -> None:
         self._pending[key.id] = key, slot
         segment = str(slot.path) if slot.path else None
-        message = {"op": "commit", "stem": key.stem, "segment": segment}
-        self._line.send(message, [] if slot.path else [slot.fd])
+        self._line.send(Commit(key, segment), [] if slot.path else [slot.fd])
 
     def retire(
         self,
@@ -117,13 +143,7 @@ class AgentClient:
     ) -> None:
         """Tell the agent what is safe, so that retention can go on; versions in `keep` stay
         whatever the policy says, and `void` ones count for nothing. Never blocks."""
-        message = {
-            "op": "retire",
-            "safe": None if safe is None else [safe.generation, safe.version],
-            "lineage": lineage,
-            "keep": [[id_.generation, id_.version] for id_ in keep],
-            "void": [[id_.generation, id_.version] for id_ in void],
-        }
+        message = Retire(safe, lineage, tuple(keep), tuple(void))
         with self._lock:
             if self._line.welcome:
                 self._line.send(message)
@@ -134,8 +154,8 @@ class AgentClient:
         One call for the whole node. An agent that dies meanwhile leaves it to its successor.
         """
         with self._lock:
-            self._flushing[order.name.id] = order
-            self._line.send({"op": "flush", "order": order.as_message()})
+            self._flushing[order.id] = order
+            self._line.send(Flush(order))
 
     def protect(self, version: VersionId, lost: Collection[int] | None = None) -> None:
         """Have a version protected by the agents of other nodes. One call for the whole node.
@@ -144,33 +164,23 @@ class AgentClient:
         """
         with self._lock:
             self._protecting.add(version)
-            self._line.send(
-                {
-                    "op": "protect",
-                    "version": version.version,
-                    "generation": version.generation,
-                    "lost": None if lost is None else sorted(lost),
-                }
-            )
+            self._line.send(Protect(version, None if lost is None else tuple(sorted(lost))))
 
     def introduce(
-        self, where: dict[str, Any], parties: list[dict[str, Any]], known_nodes: dict[str, Any]
+        self, where: ListenSettings, parties: Iterable[PartySettings], known_nodes: KnownNodes
     ) -> None:
-        """Tell the agent, which listens at `where`, who the others are; its successor, too.
-
-        That listens at the same port, so nobody else has to be told. Never blocks.
-        """
+        """Introduce other nodes' agents to the agent, which listens at `where`, and to its
+        successor, which listens at the same port: no other node has to know. Never blocks."""
         with self._lock:
-            know = {"op": "know", "parties": parties, "roster": known_nodes}
-            self._introduction = [{"op": "meet", "where": where}, know]
-            self._line.send(know)
+            introduction = Introduce(tuple(parties), known_nodes)
+            self._introduction = Listen(where), introduction
+            self._line.send(introduction)
 
-    def known_nodes(self, timeout_seconds: float) -> dict[str, Any]:
-        """What was said of other nodes' agents: by us; or before us, if the agent was there before
-        us and bids welcome in time. Empty where nothing was."""
-        if self._introduction:
-            said: dict[str, Any] = self._introduction[-1]["roster"]
-            return said
+    def known_nodes(self, timeout_seconds: float) -> KnownNodes | None:
+        """Other nodes' agents: as introduced here, or else as an agent knows them that was there
+        before and says welcome in time. None where none are known."""
+        if self._introduction is not None:
+            return self._introduction[1].known_nodes
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             with self._lock:
@@ -180,21 +190,22 @@ class AgentClient:
             time.sleep(0.002)
         return self._known_nodes
 
-    def ask(self, op: str, answer: str, timeout_seconds: float, **values: Any) -> Message:
-        """Say something and wait for the answer; other messages are kept for `poll`.
+    def listen(self, where: ListenSettings, timeout_seconds: float) -> Listening | ListenFailed:
+        """Have the agent listen for other nodes' agents, and wait for the answer; other messages
+        are kept for `poll`.
 
         Raises TimeoutError. For attach and restart, not for steps.
         """
         with self._lock:
-            self._line.send({"op": op, **values})
+            self._line.send(Listen(where))
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
             with self._lock:
                 self._line.look()
-                for message in self._heard:
-                    if message["op"] == answer:
-                        self._heard.remove(message)
-                        return message
+                for heard in self._heard:
+                    if isinstance(heard, Listening | ListenFailed):
+                        self._heard.remove(heard)
+                        return heard
             time.sleep(0.002)
         raise TimeoutError(f"the agent did not answer within {timeout_seconds:.0f} s")
 
@@ -220,18 +231,15 @@ class AgentClient:
         """Whether something of a version is under way, or was answered and not polled yet."""
         with self._lock:
             known = (*self._pending, *self._protecting, *self._flushing)
-            about = (m for m in self._heard if "version" in m)
-            return id_ in known or any(
-                id_ == VersionId(m["generation"], m["version"]) for m in about
-            )
+            return id_ in (*known, *map(version_of, self._heard))
 
     def pinned(self) -> set[str]:
         """Names of the slots that the agent reads."""
         with self._lock:
             return {slot.name for _, slot in self._pending.values()}
 
-    def poll(self) -> list[Message]:
-        """What the agent said since the last call. Never blocks."""
+    def poll(self) -> list[AgentMessage]:
+        """The agent's messages since the last call. Never blocks."""
         with self._lock:
             self._line.look()
             heard, self._heard = self._heard, []
@@ -274,7 +282,7 @@ class AgentClient:
                     return False
                 if not self._asked:
                     self._asked = True
-                    self._line.send({"op": "ask"})
+                    self._line.send(AskProgress())
         return True
 
     def close(self, timeout_seconds: float = 10.0, abandoned: bool = False) -> None:
@@ -286,39 +294,38 @@ class AgentClient:
 
     # --- called by the line, with the lock held ------------------------------------------------
 
-    def greeted(self, welcome: Message) -> Iterable[Message]:
+    def greeted(self, welcome: Welcome) -> Iterable[TrainerMessage]:
         """See `connection.Owner`."""
-        self._known_nodes = welcome["roster"] or self._known_nodes
-        return self._introduction or self._heritage
+        self._known_nodes = welcome.known_nodes or self._known_nodes
+        return self._introduction or ([self._heritage] if self._heritage is not None else [])
 
-    def made_way(self, unwelcome: Message) -> None:
-        """See `connection.Owner`. One rank of the node says what is given up."""
-        self._known_nodes = unwelcome["roster"] or self._known_nodes
-        if where := unwelcome.get("where"):
-            self._heritage = [{"op": "succeed", "where": where, "roster": self._known_nodes}]
-        text = f"agent {self.settings.index} of this node has {OTHERS}; it makes way for ours"
-        given_up = unwelcome["given_up"] if self.session.speaks else []
+    def shutting_down(self, agent: ShuttingDown) -> None:
+        """See `connection.Owner`. One rank of the node reports the flushes that are given up."""
+        self._known_nodes = agent.known_nodes or self._known_nodes
+        if agent.where is not None:
+            self._heritage = Inherit(agent.where, self._known_nodes)
+        text = f"agent {self.settings.index} of this node has {OTHERS}; it shuts down for ours"
+        given_up = agent.given_up if self.session.speaks else ()
         if given_up:
             versions = some([f"v{version}" for version in given_up], 8)
             text += f", and gives up what it still had to flush: {versions}"
         severity = logging.WARNING if given_up else logging.INFO
-        level = "persistent" if given_up else "local"
-        self._heard.append({"op": "problem", "level": level, "error": text, "severity": severity})
+        self._heard.append(Problem(text, "persistent" if given_up else "local", severity))
 
-    def heard(self, message: Message) -> None:
+    def heard(self, message: AgentMessage) -> None:
         """See `connection.Owner`: what is answered is under way no more."""
-        if message["op"] == "quiet":
-            self._asked = False
-            self._quiet.append((message["seconds"], time.monotonic()))
-            return
-        if message["op"] in ("committed", "failed"):
-            id_ = VersionId(message["generation"], message["version"])
-            self._pending.pop(id_, None)
-            self._tried_again.discard(id_)
-        if message["op"] in ("protected", "protect_failed"):
-            self._protecting.discard(VersionId(message["generation"], message["version"]))
-        if message["op"] in ("flushed", "flush_failed"):
-            self._flushing.pop(VersionId(message["generation"], message["version"]), None)
+        match message:
+            case Progress(quiet_seconds=seconds):
+                self._asked = False
+                self._quiet.append((seconds, time.monotonic()))
+                return
+            case Committed(id=id_) | CommitFailed(id=id_):
+                self._pending.pop(id_, None)
+                self._tried_again.discard(id_)
+            case Protected(id=id_) | ProtectFailed(id=id_):
+                self._protecting.discard(id_)
+            case Flushed(id=id_) | FlushFailed(id=id_):
+                self._flushing.pop(id_, None)
         self._heard.append(message)
 
     def lost(self, reason: str) -> None:
@@ -327,7 +334,7 @@ class AgentClient:
         for id_ in again:
             del self._pending[id_]
         then = "another one commits what it had" if again else "the next commit starts one"
-        self._heard.append({"op": "problem", "error": f"{reason}; {then}"})
+        self._heard.append(Problem(f"{reason}; {then}"))
         self._bury(reason)
         for key, slot in again.values():
             self._tried_again.add(key.id)
@@ -335,23 +342,18 @@ class AgentClient:
 
     def _bury(self, reason: str) -> None:
         """What was handed over, or was to be, is not committed; a successor does the flushes."""
-        self._report_lost("failed", self._pending, reason)
-        self._report_lost("protect_failed", self._protecting, reason)
+        self._heard += [CommitFailed(id_, reason) for id_ in self._pending]
+        self._heard += [ProtectFailed(id_, reason) for id_ in self._protecting]
         self._tried_again.difference_update(self._pending)
         self._pending.clear()
         self._protecting.clear()
         self._asked = False
         self._line.hang_up()
         for order in self._flushing.values():
-            self._line.send({"op": "flush", "order": order.as_message()})
+            self._line.send(Flush(order))
 
     def gave_up(self, reason: str) -> None:
-        """See `connection.Owner`: so nobody shall wait for a successor."""
-        self._report_lost("flush_failed", self._flushing, reason)
+        """See `connection.Owner`: nothing waits for a successor."""
+        self._heard += [FlushFailed(id_, reason) for id_ in self._flushing]
         self._flushing.clear()
         self._bury(reason)
-
-    def _report_lost(self, op: str, versions: Iterable[VersionId], reason: str) -> None:
-        for id_ in versions:
-            lost = {"op": op, "error": reason, "version": id_.version}
-            self._heard.append({**lost, "generation": id_.generation})

@@ -1,5 +1,6 @@
 """The way to a node's agent: finds the one that is for us, or starts it, and carries messages.
 
+`connection_states` decides what is done; here it is done, and what became of it reported there.
 All is done with `lock` held, which is the owner's to take, and nothing waits for the agent: what it
 cannot be told yet is kept until it is there. What comes, and what becomes of it, is the owner's.
 """
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -19,41 +19,67 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from tierckpt._children import child_command, child_environment
 
 from . import environment as environment
 from . import protocol
-from .address import TAKEN, AgentSettings
+from .address import AgentSettings
+from .connection_states import (
+    AcceptWelcome,
+    Action,
+    Close,
+    Connect,
+    Connected,
+    DeclaredOutdated,
+    Ended,
+    Event,
+    Fail,
+    GiveUp,
+    HangUp,
+    Needed,
+    NobodyListens,
+    NotUnderstood,
+    PredecessorEnds,
+    ProcessEnded,
+    ProcessStarted,
+    Report,
+    ReportLost,
+    ReportShutdown,
+    Standing,
+    StartProcess,
+    State,
+    Tick,
+    Unwelcomed,
+    Welcomed,
+    next_state,
+)
 from .priority import lower_priority
-from .server import PROTOCOL, Agent
-from .session import SessionSettings
+from .protocol import (
+    PROTOCOL,
+    AgentMessage,
+    Bye,
+    Finished,
+    Hello,
+    Outdated,
+    PacketJoiner,
+    Problem,
+    SessionSettings,
+    ShuttingDown,
+    TrainerMessage,
+    Unwelcome,
+    Welcome,
+)
+from .server import Agent
 
-ANSWER_SECONDS = 5.0
-"""An agent that does not bid welcome for so long is passed over for another."""
 EXIT_SECONDS = 2.0
 """From an agent's last act, to remove its lock, to the end of its process."""
-START_SECONDS = 60.0
-"""A new agent that cannot be reached for so long is given up; the next commit tries again."""
-JOIN_SECONDS = 2.0
-"""So long the other ranks of a node leave it to the first one to start the agent."""
-AGAIN_SECONDS = 0.5
-"""An agent that found another one in its place is started again after this at the earliest."""
-GONE_SECONDS = 0.2
-"""So often one that makes way is asked whether it is still there."""
-MOST_AGENTS = 4
-"""So many are passed over, then, after ANSWER_SECONDS, the first is asked again."""
 OTHERS = (
     "an earlier start's keys, credentials or codecs, or is another tierckpt's, or a process where "
     'agent is "inline"'
 )
-OUTLIVED = (
-    "a later start of this job, with other keys, credentials or codecs, has this node's agent "
-    "(parts of one job that share a machine need the same, or a node of their own)"
-)
 
-Message = dict[str, Any]
 Packet = tuple[bytes, list[int]]
 """A message or a part of one, and the descriptors that go with it."""
 
@@ -61,17 +87,17 @@ Packet = tuple[bytes, list[int]]
 class Owner(Protocol):
     """Who speaks with the agent. Called with the lock held."""
 
-    def greeted(self, welcome: Message) -> Iterable[Message]:
-        """An agent bids welcome; returns what it is told before all else, if it is a new one."""
+    def greeted(self, welcome: Welcome) -> Iterable[TrainerMessage]:
+        """An agent says welcome; returns what a new one is to have before all other messages."""
 
-    def made_way(self, unwelcome: Message) -> None:
+    def shutting_down(self, agent: ShuttingDown) -> None:
         """An agent that is not for us ends, and says so for the first time."""
 
-    def heard(self, message: Message) -> None:
-        """Whatever else it says."""
+    def heard(self, message: AgentMessage) -> None:
+        """Any other message."""
 
     def lost(self, reason: str) -> None:
-        """The agent that bade welcome is no more. Calls `hang_up`."""
+        """The agent that said welcome is no more. Calls `hang_up`."""
 
     def gave_up(self, reason: str) -> None:
         """No agent can be had before somebody asks for one again. Calls `hang_up`."""
@@ -90,92 +116,92 @@ class AgentConnection:
         may_start: bool,
     ) -> None:
         """See `AgentClient`."""
-        self.settings = settings
         self.lock = threading.Lock()
         self.starts = 0
         """Agents that were started here."""
-        self.pid: int | None = None
-        """Process id of the agent, once it said welcome."""
-        self.welcome = False
-        self._greeted: int | None = None
-        """Process id of the last agent that said it."""
+        self._settings = settings
         self._session, self._owner = session, owner
-        self._environment, self._may_start = environment, may_start
+        self._environment = environment
         if inline:  # no process's: two agents of a node undo each other's work
             self._environment = f"inline {environment}"
         self._inline = Agent(0.0) if inline else None
-        self._unsent: deque[Packet] = deque()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._thread: threading.Thread | None = None
-        self._channel: socket.socket | None = None
-        self._packets: deque[bytes] = deque()
-        """Those that came and were not heeded yet."""
-        self._incoming = protocol.Joiner()
-        self._since = 0.0
-        """When the connection, or the start of the agent, was begun."""
-        self._start_after = self._ask_after = 0.0
+        self._at = Standing(index=settings.index, may_start=may_start, inline=inline)
         self._began = time.monotonic()
         """Tells agents the later of two runs."""
-        self._first = True
-        """This is the node's first rank."""
-        self._needed = False
-        """Where there is no agent, one is to be started."""
-        self._leaving: tuple[int | None, float] = (None, 0.0)
-        """Process id of the agent that makes way for one of ours, and since when."""
-        self._inherits = False
-        """From one that made way, what only an agent can keep for those who come after us."""
-        self._outlived = False
-        """A later run has an agent here: there is none for us any more."""
-        self._passed: set[int] = set()
-        """Numbers of agents that are stuck, or not for us."""
-        self._refused = False
-        """All were passed over, which was said, and none was had since."""
+        self._unsent: deque[Packet] = deque()
+        self._process: subprocess.Popen[bytes] | None = None
+        """The agent that was started last and is followed, see `Standing.follows`."""
+        self._thread: threading.Thread | None = None
+        self._channel: socket.socket | None = None
+        """Open in the states GREETING and CONNECTED alone."""
+        self._packets: deque[bytes] = deque()
+        """Those that came and were not heeded yet."""
+        self._incoming = PacketJoiner()
+        self._said: AgentMessage = Unwelcome()
+        """The message that is being heeded, for the actions that it leads to."""
         self._reaching = self._closing = False
         self._reacher: threading.Thread | None = None
-        self._unproved = False
-        """The agent that was started last was never heard of."""
         # A forked child (a DataLoader's worker) would keep the socket open when we are killed.
         mine = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(mine()))
 
+    @property
+    def settings(self) -> AgentSettings:
+        """The settings of the agent that is for us, as far as it is known."""
+        return replace(self._settings, index=self._at.index)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the agent, once it said welcome."""
+        return self._at.pid
+
+    @property
+    def welcome(self) -> bool:
+        """Whether the agent said welcome, and was not seen to end since."""
+        return self._at.state is State.CONNECTED
+
+    @property
+    def reaching(self) -> bool:
+        """True while an agent is, or may be, there that has not said welcome yet."""
+        return self._reaching and not self.welcome
+
     def find(self, first: bool) -> None:
         """Connect to the agent, if there is one. `first`: see `AgentClient.start`."""
-        self._first = first
+        self._at = replace(self._at, first=first)
         self._reach()
 
     def start(self, first: bool) -> None:
         """See `AgentClient.start`."""
-        self._first, self._needed = first, True
-        self._leave_start()
+        self._at = replace(self._at, first=first)
+        self._on(Needed(again=True))
         self._receive()  # the one that was found may be gone
         self._reach()
 
     def ready(self) -> None:
-        """Hear what came, and do what can be done at once to be connected. Raises OSError, behind
+        """Take in what came, and do what can be done at once to be connected. Raises OSError, after
         `Owner.gave_up`, when no agent can be started."""
-        self._need()
+        self._on(Needed())
         self._receive()
         self._reach_or_give_up()
 
     def look(self) -> None:
-        """Hear what came, and go on with what could not be said yet."""
+        """Take in what came, and go on with what could not be sent yet."""
         self._receive()
         if self._unsent:
             with contextlib.suppress(OSError):
                 self._reach_or_give_up()
                 self._flush()
 
-    def send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
-        """Say it, or keep it until there is somebody to say it to."""
-        self._need()
+    def send(self, message: TrainerMessage, fds: list[int] | None = None) -> None:
+        """Send a message, or keep it until there is an agent to send it to."""
+        self._on(Needed())
         self._unsent.extend(_packed(message, fds))
         self._flush()
 
     def hang_up(self) -> None:
-        """Forget what could not be said yet, and whom it was for."""
+        """Forget what could not be sent yet, and the agent that it was for."""
         self._unsent.clear()
-        if self._channel is not None:
-            self._drop()
+        self._on(HangUp())
 
     def close(self, timeout_seconds: float, abandoned: bool) -> None:
         """See `AgentClient`. Takes the lock itself."""
@@ -212,13 +238,14 @@ class AgentConnection:
         """Wait until the agent has finished our work; True when it ends, having no other."""
         assert self._channel is not None
         last = False
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._channel.settimeout(max(deadline_seconds - time.monotonic(), 0.01))
-            protocol.send(self._channel, {"op": "bye", "abandoned": abandoned})
+            protocol.send(self._channel, Bye(abandoned))
             while packet := self._channel.recv(protocol.PACKET_BYTES):
-                if message := self._incoming.add(packet):
-                    last = bool(message.get("last"))
-        self._drop()
+                if (data := self._incoming.add(packet)) is not None:
+                    message = protocol.decode(data)
+                    last = isinstance(message, Finished) and message.last
+        self._on(HangUp())
         return last and self._inline is None
 
     def _call_off(self, served_by: int | None, deadline_seconds: float) -> None:
@@ -230,9 +257,11 @@ class AgentConnection:
             return
         process.terminate()
         while process.poll() is None and time.monotonic() < deadline_seconds:
-            if self.settings.place().owner() == process.pid and self._connect():
-                self._say_goodbye(deadline_seconds)
-                return
+            if self.settings.place().owner() == process.pid:
+                self._connect((self._at.index,))
+                if self._channel is not None:
+                    self._say_goodbye(deadline_seconds)
+                    return
             time.sleep(0.005)
 
     def _reach_or_give_up(self) -> None:
@@ -279,103 +308,89 @@ class AgentConnection:
                     return
             time.sleep(0.005)
 
-    def _need(self) -> None:
-        """From now on one is started where there is none."""
-        if not self._needed:
-            self._needed = True
-            self._leave_start()
-
     def _settled(self) -> bool:
-        """Nobody is to be reached, or it is."""
-        coming = self._channel is not None or time.monotonic() < self._ask_after
-        return self.welcome or not (self._needed or coming)
-
-    @property
-    def reaching(self) -> bool:
-        """True while an agent is, or may be, there that has not bidden welcome yet."""
-        return self._reaching and not self.welcome
+        return self._at.settled(time.monotonic())
 
     def _has_to_say(self) -> bool:
-        return bool(self._unsent) or self._starting() or self._inherits
-
-    def _leave_start(self) -> None:
-        """To the node's first rank, for a while; for as long as it may take, where an agent of ours
-        would have other keys. What is handed over waits meanwhile."""
-        seconds = 0.0 if self._first else JOIN_SECONDS
-        self._start_after = time.monotonic() + (seconds if self._may_start else START_SECONDS)
+        return bool(self._unsent) or self._at.starting or self._at.inherits
 
     def _reach_now(self) -> None:
-        if self._outlived:
-            raise ConnectionRefusedError(OUTLIVED)
-        if self._channel is not None:
-            if self.welcome or time.monotonic() - self._since < ANSWER_SECONDS:
-                return
-            self._pass_over("does not answer", logging.ERROR)
-        connected = time.monotonic() < self._ask_after or self._connect()
-        if not connected and self._inline is None and self._needed:
-            self._start_process()
+        process = self._process
+        if self._at.follows and process is not None and (status := process.poll()) is not None:
+            self._on(ProcessEnded(status))
+        self._on(Tick())
 
-    def _connect(self) -> bool:
-        """Connect and say hello; messages follow when the agent has bidden welcome."""
-        self._channel = self._call()
-        if self._channel is None and self._inline is not None:
-            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._channel.setblocking(False)
+    # --- what is decided, and done -------------------------------------------------------------
+
+    def _on(self, event: Event) -> None:
+        """Something happened: do what follows from it. Raises OSError where no agent can be had."""
+        followed = self._at.follows
+        self._at, actions = next_state(self._at, event, time.monotonic())
+        if followed and not self._at.follows:
+            self._process = None
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Connect(numbers=numbers):
+                if not self._connect(numbers):
+                    self._on(NobodyListens())
+            case StartProcess():
+                self._start_process()
+            case Close():
+                assert self._channel is not None
+                self._channel.close()
+                self._channel = None
+            case Fail(error=error):
+                raise error
+            case Report(text=text, severity=severity):
+                self._owner.heard(Problem(text, severity=severity))
+            case ReportLost(reason=reason):
+                self._owner.lost(reason)
+            case GiveUp(reason=reason):
+                self._owner.gave_up(reason)
+            case ReportShutdown():
+                assert isinstance(self._said, ShuttingDown)
+                self._owner.shutting_down(self._said)
+            case AcceptWelcome(introduce=introduce):
+                assert isinstance(self._said, Welcome)
+                first = [part for each in self._owner.greeted(self._said) for part in _packed(each)]
+                self._unsent.extendleft(reversed(first) if introduce else ())
+                self._flush()
+
+    def _connect(self, numbers: Iterable[int]) -> bool:
+        """Connect and say hello; messages follow when the agent has said welcome. False when no
+        agent listens at these places."""
+        for index in numbers:
+            place = replace(self._settings, index=index).place()
+            if (channel := place.connect()) is not None:
+                self._greet(channel, index)
+                return True
+        if self._inline is not None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.setblocking(False)
             self._thread = self._inline.attend(theirs)
-        if self._channel is None:
-            return False
-        self._since, self._incoming = time.monotonic(), protocol.Joiner()
+            self._greet(ours, self._at.index)
+            return True
+        return False
+
+    def _greet(self, channel: socket.socket, index: int) -> None:
+        self._channel, self._incoming = channel, PacketJoiner()
         self._packets.clear()
-        hello = {"op": "hello", "protocol": PROTOCOL, "desk": asdict(self._session)}
-        what = {"surroundings": self._environment, "began": self._began}
+        self._on(Connected(index))
         try:
-            protocol.send(self._channel, {**hello, **what})
+            protocol.send(channel, Hello(PROTOCOL, self._session, self._environment, self._began))
         except OSError:  # it is just ending
-            self._drop()
-        return self._channel is not None
-
-    def _call(self) -> socket.socket | None:
-        """A connection to the first agent that is there: other ranks, or an earlier run, may have
-        passed over one that has ended since. While we start one, to that."""
-        numbers = [self.settings.index] if self._starting() else self._places()
-        for number in numbers:
-            settings = replace(self.settings, index=number)
-            if (channel := settings.place().connect()) is not None:
-                self.settings = settings
-                return channel
-        return None
-
-    def _places(self) -> list[int]:
-        """Numbers of agents that were not passed over."""
-        return [number for number in range(MOST_AGENTS) if number not in self._passed]
-
-    def _starting(self) -> bool:
-        return self._channel is None and self._process is not None and self._process.poll() is None
+            self._on(Ended())
 
     def _start_process(self) -> None:
-        """Start an agent, unless one is just starting."""
-        now = time.monotonic()
-        if self._starting():
-            if now - self._since > START_SECONDS:
-                self._process = None
-                raise TimeoutError(f"a new agent was not there after {START_SECONDS:.0f} s")
-            return
-        if not self._may_start and now >= self._start_after:
-            raise TimeoutError(
-                f"the node's first rank, which is to start it, has not in {START_SECONDS:.0f} s"
-            )
-        status = self._process.returncode if self._process is not None else 0
-        if self._unproved and status not in (0, TAKEN):
-            self._process = None
-            raise ChildProcessError(f"a new agent ended with exit status {status}")
-        if now < self._start_after:
-            return
-        nice = min(os.getpriority(os.PRIO_PROCESS, 0) + self.settings.nice, 19)
-        settings = replace(self.settings, nice=nice)
+        settings = self.settings
+        nice = min(os.getpriority(os.PRIO_PROCESS, 0) + settings.nice, 19)
         self._process = subprocess.Popen(
             child_command(
                 "tierckpt.agent.process",
-                json.dumps(asdict(replace(settings, module_path=()))),
+                json.dumps(asdict(replace(settings, nice=nice, module_path=()))),
                 str(os.getpid()),
                 path=settings.module_path,
             ),
@@ -386,57 +401,8 @@ class AgentConnection:
         )
         # At once: its start is some 0.1 s of work, beside a restore that wants the cores.
         lower_priority(nice, self._process.pid)
-        self._since, self._start_after = now, now + AGAIN_SECONDS
-        self._unproved = True
+        self._on(ProcessStarted())
         self.starts += 1
-
-    def _pass_over(self, why: str, severity: int) -> None:
-        """The agent here is stuck, or not for us. It was told nothing yet."""
-        if self._channel is not None:
-            self._drop()
-        number = self.settings.index
-        self._passed.add(number)
-        full = not self._places()
-        if full:
-            self._passed.clear()
-            self._ask_after = time.monotonic() + ANSWER_SECONDS
-        self.settings = replace(self.settings, index=self._places()[0])
-        self._process = None
-        self._leave_start()
-        if not self._refused:
-            then = "and no other place is free" if full else "another one takes its place"
-            text = f"agent {number} of this node {why}; {then}"
-            self._complain(text, logging.ERROR if full else severity)
-        if full:
-            self._refused = True
-            self._owner.gave_up(
-                f"none of this node's {MOST_AGENTS} agents is for us, or answers; they are asked "
-                "again"
-            )
-
-    def _complain(self, text: str, severity: int) -> None:
-        self._owner.heard({"op": "problem", "error": text, "severity": severity})
-
-    def _wait_until_gone(self, unwelcome: Message) -> None:
-        """The agent here makes way: its place is ours as soon as it has ended."""
-        self._drop()
-        now = time.monotonic()
-        if unwelcome["pid"] != self._leaving[0]:
-            self._leaving = unwelcome["pid"], now
-            self._owner.made_way(unwelcome)
-            if unwelcome.get("where"):  # it closes the place where other nodes, and we, find that
-                self._inherits = True
-                self._need()
-        if now - self._leaving[1] > ANSWER_SECONDS:
-            self._pass_over("does not end", logging.ERROR)
-            return
-        self._ask_after = now + GONE_SECONDS
-        self._leave_start()
-
-    def _end_outlived(self) -> None:
-        self._outlived, self._inherits = True, False
-        self._complain(OUTLIVED, logging.ERROR)
-        self._owner.gave_up(OUTLIVED)
 
     # --- messages ------------------------------------------------------------------------------
 
@@ -451,7 +417,7 @@ class AgentConnection:
                 return  # the buffer is full, or it is gone: that will be heard
             except OSError as error:  # and so will all that come after it
                 why = f"the agent cannot be told what to do ({error})"
-                self._owner.heard({"op": "problem", "error": why})
+                self._owner.heard(Problem(why))
                 self._owner.gave_up(why)
                 return
             self._unsent.popleft()
@@ -460,15 +426,12 @@ class AgentConnection:
         while self._channel is not None:
             ended = self._take_packets(self._channel)
             while self._packets and self._channel is not None:
-                if (message := self._incoming.add(self._packets[0])) is not None:
-                    self._hear(message)
+                if (data := self._incoming.add(self._packets[0])) is not None:
+                    self._hear(data)
                 self._packets.popleft()  # rather heard twice than lost to an interrupt
             if not ended or self._channel is None:
                 return
-            if self.welcome:
-                self._owner.lost("the agent ended unexpectedly")
-            else:  # it was just ending, or is of another version of tierckpt: see `_reach`
-                self._drop()
+            self._on(Ended())
 
     def _take_packets(self, channel: socket.socket) -> bool:
         """What came; True when nothing will any more. In one call, whose loop is in C: between two
@@ -481,35 +444,29 @@ class AgentConnection:
             pass
         return True
 
-    def _hear(self, message: Message) -> None:
-        if message["op"] == "welcome":
-            self.welcome, self.pid, self._unproved = True, message["pid"], False
-            self._refused = self._inherits = False
-            first = [packet for each in self._owner.greeted(message) for packet in _packed(each)]
-            if self.pid != self._greeted:
-                self._unsent.extendleft(reversed(first))
-                self._greeted = self.pid
-            self._flush()
-        elif message["op"] == "unwelcome" and message.get("outlived"):
-            self._end_outlived()
-        elif message["op"] == "unwelcome" and message.get("makes_way"):
-            self._wait_until_gone(message)
-        elif message["op"] == "unwelcome":
-            self._pass_over(f"has {OTHERS}", logging.INFO)
-        else:
-            self._owner.heard(message)
-
-    def _drop(self) -> None:
-        assert self._channel is not None
-        self._channel.close()
-        self._channel, self.welcome, self.pid = None, False, None
-        # Its process may be seen to live for a moment yet: that is no start that takes long.
-        self._since = time.monotonic()
-        if not self._may_start:
-            self._leave_start()
+    def _hear(self, data: bytes) -> None:
+        try:
+            message = protocol.decode(data)
+            if not isinstance(message, AgentMessage):
+                raise ValueError(f"{type(message).__name__} is a trainer's message")
+        except ValueError as error:
+            self._on(NotUnderstood(f"is not understood ({error})"))
+            return
+        self._said = message
+        match message:
+            case Welcome(pid=pid):
+                self._on(Welcomed(pid))
+            case ShuttingDown(pid=pid, where=where):
+                self._on(PredecessorEnds(pid, inherits=where is not None))
+            case Outdated():
+                self._on(DeclaredOutdated())
+            case Unwelcome():
+                self._on(Unwelcomed(f"has {OTHERS}"))
+            case _:
+                self._owner.heard(message)
 
 
-def _packed(message: Message, fds: list[int] | None = None) -> list[Packet]:
+def _packed(message: TrainerMessage, fds: list[int] | None = None) -> list[Packet]:
     """The descriptors go with the first packet."""
     first, *more = protocol.packets_of(message)
     return [(first, fds or []), *((packet, []) for packet in more)]

@@ -3,7 +3,7 @@ where they find modules.
 
 An agent has them from the process that started it, and clients of stores keep what they began
 with. A restarted job that finds the agent of the run before compares: with other keys or
-credentials it needs an agent of its own, for which that one makes way.
+credentials it needs an agent of its own, for which that one shuts down.
 """
 
 from __future__ import annotations

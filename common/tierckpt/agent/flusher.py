@@ -13,13 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from tierckpt.codecs.pipeline import Pipeline
-from tierckpt.config import PersistentConfig
 from tierckpt.core.retention import METRIC
-from tierckpt.format.ids import Lineage, ShardKey, VersionId
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.persistent import (
     FlushCancelledError,
@@ -44,6 +40,7 @@ from tierckpt.storage.persistent.rate_limit import NAP_SECONDS
 from tierckpt.storage.persistent.retry import lacks_room
 
 from .flush_sources import Bases, open_source
+from .protocol import AgentMessage, Flushed, FlushFailed, FlushOrder, PersistentSettings, Problem
 from .shard_guard import ShardGuard
 
 FIRST_PAUSE_SECONDS, HELD_RETRY_SECONDS = 0.1, 5.0
@@ -57,70 +54,12 @@ MOST_ROUNDS, ROUND_SECONDS = 4, 30.0
 between."""
 STILL_UNDER_WAY = 2
 """So many versions before the one that a node is at may be under way on others."""
-CANCELLED = "the agent makes way for a later start's"
+CANCELLED = "the agent shuts down for a later start's"
 MOST_SUPERSEDED = 2
 """So many flushes in a row may be given up for newer versions: else none would ever be complete."""
 
 
-@dataclass(frozen=True)
-class PersistentSettings(PersistentConfig):
-    """The level's settings, and which of the job's nodes this one is."""
-
-    node: int = 0
-    nodes: int = 1
-    best: str = "lowest"
-    """The job's, see `Config.best`."""
-
-    def retention(self) -> RetentionPolicy:
-        """What to keep there."""
-        kept = (self.keep_last, self.keep_every, self.keep_best)
-        return RetentionPolicy(*kept, best_is_low=self.best == "lowest")
-
-
-@dataclass(frozen=True)
-class FlushOrder:
-    """One version that is complete on the local level of all ranks. Alike on all nodes, but for
-    `directory`, `here` and `node`."""
-
-    directory: str
-    """Of the local level."""
-    here: tuple[int, ...]
-    """Shards that this node's local level has."""
-    version: int
-    generation: int
-    shards: int
-    run_id: str
-    job: str
-    lineage: Lineage
-    iteration: int
-    largest_bytes: int
-    metric: float | None
-    """What the user measured of it."""
-    node: str
-    """Where the job has its memory level: of the same name, only one run can be alive there."""
-
-    @property
-    def name(self) -> VersionName:
-        """On the persistent level."""
-        return VersionName(VersionId(self.generation, self.version), self.shards, self.run_id)
-
-    @property
-    def keys(self) -> list[ShardKey]:
-        """The node's shards."""
-        return [ShardKey(self.name.id, shard, self.shards) for shard in self.here]
-
-    def as_message(self) -> dict[str, Any]:
-        """For the socket."""
-        return asdict(self)
-
-    @staticmethod
-    def of_message(values: dict[str, Any]) -> FlushOrder:
-        """The inverse of `as_message`."""
-        lineage = tuple((int(g), int(v)) for g, v in values["lineage"])
-        return FlushOrder(**{**values, "here": tuple(values["here"]), "lineage": lineage})
-
-
-Answer = Callable[[dict[str, Any]], None]
+Answer = Callable[[AgentMessage], None]
 
 
 class Flusher:
@@ -167,7 +106,7 @@ class Flusher:
         """Versions whose other parts were still to come when this node's were there."""
 
     def order(self, order: FlushOrder, answer: Answer) -> None:
-        """Flush a version after those ordered before; `answer` is told how it went.
+        """Flush a version after those ordered before; `answer` is called with how it went.
 
         How many wait is the trainers' affair: they order alike on all nodes (see `promotion`).
         Raises RuntimeError, and has nothing to do, where there may be no more threads, and after
@@ -205,7 +144,7 @@ class Flusher:
         self.rest()
         with self._changed:
             now = [self._now] if self._now is not None and self.busy() else []
-            given_up = [order.version for order, _ in (*now, *self._orders)]
+            given_up = [order.id.version for order, _ in (*now, *self._orders)]
             self._cancelled = True
             self._orders.clear()
             if self._lease is not None:
@@ -234,26 +173,25 @@ class Flusher:
                 order, answer = self._now = self._orders.popleft()
             self._told.clear()
             try:
-                said = self._flushed(order)
-                answer({"version": order.version, "generation": order.generation, **said})
+                answer(self._flushed(order))
             finally:
                 self.held.discard(order.keys)
         self._on_idle()
 
-    def _flushed(self, order: FlushOrder) -> dict[str, Any]:
-        """Flush it, and see to older ones; what is to be answered."""
+    def _flushed(self, order: FlushOrder) -> Flushed | FlushFailed:
+        """Flush it, and see to older ones; returns the answer."""
         try:
             said = self._flush_patiently(order)
         except Exception as error:  # whatever a store's client raises costs this version only
             if not self._exists(order):
                 return self._failed(order, error)
-            said = {"complete": True, "nbytes": 0, "seconds": 0.0}  # it failed after the commit
-        if said["complete"]:
+            said = Flushed(order.id, complete=True, nbytes=0, seconds=0.0)  # the commit was done
+        if said.complete:
             self._arrivals.add(order.directory, order.name)
             self._retain(order)
-        return {"op": "flushed", **said}
+        return said
 
-    def _flush_patiently(self, order: FlushOrder) -> dict[str, Any]:
+    def _flush_patiently(self, order: FlushOrder) -> Flushed:
         rounds = 1
         while True:
             try:
@@ -262,23 +200,20 @@ class Flusher:
                 if not error.transient or rounds == MOST_ROUNDS or self._orders:
                     raise
                 self._warn(
-                    f"v{order.version}: {error}. What is there of it stays; all is tried again in "
+                    f"{order.id}: {error}. What is there of it stays; all is tried again in "
                     f"{ROUND_SECONDS:g} s"
                 )
             self._pause(ROUND_SECONDS)
             rounds += 1
 
-    def _failed(self, order: FlushOrder, error: Exception) -> dict[str, Any]:
+    def _failed(self, order: FlushOrder, error: Exception) -> FlushFailed:
         if isinstance(error, PersistentError) and not (error.transient or self._cancelled):
             with contextlib.suppress(Exception):  # it will never be whole: its room is wanted
                 self._open(order).give_up(order.name)
             if lacks_room(error):  # no version that is complete would ever see to that
                 self._retain(order, complete=False)
-        return {
-            "op": "flush_failed",
-            "error": f"{type(error).__name__}: {error}",
-            "superseded": isinstance(error, FlushCancelledError) and self._superseded(),
-        }
+        superseded = isinstance(error, FlushCancelledError) and self._superseded()
+        return FlushFailed(order.id, f"{type(error).__name__}: {error}", superseded)
 
     def _exists(self, order: FlushOrder) -> bool:
         """The version, as far as one can see."""
@@ -291,7 +226,7 @@ class Flusher:
         self._go_on()
         if self._cancelled:
             return
-        policy = self.settings.retention()
+        policy = retention_policy(self.settings)
         try:
             store = self._open(order)
             self._arrivals.pin(store)
@@ -305,7 +240,7 @@ class Flusher:
 
     # --- one version ---------------------------------------------------------------------------
 
-    def _flush(self, order: FlushOrder) -> dict[str, Any]:
+    def _flush(self, order: FlushOrder) -> Flushed:
         begin = self._clock.monotonic()
         self._go_on()
         store = self._open(order)
@@ -330,11 +265,8 @@ class Flusher:
             self._unproved.clear()
         elif order.name not in self._unproved:
             self._unproved.append(order.name)
-        return {
-            "complete": result.committed,
-            "nbytes": result.written_bytes + result.reused_bytes,
-            "seconds": self._clock.monotonic() - begin,
-        }
+        nbytes = result.written_bytes + result.reused_bytes
+        return Flushed(order.id, result.committed, nbytes, self._clock.monotonic() - begin)
 
     def _pacer(self, lease: Lease) -> FlushPacer:
         settings = self.settings
@@ -387,7 +319,7 @@ class Flusher:
                 if self._orders or waited_seconds >= patience_seconds:  # a newer version will do
                     raise
                 if held:
-                    self._warn(f"v{order.version} waits: {error}", "waits for the lease")
+                    self._warn(f"{order.id} waits: {error}", "waits for the lease")
             else:
                 with self._changed:
                     if first and not self._resting:
@@ -446,18 +378,23 @@ class Flusher:
 
     def _retried(self, text: str) -> None:
         if self._now is not None:
-            self._warn(f"v{self._now[0].version}: {text}", "is tried again")
+            self._warn(f"{self._now[0].id}: {text}", "is tried again")
 
     def _warn(self, text: str, kind: str = "") -> None:
         """An event where the trainer is. Of a `kind`, once a flush; of the same text, once."""
         if self._now is None:
             return
         order, answer = self._now
-        what = f"v{order.version} {kind}" if kind else text
+        what = f"{order.id} {kind}" if kind else text
         if what not in self._told:
             self._told.add(what)
-            warning = {"level": "persistent", "severity": logging.WARNING}
-            answer({"op": "problem", "error": text, **warning})
+            answer(Problem(text, level="persistent", severity=logging.WARNING))
 
 
-__all__ = ["FlushOrder", "Flusher", "PersistentSettings"]
+def retention_policy(settings: PersistentSettings) -> RetentionPolicy:
+    """The policy of the persistent level."""
+    kept = (settings.keep_last, settings.keep_every, settings.keep_best)
+    return RetentionPolicy(*kept, best_is_low=settings.best == "lowest")
+
+
+__all__ = ["Flusher", "retention_policy"]

@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from tierckpt import _faults
 from tierckpt.erasure.codes import Code
@@ -28,54 +26,17 @@ from tierckpt.peer.transport import Transport
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import JobDirectory
 
+from .protocol import (
+    AgentMessage,
+    KnownNodes,
+    ListenSettings,
+    PartySettings,
+    Protected,
+    ProtectFailed,
+)
 from .shard_guard import ShardGuard, open_shard
 
-Answer = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class PartySettings:
-    """One shard of this node, the group it is in, and where the other members' agents are."""
-
-    shard: int
-    ranks: tuple[int, ...]
-    n: int
-    k: int
-    m: int
-    hosts: tuple[str, ...]
-    ports: tuple[int, ...]
-
-    @staticmethod
-    def of(shard: int, group: RedundancyGroup, addresses: dict[int, Address]) -> PartySettings:
-        """`addresses` has the agent of every member's node, by rank."""
-        there = [addresses[rank] for rank in group.ranks]
-        code = group.code
-        return PartySettings(
-            shard,
-            group.ranks,
-            code.n,
-            code.k,
-            code.m,
-            tuple(address.host for address in there),
-            tuple(address.port for address in there),
-        )
-
-    def party(self) -> Party:
-        """As an exchange takes it."""
-        group = RedundancyGroup(self.ranks, Code(self.n, self.k, self.m))
-        pairs = zip(self.hosts, self.ports, strict=True)
-        addresses = tuple(Address(host, port) for host, port in pairs)
-        return Party(group, addresses, self.ranks.index(self.shard))
-
-    def as_message(self) -> dict[str, Any]:
-        """For the socket."""
-        return asdict(self)
-
-    @staticmethod
-    def of_message(values: dict[str, Any]) -> PartySettings:
-        """The inverse of `as_message`."""
-        lists = {name: tuple(values[name]) for name in ("ranks", "hosts", "ports")}
-        return PartySettings(**{**values, **lists})
+Answer = Callable[[AgentMessage], None]
 
 
 @dataclass(frozen=True)
@@ -86,9 +47,9 @@ class _Order:
     directory: str
     version: VersionId
     shards: int
-    parties: list[PartySettings]
+    parties: Sequence[PartySettings]
     transport: Transport | None
-    lost: list[int] | None
+    lost: Sequence[int] | None
     answer: Answer
 
     @property
@@ -99,20 +60,8 @@ class _Order:
     def key(self, party: PartySettings) -> ShardKey:
         return ShardKey(self.version, party.shard, self.shards)
 
-    def say(self, op: str, **more: Any) -> None:
-        id_ = self.version
-        self.answer({"op": op, "version": id_.version, "generation": id_.generation, **more})
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where to listen, and for whom; see `Protector.open`."""
-
-    secret: str
-    interface: str
-    port: int
-    towards: str
-    read_server: dict[str, str] | None
+    def fail(self, error: str, superseded: bool = False) -> None:
+        self.answer(ProtectFailed(self.version, error, superseded))
 
 
 class Protector:
@@ -124,37 +73,30 @@ class Protector:
         self._on_idle = on_idle
         self._lock = threading.Lock()
         self._secret = b""
-        self._place: _Place | None = None
-        self._met: _Place | None = None
+        self._place: ListenSettings | None = None
+        self._met: ListenSettings | None = None
         """That of the run in which agents met last. Where those of a later one do not, or not all
         have heard of it when that ends, this is what they know each other by."""
         self._read_server = ReadServer()
         self._transport: Transport | None = None
-        self._parties: list[PartySettings] = []
-        self._known_nodes: dict[str, Any] = {}
+        self._parties: Sequence[PartySettings] = ()
+        self._known_nodes: KnownNodes | None = None
         """See `known_nodes`."""
         self._orders: list[_Order] = []
         self._thread: threading.Thread | None = None
 
-    def open(
-        self,
-        secret: str,
-        interface: str,
-        port: int,
-        towards: str,
-        read_server: dict[str, str] | None = None,
-    ) -> Address:
+    def open(self, where: ListenSettings) -> Address:
         """Listen for the agents of the run that has this secret. Exchanges of the run before are
-        given up, and its agents may only look. `read_server`: what is shown to whoever asks what is
-        here, the local level's `directory` and the job's memory (`root` and `job`).
+        given up, and its agents may only look. Agents that ask what is here are shown what `where`
+        serves.
 
         Raises ConfigError when that is not possible.
         """
         with self._lock:
-            self._place = _Place(secret, interface, port, towards, read_server)
-            if read_server:
-                job = JobDirectory(Path(read_server["root"]), read_server["job"])
-                self._read_server.add(LocalStore(read_server["directory"]), job)
+            self._place = where
+            if (serves := where.serves) is not None:
+                job = JobDirectory(Path(serves.root), serves.job)
+                self._read_server.add(LocalStore(serves.directory), job)
             return self._listen()
 
     def _listen(self) -> Address:
@@ -190,38 +132,38 @@ class Protector:
             with contextlib.suppress(ConfigError):
                 self._listen()
 
-    def know(
-        self, parties: list[PartySettings], known_nodes: Mapping[str, Any] = MappingProxyType({})
+    def introduce(
+        self, parties: Sequence[PartySettings], known_nodes: KnownNodes | None = None
     ) -> None:
-        """Who protects the node's shards from now on, and where all agents of the job are."""
+        """Set who protects the node's shards from now on, and where all agents of the job are."""
         with self._lock:
-            self._parties, self._known_nodes = parties, dict(known_nodes)
+            self._parties, self._known_nodes = parties, known_nodes
             self._met = self._place
             if self._met is not None and self._transport is not None:
                 self._met = replace(self._met, port=self._transport.address.port)
 
-    def known_nodes(self) -> dict[str, Any]:
-        """What `know` was told of all agents: an `former_nodes.Roster`; empty before."""
+    def known_nodes(self) -> KnownNodes | None:
+        """All agents, as `introduce` had them; None before."""
         return self._known_nodes
 
-    def met_at(self) -> dict[str, Any]:
-        """Where those agents find this one, as `open` takes it; empty before. For `succeed`."""
+    def met_at(self) -> ListenSettings | None:
+        """Where those agents find this one; None before `introduce`. For `inherit`."""
         with self._lock:
-            return asdict(self._met) if self._met is not None else {}
+            return self._met
 
-    def succeed(self, where: dict[str, Any], known_nodes: Mapping[str, Any]) -> None:
-        """Be to others what an agent was that made way, and said this: the run that has begun may
-        end before its own have met."""
+    def inherit(self, where: ListenSettings, known_nodes: KnownNodes | None) -> None:
+        """Be to others what an agent was that shut down, and said this: the run that has begun may
+        end before its own agents have met."""
         with contextlib.suppress(ConfigError):  # for the run itself another port will do
-            self.open(**where)
-        self.know([], known_nodes)
+            self.open(where)
+        self.introduce((), known_nodes)
 
     def order(
         self,
         directory: str,
         version: VersionId,
         shards: int,
-        lost: list[int] | None,
+        lost: Sequence[int] | None,
         answer: Answer,
     ) -> None:
         """Protect the node's shards of a version; of versions that wait, the newest is enough.
@@ -235,18 +177,18 @@ class Protector:
             met = (self._parties, self._transport)
             order = _Order(directory, version, shards, *met, lost, answer)
             if not order.keys:
-                order.say("protect_failed", error="the agents never met")
+                order.fail("the agents never met")
                 return
             try:
                 self._have_thread()
             except RuntimeError as error:  # as many as the system, or the container, allows
-                order.say("protect_failed", error=_text(error))
+                order.fail(_text(error))
                 return
             self._held.add(order.keys)
             for older in [each for each in self._orders if each.lost is None]:
                 self._orders.remove(older)
                 self._held.discard(older.keys)
-                older.say("protect_failed", error="a newer one came", superseded=True)
+                older.fail("a newer one came", superseded=True)
             self._orders.append(order)
 
     def _have_thread(self) -> None:
@@ -287,10 +229,10 @@ class Protector:
                 self._held.discard(order.keys)
             if errors:
                 left_out = all(LEFT_OUT in text for text in errors)
-                order.say("protect_failed", error="; ".join(errors), superseded=left_out)
+                order.fail("; ".join(errors), superseded=left_out)
             else:
                 seconds = time.perf_counter() - begin
-                order.say("protected", nbytes=nbytes, seconds=seconds)
+                order.answer(Protected(order.version, nbytes, seconds))
         self._on_idle()
 
 
@@ -325,7 +267,7 @@ def _protect_all(order: _Order) -> tuple[int, list[str]]:
 
 def _protect(transport: Transport, settings: PartySettings, order: _Order) -> int:
     """One shard's part; returns the bytes of parity that were committed."""
-    party, make = settings.party(), None
+    party, make = _party_of(settings), None
     if order.lost is not None:
         make = [i for i, rank in enumerate(party.group.ranks) if rank in order.lost]
         if not make:
@@ -335,6 +277,13 @@ def _protect(transport: Transport, settings: PartySettings, order: _Order) -> in
     with open_shard(store, key) as (image, manifest):
         shard = Shard(image, manifest, _unchanged(store, key, stored))
         return Exchange(transport, party, shard, store, make).run().parity_bytes
+
+
+def _party_of(settings: PartySettings) -> Party:
+    group = RedundancyGroup(settings.ranks, Code(settings.n, settings.k, settings.m))
+    pairs = zip(settings.hosts, settings.ports, strict=True)
+    addresses = tuple(Address(host, port) for host, port in pairs)
+    return Party(group, addresses, settings.ranks.index(settings.shard))
 
 
 def _unchanged(store: LocalStore, key: ShardKey, manifest: bytes) -> Callable[[], bool]:

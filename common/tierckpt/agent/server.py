@@ -4,39 +4,13 @@ It takes sealed slots through the levels behind memory (today: `local`), so that
 Python is never disturbed, and goes on when a trainer is killed: it finishes what was handed to it.
 A restarted trainer finds it where it was; it ends when all its trainers have said goodbye, or when
 those that were killed did not come back for `linger_seconds`. A flush under way is finished first,
-unless its store hangs, or a trainer of other surroundings comes, for whose agent this one makes
-way. It runs in a session of its own (launchers kill their workers' process groups) at low CPU and
+unless its store hangs, or a trainer of another environment comes, for whose agent this one shuts
+down. It runs in a session of its own (launchers kill their workers' process groups) at low CPU and
 I/O priority, and imports neither torch nor numpy.
 
-Trainers reach it over a Unix socket in the job's private folder, one JSON object a message (see
-`packets`):
-
-    -> {"op": "hello", "protocol": 4, "desk": {...},             first; see SessionSettings, and
-        "surroundings": ..., "began": ...}                       `environment.fingerprint`; began:
-                                                                 when the trainer did (monotonic)
-    -> {"op": "commit", "stem": ..., "segment": path or null}    a null one comes as a descriptor
-    -> {"op": "retire", "safe": [generation, version] or null,
-        "lineage": [[generation, version], ...], "keep": the same, "void": the same}
-    -> {"op": "flush", "order": {...}}                           see flusher.FlushOrder
-    -> {"op": "meet", "where": {...}}                            listen for other nodes' agents
-    -> {"op": "know", "parties": [...]}                          see protector.PartySettings
-    -> {"op": "succeed", "where": {...}, "roster": {...}}        one that made way, and said this
-    -> {"op": "protect", "version": ..., "generation": ..., "lost": [shard, ...] or null}
-    -> {"op": "ask"}                                             whether flushes get on
-    -> {"op": "bye", "abandoned": ...}                           this trainer ends of its own will;
-                                                                 abandoned: the job may come back
-    <- {"op": "welcome" | "committed" | "failed" | "flushed" | "flush_failed" | "listening" |
-        "protected" | "protect_failed" | "cleaned" | "problem", ...}
-    <- {"op": "unwelcome", "makes_way": true, "pid": ...,        by an agent of other surroundings,
-        "roster": ..., "where": ...,                             or another protocol, which ends
-        "given_up": [version, ...]}
-    <- {"op": "unwelcome", "outlived": true}                     to a trainer of an earlier run
-    <- {"op": "unwelcome"}                                       by earlier tierckpts: it lives on
-    <- {"op": "quiet", "seconds": ...}                           since the flush last got on
-    <- {"op": "bye", "last": ...}                                last: the agent ends now, too
-
-End of file from a trainer without a goodbye means that it was killed; one that abandoned its job
-is waited for likewise, where agents of other nodes may ask this one.
+Trainers reach it over a Unix socket in the job's private folder; `protocol` has the messages.
+A trainer that was killed is waited for, and one that abandoned its job likewise, where agents of
+other nodes may ask this one.
 """
 
 from __future__ import annotations
@@ -49,18 +23,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from . import protocol as packets
+from . import protocol
 from .address import _peer_uid
-from .flusher import Flusher, PersistentSettings
-from .session import SessionSettings, TrainerSession
+from .flusher import Flusher
+from .protocol import (
+    PROTOCOL,
+    Finished,
+    Hello,
+    KnownNodes,
+    Outdated,
+    PersistentSettings,
+    SessionSettings,
+    ShuttingDown,
+    Welcome,
+)
+from .session import TrainerSession
 from .shard_guard import ShardGuard
 
 if TYPE_CHECKING:
     from .protector import Protector
 
-PROTOCOL = 4
 ACCEPT_AGAIN_SECONDS = 0.1
 FIRST_CLIENT_SECONDS = 30.0
 """An agent that nobody speaks to ends after this; where its starter died before it could speak,
@@ -72,24 +56,24 @@ LOOK_AGAIN_SECONDS = 5.0
 MOST_SECONDS = 3600.0
 """At a time; the kernel counts milliseconds, and only 25 days of them."""
 FIRST_SECONDS = 2.0
-"""An agent that makes way waits so long for the node's first rank, to tell it whom it knows."""
+"""An agent that shuts down waits so long for the node's first rank, which is to know the nodes that
+the agent knows."""
 
 
-Run = tuple[tuple[Any, str], float]
-"""A start of the job on this node: protocol and surroundings of its trainers, and when one of them
+Run = tuple[tuple[int | None, str], float]
+"""A start of the job on this node: protocol and environment of its trainers, and when one of them
 began (monotonic)."""
-OUTLIVED = {"op": "unwelcome", "outlived": True}
 
 
 class Agent:
-    """Serves every trainer that comes, each at a desk (and in a thread) of its own."""
+    """Serves every trainer that comes, each in a session and a thread of its own."""
 
     def __init__(self, linger_seconds: float, environment: str = "") -> None:
         """`environment`: a fingerprint; only trainers of the same are served. Empty: all are."""
         self.linger_seconds = linger_seconds
         self._environment = environment
-        self.makes_way = False
-        """A run of other surroundings has begun: no more orders are taken, and this ends."""
+        self.shutting_down = False
+        """A run of another environment has begun: no more orders are taken, and this ends."""
         self._leave_at = 0.0
         """Until then the first rank of that run is waited for (monotonic)."""
         self._given_up: list[int] = []
@@ -97,8 +81,8 @@ class Agent:
         self._run: Run = ((PROTOCOL, environment), -math.inf)
         """The newest that came."""
         self._lock = threading.Lock()
-        self._desks: dict[tuple[str, int], threading.Thread] = {}
-        """Who serves the last trainer that came to a desk. One trainer of a shard at a time: a
+        self._threads: dict[tuple[str, int], threading.Thread] = {}
+        """The thread that serves a shard's last trainer. One trainer of a shard at a time: a
         killed one's work is finished before its successor's begins."""
         self._seated: set[TrainerSession] = set()
         """Where trainers are served."""
@@ -106,7 +90,7 @@ class Agent:
         """Of the last trainer that came for a shard."""
         self._serving = 0
         self._missed: dict[tuple[str, int], float] = {}
-        """Desks whose trainer was killed, and until when to wait for its successor."""
+        """Shards whose trainer was killed, and until when to wait for its successor."""
         self._here: dict[str, tuple[int, ...]] = {}
         """By directory: the node's ranks in the newest run that came."""
         self.held = ShardGuard()
@@ -167,7 +151,7 @@ class Agent:
     def _patience(self, nobody_before: float) -> float | None:
         """How long to wait for a trainer; None: until those that are here have gone."""
         with self._lock:
-            if self.makes_way:
+            if self.shutting_down:
                 return None if self._serving else self._leave_at - time.monotonic()
             if self._serving or self._protecting():
                 return None
@@ -228,7 +212,7 @@ class Agent:
         Raises OSError when there may be no more threads; `channel` is closed then.
         """
         thread = threading.Thread(
-            target=self._attend, args=(channel,), name="tierckpt-desk", daemon=True
+            target=self._attend, args=(channel,), name="tierckpt-session", daemon=True
         )
         with self._lock:
             self._serving += 1
@@ -248,24 +232,24 @@ class Agent:
                 hello = _greeting(channel)
                 if hello is None:
                     return
-                settings = _session_of(hello)
+                settings = hello.session
                 if settings is None or not self._serves(hello):
-                    self._turn_away(hello, settings, channel)
+                    self._turn_away(hello, channel)
                     return
                 made = TrainerSession(settings, channel, self)
                 before = self._sit_down(made)
-                said_goodbye = False  # until it does: it is waited for also if the desk breaks
-                made.say(**self._welcome(settings))
+                said_goodbye = False  # until it does: it is waited for also if the session breaks
+                made.say(Welcome(os.getpid(), self._known_nodes(settings)))
                 made.await_turn(before)
                 goodbye = made.serve()
-                if self.makes_way:
-                    made.say(**OUTLIVED)
+                if self.shutting_down:
+                    made.say(Outdated())
                 if goodbye is not None:
-                    said_goodbye = not (goodbye.get("abandoned") and self._may_be_asked())
+                    said_goodbye = not (goodbye.abandoned and self._may_be_asked())
                     with self._lock:
                         others = self._serving > 1 or self._awaited() or self._at_work()
                         last = said_goodbye and not others
-                    made.say(op="bye", last=last)
+                    made.say(Finished(last))
         except ConnectionError:
             pass
         finally:
@@ -285,13 +269,13 @@ class Agent:
         met = self._protector is not None and bool(self._protector.known_nodes())
         return met and self.linger_seconds > 0
 
-    def _serves(self, hello: dict[str, Any]) -> bool:
+    def _serves(self, hello: Hello) -> bool:
         """Whether such a trainer is served here."""
         run_id = _run_of(hello)
-        (protocol, theirs), _ = run_id
+        (number, theirs), _ = run_id
         same = theirs == self._environment or not (theirs and self._environment)
         with self._lock:
-            if self.makes_way or protocol != PROTOCOL or not same:
+            if self.shutting_down or number != PROTOCOL or not same:
                 return False
             self._run = max(self._run, run_id, key=_began)
             return True
@@ -300,71 +284,65 @@ class Agent:
         """Be the newest that serves its shard, in this thread; returns who did before."""
         with self._lock:
             self._seated.add(session)
-            if self.makes_way:  # since that was looked at
+            if self.shutting_down:  # since that was looked at
                 self._given_up += session.leave()
             self._missed.pop(session.at, None)
             self._newest[session.at] = session
             if session.settings.ranks:
                 self._here[session.settings.directory] = session.settings.ranks
-            before = self._desks.get(session.at)
-            self._desks[session.at] = threading.current_thread()
+            before = self._threads.get(session.at)
+            self._threads[session.at] = threading.current_thread()
             return before
 
-    def _welcome(self, session: SessionSettings) -> dict[str, Any]:
-        """To a trainer."""
-        return {"op": "welcome", "pid": os.getpid(), "roster": self._known_nodes(session)}
+    def _known_nodes(self, session: SessionSettings) -> KnownNodes | None:
+        """Other nodes' agents, as far as known; for the node's first trainer."""
+        if session.first and self._protector is not None:
+            return self._protector.known_nodes()
+        return None
 
-    def _known_nodes(self, session: SessionSettings) -> dict[str, Any]:
-        """What is known of other nodes' agents: for the node's first trainer."""
-        return (
-            self._protector.known_nodes() if session.first and self._protector is not None else {}
-        )
+    # --- for trainers of other environments ----------------------------------------------------
 
-    # --- for trainers of other surroundings ----------------------------------------------------
-
-    def _turn_away(
-        self, hello: dict[str, Any], session: SessionSettings | None, channel: socket.socket
-    ) -> None:
-        """Make way for a later run; a trainer of an earlier one is told that it is over."""
-        run_id = _run_of(hello)
+    def _turn_away(self, hello: Hello, channel: socket.socket) -> None:
+        """Shut down for a later run; a trainer of an earlier one is told that it is over."""
+        run_id, session = _run_of(hello), hello.session
         with self._lock:
-            outlived = run_id[0] != self._run[0] and _began(run_id) < _began(self._run)
-            if not outlived:
+            outdated = run_id[0] != self._run[0] and _began(run_id) < _began(self._run)
+            if not outdated:
                 self._run = max(self._run, run_id, key=_began)
-                self._make_way()
-        if outlived:
-            packets.send(channel, OUTLIVED)
+                self._begin_shutdown()
+        if outdated:
+            protocol.send(channel, Outdated())
             return
-        what = {"makes_way": True, "pid": os.getpid(), "given_up": sorted({*self._given_up})}
-        known_nodes = {} if session is None else self._known_nodes(session)
-        where = self._protector.met_at() if known_nodes and self._protector is not None else {}
-        packets.send(channel, {"op": "unwelcome", **what, "roster": known_nodes, "where": where})
+        known_nodes = None if session is None else self._known_nodes(session)
+        where = self._protector.met_at() if known_nodes and self._protector is not None else None
+        given_up = tuple(sorted({*self._given_up}))
+        protocol.send(channel, ShuttingDown(os.getpid(), known_nodes, where, given_up))
         if session is None or session.speaks:
             with self._lock:
                 self._leave_at = 0.0
         if self._protector is not None:
             self._protector.close()  # the port is the successor's
 
-    def _make_way(self) -> None:
+    def _begin_shutdown(self) -> None:
         """With the lock held: finish the commits under way, and give up all else. Of that nothing
         is removed: it is left as if this process were killed. Who has not said yet who it is stays
         connected, as it may be the one to be told."""
-        if self.makes_way:
+        if self.shutting_down:
             return
-        self.makes_way = True
+        self.shutting_down = True
         self._leave_at = time.monotonic() + FIRST_SECONDS
         for flusher in self._flushers.values():
             self._given_up += flusher.cancel()
         for session in self._seated:
             self._given_up += session.leave()
 
-    # --- what all desks share ------------------------------------------------------------------
+    # --- what all sessions share ---------------------------------------------------------------
 
     def flusher(self, session: SessionSettings) -> Flusher | None:
-        """One for all desks that flush to the same place."""
+        """One for all sessions that flush to the same place."""
         if session.persistent is None:
             return None
-        settings = PersistentSettings(**session.persistent)
+        settings = session.persistent
         with self._lock:
             self._check_stays()
             return self._flushers.setdefault(settings, Flusher(settings, self.held, self._wake_up))
@@ -381,37 +359,27 @@ class Agent:
 
     def _check_stays(self) -> None:
         """With the lock held: an order that a trainer gave just before is not begun any more."""
-        if self.makes_way:
-            raise RuntimeError("the agent makes way for a later start's")
+        if self.shutting_down:
+            raise RuntimeError("the agent shuts down for a later start's")
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 
 
-def _greeting(channel: socket.socket) -> dict[str, Any] | None:
-    """What a trainer says first; None for anything else."""
-    try:
-        hello, _ = packets.receive(channel)
-        return hello if hello is not None and hello["op"] == "hello" else None
-    except (ValueError, KeyError):
-        return None
+def _greeting(channel: socket.socket) -> Hello | None:
+    """The trainer's first message; None for anything else."""
+    with contextlib.suppress(ValueError):
+        hello, _ = protocol.receive(channel)
+        return hello if isinstance(hello, Hello) else None
+    return None
 
 
-def _run_of(hello: dict[str, Any]) -> Run:
-    """A trainer's. One that does not say when it began is of another tierckpt, and has just."""
-    began = hello.get("began")
-    what = (hello.get("protocol"), str(hello.get("surroundings", "")))
-    return what, float(began) if isinstance(began, int | float) else time.monotonic()
+def _run_of(hello: Hello) -> Run:
+    """The trainer's run. A trainer of another protocol that does not say when it began has just."""
+    began = hello.began_seconds
+    return (hello.protocol, hello.environment), time.monotonic() if began is None else began
 
 
 def _began(run_id: Run) -> float:
     return run_id[1]
-
-
-def _session_of(hello: dict[str, Any]) -> SessionSettings | None:
-    """What a trainer says of itself; None where that is another tierckpt's."""
-    try:
-        return SessionSettings(**{**hello["desk"], "ranks": tuple(hello["desk"]["ranks"])})
-    except (ValueError, TypeError, KeyError):
-        return None

@@ -9,9 +9,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tierckpt import _faults
 from tierckpt.codecs.delta import Chain
@@ -26,63 +25,50 @@ from tierckpt.storage.memory.slots import Slot, pin, unpin
 from tierckpt.storage.suspects import SuspectMarks
 
 from . import protocol
-from .flusher import Flusher, FlushOrder
+from .flusher import Flusher
+from .protocol import (
+    AgentMessage,
+    AskProgress,
+    Bye,
+    Cleaned,
+    Commit,
+    CommitFailed,
+    Committed,
+    Flush,
+    FlushFailed,
+    Inherit,
+    Introduce,
+    Listen,
+    ListenFailed,
+    Listening,
+    Message,
+    Problem,
+    Progress,
+    Protect,
+    ProtectFailed,
+    Retire,
+    SessionSettings,
+)
 from .shard_guard import ShardGuard
 
 if TYPE_CHECKING:
     from .protector import Protector
 
-UNDONE = {
-    "commit": "failed",
-    "flush": "flush_failed",
-    "meet": "listening",
-    "protect": "protect_failed",
-}
-"""What a trainer hears, with an error, where what it asked for could not even be begun; otherwise
-it is a problem."""
-OUT_OF_TURN = frozenset(("flush", "meet", "know", "succeed", "protect"))
-"""What others on the node do, and no desk is needed for."""
 LOOK_SECONDS = 0.1
-"""How often a trainer is heard that waits for its turn."""
-
-
-@dataclass(frozen=True)
-class SessionSettings:
-    """What a trainer says of itself."""
-
-    directory: str
-    """Of the local level."""
-    shard: int
-    shards: int
-    keep_last: int
-    keep_every: int
-    persistent: dict[str, Any] | None = field(default=None, repr=False)
-    """PersistentSettings, which may hold secrets, if there is such a level."""
-    codecs: str = ""
-    """What is done to shards on their way to the local level; see `codecs.pipeline`."""
-    ranks: tuple[int, ...] = ()
-    """Of the job, that run on this node; the first one's desk sees to what has no other."""
-
-    @property
-    def first(self) -> bool:
-        """Whether it is the node's first rank."""
-        return self.ranks[:1] == (self.shard,)
-
-    @property
-    def speaks(self) -> bool:
-        """Whether it speaks for the node: as `first`, or its ranks are not known."""
-        return self.first or not self.ranks
+"""Between two reads of the messages of a trainer that waits for its turn."""
+Received = tuple[Message | None, list[int]]
+"""A message and its descriptors; None: the trainer is gone."""
 
 
 class NodeServices(Protocol):
-    """What all desks of an agent share. Any thread."""
+    """Services that all sessions of an agent share. Any thread."""
 
     held: ShardGuard
-    makes_way: bool
+    shutting_down: bool
     """No more orders are taken."""
 
     def flusher(self, session: SessionSettings) -> Flusher | None:
-        """The persistent level's, if the desk has one."""
+        """The persistent level's, if the session has one."""
         ...
 
     def protector(self) -> Protector:
@@ -105,19 +91,19 @@ class TrainerSession:
         self._speaking = threading.Lock()
         self._hearing = threading.Lock()
         self._cleaned_strays = False
-        self._waiting: deque[tuple[dict[str, Any] | None, list[int]]] = deque()
-        """Messages, and their descriptors, that came before its turn; None: the trainer is gone."""
+        self._waiting: deque[Received] = deque()
+        """Messages that came before the trainer's turn."""
         self._slots: dict[tuple[int, int], Slot] = {}
         """Mapped slots by device and inode: mapping a large segment anew for every commit costs."""
 
     @property
     def at(self) -> tuple[str, int]:
-        """Whose desk it is."""
+        """The shard that the session is for."""
         return self.settings.directory, self.settings.shard
 
     def await_turn(self, before: threading.Thread | None) -> None:
-        """Until the trainer before has been served at this desk: what it handed over may take long
-        to write. What needs no desk is heeded meanwhile, as other nodes' agents wait for it."""
+        """Wait until the shard's last trainer has been served: what it handed over may take long to
+        write. What does not concern the shard is done at once: other nodes' agents wait for it."""
         try:
             while before is not None and before.is_alive():
                 self._hear_early()
@@ -131,90 +117,102 @@ class TrainerSession:
             selector.register(self.channel, selectors.EVENT_READ)
             while not self._is_over() and selector.select(0):
                 message, fds = self._receive()
-                if message is not None and message["op"] in OUT_OF_TURN:
-                    self._heed(message, fds)
-                else:
-                    self._waiting.append((message, fds))
+                match message:
+                    case Flush() | Listen() | Introduce() | Inherit() | Protect():
+                        self._carry_out(message, fds)  # not about the shard
+                    case _:
+                        self._waiting.append((message, fds))
 
     def _is_over(self) -> bool:
         """Whether the last message has come that the trainer says."""
-        last = self._waiting[-1][0] if self._waiting else {"op": ""}
-        return last is None or last["op"] == "bye"
+        return bool(self._waiting) and isinstance(self._waiting[-1][0], Bye | None)
 
-    def _receive(self) -> tuple[dict[str, Any] | None, list[int]]:
-        """The next message; None when the trainer is gone."""
-        with self._hearing:
-            return protocol.receive(self.channel)
+    def _receive(self) -> Received:
+        """The next message; for bytes that are none, the problem to answer with."""
+        try:
+            with self._hearing:
+                return protocol.receive(self.channel)
+        except ValueError as error:
+            return Problem(f"the agent does not understand its trainer: {error}"), []
 
     def leave(self) -> list[int]:
-        """Hear no more, as the agent makes way. Returns the versions whose flush was ordered and
+        """Read no more, as the agent shuts down. Returns the versions whose flush was ordered and
         not heard of yet, as a commit was under way, say. Any thread; waits for nothing."""
         unheard: list[int] = []
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_RD)
             message, fds = self._receive()
             while message is not None:
-                if message["op"] == "flush":
-                    unheard.append(_version_in(message)["version"])
+                if isinstance(message, Flush):
+                    unheard.append(message.order.id.version)
                 for fd in fds:
                     os.close(fd)
                 message, fds = self._receive()
         return unheard
 
-    def serve(self) -> dict[str, Any] | None:
-        """Serve until the trainer is gone and its work is done, or the agent makes way; returns
+    def serve(self) -> Bye | None:
+        """Serve until the trainer is gone and its work is done, or the agent shuts down; returns
         the trainer's goodbye, None when it said none."""
         self._prepare()
         try:
             while True:
                 message, fds = self._waiting.popleft() if self._waiting else self._receive()
-                if message is None or self.services.makes_way:
+                if message is None or self.services.shutting_down:
                     return None
-                if message["op"] == "bye":
+                if isinstance(message, Bye):
                     return message
-                self._heed(message, fds)
+                self._carry_out(message, fds)
         finally:
             with contextlib.suppress(OSError):
                 self.store.drop_spare(self.settings.shard)
             for slot in self._slots.values():
                 slot.close()
 
-    def _heed(self, message: dict[str, Any], fds: list[int]) -> None:
-        """Do as the trainer says. Whatever fails costs what was asked for, and never the desk: its
-        trainer would take that for the agent's death, and everything that is under way for lost."""
-        op = message["op"]
+    def _carry_out(self, message: Message, fds: list[int]) -> None:
+        """Do as the trainer says. Whatever fails costs what was asked for, and never the session:
+        the trainer would take that for the agent's death, and all that is under way for lost."""
         try:
-            if op == "commit":
-                self._commit(message, fds)
-            elif op == "retire":
-                self._retire(message)
-            elif op == "flush":
-                self._flush(message)
-            elif op == "ask":
-                self._tell_quiet()
-            elif op in ("meet", "know", "succeed", "protect"):
-                self._protect(message)
+            match message:
+                case Commit():
+                    self._commit(message, fds)
+                case Retire():
+                    self._retire(message)
+                case Flush(order=order):
+                    if (flusher := self.services.flusher(self.settings)) is not None:
+                        flusher.order(order, self.say)
+                case AskProgress():
+                    self._report_progress()
+                case Listen():
+                    self._listen(message)
+                case Introduce(parties=parties, known_nodes=known_nodes):
+                    self.services.protector().introduce(parties, known_nodes)
+                case Inherit(where=where, known_nodes=known_nodes):
+                    self.services.protector().inherit(where, known_nodes)
+                case Protect(id=id_, lost=lost):
+                    what = (self.settings.directory, id_, self.settings.shards, lost)
+                    self.services.protector().order(*what, self.say)
+                case Problem():
+                    self.say(message)
+                case _:
+                    raise ValueError(f"{type(message).__name__} is no order for an agent")
         except Exception as error:
-            what = UNDONE.get(op, "problem")
-            self.say(op=what, error=_text(error), **_version_in(message))
+            self.say(_failure(message, _text(error)))
 
     def _prepare(self) -> None:
         try:
             self.store.create()
             removed = self.store.clean(self.settings.shard)
         except OSError as error:
-            self.say(op="problem", error=_text(error))
+            self.say(Problem(_text(error)))
         else:
             if removed:
-                self.say(op="cleaned", names=removed)
+                self.say(Cleaned(tuple(removed)))
 
-    def _commit(self, message: dict[str, Any], fds: list[int]) -> None:
-        key = ShardKey.parse(message["stem"])
-        assert key is not None
-        slot = None
+    def _commit(self, message: Commit, fds: list[int]) -> None:
+        key, slot = message.key, None
         try:
             _faults.point("agent", version=key.id.version, shard=key.shard)
-            slot = self._slot(message["segment"], fds)
+            slot = self._slot(message.segment, fds)
             manifest, nbytes = self._sealed(slot, key)
             self.store.create()
             times, nbytes = self._commit_slot(key, slot, nbytes, manifest)
@@ -223,7 +221,8 @@ class TrainerSession:
                 unpin(slot.fd)
                 if slot.path is None:  # passed with the message, and will be again
                     self._slots.pop(_file_of(slot.fd)).close()
-        self.say(op="committed", nbytes=nbytes, **asdict(times), **_version_in(message))
+        seconds = (times.write_seconds, times.commit_seconds)
+        self.say(Committed(key.id, nbytes, *seconds, times.direct))
 
     def _commit_slot(
         self, key: ShardKey, slot: Slot, nbytes: int, manifest: bytes
@@ -277,11 +276,9 @@ class TrainerSession:
             raise CorruptShardError(f"the image of {key} in slot {slot.name} is cut short")
         return encoded, manifest.image_bytes
 
-    def _retire(self, message: dict[str, Any]) -> None:
+    def _retire(self, message: Retire) -> None:
         """Apply retention to this rank's shards, and to those of ranks that are no more."""
-        safe = VersionId(*message["safe"]) if message["safe"] else None
-        void = {VersionId(*each) for each in message["void"]}
-        lineage = tuple((g, v) for g, v in message["lineage"])
+        safe, lineage, void = message.safe, message.lineage, {*message.void}
         held = [*self.store.keys(), *self.store.parities()]
         mine = [k for k in held if self._is_mine(k)]
         strays = self._strays(held, safe, lineage)
@@ -293,7 +290,7 @@ class TrainerSession:
         # Strays go by what the whole node has: alone, the last of them would be kept for ever.
         mine_gone, strays_gone = gone(mine), gone(held) if strays else set[VersionId]()
         going = [k for k in mine if k.id in mine_gone] + [k for k in strays if k.id in strays_gone]
-        keep = {VersionId(*each) for each in message["keep"]}
+        keep = {*message.keep}
         there = {key for key in (*mine, *strays) if not isinstance(key, ParityKey)}
         went = set[VersionId]()
         # The newest first: what another refers to goes after that one, never before it.
@@ -304,7 +301,7 @@ class TrainerSession:
                         there.discard(key)
                         went.add(key.id)
                 except OSError as error:
-                    self.say(op="problem", error=f"cannot retire {key}: {_text(error)}")
+                    self.say(Problem(f"cannot retire {key}: {_text(error)}"))
 
         self._drop_marks(went)
 
@@ -334,7 +331,7 @@ class TrainerSession:
     def _strays(
         self, held: list[ShardKey], safe: VersionId | None, lineage: Lineage
     ) -> list[ShardKey]:
-        """What lies here of ranks that are on other nodes in this run, for the node's first desk.
+        """Shards of ranks that are on other nodes in this run; for the node's first session.
 
         Where nodes share the directory nothing is stray. A version of this run that is complete
         on all local levels tells: then shards of it are here that ranks of this node did not write.
@@ -355,43 +352,22 @@ class TrainerSession:
             for shard in self.store.shards_named() - set(self.settings.ranks):
                 self.store.drop_spare(shard)
                 if removed := self.store.clean(shard):
-                    self.say(op="cleaned", names=removed)
+                    self.say(Cleaned(tuple(removed)))
 
-    def _flush(self, message: dict[str, Any]) -> None:
+    def _report_progress(self) -> None:
         flusher = self.services.flusher(self.settings)
-        if flusher is not None:
-            flusher.order(FlushOrder.of_message(message["order"]), self._answer)
+        self.say(Progress(flusher.quiet_seconds() if flusher is not None else 0.0))
 
-    def _tell_quiet(self) -> None:
-        flusher = self.services.flusher(self.settings)
-        self.say(op="quiet", seconds=flusher.quiet_seconds() if flusher is not None else 0.0)
-
-    def _protect(self, message: dict[str, Any]) -> None:
-        from .protector import PartySettings
-
-        protector = self.services.protector()
-        if message["op"] == "meet":
-            try:
-                address = protector.open(**message["where"])
-            except ConfigError as error:
-                self.say(op="listening", error=str(error))
-            else:
-                self.say(op="listening", error="", host=address.host, port=address.port)
-        elif message["op"] == "know":
-            parties = [PartySettings.of_message(party) for party in message["parties"]]
-            protector.know(parties, message["roster"])
-        elif message["op"] == "succeed":
-            protector.succeed(message["where"], message["roster"])
+    def _listen(self, message: Listen) -> None:
+        try:
+            address = self.services.protector().open(message.where)
+        except ConfigError as error:
+            self.say(ListenFailed(str(error)))
         else:
-            version = VersionId(message["generation"], message["version"])
-            what = (version, self.settings.shards, message["lost"])
-            protector.order(self.settings.directory, *what, self._answer)
+            self.say(Listening(address.host, address.port))
 
-    def _answer(self, said: dict[str, Any]) -> None:
-        self.say(**said)
-
-    def say(self, **message: Any) -> None:
-        """Tell the trainer. Any thread."""
+    def say(self, message: AgentMessage) -> None:
+        """Send a message to the trainer. Any thread."""
         with self._speaking, contextlib.suppress(OSError):  # it is gone: nobody to tell
             protocol.send(self.channel, message)
 
@@ -404,14 +380,19 @@ def _file_of(path: str | int) -> tuple[int, int]:
     return (found.st_dev, found.st_ino)
 
 
-def _version_in(message: dict[str, Any]) -> dict[str, int]:
-    """Which version a trainer's message is about, for the answer; empty where it is about none."""
-    if message["op"] == "commit":
-        key = ShardKey.parse(message["stem"])
-        assert key is not None
-        return {"version": key.id.version, "generation": key.id.generation}
-    about = message.get("order", message)
-    return {name: about[name] for name in ("version", "generation") if name in about}
+def _failure(message: Message, error: str) -> AgentMessage:
+    """The answer to an order that could not even be begun."""
+    match message:
+        case Commit(key=key):
+            return CommitFailed(key.id, error)
+        case Flush(order=order):
+            return FlushFailed(order.id, error)
+        case Protect(id=id_):
+            return ProtectFailed(id_, error)
+        case Listen():
+            return ListenFailed(error)
+        case _:
+            return Problem(error)
 
 
 def _text(error: Exception) -> str:

@@ -112,6 +112,8 @@ class ActiveSnapshot:
         this version and of earlier ones."""
         if self.snapshot is not None:
             self.snapshot.barrier()
+            if self.snapshot.starved:
+                self._handoff.starved()
             self.snapshot = None
         while self._handoff.finished:
             self._report(self._handoff.finished.popleft())

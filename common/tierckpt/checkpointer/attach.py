@@ -15,7 +15,7 @@ from tierckpt._children import module_path
 from tierckpt._text import some
 from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
-from tierckpt.agent.session import SessionSettings
+from tierckpt.agent.protocol import PersistentSettings, SessionSettings
 from tierckpt.config import Config
 from tierckpt.coordination.shown_once import said_by
 from tierckpt.errors import NodeHealthError
@@ -187,8 +187,9 @@ def agent_client(
     the node's first rank. `may_start`: this rank's are the same."""
     persistent = None
     if config.uses("persistent"):
-        persistent = dataclasses.asdict(config.persistent)
-        persistent.update(node=node.index, nodes=node.count, best=config.best)
+        level = dataclasses.asdict(config.persistent)
+        where = {"node": node.index, "nodes": node.count, "best": config.best}
+        persistent = PersistentSettings(**{**level, **where})
     return AgentClient(
         AgentSettings(
             root=str(job.root),

@@ -20,6 +20,11 @@ from tierckpt.storage.memory.slot_pool import SlotPool
 
 from .tiers import Tiers
 
+APART = (
+    "ranks made it in different iterations: some rank skipped an optimizer step that others made, "
+    "or calls step() less often"
+)
+
 
 class Boundary:
     """One rank's part. Training thread; waits for the agent only with `when_busy="wait"`."""
@@ -47,11 +52,16 @@ class Boundary:
     def hear(self) -> Vote:
         """What all ranks agreed on since the last boundary, and what the agent said."""
         self._levels.slot_handoff.take_stock()
+        were_apart = self._agreement.apart
         agreed, broken = self._agreement.read()
-        if agreed.adapter == VOID and self._last is not None:
+        newly_apart = agreed.apart and not were_apart
+        if (agreed.adapter == VOID or newly_apart) and self._last is not None:
             void, take = self._last
             self._schedule.requested |= frozenset(take)
-            self._void |= {void} if take else set()
+            if take and newly_apart:
+                self._break(void)
+            elif take:
+                self._void.add(void)
         self._levels.promotion.backlog.go_on()
         if broken in self._void:
             self._void.remove(broken)
@@ -61,6 +71,13 @@ class Boundary:
             )
         self._levels.collect()
         return agreed
+
+    def _break(self, id_: VersionId) -> None:
+        """Ranks made this version in different iterations, which all know by now, and none has said
+        yet that it is complete."""
+        self._agreement.break_open(id_)
+        self._pool.void(id_)
+        self._reports.lost(id_.version, APART)
 
     def decide(self, version: int, agreed: Vote, force: bool) -> tuple[str, ...]:
         """The levels that the version goes to, none if it is not taken; `force`: to all."""
@@ -76,7 +93,7 @@ class Boundary:
             self._levels.collect()
             if len(self._agreement.memory.open) > 1:  # votes are behind, and would stay so
                 self._levels.slot_handoff.wait()
-                self._agreement.settle()
+                self._agreement.vote_again(version)
         return decision.take
 
     def vote(
@@ -96,11 +113,11 @@ class Boundary:
             newest: that version.
             begin_seconds: when the boundary began, by `time.perf_counter()`.
             take: what `decide` returned.
-            halt: what `Halting.vote` says.
+            halt: what `HaltController.vote` says.
             adapter: the result of `Adapter.vote`.
-            check: what `Replicas.vote` says.
+            check: what `ReplicaMonitor.vote` says.
             unchanged: see `Vote`.
-            own: what `Replicas.row` says.
+            own: what `ReplicaMonitor.row` says.
         """
         self._last = newest, take
         if self._meter is not None:

@@ -27,6 +27,7 @@ from tierckpt.state.extras import check_extra
 from . import attach, shutdown
 from .core import WAIT_SECONDS, CheckpointerCore, as_number
 
+NOTHING_LATER = "No further version is taken until restore()"
 MEET_SECONDS = 30.0
 """At the end of a process: how long to wait for the other ranks before ending alone."""
 
@@ -72,8 +73,11 @@ class Checkpointer(CheckpointerCore):
         self._active.capture.drop_streams()
         self._epoch_ends.passed()
         self.iteration, self._ahead = self.iteration + 1, 0
+        if not (self._history.lineage or self._over):
+            self._levels.begin_afresh()  # all ranks are here, also those that skipped the step
         if self._iterations.steps and not self._over:
             self._boundary()
+        self._agreement.passed(self.iteration)
 
     def save(self, now: bool = False) -> None:
         """Ask for a checkpoint to memory and local, whatever the intervals say.
@@ -92,7 +96,8 @@ class Checkpointer(CheckpointerCore):
             return
         self._refuse_amid("save(now=True)", TierckptError)
         if why := self._no_moment():
-            self._reports.notice(f"save(now=True) takes nothing: {why}", logging.ERROR)
+            later = "" if self._agreement.parted is None else f". {NOTHING_LATER}"
+            self._reports.notice(f"save(now=True) takes nothing: {why}{later}", logging.ERROR)
         else:
             self._save_now()
 
@@ -106,6 +111,7 @@ class Checkpointer(CheckpointerCore):
         """
         self._refuse_closed("pin()", PinError)
         self._refuse_amid("pin()", PinError)
+        self._no_moment()  # ranks may have cast different numbers of votes
         where = (self.config, self.group, self._node)
         return mark_everywhere("pin", version, *where, self._agent)
 
@@ -113,6 +119,7 @@ class Checkpointer(CheckpointerCore):
         """Leave a version to retention again; otherwise as `pin`."""
         self._refuse_closed("unpin()", PinError)
         self._refuse_amid("unpin()", PinError)
+        self._no_moment()
         return mark_everywhere("unpin", version, self.config, self.group, self._node)
 
     def should_exit(self) -> bool:

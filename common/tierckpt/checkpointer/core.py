@@ -97,6 +97,8 @@ class CheckpointerCore(abc.ABC):
     _released = 0
     """Calls of `_release`: where forward passes are boundaries, they say at which iteration ranks
     are."""
+    _parted: VersionId | None = None
+    """See `Agreement.parted`: the last one that an event reported."""
     _went_back = False
     """It was asked for an older version than there is."""
 
@@ -271,6 +273,8 @@ class CheckpointerCore(abc.ABC):
         if not self._history.lineage:
             self._levels.begin_afresh()
         agreed = self._rounds.hear()
+        if self._agreement.parted is not None:
+            self._part()
         place = self.iteration if self._iterations.explicit else self._released
         self._replicas.compare(agreed, self._agreement.rows, place)
         self._unchanged.compare(agreed.unchanged)
@@ -278,7 +282,7 @@ class CheckpointerCore(abc.ABC):
             self._resources.clear(self._node)
         unattended = self._halt.hear(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.adapter.vote()
-        if self._replicas.refusing:
+        if self._replicas.refusing or self._agreement.parted is not None:
             if self._replicas.asking:  # it may turn out that nothing differs
                 self._schedule.requested |= frozenset(take)
             take = ()
@@ -307,6 +311,19 @@ class CheckpointerCore(abc.ABC):
         self.close()
         if unattended:
             raise SystemExit(0)
+
+    def _part(self) -> None:
+        """At each boundary since this rank found that others make other numbers of steps."""
+        self._halt.end_alone()
+        parted = self._agreement.parted
+        if parted is None or parted == self._parted:
+            return
+        self._parted, together = parted, self._agreement.together
+        self._pool.void(parted)
+        what = f"in iteration {self.iteration}" if self._iterations.explicit else "at a boundary"
+        at = f"rank {self.group.rank} is at v{self.version} {what}"
+        number = together.version if together is not None else None
+        self._replicas.part(parted.version, number, at, self._agreement.missing)
 
     def _open_snapshot(self, levels: tuple[str, ...], void: bool) -> Snapshot | None:
         """Capture what changes first. A failure here breaks the version, not the training; so does
@@ -409,7 +426,7 @@ class CheckpointerCore(abc.ABC):
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:
         """The live state is that of `result`; everything else follows."""
         self.version, self.iteration, self.metric = result.version, int(result), None
-        self._ahead = 0
+        self._ahead = self._released = 0
         self._iterations.go_on_from(result)
         self._active.capture.forget()
         self._replicas.restart()
@@ -477,14 +494,21 @@ class CheckpointerCore(abc.ABC):
         """See `shutdown.no_moment`. Ranks may have been interrupted on both sides of a boundary, or
         of its vote."""
         mine = (self._steps_made, self._agreement.turns)
-        why, error_barrier = shutdown.no_moment(
-            self.group, *mine, self._state.torn, self._iterations.stepping
+        self._agreement.even_out()  # the copier may wait for a vote
+        why, error_barrier, level = shutdown.no_moment(
+            self.group,
+            *mine,
+            self._agreement.parted is not None,
+            self._state.torn,
+            self._iterations.stepping,
         )
         if not error_barrier:
-            self._agreement.even_out()  # the copier may wait for a vote
             self._agreement.void()
             self.wait(WAIT_SECONDS)
             self._agreement.settle()
+        if not level and self._agreement.parted is None:
+            # Versions of one number would be of different iterations from here on.
+            self._agreement.parted = self._parted = VersionId(0, self.version)
         return why or self.adapter.inconsistent()
 
     # --- hooks ----------------------------------------------------------------------------------
@@ -500,6 +524,8 @@ class CheckpointerCore(abc.ABC):
             params = list(params)
             self._trace.released(params, self.version, reduction, launched_seconds)
         self._released += 1
+        if not self._iterations.explicit:
+            self._agreement.passed(self._released)
         self._replicas.wake()
         self._active.release(params)
         if self._callbacks:

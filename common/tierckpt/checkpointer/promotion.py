@@ -13,7 +13,8 @@ import functools
 from collections.abc import Callable
 
 from tierckpt.agent.client import AgentClient
-from tierckpt.agent.flusher import MOST_SUPERSEDED, FlushOrder
+from tierckpt.agent.flusher import MOST_SUPERSEDED
+from tierckpt.agent.protocol import FlushOrder
 from tierckpt.config import Config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.job_history import JobHistory
@@ -133,8 +134,7 @@ class Promotion:
         order = None
         if self._order is not None:
             order = self._order(
-                version=safe.version,
-                generation=safe.generation,
+                id=safe,
                 run_id=self._history.name,
                 lineage=self._history.lineage,
                 iteration=iteration,

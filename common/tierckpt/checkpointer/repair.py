@@ -83,7 +83,7 @@ def was_lost(plan: RestorePlan, damaged: Collection[ShardKey]) -> bool:
     """Whether any of the version was on a disk of the job's and is there no more.
 
     Pure. What had to be rebuilt was; and so was what is fetched for some ranks alone, as only what
-    is on all disks goes to the persistent level. `damaged`: see `Lives`.
+    is on all disks goes to the persistent level. `damaged`: see `JobHistory`.
     """
     levels = plan.levels
     apart = "persistent" in levels and len(levels) > 1

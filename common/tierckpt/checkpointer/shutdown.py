@@ -36,28 +36,34 @@ def script_failed() -> bool:
 
 
 def no_moment(
-    group: Group, steps_made: int, turns: int, torn: bool, stepping: Iterable[str]
-) -> tuple[str, bool]:
+    group: Group, steps_made: int, turns: int, parted: bool, torn: bool, stepping: Iterable[str]
+) -> tuple[str, bool, bool]:
     """Why what is live now is no version: it is not of one moment on all ranks; empty if it is.
-    And whether all have cast as many votes (`turns`). Collective.
+    And whether all have cast as many votes (`turns`), and made as many steps. Collective.
 
-    `stepping` names optimizers whose step began and did not end.
+    `parted`: this rank found before that others make other steps. `stepping` names optimizers
+    whose step began and did not end.
     """
     mine = ""
     if torn:
         mine = "a restore did not come to its end, so the live state is torn"
     elif names := ", ".join(sorted(stepping)):
         mine = f"the step of {names} did not come to its end"
-    everyone = group.all_gather_object((steps_made, turns, mine))
-    error_barrier = len({turns for _, turns, _ in everyone}) == 1
-    troubles = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(everyone) if why]
-    counts = [steps for steps, _, _ in everyone]
+    everyone = group.all_gather_object((steps_made, turns, parted, mine))
+    error_barrier = len({turns for _, turns, _, _ in everyone}) == 1
+    troubles = [f"rank {rank}: {why}" for rank, (*_, why) in enumerate(everyone) if why]
+    counts = [steps for steps, *_ in everyone]
     if not troubles and min(counts) < max(counts):
         ahead, behind = counts.index(max(counts)), counts.index(min(counts))
         troubles.append(
             f"rank {ahead} has {counts[ahead]} steps behind it, and rank {behind} {counts[behind]}"
         )
-    return next(iter(troubles), ""), error_barrier
+    if not troubles and any(parted for _, _, parted, _ in everyone):
+        troubles.append(
+            "ranks made as many steps, in different iterations (some rank skipped a step that "
+            "others made)"
+        )
+    return next(iter(troubles), ""), error_barrier, min(counts) == max(counts)
 
 
 _open: set[weakref.WeakMethod[Callable[[], None]]] = set()

@@ -100,9 +100,9 @@ class Tiers:
                 self._reports.notice(f"the agent could not be started: {error}", logging.ERROR)
 
     def collect(self) -> None:
-        """Hear what the agent said."""
+        """Take the agent's messages into the books."""
         for message in self.agent.poll():
-            self._reports.hear(message)
+            self._reports.on_agent_message(message)
 
     # --- a run begins, on all ranks -----------------------------------------------------------
 

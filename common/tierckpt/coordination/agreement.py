@@ -21,33 +21,8 @@ from tierckpt.core.votes import Vote, as_vote, of_vote
 from tierckpt.format.ids import VersionId
 from tierckpt.group import Group
 
-from .vote_exchange import Ballots, Cast, RankGoneError, Rows
-
-
-class _Ballot:
-    """A vote under way, and which versions its states are about."""
-
-    def __init__(
-        self,
-        pending: Cast,
-        memory: VersionId | None,
-        local: VersionId | None,
-        peer: VersionId | None,
-        flush: VersionId | None,
-    ) -> None:
-        self._pending = pending
-        self.memory = memory
-        self.local = local
-        self.peer = peer
-        self.flush = flush
-
-    def result(self) -> Vote:
-        """What all ranks agreed on, waiting for it. Any thread."""
-        return Vote.unpack(self._pending.wait())
-
-    def rows(self) -> Rows:
-        """What ranks gave along, likewise."""
-        return self._pending.rows()
+from .ballot import PATIENCE_APART_SECONDS, PATIENCE_SECONDS, Ballot
+from .vote_exchange import Ballots, RankGoneError, Rows
 
 
 class Agreement:
@@ -67,7 +42,7 @@ class Agreement:
         self._group, self._ballots = group, ballots
         self._config = config
         self._on_local_safe, self._on_local_broken = on_local_safe, on_local_broken
-        self._ballot: _Ballot | None = None
+        self._ballot: Ballot | None = None
         self.rows: Rows = []
         """What ranks gave along with the votes that were read last."""
         self.turns = 0
@@ -103,6 +78,16 @@ class Agreement:
         self._since_memory = now
         self._since_local = now - ages.get("local", 0.0)
         self._since_persistent = now - ages.get("persistent", 0.0)
+        self.parted: VersionId | None = None
+        """The version at which this rank found that others are not where it is. From then on it
+        neither votes nor reads, and takes no version, until a restore."""
+        self.together: VersionId | None = None
+        """The newest version at whose boundary all ranks were in the same iteration."""
+        self.apart = False
+        """The votes that were read last came from different iterations."""
+        self.missing: list[int] = []
+        """Ranks whose votes did not come, where that is known."""
+        self._patience_lost = False
         self._ballot = None
 
     def open(self, id_: VersionId, levels: Iterable[str]) -> None:
@@ -156,13 +141,14 @@ class Agreement:
         own: Sequence[int] = (),
     ) -> None:
         """Cast this rank's vote; `newest` is the version of this boundary, too young to judge,
-        `halt` what `Halting.vote` says, `figures` what checkpoints cost here, and `check` what
-        `Replicas.vote` says, and `own` what all ranks are to read of it (see `Ballots`)."""
+        `halt` what `HaltController.vote` says, `figures` what checkpoints cost here, and `check`
+        what `ReplicaMonitor.vote` says, and `own` what all ranks are to read of it (see
+        `Ballots`)."""
         memory = next((v for v in self.memory.open if v != newest), None)
         local = next((v for v in self.local.open if v != newest), None)
         peer = next(iter(self.peer.open), None)
         flush = next(iter(self.persistent.open), None)
-        nbytes, metric = (0, None) if local is None else self._shards.get(local, (0, None))
+        nbytes, metric = self._shard(local)
         now, config = time.monotonic(), self._config
         vote = Vote(
             slot_free=int(slot_free),
@@ -196,9 +182,48 @@ class Agreement:
             unchanged=unchanged,
         )
         self._asked = False
+        if self.parted is not None:
+            return
+        self._cast(vote, newest, memory, local, peer, flush, own)
+
+    def vote_again(self, version: int) -> None:
+        """At the boundary of `version`, on all ranks: learn now what became of each version that is
+        open, one a vote. What is not done here by now is broken. Waits as `read` does."""
+        apart, together = self.apart, self.together  # these votes say no iteration
+        for _ in range(max(len(self.memory.open), len(self.local.open))):
+            if self.parted is not None:
+                return
+            memory, local = next(iter(self.memory.open), None), next(iter(self.local.open), None)
+            nbytes, metric = self._shard(local)
+            vote = Vote(
+                memory_state=self._state("memory", memory) or BROKEN,
+                local_state=self._state("local", local) or BROKEN,
+                less_bytes=-nbytes,
+                metric=as_vote(metric),
+            )
+            newest = VersionId(self.memory.open[-1].generation if self.memory.open else 0, version)
+            self._cast(vote, newest, memory, local)
+            self.read()
+            self.apart, self.together = apart, together
+
+    def _cast(
+        self,
+        vote: Vote,
+        newest: VersionId,
+        memory: VersionId | None,
+        local: VersionId | None,
+        peer: VersionId | None = None,
+        flush: VersionId | None = None,
+        own: Sequence[int] = (),
+    ) -> None:
+        """Cast the vote; for the versions that it is about see `Ballot`."""
         self.turns += 1
         pending = self._ballots.all_reduce_min(vote.pack(), own)
-        self._ballot = _Ballot(pending, memory, local, peer, flush)
+        self._ballot = Ballot(pending, newest, memory, local, peer, flush)
+
+    def _shard(self, local: VersionId | None) -> tuple[int, float | None]:
+        """The size of this rank's shard of a version on its way to local, and the metric."""
+        return (0, None) if local is None else self._shards.get(local, (0, None))
 
     def _state(self, level: str, id_: VersionId | None) -> int:
         return DONE if id_ is None else self._known[level].get(id_, PENDING)
@@ -213,15 +238,25 @@ class Agreement:
         return [id_ for id_ in ledger.open if self._state(level, id_) == PENDING]
 
     def read(self) -> tuple[Vote, VersionId | None]:
-        """What was agreed on since the last boundary, and the version that broke by it, if any."""
+        """What was agreed on since the last boundary, and the version that broke by it, if any.
+
+        Waits `patience_seconds` at most; then this rank is `parted`.
+        """
         self.rows = []
         if self._ballot is None:
             return Vote(), None
         try:
+            if not self._ballot.came(0.0 if self._patience_lost else self.patience_seconds):
+                self.missing = self._ballot.missing()
+                self.part(self._ballot.newest)
+                return Vote(), None
             agreed, self.rows = self._ballot.result(), self._ballot.rows()
         except RankGoneError:
             self._group.barrier()  # fails as the script, or its launcher, knows it of this library
             raise
+        self._patience_lost, self.apart = False, agreed.apart
+        if not self.apart:
+            self.together = self._ballot.newest
         broken = self.memory.resolve(agreed.memory_state, self._ballot.memory)
         self.peer.resolve(agreed.peer_state, self._ballot.peer)
         self.persistent.resolve(agreed.flush_state, self._ballot.flush)
@@ -240,6 +275,36 @@ class Agreement:
             if id_ not in self.local.open:
                 self._shards.pop(id_, None)
         return agreed, broken
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long the training thread may wait for what needs other ranks' votes."""
+        return PATIENCE_APART_SECONDS if self.apart else PATIENCE_SECONDS
+
+    def passed(self, iterations: int) -> None:
+        """This rank has so many iterations behind it, with a boundary or without. Any thread."""
+        self._ballots.passed(iterations)
+
+    def hopeless(self) -> bool:
+        """The vote under way waits for a rank that waits for this one, as far as is known. Training
+        thread, in a barrier."""
+        return self._ballot is not None and self._ballot.passed_over()
+
+    def lose_patience(self) -> None:
+        """The training thread has waited so long for the vote under way already."""
+        self._patience_lost = True
+
+    def part(self, newest: VersionId) -> None:
+        """Some rank is not where this one is, so this rank votes no more. No rank was told that
+        `newest` is complete here, and it is broken now: else shards of different iterations could
+        meet under its number. What is open of before may be complete on all ranks, and stays."""
+        self._ballot, self.parted = None, newest
+        self.break_open(newest)
+
+    def break_open(self, id_: VersionId) -> None:
+        """A version that no rank has voted about yet is none, whatever is told of it from now."""
+        self.memory.resolve(BROKEN, id_)
+        self._resolve_local(BROKEN, id_, 0, None)
 
     def even_out(self) -> None:
         """Collective: those whose iteration was cut short cast the votes that others wait for."""

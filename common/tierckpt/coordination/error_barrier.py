@@ -2,9 +2,8 @@
 
 Between two collectives a rank is alone. If it raises there and leaves, the others wait for it in
 the next collective, some of them for ever. In a stretch of `ErrorBarrier` every object that is
-gathered
-comes with a word on its rank, and the end of the stretch is a gathering, too: whoever raises has
-its word in the place of what the others wait for.
+gathered comes with a word on its rank, and the end of the stretch is a gathering, too: whoever
+raises has its word in the place of what the others wait for.
 """
 
 from __future__ import annotations

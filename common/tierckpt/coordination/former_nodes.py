@@ -11,13 +11,12 @@ import contextlib
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tierckpt._text import some
 from tierckpt.agent.client import AgentClient
+from tierckpt.agent.protocol import AgentAddress, KnownNodes, Mark
 from tierckpt.core.copies import Inventory, Location
-from tierckpt.format.manifest import digest
 from tierckpt.group import Group
 
 if TYPE_CHECKING:
@@ -34,63 +33,8 @@ MOST_TOLD = 4
 MOST_LISTS = 16
 """Different ones of what nodes know; more are not looked at."""
 
-Mark = tuple[int, str]
-"""A generation and a digest: tells one list of nodes from another, and the newer of two."""
 UNKNOWN: Mark = (0, "")
 """Of no list."""
-
-
-@dataclass(frozen=True)
-class AgentAddress:
-    """A node's agent."""
-
-    host: str
-    """The node, as `_host.host_id` names it."""
-    address: str
-    port: int
-    secret: str
-    """Of the run in which it met others last."""
-
-    @property
-    def node(self) -> str:
-        """For people."""
-        return self.host.partition("/")[0]
-
-    @property
-    def where(self) -> str:
-        """How places there are called."""
-        return f"agent of node {self.node}, {self.address} port {self.port}"
-
-
-@dataclass(frozen=True)
-class KnownNodes:
-    """The agents of one run of the job, and those of runs before that it had to ask."""
-
-    generation: int
-    """Of the run."""
-    agents: tuple[AgentAddress, ...]
-
-    def as_message(self) -> dict[str, Any]:
-        """For the socket."""
-        return asdict(self)
-
-    @staticmethod
-    def of_message(values: dict[str, Any]) -> KnownNodes:
-        """The inverse of `as_message`."""
-        return KnownNodes(
-            int(values["generation"]), tuple(AgentAddress(**each) for each in values["agents"])
-        )
-
-    def without(self, hosts: Iterable[str]) -> KnownNodes:
-        """Those of other nodes."""
-        here = set(hosts)
-        former_nodes = tuple(each for each in self.agents if each.host not in here)
-        return KnownNodes(self.generation, former_nodes)
-
-    @property
-    def mark(self) -> Mark:
-        """The same wherever the same is known."""
-        return self.generation, digest(repr(self.agents).encode()).hex()
 
 
 class FormerNodes:
@@ -113,8 +57,8 @@ class FormerNodes:
         if not self._asks:
             return None
         with contextlib.suppress(Exception):  # of whatever kind: the other ranks wait for this one
-            if told := self._agent.known_nodes(ROSTER_SECONDS):
-                known_nodes = KnownNodes.of_message(told).without(self._hosts)
+            if (known := self._agent.known_nodes(ROSTER_SECONDS)) is not None:
+                known_nodes = known.without(self._hosts)
                 return known_nodes if known_nodes.agents else None
         return None
 

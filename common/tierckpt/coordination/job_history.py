@@ -1,9 +1,8 @@
-"""Lives: which run of the job this is, what earlier ones left, and where this one came from.
+"""Job history: which run of the job this is, what earlier runs left, and where this one started.
 
 Every start of a job is a run. Versions of two runs may have the same number and different bytes,
 so each run has a generation (larger than any that is still found), a random name, and a lineage
-that says from which version of which run it went on (docs/internals/agreement.md,
-"Runs").
+that says from which version of which run it went on (docs/internals/agreement.md, "Runs").
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class JobHistory:
         directory_is_new: bool = False,
         directory_is_another: bool = False,
     ) -> None:
-        """`directory_is_new`: this start made it. `directory_is_another`: see `Berth`."""
+        """`directory_is_new`: this start made it. `directory_is_another`: see `NodeResources`."""
         self.lineage: Lineage = ()
         """Empty before this run has begun."""
         self.name = ""

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tierckpt.agent.client import AgentClient
+from tierckpt.agent.protocol import (
+    AgentAddress,
+    KnownNodes,
+    ListenFailed,
+    ListenSettings,
+    PartySettings,
+    ServedPlaces,
+)
 from tierckpt.config import Config
 from tierckpt.erasure import isal
 from tierckpt.erasure.groups import RedundancyGroup, Scheme, TooFewDomainsError, plan_groups
@@ -15,7 +24,6 @@ from tierckpt.group import Group, Node
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.storage.memory.job_directory import job_directory
 
-from .former_nodes import AgentAddress, KnownNodes
 from .settings_check import JobTopology
 
 if TYPE_CHECKING:
@@ -125,7 +133,6 @@ class PeerSetup:
         """
         if not self.groups:
             return
-        from tierckpt.agent.protector import PartySettings
         from tierckpt.peer.address import own_network
 
         mine, problem = None, ""
@@ -146,15 +153,15 @@ class PeerSetup:
         of_host = {h: a for h, a in zip(hosts, addresses, strict=True) if a is not None}
         of_rank = {rank: of_host[host] for rank, host in enumerate(hosts)}
         parties = [
-            PartySettings.of(rank, group, of_rank)
+            _party_settings(rank, group, of_rank)
             for group in self.groups
             for rank in group.ranks
             if rank in self._node.ranks
         ]
-        where["port"] = mine.port
+        where = replace(where, port=mine.port)
         everybody = (AgentAddress(h, a.host, a.port, secret) for h, a in sorted(of_host.items()))
         known_nodes = KnownNodes(generation, (*everybody, *former_nodes))
-        self._agent.introduce(where, [p.as_message() for p in parties], known_nodes.as_message())
+        self._agent.introduce(where, parties, known_nodes)
 
     def protect(self, version: VersionId) -> bool:
         """Have a version protected that is complete on all local levels.
@@ -170,8 +177,8 @@ class PeerSetup:
         """When this version is protected, parity is to be made beside these shards only."""
         self._lost = {version: lost}
 
-    def _where(self, secret: str) -> dict[str, Any]:
-        """What the agent is told of where to listen, and what to show."""
+    def _where(self, secret: str) -> ListenSettings:
+        """Where the agent is to listen, and what it is to show."""
         others = [
             n
             for n, h in zip(self._topology.names, self._topology.hosts, strict=True)
@@ -181,28 +188,34 @@ class PeerSetup:
         # Not towards ourselves: a machine's own name is often a loopback address on it.
         towards = next((name for name in others if name != mine), "localhost")
         agent = self._agent
-        return {
-            "secret": secret,
-            "interface": self._config.interface,
-            "port": self._config.port,
-            "towards": towards,
-            "read_server": {
-                "root": agent.settings.root,
-                "job": agent.settings.folder,
-                "directory": agent.session.directory,
-            },
-        }
+        return ListenSettings(
+            secret,
+            self._config.interface,
+            self._config.port,
+            towards,
+            ServedPlaces(agent.settings.root, agent.settings.folder, agent.session.directory),
+        )
 
-    def _listen(self, where: dict[str, Any]) -> tuple[Address | None, str]:
+    def _listen(self, where: ListenSettings) -> tuple[Address | None, str]:
         """Where this node's agent listens, or why it does not."""
         from tierckpt.peer.address import Address
 
         try:
-            heard = self._agent.ask("meet", "listening", MEET_SECONDS, where=where)
-            if heard["error"]:
-                return None, str(heard["error"])
-            return Address(str(heard["host"]), int(heard["port"])), ""
+            heard = self._agent.listen(where, MEET_SECONDS)
+            if isinstance(heard, ListenFailed):
+                return None, heard.error
+            return Address(heard.host, heard.port), ""
         except (TimeoutError, OSError) as error:
-            return None, str(error)
+            return None, str(error) or type(error).__name__
         except Exception as error:  # an answer that is none: the other ranks wait for this one
             return None, f"{type(error).__name__}: {error}"
+
+
+def _party_settings(
+    shard: int, group: RedundancyGroup, addresses: dict[int, Address]
+) -> PartySettings:
+    """A shard's party; `addresses` has the agent of every member's node, by rank."""
+    there = [addresses[rank] for rank in group.ranks]
+    hosts, ports = tuple(each.host for each in there), tuple(each.port for each in there)
+    code = group.code
+    return PartySettings(shard, group.ranks, code.n, code.k, code.m, hosts, ports)

@@ -1,7 +1,7 @@
 """Reports: what becomes of versions, said as events, and entered into the agreement's books.
 
-Words come from three sides: from the training thread itself, from other threads (kept until the
-training thread says them), and from the agent, as messages.
+Reports have three sources: the training thread itself, other threads (kept until the training
+thread emits them), and the agent, in messages.
 """
 
 from __future__ import annotations
@@ -11,6 +11,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from tierckpt.agent.protocol import (
+    AgentMessage,
+    Cleaned,
+    CommitFailed,
+    Committed,
+    Flushed,
+    FlushFailed,
+    ListenFailed,
+    Problem,
+    Protected,
+    ProtectFailed,
+)
 from tierckpt.callbacks import CallbackList
 from tierckpt.config import Config
 from tierckpt.core.ledger import BROKEN, DONE
@@ -40,17 +52,6 @@ class Reports:
         self._later: deque[tuple[str, dict[str, Any]]] = deque()
         self._persistent: VersionId | None = None
         """The newest version that is complete there, as far as this node's agent saw it."""
-        self._said_by_agent = {
-            "committed": self._committed,
-            "failed": self._not_committed,
-            "protected": self._protected,
-            "protect_failed": self._not_protected,
-            "flushed": self._flushed,
-            "flush_failed": self._not_flushed,
-            "listening": self._listening,
-            "cleaned": self._cleaned,
-            "problem": self._problem,
-        }
 
     # --- the training thread's own -------------------------------------------------------------
 
@@ -137,88 +138,81 @@ class Reports:
 
     # --- the agent's ---------------------------------------------------------------------------
 
-    def hear(self, message: dict[str, Any]) -> None:
-        """What the agent says: into the books, and on as an event."""
-        heed = self._said_by_agent.get(message["op"])
-        if heed is not None:  # the answer to a question that nobody waits for any more is dropped
-            heed(message)
+    def on_agent_message(self, message: AgentMessage) -> None:
+        """Enter an agent's message into the books, and emit it as an event."""
+        match message:
+            case Committed():
+                self._committed(message)
+            case CommitFailed(id=id_, error=error):
+                self._agreement.tell("local", id_, BROKEN)
+                self.emit("failed", **self._local_failure(id_, error))
+            case Protected(id=id_, seconds=seconds):
+                self._agreement.tell("peer", id_, DONE)
+                self._emit_committed("peer", message, {"write": seconds})
+            case ProtectFailed():
+                self._not_protected(message)
+            case Flushed():
+                self._flushed(message)
+            case FlushFailed():
+                self._not_flushed(message)
+            case ListenFailed(error=error):  # of an agent that took the place of a dead one
+                self.notice(f"peer level: {error}", logging.ERROR)
+            case Cleaned(names=names):
+                text = f"removed what a killed writer left half-done: {', '.join(names)}"
+                self.notice(text, logging.INFO)
+            case Problem(error=error, level=level, severity=severity):
+                self.notice(f"{level} level: {error}", severity)
+            case _:  # the answer to a question whose time is over
+                pass
 
-    def _committed(self, message: dict[str, Any]) -> None:
-        id_ = _id_of(message)
-        self._agreement.tell("local", id_, DONE)
-        seconds = {"write": message["write_seconds"], "commit": message["commit_seconds"]}
+    def _committed(self, message: Committed) -> None:
+        self._agreement.tell("local", message.id, DONE)
+        seconds = {"write": message.write_seconds, "commit": message.commit_seconds}
         self._emit_committed("local", message, seconds)
 
     def _emit_committed(
         self,
         level: str,
-        message: dict[str, Any],
+        message: Committed | Protected | Flushed,
         seconds: dict[str, float],
         text: str = "",
         severity: int = logging.INFO,
     ) -> None:
-        version, nbytes = message["version"], message["nbytes"]
+        version, nbytes = message.id.version, message.nbytes
         what = {"version": version, "level": level, "nbytes": nbytes, "seconds": seconds}
         self.emit("committed", **what, message=text, severity=severity)
-
-    def _not_committed(self, message: dict[str, Any]) -> None:
-        id_ = _id_of(message)
-        self._agreement.tell("local", id_, BROKEN)
-        self.emit("failed", **self._local_failure(id_, message["error"]))
 
     def _local_failure(self, id_: VersionId, error: str) -> dict[str, Any]:
         why = f"{error}; training goes on, without this version in {self._config.directory}"
         return _failure("local", id_.version, why, self._agreement.local.safe)
 
-    def _protected(self, message: dict[str, Any]) -> None:
-        """This node's shards of a version can be rebuilt by others."""
-        self._agreement.tell("peer", _id_of(message), DONE)
-        self._emit_committed("peer", message, {"write": message["seconds"]})
-
-    def _not_protected(self, message: dict[str, Any]) -> None:
-        self._agreement.tell("peer", _id_of(message), BROKEN)
-        version, safe = message["version"], self._agreement.peer.safe
-        if message.get("superseded"):
-            self._pass_over("peer", version, message["error"], safe)
+    def _not_protected(self, message: ProtectFailed) -> None:
+        self._agreement.tell("peer", message.id, BROKEN)
+        version, safe = message.id.version, self._agreement.peer.safe
+        if message.superseded:
+            self._pass_over("peer", version, message.error, safe)
             return
         why = "training goes on, other nodes cannot rebuild this version"
-        self._fail("peer", version, f"{message['error']}; {why}", safe)
+        self._fail("peer", version, f"{message.error}; {why}", safe)
 
-    def _flushed(self, message: dict[str, Any]) -> None:
+    def _flushed(self, message: Flushed) -> None:
         """This node's part is there; the version, when the last node's is."""
-        self._agreement.tell("persistent", _id_of(message), DONE)
+        self._agreement.tell("persistent", message.id, DONE)
         whole, severity = "complete", logging.INFO
-        if message["complete"]:
-            self._persistent = max(_id_of(message), self._persistent or _id_of(message))
-        if not message["complete"]:
+        if message.complete:
+            self._persistent = max(message.id, self._persistent or message.id)
+        else:
             whole, severity = "this node's part of it", logging.DEBUG
-        self._emit_committed("persistent", message, {"write": message["seconds"]}, whole, severity)
+        self._emit_committed("persistent", message, {"write": message.seconds}, whole, severity)
 
-    def _not_flushed(self, message: dict[str, Any]) -> None:
-        self._agreement.tell("persistent", _id_of(message), DONE)
-        if message.get("superseded"):
-            self.passed_over(message["version"], message["error"])
+    def _not_flushed(self, message: FlushFailed) -> None:
+        self._agreement.tell("persistent", message.id, DONE)
+        version = message.id.version
+        if message.superseded:
+            self.passed_over(version, message.error)
             return
         behind = f"training goes on, without this version in {self._config.persistent.path}"
-        why = f"{message['error']}; {behind}"
-        self._fail("persistent", message["version"], why, self._persistent)
-
-    def _listening(self, message: dict[str, Any]) -> None:
-        """An agent that took the place of a dead one is, or is not, ready for the other nodes'."""
-        if message["error"]:
-            self.notice(f"peer level: {message['error']}", logging.ERROR)
-
-    def _cleaned(self, message: dict[str, Any]) -> None:
-        names = ", ".join(message["names"])
-        self.notice(f"removed what a killed writer left half-done: {names}", logging.INFO)
-
-    def _problem(self, message: dict[str, Any]) -> None:
-        level, severity = message.get("level", "local"), message.get("severity", logging.ERROR)
-        self.notice(f"{level} level: {message['error']}", severity)
-
-
-def _id_of(message: dict[str, Any]) -> VersionId:
-    return VersionId(message["generation"], message["version"])
+        self._fail("persistent", version, f"{message.error}; {behind}", self._persistent)
 
 
 def _number(safe: VersionId | None) -> int | None:

@@ -64,7 +64,13 @@ class SlotHandoff:
 
     def begun(self, snapshot: Snapshot) -> None:
         """It is being copied; training thread."""
+        snapshot.bind_patience_seconds = self._agreement.patience_seconds
+        snapshot.hopeless = self._agreement.hopeless
         self._begun[_id_of(snapshot)] = snapshot
+
+    def starved(self) -> None:
+        """The training thread waited for a slot in vain, hence for a vote; training thread."""
+        self._agreement.lose_patience()
 
     def done(self, snapshot: Snapshot) -> None:
         """Sealed or failed; on the thread that did it."""

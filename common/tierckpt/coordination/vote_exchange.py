@@ -38,6 +38,8 @@ _NAME = "tierckpt-ballots"
 
 Rows = list[tuple[int, ...]]
 """What every rank gave along with its vote, in rank order."""
+Votes = dict[int, tuple[list[int], tuple[int, ...]]]
+"""By rank: a vote, and what was given along with it."""
 LARGEST = (1 << 63) - 1
 
 
@@ -47,6 +49,15 @@ class Cast(Pending, Protocol):
     def rows(self) -> Rows:
         """What ranks gave along: waits as `wait` does. Empty where this rank gave nothing; empty
         for a rank that gave nothing."""
+        ...
+
+    def missing(self) -> list[int]:
+        """Ranks that are known not to have voted yet. Does not wait."""
+        ...
+
+    def passed_over(self) -> bool:
+        """True when a rank is known to be further than this one without having voted: it waits for
+        this one, or soon will. Does not wait."""
         ...
 
 
@@ -67,6 +78,11 @@ class Ballots(Protocol):
         boundary."""
         ...
 
+    def passed(self, iterations: int) -> None:
+        """Not collective: this rank has so many iterations behind it, with a vote or without. Any
+        thread."""
+        ...
+
     def close(self) -> None:
         """Not collective: this rank votes no more, and reads no more."""
         ...
@@ -77,21 +93,42 @@ class RankGoneError(RuntimeError):
 
 
 class GroupBallots:
-    """By the group's reduction, which keeps its own books."""
+    """By the group's reduction.
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    What ranks give along is a reduction of its own, after the vote's. Ranks' n-th reductions match
+    each other, and those of a group may match its other collectives by their order too, so ranks
+    must have launched equally many before any other collective: see `even_out`.
+    """
+
+    _END, _OWN = -1, -2
+    """Where a vote says that its rank is in `even_out` (1), and that it launched a reduction of
+    what ranks give along (-1)."""
+
+    def __init__(self, group: Group, width: int) -> None:
+        self._group, self._width = group, width
 
     def all_reduce_min(self, values: list[int], own: Sequence[int] = ()) -> Cast:
         """See Ballots. Columns of the other ranks are the largest number, so the minimum has
         everyone's own."""
+        vote = self._group.all_reduce_min([*values, -1 if own else 0, 0])
+        if not own:
+            return _Reduced(vote, len(values))
         columns = [LARGEST] * (len(own) * self._group.size)
         columns[len(own) * self._group.rank : len(own) * (self._group.rank + 1)] = own
-        return _Reduced(self._group.all_reduce_min([*values, *columns]), len(values), len(own))
+        return _Reduced(vote, len(values), self._group.all_reduce_min(columns), len(own))
 
     def even_out(self) -> None:
-        """See Ballots. Horovod's group does it when it gathers; others match by order."""
-        self._group.all_gather_object(None)
+        """See Ballots. Each rank casts votes until it casts one at which all are here: that is the
+        same one for all."""
+        at_end = False
+        while not at_end:
+            agreed = self._group.all_reduce_min([*[0] * self._width, 0, 1]).wait()
+            at_end = agreed[self._END] == 1
+            if agreed[self._OWN]:
+                self._group.all_reduce_min([LARGEST] * (OWN_WIDTH * self._group.size))
+
+    def passed(self, iterations: int) -> None:
+        """See Ballots. Other ranks do not see it."""
 
     def close(self) -> None:
         """See Ballots."""
@@ -100,18 +137,28 @@ class GroupBallots:
 class _Reduced:
     """See Cast."""
 
-    def __init__(self, pending: Pending, width: int, own_width: int) -> None:
-        self._pending, self._width, self._own_width = pending, width, own_width
+    def __init__(
+        self, vote: Pending, width: int, own: Pending | None = None, own_width: int = 0
+    ) -> None:
+        self._vote, self._width, self._own, self._own_width = vote, width, own, own_width
+
+    def done(self) -> bool:
+        return self._vote.done() and (self._own is None or self._own.done())
 
     def wait(self) -> list[int]:
-        return self._pending.wait()[: self._width]
+        return self._vote.wait()[: self._width]
 
     def rows(self) -> Rows:
-        if not self._own_width:
+        if self._own is None:
             return []
-        columns = self._pending.wait()[self._width :]
-        size = self._own_width
+        columns, size = self._own.wait(), self._own_width
         return [tuple(columns[at : at + size]) for at in range(0, len(columns), size)]
+
+    def missing(self) -> list[int]:
+        return []  # a reduction does not say whom it waits for
+
+    def passed_over(self) -> bool:
+        return False
 
 
 class SharedBallots:
@@ -119,8 +166,8 @@ class SharedBallots:
 
     A row is a turn, a vote, and a checksum of both: what was written in part, or in an order that
     this processor shows otherwise, is not a vote yet. Beside the rows each rank has a byte, set
-    when it has let go. What a rank gives along has a row of its own, and its vote says that it is
-    there.
+    when it has let go, and the number of iterations that it has behind it. What a rank gives along
+    has a row of its own, and its vote says that it is there.
     """
 
     def __init__(
@@ -186,21 +233,11 @@ class SharedBallots:
         Raises RankGoneError, TimeoutError when a rank that lives does not vote, and RuntimeError
         when the ballots are closed.
         """
-        votes: dict[int, tuple[list[int], tuple[int, ...]]] = {}
+        votes: Votes = {}
         gone: set[int] = set()
         deadline = time.monotonic() + PATIENCE_SECONDS
         pause = FIRST_PAUSE_SECONDS
-        while True:
-            with self._opened() as page:
-                for rank in self._missing(votes):
-                    vote = self._vote(page, turn, rank)
-                    if vote is not None:
-                        votes[rank] = vote
-            missing = self._missing(votes)
-            if not missing:
-                everyone = [votes[rank] for rank in range(self._group.size)]
-                columns = zip(*(vote for vote, _ in everyone), strict=True)
-                return [min(column) for column in columns], [own for _, own in everyone]
+        while missing := self._collect(turn, votes):
             gone.intersection_update(missing)  # it may have voted, and gone then
             if gone:
                 raise RankGoneError(f"rank {min(gone)} was gone before it came to this boundary")
@@ -212,6 +249,53 @@ class SharedBallots:
             with self._opened() as page:
                 gone = {rank for rank in missing if self._is_gone(page, rank)}
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        everyone = [votes[rank] for rank in range(self._group.size)]
+        columns = zip(*(vote for vote, _ in everyone), strict=True)
+        return [min(column) for column in columns], [own for _, own in everyone]
+
+    def done(self, turn: int) -> bool:
+        """True when `result` will not wait for a rank that lives. Any thread."""
+        with self._open:
+            if self._page is None:
+                return True
+            page = self._page
+            return all(
+                self._vote(page, turn, rank) is not None or self._is_gone(page, rank)
+                for rank in range(self._group.size)
+            )
+
+    def missing(self, turn: int) -> list[int]:
+        """Ranks that have not cast that turn's vote. Any thread."""
+        return self._collect(turn, {})
+
+    def passed(self, iterations: int) -> None:
+        """See Ballots."""
+        with self._open:
+            if self._page is not None:
+                self._page[self._iterations_at(self._group.rank)] = iterations.to_bytes(8, "little")
+
+    def passed_over(self, turn: int) -> bool:
+        """True when a rank that has not cast that turn's vote has more iterations behind it than
+        this one. Any thread."""
+        missing = self.missing(turn)
+        with self._opened() as page:
+            passed = {r: page[self._iterations_at(r)] for r in (*missing, self._group.rank)}
+            missing = [rank for rank in missing if self._vote(page, turn, rank) is None]
+        mine = int.from_bytes(passed[self._group.rank], "little")
+        return any(int.from_bytes(passed[rank], "little") > mine for rank in missing)
+
+    def _iterations_at(self, rank: int) -> slice:
+        at = _head_bytes(self._group.size) - (rank + 1) * _LINE_BYTES
+        return slice(at, at + 8)
+
+    def _collect(self, turn: int, votes: Votes) -> list[int]:
+        """Add the votes of that turn that have come; returns the ranks whose vote has not."""
+        with self._opened() as page:
+            for rank in self._missing(votes):
+                vote = self._vote(page, turn, rank)
+                if vote is not None:
+                    votes[rank] = vote
+        return self._missing(votes)
 
     def _missing(self, votes: Container[int]) -> list[int]:
         return [rank for rank in range(self._group.size) if rank not in votes]
@@ -264,8 +348,18 @@ class _Pending:
     def wait(self) -> list[int]:
         return self._wait()[0]
 
+    def done(self) -> bool:
+        # Without the lock, which another thread may hold that waits.
+        return self._result is not None or self._ballots.done(self._turn)
+
     def rows(self) -> Rows:
         return self._wait()[1] if self._with_own else []
+
+    def missing(self) -> list[int]:
+        return self._ballots.missing(self._turn)
+
+    def passed_over(self) -> bool:
+        return self._ballots.passed_over(self._turn)
 
     def _wait(self) -> tuple[list[int], Rows]:
         with self._lock:
@@ -277,12 +371,13 @@ class _Pending:
 def ballots_for(group: Group, node: Node, width: int) -> Ballots:
     """What these ranks vote by, `width` integers a vote; the same kind on all ranks. Collective."""
     if node.count > 1 or group.size == 1:
-        return GroupBallots(group)
-    return _on_shared_page(group, width) or GroupBallots(group)
+        return GroupBallots(group, width)
+    return _on_shared_page(group, width) or GroupBallots(group, width)
 
 
 def _head_bytes(size: int) -> int:
-    return _TOKEN_BYTES + _whole_lines(size)
+    """Token, a byte a rank, and a line a rank with its iterations."""
+    return _TOKEN_BYTES + _whole_lines(size) + size * _LINE_BYTES
 
 
 def _row_bytes(width: int) -> int:

@@ -96,10 +96,9 @@ def buckets_of(count: int) -> list[range]:
     return [range(low, min(low + size, count)) for low in range(0, count, size)]
 
 
-def folded(values: Sequence[int], count: int | None = None) -> tuple[int, ...]:
-    """A digest of each of the `buckets_of` the values; of `count`, if some have more values."""
-    runs = buckets_of(len(values) if count is None else count)
-    return tuple(fold((), values[run.start : run.stop]) for run in runs)
+def fold_runs(values: Sequence[int], runs: Sequence[range]) -> list[int]:
+    """A digest of each run of the values; runs may reach beyond them, as other ranks have more."""
+    return [fold((), values[run.start : run.stop]) for run in runs]
 
 
 def unlike(rows: Sequence[Sequence[Hashable]]) -> list[int]:

@@ -61,7 +61,7 @@ class Vote:
     """Of the version that `local_state` is about: the size of this rank's shard, negative, so that
     the minimum tells the largest."""
     metric: int = NO_METRIC
-    """Of the same version: what rank 0's user measured, see `best.as_vote`; NO_METRIC from all
+    """Of the same version: what rank 0's user measured, see `as_vote`; NO_METRIC from all
     others, so that the minimum tells rank 0's."""
     halt: int = Reason.NONE
     """Why this rank wants the job to end early, a `Reason`: NONE is the largest. A wish to end is
@@ -69,7 +69,7 @@ class Vote:
     unattended: int = 0
     """1 when this rank's script has evidently never asked whether the job is to end."""
     less_step_us: int = 0
-    """This and the next five: `tuning.Figures` of this rank, negative as `less_bytes` is."""
+    """This and the next five: `autotune.CostEstimate` of this rank, negative as `less_bytes` is."""
     less_memory_us: int = 0
     less_local_us: int = 0
     less_local_steps: int = 0
@@ -126,6 +126,11 @@ class Vote:
     def unpack(values: list[int]) -> Vote:
         """The inverse of `pack`."""
         return Vote(*values)
+
+    @property
+    def apart(self) -> bool:
+        """After the reduction: ranks were not in the same iteration."""
+        return self.place != ~self.place_complement
 
     @property
     def figures(self) -> CostEstimate:

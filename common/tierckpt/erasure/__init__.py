@@ -1,14 +1,14 @@
-"""Redundancy: what the members of a group store for one another, and how a lost shard comes back.
+"""Erasure: what the members of a group store for one another, and how a lost shard is rebuilt.
 
-Nothing here opens a socket or a file: plans are plain values, kernels work on memory they are
-given. By module, each resting on those before it:
+Nothing here opens a socket or a file: plans are plain values, kernels work on memory that they are
+given. Each module rests on those before it:
 
-- `field`: the numbers that the code counts in, and its coefficients;
+- `gf256`: the field that the code computes in, and its coefficients;
 - `codes`: which bytes of which members belong together;
-- `schedule`: who sends what to whom, to encode and to rebuild;
+- `exchange_plan`: who sends what to whom, to encode and to rebuild;
 - `groups`: which ranks protect one another;
-- `isal`, `kernels`: the arithmetic over windows of memory;
-- `checks`: digests of parity, and the proof that rebuilt bytes are right.
+- `parity_manifest`: what a parity file records about itself;
+- `isal`, `kernels`: the arithmetic over windows of memory.
 
-All but the last two lines need the standard library only.
+All but the last line need the standard library and xxhash only.
 """

@@ -3,9 +3,9 @@
 A rank that has a reason (a signal, a halt request, the end of the allocation) says so in its vote
 at a boundary. At the next one all ranks know it: they take a version to every level, and
 `should_exit()` is true from there on, on all ranks alike. As in SCR, which `request_file` names,
-the
-script asks that in its loop. Where it evidently never does, all ranks close and end instead, at the
-same boundary: no rank had asked when that vote was cast, though each had passed a boundary before.
+the script asks that in its loop. Where it evidently never does, all ranks close and end instead, at
+the same boundary: no rank had asked when that vote was cast, though each had passed a boundary
+before.
 """
 
 from __future__ import annotations
@@ -165,6 +165,12 @@ class HaltController:
 
     def _granted_until(self, told_seconds: float) -> float:
         return told_seconds + self._grace_seconds - GRACE_SPARE_SECONDS
+
+    def end_alone(self) -> None:
+        """At a boundary, where ranks cannot agree on an end any more: a signal that came ends this
+        process, as it would have without this library. Not where they had agreed before."""
+        if self.reason is Reason.NONE:
+            self._signals.hand_on()
 
     def be_calm(self) -> None:
         """The end has begun; it may take longer than an iteration."""

@@ -113,6 +113,16 @@ class Signals:
         if self.came is None:
             self._restore_handlers()
 
+    def hand_on(self) -> None:
+        """Have the signal that came, if one did, do what it would have done without us. A handler
+        of the script's was called when it came, and is not called again."""
+        if self.came is None or self._over:
+            return
+        previous = _behind_the_ended(self._previous[self.came], self.came)
+        if previous is signal.default_int_handler or not callable(previous):
+            signal.signal(self.came, previous)
+            os.kill(os.getpid(), self.came)
+
     # --- handlers ------------------------------------------------------------------------------
 
     def _install(self, number: signal.Signals) -> None:

@@ -49,8 +49,8 @@ class Unsaved:
         say: Say,
     ) -> None:
         """`unregistered` are optimizers beside the given ones that step the model's parameters;
-        `line`
-        is how an object is given, with `{name}` and `{it}`; `say` takes text and severity."""
+        `line` is how an object is given, with `{name}` and `{it}`; `say` takes text and
+        severity."""
         self._state, self._unregistered, self._line, self._say = state, unregistered, line, say
         self._scalers: list[_Ref] = []
         self._looks = 0

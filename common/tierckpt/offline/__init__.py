@@ -1,3 +1,5 @@
-"""Checkpoints without the job that made them: what there is (`survey`, `catalog`), whether it is
-sound (`verify`), and its tensors (`saved`).
+"""Offline: checkpoints without the job that made them.
+
+`survey` and `catalog` list what exists, `verify` checks it, `load`, `stored_version` and
+`difference` read tensors.
 """

@@ -17,7 +17,7 @@ from tierckpt.state.custom_values import strangers
 
 
 def refuse_unknown(parts: Mapping[str, Any], where: str) -> None:
-    """Raise RestoreError where a value in `parts` is a `kinds.Stranger`."""
+    """Raise RestoreError where a value in `parts` is a `kinds.ForeignValue`."""
     found = [*strangers(parts)]
     if not found:
         return

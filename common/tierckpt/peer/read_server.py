@@ -1,9 +1,8 @@
 """What an agent lets others read: shards and parity of its node, by name and in ranges.
 
 For a run of the job that this node is no part of any more (see `former_nodes`): as nobody looks
-there,
-what lies in its memory and on its disk would count as lost. Nothing is checked here; who reads
-compares with the checksums in the manifests.
+there, what lies in its memory and on its disk would count as lost. Nothing is checked here; who
+reads compares with the checksums in the manifests.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tierckpt.core.replica_check import (
     NONE,
     buckets_of,
     find,
-    fold,
+    fold_runs,
     unlike,
 )
 
@@ -135,7 +135,7 @@ class Inquiry:
         if self._stage is Stage.TEXT:
             answer = _packed(self._line())
         else:
-            answer = [fold((), self._values[run.start : run.stop]) for run in self._runs]
+            answer = fold_runs(self._values, self._runs)
             if self._stage is Stage.FACTS:
                 answer = [*self._facts, *answer]
         row = [int(self._stage), *answer]

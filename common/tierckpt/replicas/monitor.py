@@ -34,6 +34,7 @@ from .texts import (
     Consequences,
     drifted,
     never_alike,
+    parted,
 )
 
 SILENT_ROUNDS, SILENT_MORE = 2, 4
@@ -47,6 +48,8 @@ UNKNOWN = -1
 GONE_OFTEN = 2
 """After so many differences that were gone at the next look in a run, looks are made at the
 boundary at once: weights are evidently written between it and the step, where no counter tells."""
+UNSURE_BOUNDARIES = 2
+"""A look at one boundary is voted on at the next one, and read at the one after."""
 SPREAD_AFTER = 2
 """So many boundaries after a finding the votes are about the look at all of the state."""
 
@@ -117,6 +120,10 @@ class ReplicaMonitor:
         """By slice: the newest version at which it was seen to be alike."""
         self._clean: int | None = None
         """The newest version that is known to be alike in all slices."""
+        self._seen_apart = False
+        """At the boundary whose votes were read last, ranks were in different iterations."""
+        self._unsure = 0
+        """Boundaries until it is known whether they are alike all the same."""
         self._spread_in = 0
         """Boundaries until all of the state, which is looked at after a finding, can be compared;
         0 if it is not to be."""
@@ -128,9 +135,12 @@ class ReplicaMonitor:
 
     @property
     def refusing(self) -> bool:
-        """No version is to be taken: nothing was ever alike in this run, as far as is known."""
+        """No version is to be taken: nothing was ever alike in this run, as far as is known; or
+        versions of one number are of different iterations."""
         if self.finding is not None:
-            return self.finding.clean is None
+            return self.finding.apart or self.finding.clean is None
+        if self._unsure:
+            return True
         return self._inquiry is not None and self._clean is None
 
     @property
@@ -140,8 +150,8 @@ class ReplicaMonitor:
 
     @property
     def asking(self) -> bool:
-        """A difference was seen, and what it is will be known in a few boundaries."""
-        return self._inquiry is not None
+        """Whether replicas differ, or in what, will be known in a few boundaries."""
+        return self._inquiry is not None or self._unsure > 0
 
     def raise_error(self) -> None:
         """At the end of the boundary: with `on_drift="stop"`, ReplicaError on all ranks at once."""
@@ -255,7 +265,7 @@ class ReplicaMonitor:
         spread = self._spread_in == 1
         self._spread_in = max(self._spread_in - 1, 0)
         alike = agree(agreed.check, agreed.check_complement)
-        error_barrier = agreed.place == ~agreed.place_complement
+        self._see_places(agreed.apart)
         self._count_silent(alike is None)
         if look is None or alike is None:
             self._next_all |= self._voted_all
@@ -264,7 +274,7 @@ class ReplicaMonitor:
         if alike:
             if look is not None:
                 self._found_alike(look)
-        elif self.finding is None and not error_barrier:
+        elif self.finding is None and agreed.apart:
             self._found(Outcome(apart=True), look.version if look is not None else UNKNOWN)
         elif self.finding is None:
             if self._inquiry is None:
@@ -272,8 +282,16 @@ class ReplicaMonitor:
         else:
             if look is not None:
                 self._mark(look, UNKNOWN)
-            if error_barrier and spread:
+            if not agreed.apart and spread:
                 self._ask(look)
+
+    def _see_places(self, apart: bool) -> None:
+        """Once ranks are in different iterations, all of the state is looked at. They may be alike:
+        some loops call `step()` more often on one rank than on another."""
+        self._unsure = max(self._unsure - 1, 0)
+        if apart and not self._seen_apart and self.active:
+            self._next_all, self._unsure = True, UNSURE_BOUNDARIES
+        self._seen_apart = apart
 
     def _count_silent(self, silent: bool) -> None:
         """Say it where nothing is ever compared, in so many rounds, and so nothing is found."""
@@ -303,7 +321,7 @@ class ReplicaMonitor:
         if len(set(digests)) == 1:
             self._found_alike(look)
             return
-        self._inquiry = None
+        self._inquiry, self._unsure = None, 0
         if self.finding is None:
             self._place = 0  # all are at the end
             self._ask(look)
@@ -399,8 +417,32 @@ class ReplicaMonitor:
             self._alike_at = [UNKNOWN] * self._slices
             self._spread_in = SPREAD_AFTER
             text = (drifted if found.clean is not None else never_alike)(found, consequences)
-            if self._stop:
-                self.error = ReplicaError(text, found.names, found.odd or ())
+            self._stop_for(found, text)
+        self._emit(version, text, severity)
+
+    def part(self, version: int, together: int | None, at: str, missing: Sequence[int]) -> None:
+        """This rank found that others do not come to the boundary of `version`.
+
+        Args:
+            version: it, by its number.
+            together: the newest version at whose boundary all were in the same iteration.
+            at: in words, where this rank is.
+            missing: ranks that did not come, where that is known.
+        """
+        clean = self._clean if self.active else together
+        self.finding = Finding((), None, self._group.size, version, clean, apart=True)
+        self._inquiry = None
+        text = parted(self.finding, self._on_finding(self.finding), at, missing)
+        self._stop_for(self.finding, text)
+        self._emit(version, text, logging.ERROR)
+
+    def _stop_for(self, found: Finding, text: str) -> None:
+        """With `on_drift="stop"`: the error to be raised at the end of this boundary."""
+        if self._stop:
+            self.error = ReplicaError(text, found.names, found.odd or ())
+
+    def _emit(self, version: int, text: str, severity: int) -> None:
+        """All ranks emit the event; rank 0 alone is loud."""
         if self._group.rank:
             severity = logging.DEBUG
         self._reports.emit("drifted", version=version, message=text, severity=severity)

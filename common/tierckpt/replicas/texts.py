@@ -74,10 +74,30 @@ def never_alike(finding: Finding, then: Consequences) -> str:
 
 def drifted(finding: Finding, then: Consequences) -> str:
     """Of ranks that were alike."""
+    stopped = "No further version is taken while that is so. " if finding.apart else ""
     return (
-        f"replicas differ: {finding.text()}. {then.marked}: parts of each come from ranks that "
-        f"differ. To go back: {then.way_back}. To find the cause: {_cause(finding, then.nodes)}"
+        f"replicas differ: {finding.text()}. {stopped}{then.marked}: parts of each come from ranks "
+        f"that differ. To go back: {then.way_back}. To find the cause: "
+        f"{_cause(finding, then.nodes)}"
     )
+
+
+def parted(finding: Finding, then: Consequences, at: str, missing: Sequence[int]) -> str:
+    """Of ranks that make different numbers of optimizer steps; `at` says where this rank is."""
+    who = "some rank has"
+    if missing:
+        who = f"{_ranks(missing)} {'has' if len(missing) == 1 else 'have'}"
+    return (
+        f"ranks make different numbers of optimizer steps: {at}, and {who} not come to the "
+        f"boundary of v{finding.version}. No further version is taken until restore(), and ranks "
+        "do not agree on signals and halt requests any more; the training goes on. "
+        f"{then.marked}. To go back: {then.way_back}. To find the cause: "
+        f"{_cause(finding, then.nodes)}"
+    )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {some(numbers, MOST_RANKS)}"
 
 
 def _cause(finding: Finding, nodes: Sequence[str]) -> str:

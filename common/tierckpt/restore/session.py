@@ -65,7 +65,7 @@ class RestoreSession:
         elsewhere: Collection[Path] = (),
     ) -> None:
         """Takes stock of all levels: collective. `begin_seconds`: when `restore()` was called, by
-        `time.perf_counter()`. `elsewhere`: see `Berth.left_elsewhere`."""
+        `time.perf_counter()`. `elsewhere`: see `NodeResources.left_elsewhere`."""
         self._config = config
         self._group, self._state, self._history, self._reports = group, state, history, reports
         self._begin_seconds, self._elsewhere = begin_seconds, elsewhere

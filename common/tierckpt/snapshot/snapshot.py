@@ -53,6 +53,9 @@ _log = logging.getLogger("tierckpt")
 BIND_PATIENCE_SECONDS = 30.0
 """The barrier waits this long for a slot, then lets the training go on without the snapshot."""
 
+LOOK_SECONDS = 0.05
+"""So often it asks whether there is hope."""
+
 QUIET_SECONDS = 1.0
 """Where no layer is released for so long, the copier does not wait for any."""
 
@@ -141,6 +144,11 @@ class Snapshot:
         blocks = self.plan.layout.blocks
         self.overwritten = False
         """It failed, as somebody changed what was being copied."""
+        self.starved = False
+        """It failed, as no slot could be claimed in `bind_patience_seconds`."""
+        self.bind_patience_seconds = BIND_PATIENCE_SECONDS
+        self.hopeless: Callable[[], bool] = lambda: False
+        """Asked by the barrier while there is no slot: whether there will be none."""
         self._changed = threading.Condition()
         self._todo: deque[int] = deque(self.plan.own_blocks)
         self._held = set(self.plan.striped_blocks)
@@ -227,12 +235,17 @@ class Snapshot:
         """The barrier's beginning: release all, and see that there is a slot to copy to."""
         _faults.point("barrier", version=self.head.version)
         self.release_all()
-        with self._changed:
-            bound = self._changed.wait_for(
-                lambda: self._binding is not None or self.phase is not Phase.OPEN,
-                BIND_PATIENCE_SECONDS,
-            )
+        deadline, bound = time.monotonic() + self.bind_patience_seconds, False
+        while not bound and time.monotonic() < deadline:
+            with self._changed:
+                bound = self._changed.wait_for(
+                    lambda: self._binding is not None or self.phase is not Phase.OPEN,
+                    LOOK_SECONDS,
+                )
+            if not bound and self.hopeless():
+                break
         if not bound:
+            self.starved = True
             self.fail(SnapshotError("no slot could be claimed in time; another rank is stuck"))
 
     def wait_done(self, timeout_seconds: float | None = None) -> bool:

@@ -75,6 +75,15 @@ class GroupConformance:
         for size in self.sizes:
             assert self.run(size, _reduce_and_wait_twice) == [([1 - size], [1 - size])] * size
 
+    def test_whether_a_reduction_is_done_is_known_without_waiting(self, tmp_path: Path) -> None:
+        """Also while another thread waits for it."""
+        for size in self.sizes:
+            folder = tmp_path / str(size)
+            folder.mkdir()
+            found = self.run(size, partial(_reduce_and_look, str(folder)))
+            assert all(after for _, after in found)
+            assert size == 1 or found[0][0] is False
+
     def test_other_collectives_may_pass_while_reductions_are_under_way(self) -> None:
         """And several reductions may be, each with its own result."""
         for size in self.sizes:
@@ -174,6 +183,22 @@ def _wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name}: rank 0 waits where it must not"
         time.sleep(0.001)
+
+
+def _reduce_and_look(folder: str, group: Group) -> tuple[bool | None, bool]:
+    """Rank 0 looks before others launch, while a thread of it waits; all look afterwards."""
+    mark, before = Path(folder) / "looked", None
+    if group.rank != 0:
+        _wait_for(mark)
+    pending = group.all_reduce_min([group.rank])
+    thread = threading.Thread(target=pending.wait)
+    if group.rank == 0:
+        thread.start()
+        before = pending.done()
+        mark.touch()
+        thread.join(PATIENCE_SECONDS)
+    pending.wait()
+    return before, pending.done()
 
 
 def _reduce_and_wait_twice(group: Group) -> tuple[list[int], list[int]]:

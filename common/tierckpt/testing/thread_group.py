@@ -89,6 +89,10 @@ class _Reduction:
         self._meeting.wait(lambda: self._round.complete)
         return [min(column) for column in zip(*self._round.brought.values(), strict=True)]
 
+    def done(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        return self._round.complete or bool(self._meeting.aborted)
+
 
 class ThreadGroup:
     """A `tierckpt.Group` whose ranks are threads; `run_ranks` makes one for each.

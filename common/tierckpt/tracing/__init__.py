@@ -1,9 +1,7 @@
-"""Timeline: every rank's traces and Horovod's timeline on one time axis.
+"""Tracing: the recorder of a rank, and traces of all ranks on one time axis with Horovod's
+timeline.
 
-`spans` is what all of it is about. `chrome_trace` reads and writes files, `ours` and `horovod`
-know what
-is in them, and `horovod` also how far the clocks agree. `intervals` and `summary` compute, `plot`
-draws, `command` is `tierckpt trace`.
-
-The recording side is `tierckpt.tracing.recorder`.
+`recorder` writes. `spans` is the common form, `chrome_trace` reads and writes files,
+`tierckpt_traces` and `horovod_timeline` know their contents; the latter also measures how far the
+clocks agree. `summary` computes, `plot` draws.
 """

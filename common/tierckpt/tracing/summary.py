@@ -18,7 +18,6 @@ SIZE_FACTOR = 4
 """Each bucket of message sizes reaches so many times as far as the one before."""
 SMALLEST_BUCKET_BYTES = 1024
 
-STALLS = ("boundary", "barrier")
 KINDS = ("boundary", "barrier", "slot", "copy", "tree", "seal", "write", "commit", "trace")
 
 

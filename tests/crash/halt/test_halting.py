@@ -119,8 +119,9 @@ def test_other_nodes_that_cannot_be_reached_do_not_keep_it_from_ending_in_time(j
 BEGIN = """
 import ctypes, os, signal, sys, time
 import tierckpt.halt.signals as module
+from tierckpt.config import parse_signals
 {patch}
-signals = module.Signals(module.parse_signals("SIGTERM"), {patience_seconds})
+signals = module.Signals(parse_signals("SIGTERM"), {patience_seconds})
 {boundary}
 print("ready", flush=True)
 """

@@ -10,6 +10,7 @@ import pytest
 import tierckpt
 from tests.support.rank_pool import HOROVODRUN, MPIRUN
 from tests.support.training import horovod, rank_0_first
+from tierckpt.coordination.vote_exchange import GroupBallots
 from tierckpt.testing.group_conformance import GroupConformance, Program
 
 MEMBERS = {1: [2], 2: [0, 2], 3: [0, 1, 2]}
@@ -80,20 +81,24 @@ def test_votes_of_two_groups_do_not_meet(kind: str, ranks: Any) -> None:
 def votes_after_one_rank_left_some_out(votes: int, left_out: int) -> list[Any]:
     """As when a rank raises before the boundary, and all then restore."""
     group = horovod_group()
+    box = GroupBallots(group, 2)
     for turn in range(votes - (left_out if group.rank == 0 else 0)):
-        pending = group.all_reduce_min([turn, group.rank])
+        pending = box.all_reduce_min([turn, group.rank])
         if turn < votes - left_out:
             pending.wait()
+    box.even_out()
     group.all_gather_object("restore")
-    later = [group.all_reduce_min([100 + turn, 100]) for turn in range(10)]
+    later = [box.all_reduce_min([100 + turn, 100]) for turn in range(10)]
     return [p.wait() for p in later]
 
 
-@pytest.mark.parametrize("votes", [3, 8, 12])
-def test_votes_of_one_boundary_meet_also_when_a_rank_left_one_out(votes: int, ranks: Any) -> None:
+@pytest.mark.parametrize(("votes", "left_out"), [(3, 1), (8, 2), (12, 3)])
+def test_votes_of_one_boundary_meet_also_when_a_rank_left_some_out(
+    votes: int, left_out: int, ranks: Any
+) -> None:
     expected = [[100 + turn, 100] for turn in range(10)]
     pool = ranks(3, HOROVODRUN)
-    assert pool.run(votes_after_one_rank_left_some_out, votes, 1) == [expected] * 3
+    assert pool.run(votes_after_one_rank_left_some_out, votes, left_out) == [expected] * 3
 
 
 def many_votes_under_way(count: int) -> list[Any]:

@@ -14,7 +14,7 @@ from tests.support.horovod_here import horovod_missing
 from tests.support.thorough import on_demand
 
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = str(ROOT / "tests" / "provescript.py")
+SCRIPT = str(ROOT / "tests" / "support" / "prove_script.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", "--gloo", "--network-interfaces", "lo")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,17 +23,21 @@ PACKAGE = Path(tierckpt.__file__).parent
 FILES = {
     str(PACKAGE / f"{name}.py")
     for name in (
-        *("comeback", "images", "inventory", "lives", "loading", "newtensors", "outline"),
-        *("peer/parity", "peer/rebuild", "reading", "rebuilding", "redundancy/kernels", "restore"),
-        *("shardfile", "sharing", "soundness", "streams", "tree"),
+        *("coordination/job_history", "core/copies", "erasure/kernels", "erasure/parity_manifest"),
+        *("format/shard_file", "format/shard_summary", "format/verify", "peer/parity_file"),
+        *("peer/rebuild", "restore/broadcast", "restore/loader", "restore/rebuild"),
+        *("restore/restorer", "restore/session", "restore/shard_image", "restore/shard_reader"),
+        *("restore/tensor_fill", "restore/verified_version", "state/rng", "state/tree_codec"),
+        "storage/inventory",
     )
 }
+assert all(map(os.path.exists, FILES)), FILES
 BETWEEN_BROADCASTS = {
     *("read_together", "broadcast", "run", "_outputs", "rebuild"),
     *("visit", "show", "nbytes", "_wants", "_window", "_room", "_visit", "trouble_of_any"),
 }
 """Entered where others wait in a broadcast; what these call in their turn may fail."""
-FIRST = {"Comeback.__init__", "Comeback.find", "Comeback.load", "load"}
+FIRST = {"RestoreSession.__init__", "RestoreSession.find", "RestoreSession.load", "load"}
 """Entered before anything is done."""
 AFTERWARDS = {"close", "forget", "_drop_kept", "touch", "<lambda>"}
 FAILING = 1

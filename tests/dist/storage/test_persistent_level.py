@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ def with_an_agent_killed_in_mid_flush(place: Place, shared: str) -> dict[str, An
         assert ckpt._agent.pid is not None
         os.kill(ckpt._agent.pid, signal.SIGKILL)
         # The one that follows has more bandwidth, or this test would take hours.
-        fast = {**(ckpt._agent.session.persistent or {}), "bytes_per_second": 0}
+        assert ckpt._agent.session.persistent is not None
+        fast = replace(ckpt._agent.session.persistent, bytes_per_second=0)
         object.__setattr__(ckpt._agent.session, "persistent", fast)
         assert ckpt._agent.wait(PATIENCE_SECONDS, everything=True)
         ckpt._collect()

@@ -7,12 +7,13 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tierckpt import _faults
-from tierckpt.agent import connection
+from tierckpt.agent import connection_states
 from tierckpt.testing import TinyJob
 
 PHASES = ["op=fsync", "op=rename", "op=fsync_directory", "op=write_manifest", "op=fsync_manifest"]
@@ -77,7 +78,7 @@ def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
 ) -> None:
     """Its socket is closed a moment before its process can be seen to have ended; that it was begun
     long ago does not make it a new one that does not come."""
-    monkeypatch.setattr(connection, "START_SECONDS", 30.0)
+    monkeypatch.setattr(connection_states, "START_SECONDS", 30.0)
     with start("", tmp_path, shm_dir, marks, monkeypatch) as job:
         job.run(1)
         client = job.checkpointer._agent
@@ -90,7 +91,8 @@ def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
         with client._lock:  # nobody hears of its death before
             os.kill(agent.pid, signal.SIGKILL)
             agent.wait()
-            client._line._process, client._line._since = alive, time.monotonic() - 100.0
+            began = time.monotonic() - 100.0
+            client._line._process, client._line._at = alive, replace(client._line._at, since=began)
         job.checkpointer.save()
         job.run(3)
     alive.wait()

@@ -21,7 +21,7 @@ import json, os, sys
 root, told, *path = sys.argv[1:]
 sys.path += path
 from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.session import SessionSettings
+from tierckpt.agent.protocol import SessionSettings
 from tierckpt.storage.health import Need, examine
 client = AgentClient(AgentSettings(root, "job"), SessionSettings(root, 0, 2, 2, 0))
 client.start()

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,26 @@ import pytest
 
 from tests.support.processes import end, python
 from tierckpt import _children
-from tierckpt.agent import address, connection, environment, priority, process
+from tierckpt.agent import address, connection_states, environment, process
 from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.flusher import FlushOrder, PersistentSettings
-from tierckpt.agent.session import SessionSettings, TrainerSession
+from tierckpt.agent.protocol import (
+    AgentAddress,
+    Commit,
+    FlushOrder,
+    KnownNodes,
+    ListenFailed,
+    Listening,
+    ListenSettings,
+    PersistentSettings,
+    Problem,
+    ProtectFailed,
+    ServedPlaces,
+    SessionSettings,
+)
+from tierckpt.agent.session import TrainerSession
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE, fingerprint
 from tierckpt.coordination import settings_check
-from tierckpt.format.ids import VersionId
+from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.peer.address import Address
 from tierckpt.peer.read_client import RemoteNode
@@ -38,14 +51,15 @@ from tierckpt.testing import TinyJob, run_ranks
 PATIENCE_SECONDS = 60.0
 KEY, OTHER_KEY = "5e" * 32, "a7" * 32
 STEPS = 3
+KEY_OF_ONE = ShardKey(VersionId(1, 1), 0, 2)
 
 TRAINER = """
 import sys
 from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.session import SessionSettings
-root, folder, ckpts, surroundings = sys.argv[1:]
+from tierckpt.agent.protocol import SessionSettings
+root, folder, ckpts, environment = sys.argv[1:]
 settings = AgentSettings(root, folder, linger_seconds=600.0)
-client = AgentClient(settings, SessionSettings(ckpts, 0, 2, 2, 0), environment=surroundings)
+client = AgentClient(settings, SessionSettings(ckpts, 0, 2, 2, 0), environment=environment)
 client.start()
 while client.pid is None:
     pass
@@ -141,7 +155,7 @@ def client_of(
 ) -> AgentClient:
     job = JobDirectory.at(shm_dir, "job")
     settings = AgentSettings(str(job.root), job.path.name)
-    persistent = asdict(PersistentSettings(shared)) if shared else None
+    persistent = PersistentSettings(shared) if shared else None
     ckpts = str(tmp_path / "ckpts")
     session = SessionSettings(
         ckpts, shard, 2, keep_last=2, keep_every=0, ranks=ranks, persistent=persistent
@@ -182,12 +196,12 @@ def test_what_an_import_adds_to_the_path_is_nothing_new(
     assert environment.environment_fingerprint() != before
 
 
-def test_an_agent_of_other_surroundings_makes_way(
+def test_an_agent_of_another_environment_shuts_down(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, and its place is its successor's, whichever rank of the node comes first."""
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
-    monkeypatch.setattr(connection, "JOIN_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(connection_states, "JOIN_SECONDS", 10 * PATIENCE_SECONDS)
     kill(old)
     first, second = (client_of(shm_dir, tmp_path, shard, "new", (0, 1)) for shard in (0, 1))
     second.start(first=False)
@@ -199,26 +213,35 @@ def test_an_agent_of_other_surroundings_makes_way(
     assert second.pid == agents[1]
     assert (first.starts, second.starts) == (1, 0)
     assert first.settings.index == second.settings.index == 0
-    assert {m["severity"] for m in first.poll()} == {logging.INFO}, "no trouble"
+    assert {m.severity for m in problems(first)} == {logging.INFO}, "no trouble"
     for client in (first, second):
         client.close()
     until(lambda: not alive(agents[1]))
 
 
-def meet(client: AgentClient, known_nodes: dict[str, Any]) -> dict[str, Any]:
+def known(*hosts: str) -> KnownNodes:
+    return KnownNodes(1, tuple(AgentAddress(host, "10.0.0.1", 1, "secret") for host in hosts))
+
+
+def port_of(answer: Listening | ListenFailed) -> int:
+    assert isinstance(answer, Listening), answer
+    assert answer.host == "127.0.0.1"
+    return answer.port
+
+
+def problems(client: AgentClient) -> list[Problem]:
+    found = client.poll()
+    return [message for message in found if isinstance(message, Problem)]
+
+
+def meet(client: AgentClient, known_nodes: KnownNodes) -> ListenSettings:
     """Its agent knows those of other nodes; returns where it is found by them, as secret "one"."""
     settings, directory = client.settings, client.session.directory
-    served = {"root": settings.root, "job": settings.folder, "directory": directory}
-    where = {
-        "secret": "one",
-        "interface": "lo",
-        "towards": "localhost",
-        "read_server": served,
-        "port": 0,
-    }
-    where["port"] = client.ask("meet", "listening", PATIENCE_SECONDS, where=where)["port"]
+    serves = ServedPlaces(settings.root, settings.folder, directory)
+    where = ListenSettings("one", "lo", 0, "localhost", serves)
+    where = replace(where, port=port_of(client.listen(where, PATIENCE_SECONDS)))
     client.introduce(where, [], known_nodes)
-    client.ask("meet", "listening", PATIENCE_SECONDS, where=where)  # what was said before is heeded
+    client.listen(where, PATIENCE_SECONDS)  # what was said before is heeded
     return where
 
 
@@ -239,15 +262,15 @@ def test_what_it_knows_of_other_nodes_and_its_port_are_its_successors(
     ranks = (0, 1)
     zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
     reach(zombie)
-    known_nodes = {"generation": 1, "agents": [{"host": "node" * 9}] * 1000}
+    known_nodes = known(*["node" * 9] * 1000)
     where = meet(zombie, known_nodes)
     second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
     come(second, first=False)
     until(lambda: second.poll())
     come(first)
     assert first.known_nodes(PATIENCE_SECONDS) == known_nodes
-    heard = first.ask("meet", "listening", PATIENCE_SECONDS, where={**where, "secret": "two"})
-    assert heard == {"op": "listening", "error": "", "host": "127.0.0.1", "port": where["port"]}
+    heard = first.listen(replace(where, secret="two"), PATIENCE_SECONDS)
+    assert port_of(heard) == where.port
     agents.append(first.pid or 0)
     assert first.known_nodes(PATIENCE_SECONDS) == known_nodes
     for client in (first, second, zombie):
@@ -266,7 +289,7 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
     ranks = (0, 1)
     zombie = client_of(shm_dir, tmp_path, 1, "old", ranks)
     reach(zombie)
-    known_nodes = {"generation": 1, "agents": [{"host": "node"}]}
+    known_nodes = known("node")
     meet(zombie, known_nodes)
     second, first = (client_of(shm_dir, tmp_path, shard, "new", ranks) for shard in (1, 0))
     connect = address.AgentFiles.connect
@@ -289,9 +312,9 @@ def test_the_first_rank_is_told_whom_it_knows_also_where_another_one_overtook_it
         client.close()
 
 
-def is_found(where: dict[str, Any]) -> bool:
+def is_found(where: ListenSettings) -> bool:
     """By who knows the place as secret "one"."""
-    address = Address("127.0.0.1", where["port"])
+    address = Address("127.0.0.1", where.port)
     with contextlib.closing(RemoteNode("node", address, b"one")) as node:
         try:
             return node.inventory("node").host == "node"
@@ -303,11 +326,11 @@ def test_the_life_after_next_is_told_and_finds_it_where_it_was(
     come: Any, old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
     """Where the next one ended before its agents had met, or began to meet, another one is told by
-    that run's agent, whatever surroundings it has; and nodes that know the first agent find it."""
-    known = client_of(shm_dir, tmp_path, 0, "old", (0,))
-    reach(known)
-    known_nodes = {"generation": 1, "agents": [{"host": "node"}]}
-    where = meet(known, known_nodes)
+    that run's agent, whatever environment it has; and nodes that know the first agent find it."""
+    first = client_of(shm_dir, tmp_path, 0, "old", (0,))
+    reach(first)
+    known_nodes = known("node")
+    where = meet(first, known_nodes)
     lives = []
     for what, secret in (("second", "two"), ("third", ""), ("third", "three")):
         lives.append(client_of(shm_dir, tmp_path, 0, what, (0,)))
@@ -316,12 +339,11 @@ def test_the_life_after_next_is_told_and_finds_it_where_it_was(
         until(lambda: is_found(where))
         agents.append(reach(lives[-1]))
         if secret:
-            place = {**where, "secret": secret, "port": 0}
-            heard = lives[-1].ask("meet", "listening", PATIENCE_SECONDS, where=place)
-            assert (heard["error"], heard["port"]) == ("", where["port"])
+            place = replace(where, secret=secret, port=0)
+            assert port_of(lives[-1].listen(place, PATIENCE_SECONDS)) == where.port
             assert is_found(where)
     assert len({*agents}) == 3
-    for client in (known, *lives):
+    for client in (first, *lives):
         client.close()
 
 
@@ -330,10 +352,10 @@ def test_also_where_the_next_one_ended_at_once(
 ) -> None:
     """As one whose restore is refused: what it was told by the agent that made way for it is with
     no other agent yet."""
-    known = client_of(shm_dir, tmp_path, 0, "old", (0,))
-    reach(known)
-    known_nodes = {"generation": 1, "agents": [{"host": "node"}]}
-    where = meet(known, known_nodes)
+    first = client_of(shm_dir, tmp_path, 0, "old", (0,))
+    reach(first)
+    known_nodes = known("node")
+    where = meet(first, known_nodes)
     refused, after = (client_of(shm_dir, tmp_path, 0, "new", (0,)) for _ in range(2))
     refused.find()
     assert refused.known_nodes(PATIENCE_SECONDS) == known_nodes
@@ -343,27 +365,26 @@ def test_also_where_the_next_one_ended_at_once(
     assert after.known_nodes(PATIENCE_SECONDS) == known_nodes
     agents.append(reach(after))
     assert (refused.starts, after.starts) == (1, 0)
-    for client in (known, after):
+    for client in (first, after):
         client.close()
 
 
-def test_it_makes_way_for_one_that_is_inline(
+def test_it_shuts_down_for_one_that_is_inline(
     old: Any, agents: list[int], shm_dir: Path, tmp_path: Path
 ) -> None:
-    """Of whatever surroundings: it would keep the port, and what it knows of other nodes."""
+    """Of whatever environment: it would keep the port, and what it knows of other nodes."""
     zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1))
     reach(zombie)
-    known_nodes = {"generation": 1, "agents": [{"host": "node"}]}
+    known_nodes = known("node")
     where = meet(zombie, known_nodes)
     kill(old)
     client = client_of(shm_dir, tmp_path, 0, "old", (0, 1), inline=True)
     client.start()
     assert client.known_nodes(PATIENCE_SECONDS) == known_nodes
-    heard = client.ask("meet", "listening", PATIENCE_SECONDS, where={**where, "secret": "two"})
-    assert (heard["error"], heard["port"]) == ("", where["port"])
+    assert port_of(client.listen(replace(where, secret="two"), PATIENCE_SECONDS)) == where.port
     assert (client.pid, client.starts) == (os.getpid(), 0)
     until(lambda: not alive(agents[0]))  # its place is free when all but its exit is done
-    assert {m["severity"] for m in client.poll()} == {logging.INFO}, "no trouble"
+    assert {m.severity for m in problems(client)} == {logging.INFO}, "no trouble"
     for each in (client, zombie):
         each.close()
 
@@ -392,14 +413,14 @@ def test_a_trainer_of_the_life_before_that_still_lives_starts_no_agent(
 
 
 def told(client: AgentClient) -> str:
-    return "; ".join(message.get("error", "") for message in client.poll())
+    return "; ".join(getattr(message, "error", "") for message in client.poll())
 
 
 def serve_here(
     settings: AgentSettings, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> threading.Thread:
-    """An agent with the surroundings `what`, in a thread of ours."""
-    monkeypatch.setattr(priority, "lower_priority", lambda nice: None)  # it would be ours
+    """An agent with the environment `what`, in a thread of ours."""
+    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
     monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
     monkeypatch.setenv(environment.VARIABLE, what)
     job = settings.place().job
@@ -417,22 +438,22 @@ def test_only_the_commit_under_way_is_finished(
     """One whose disk hangs in it is passed over, loudly."""
     begun, go_on = list[str](), threading.Event()
 
-    def commit(session: TrainerSession, message: dict[str, Any], fds: list[int]) -> None:
-        begun.append(message["stem"])
+    def commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
+        begun.append(message.segment or "")
         assert go_on.wait(PATIENCE_SECONDS)
-        session.say(op="problem", error="was finished")
+        session.say(Problem("was finished"))
 
     monkeypatch.setattr(TrainerSession, "_commit", commit)
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 0.5)
     before, new = (client_of(shm_dir, tmp_path, 0, what) for what in ("old", "new"))
     serving = serve_here(before.settings, "old", monkeypatch)
     assert reach(before) == os.getpid()
     for stem in ("one", "another"):
-        before._line.send({"op": "commit", "stem": stem, "segment": "nowhere"})
+        before._line.send(Commit(KEY_OF_ONE, stem))
     until(lambda: begun)
     agents.append(reach(new))
     assert new.settings.index == 1
-    heard = [(m["severity"], m["error"]) for m in new.poll()]
+    heard = [(m.severity, m.error) for m in problems(new)]
     assert [severity for severity, _ in heard] == [logging.INFO, logging.ERROR]
     assert "does not end; another one takes its place" in heard[1][1]
     assert serving.is_alive()
@@ -456,13 +477,11 @@ def test_flushes_that_it_gives_up_are_named(
     zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1), shared.url)
     reach(zombie)
     run_id = ("life", "job", ((1, 0),), 2, 1000, None, "here")
-    zombie.flush(FlushOrder(zombie.session.directory, (0,), 2, 1, 2, *run_id))
+    zombie.flush(FlushOrder(zombie.session.directory, (0,), VersionId(1, 2), 2, *run_id))
     until(lambda: "v2 waits" in told(zombie))
     clients = [client_of(shm_dir, tmp_path, shard, "new", (0, 1), shared.url) for shard in (0, 1)]
     agents += map(reach, clients)
-    heard = [
-        (m["severity"], m["error"].partition("makes way")[2]) for c in clients for m in c.poll()
-    ]
+    heard = [(m.severity, m.error.partition("shuts down")[2]) for c in clients for m in problems(c)]
     given_up = " for ours, and gives up what it still had to flush: v2"
     assert heard[0] == (logging.WARNING, given_up)
     assert {severity for severity, _ in heard[1:]} <= {logging.INFO}
@@ -477,7 +496,7 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def commit(session: TrainerSession, message: dict[str, Any], fds: list[int]) -> None:
+    def commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
         begun.set()
         assert go_on.wait(PATIENCE_SECONDS)
 
@@ -486,21 +505,22 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
     before, new = (client_of(shm_dir, tmp_path, 0, what, shared=shared) for what in ("old", "new"))
     serving = serve_here(before.settings, "old", monkeypatch)
     assert reach(before) == os.getpid()
-    before._line.send({"op": "commit", "stem": "one", "segment": "nowhere"})
+    before._line.send(Commit(KEY_OF_ONE, "one"))
     for version in (2, 4):
         run_id = ("life", "job", ((1, 0),), 2, 1000, None, "here")
-        before.flush(FlushOrder(before.session.directory, (0,), version, 1, 2, *run_id))
+        id_ = VersionId(1, version)
+        before.flush(FlushOrder(before.session.directory, (0,), id_, 2, *run_id))
     before.retire(None, ((1, 0),))
     assert begun.wait(PATIENCE_SECONDS)
     new.start()
-    heard = list[dict[str, Any]]()
-    until(lambda: heard or heard.extend(new.poll()))
+    heard = list[Problem]()
+    until(lambda: heard or heard.extend(problems(new)))
     go_on.set()
     serving.join(PATIENCE_SECONDS)
     agents.append(reach(new))
     (said,) = heard
-    assert said["severity"] == logging.WARNING
-    assert said["error"].endswith("gives up what it still had to flush: v2, v4")
+    assert said.severity == logging.WARNING
+    assert said.error.endswith("gives up what it still had to flush: v2, v4")
     assert not (tmp_path / "shared").exists()
     for client in (before, new):
         client.close()
@@ -510,8 +530,8 @@ def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
     shm_dir: Path, tmp_path: Path, agents: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots are free for the memory level then; and it is tried again."""
-    monkeypatch.setattr(connection, "MOST_AGENTS", 2)
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(connection_states, "MOST_AGENTS", 2)
+    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 0.1)
     client = client_of(shm_dir, tmp_path, 0, "new")
     client.settings.place().job.create()
     places = [replace(client.settings, index=index).place() for index in range(2)]
@@ -536,13 +556,13 @@ def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
     assert client.wait(PATIENCE_SECONDS, everything=True)
     until(lambda: min(asked) > 3)
     heard = client.poll()
-    assert [m["severity"] for m in heard if m["op"] == "problem"] == [logging.INFO, logging.ERROR]
-    assert [m["error"] for m in heard if m["op"] == "protect_failed"] != []
+    assert [m.severity for m in heard if isinstance(m, Problem)] == [logging.INFO, logging.ERROR]
+    assert [m.error for m in heard if isinstance(m, ProtectFailed)] != []
     for place, listener in zip(places, listeners, strict=True):
         place.address.unlink()
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", PATIENCE_SECONDS)
     until(lambda: client.pid is not None)
     agents.append(client.pid or 0)
     client.close()
@@ -554,7 +574,7 @@ def test_where_no_agent_is_to_be_had_what_waits_fails_and_it_is_said_once(
 def test_ranks_of_a_node_that_differ_have_one_agent(
     tmp_path: Path, shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one's surroundings count."""
+    """The first one's environment counts."""
     theirs = iter(["one", "another"])
     monkeypatch.setattr(settings_check, "environment_fingerprint", lambda: next(theirs))
 

@@ -20,11 +20,16 @@ from tierckpt.agent.flusher import (
     ROUND_SECONDS,
     STILL_UNDER_WAY,
     Flusher,
+)
+from tierckpt.agent.protocol import (
+    Flushed,
+    FlushFailed,
     FlushOrder,
     PersistentSettings,
+    Problem,
 )
 from tierckpt.agent.shard_guard import ShardGuard
-from tierckpt.format.ids import ShardKey
+from tierckpt.format.ids import ShardKey, VersionId
 from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.persistent import (
     LeaseHeldError,
@@ -75,8 +80,7 @@ def order(version: int, *here: int, run_id: str = LIFE) -> FlushOrder:
     return FlushOrder(
         directory="/nowhere",
         here=here or tuple(range(SHARDS)),
-        version=version,
-        generation=1,
+        id=VersionId(1, version),
         shards=SHARDS,
         run_id=run_id,
         job="job",
@@ -92,7 +96,7 @@ class Node:
     """One of a job's nodes, and what its trainers hear."""
 
     def __init__(self, place: Path, clock: Clock, **settings: Any) -> None:
-        self.answers: list[dict[str, Any]] = []
+        self.answers: list[Any] = []
         self.idle = threading.Semaphore(0)
         self.held = ShardGuard()
         made = PersistentSettings(str(place), **settings)
@@ -101,7 +105,7 @@ class Node:
     def start(self, wanted: FlushOrder) -> None:
         self.flusher.order(wanted, self.answers.append)
 
-    def flush(self, wanted: FlushOrder) -> dict[str, Any]:
+    def flush(self, wanted: FlushOrder) -> Any:
         """Have it flushed, and wait for that; the answer."""
         self.start(wanted)
         self.wait()
@@ -111,9 +115,9 @@ class Node:
         assert self.idle.acquire(timeout=PATIENCE_SECONDS), self.answers
 
     def warnings(self) -> list[str]:
-        found = [said for said in self.answers if said["op"] == "problem"]
-        assert all(said["level"] == "persistent" for said in found)
-        return [said["error"] for said in found]
+        found = [said for said in self.answers if type(said) is Problem]
+        assert all(said.level == "persistent" for said in found)
+        return [said.error for said in found]
 
 
 @pytest.fixture
@@ -154,7 +158,7 @@ def versions(place: Path) -> list[int]:
 
 def part_of(place: Path, wanted: FlushOrder, shard: int) -> int:
     """Bytes of the shard that an earlier flush left: found by one that writes nothing anew."""
-    facts = VersionFacts("job", ((1, 0),), wanted.version, 4096)
+    facts = VersionFacts("job", ((1, 0),), wanted.id.version, 4096)
     key = ShardKey(wanted.name.id, shard, SHARDS)
     return PersistentStore(str(place)).flush(wanted.name, facts, [source(key)]).reused_bytes
 
@@ -178,14 +182,14 @@ class Broken:
 
 def test_retention_that_fails_costs_no_version(node: MakeNode, place: Path) -> None:
     zero = node(keep_last=1)
-    assert zero.flush(order(1))["complete"]
+    assert zero.flush(order(1)).complete
     with injected("eacces@file:op=rmdir"):
         said = zero.flush(order(2))
-    assert (said["op"], said["complete"]) == ("flushed", True)
+    assert (type(said), said.complete) == (Flushed, True)
     (warning,) = zero.warnings()
     assert "not all older versions could be removed" in warning
     assert versions(place) == [2]
-    assert zero.flush(order(3))["complete"]
+    assert zero.flush(order(3)).complete
     assert versions(place) == [3]
     assert PersistentStore(str(place)).incomplete() == [], "and what was left is removed later"
 
@@ -211,7 +215,7 @@ def test_an_error_after_the_commit_is_no_failure(
     with monkeypatch.context() as patch:
         patch.setattr(PersistentStore, "_why_void", forbidden)
         said = zero.flush(order(1))
-    assert (said["op"], said["complete"]) == ("flushed", True)
+    assert (type(said), said.complete) == (Flushed, True)
     assert versions(place) == [1]
 
 
@@ -228,7 +232,7 @@ def test_of_a_version_that_another_node_completed_nothing_is_removed(
     with monkeypatch.context() as patch:
         patch.setattr(PersistentStore, "flush", late)
         said = zero.flush(wanted)
-    assert (said["op"], versions(place)) == ("flushed", [1])
+    assert (type(said), versions(place)) == (Flushed, [1])
     assert not PersistentStore(str(place)).give_up(wanted.name)
     assert versions(place) == [1]
 
@@ -271,7 +275,7 @@ def test_a_pin_that_cannot_be_set_yet_costs_no_version_and_none_is_removed_for_i
         patch.setattr(PersistentStore, "pin", forbidden)
         for version in (1, 2):
             said = zero.flush(pinned_on_local(tmp_path, version))
-            assert (said["op"], said["complete"]) == ("flushed", True)
+            assert (type(said), said.complete) == (Flushed, True)
     assert len(zero.warnings()) == 2
     assert "v1 could not be pinned as it is on local: no right to pin" in zero.warnings()[0]
     assert (versions(place), pins(place)) == ([1, 2], [])
@@ -289,7 +293,7 @@ def test_a_pin_that_is_taken_away_while_it_is_being_set_is_gone(
         pin(store, name)
 
     monkeypatch.setattr(PersistentStore, "pin", late)
-    assert node().flush(wanted)["complete"]
+    assert node().flush(wanted).complete
     assert (versions(place), pins(place)) == ([1], [])
 
 
@@ -326,7 +330,7 @@ def test_a_flush_that_waits_as_it_should_gets_on_and_one_whose_store_hangs_does_
         assert zero.flusher.quiet_seconds() > quiet
         go_on.set()
         zero.wait()
-    assert zero.answers[-1]["complete"]
+    assert zero.answers[-1].complete
     assert zero.flusher.quiet_seconds() == 0, "nothing is under way"
 
 
@@ -364,7 +368,7 @@ def test_trouble_that_passes_is_told_and_the_version_is_tried_again(
 
     clock.meanwhile = mend
     zero = node()
-    assert zero.flush(order(1))["complete"]
+    assert zero.flush(order(1)).complete
     tried, as_a_whole = zero.warnings()
     assert tried.startswith("v1: ")
     assert "the store has trouble; try 2 in" in tried
@@ -376,15 +380,15 @@ def test_trouble_that_passes_too_late_costs_no_other_nodes_part(
     node: MakeNode, place: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, zero = order(1, 0), node(nodes=2)
-    assert not zero.flush(wanted)["complete"]
+    assert not zero.flush(wanted).complete
     broken, one = Broken(monkeypatch, errno.EIO), node(node=1, nodes=2)
     said = one.flush(order(1, 1))
-    assert (said["op"], said["superseded"]) == ("flush_failed", False)
+    assert (type(said), said.superseded) == (FlushFailed, False)
     assert clock.passed() > (MOST_ROUNDS - 1) * ROUND_SECONDS
     assert ShardKey(wanted.name.id, 1, SHARDS) not in one.held
     broken.mended = True
     assert part_of(place, wanted, 0) == 4096
-    assert one.flush(order(1, 1))["complete"]
+    assert one.flush(order(1, 1)).complete
     assert versions(place) == [1]
 
 
@@ -396,7 +400,7 @@ def test_trouble_that_stays_gives_the_room_back(
     assert len(PersistentStore(str(place)).incomplete()) == 1
     Broken(monkeypatch, errno.ENOSPC)
     said = one.flush(order(1, 1))
-    assert "free space" in said["error"]
+    assert "free space" in said.error
     assert clock.passed() == 0, "tried again it would be the same"
     assert PersistentStore(str(place)).incomplete() == []
 
@@ -406,17 +410,17 @@ def test_a_full_place_has_older_versions_removed_as_is_wanted_now(
     code: int, node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is no room for one more, none would be committed, and retention never come."""
-    zero, two = node(keep_last=3), replace(order(4, 0), run_id="11fe", generation=2)
+    zero, two = node(keep_last=3), replace(order(4, 0), run_id="11fe", id=VersionId(2, 4))
     successor = node(keep_last=1, nodes=2)
     for version in (1, 2, 3):
-        assert zero.flush(order(version))["complete"]
+        assert zero.flush(order(version)).complete
     zero.flusher.close()
     two = replace(two, lineage=((1, 0), (2, 3)))
-    assert not successor.flush(two)["complete"], "another node has the rest"
+    assert not successor.flush(two).complete, "another node has the rest"
     broken = Broken(monkeypatch, code)
-    said = successor.flush(replace(two, version=5, iteration=5))
-    assert said["op"] == "flush_failed"
-    assert "one more than persistent_keep_last must fit" in said["error"]
+    said = successor.flush(replace(two, id=VersionId(2, 5), iteration=5))
+    assert type(said) is FlushFailed
+    assert "one more than persistent_keep_last must fit" in said.error
     assert versions(place) == [3], "what a restart would take stays"
     assert PersistentStore(str(place)).incomplete() == [two.name], "another node may be at it"
     broken.mended = True
@@ -431,7 +435,7 @@ def test_another_error_removes_nothing(
     for version in (1, 2):
         zero.flush(order(version))
     Broken(monkeypatch, errno.EACCES)
-    assert other.flush(order(3))["op"] == "flush_failed"
+    assert type(other.flush(order(3))) is FlushFailed
     assert versions(place) == [1, 2]
 
 
@@ -441,16 +445,16 @@ def test_a_newer_version_ends_the_tries_of_one_that_it_supersedes(
     broken, zero = Broken(monkeypatch, errno.EIO), node(drop_superseded=True)
 
     def newer() -> None:
-        broken.mended = any(said["op"] == "flush_failed" for said in zero.answers)
+        broken.mended = any(type(said) is FlushFailed for said in zero.answers)
         if ShardKey(order(2).name.id, 0, SHARDS) not in zero.held:
             zero.start(order(2))
 
     clock.meanwhile = newer
     zero.start(order(1))
     zero.wait()
-    first, second = (said for said in zero.answers if said["op"] != "problem")
-    assert (first["op"], first["version"], first["superseded"]) == ("flush_failed", 1, True)
-    assert (second["version"], second["complete"]) == (2, True)
+    first, second = (said for said in zero.answers if type(said) is not Problem)
+    assert (type(first), first.id.version, first.superseded) == (FlushFailed, 1, True)
+    assert (second.id.version, second.complete) == (2, True)
     assert versions(place) == [2]
     assert PersistentStore(str(place)).incomplete() == [], "what there was of it is removed"
 
@@ -467,14 +471,14 @@ def test_a_place_that_another_job_holds_is_told_of_and_given_up(
     clock.meanwhile = other.keep
     zero = node()
     said = zero.flush(order(1))
-    assert said["op"] == "flush_failed"
-    assert "another job on node9" in said["error"]
+    assert type(said) is FlushFailed
+    assert "another job on node9" in said.error
     assert LEASE_PATIENCE_SECONDS <= clock.passed() < 2 * LEASE_PATIENCE_SECONDS
     (warning,) = zero.warnings()
     assert warning.startswith("v1 waits: ")
     assert "in use by another job on node9" in warning
     clock.meanwhile = lambda: None  # it ends
-    assert zero.flush(order(2))["complete"], "the next one is tried as usual"
+    assert zero.flush(order(2)).complete, "the next one is tried as usual"
     assert clock.passed() > LEASE_PATIENCE_SECONDS + LEASE_SECONDS / 2
 
 
@@ -515,7 +519,7 @@ def test_no_lease_is_kept_for_those_who_are_dead(
         assert not keeping.is_alive()
         go_on.set()
         zero.wait()
-    assert [said["op"] for said in zero.answers] == ["flushed", "flushed"]
+    assert [type(said) for said in zero.answers] == [Flushed, Flushed]
     assert keeper._thread is None
     zero.flush(order(3, 0))
     assert keeper._thread is not None, "a trainer lives again"
@@ -550,7 +554,7 @@ def test_what_is_given_up_stays_as_it_is_and_the_lease_is_let_be(
     assert zero.flusher._keeper._thread is None
     assert versions(place) == [1]
     assert sorted(begun(place)) == [1, 2], "what there was of it stays"
-    with pytest.raises(RuntimeError, match="makes way"):
+    with pytest.raises(RuntimeError, match="shuts down"):
         zero.start(order(4, 0))
 
 
@@ -572,7 +576,7 @@ def test_a_flush_that_outlasts_the_lease_keeps_it(
         lives.add(holder.run_id if holder is not None else "nobody")
 
     clock.meanwhile = look
-    assert zero.flush(order(1))["complete"]
+    assert zero.flush(order(1)).complete
     assert clock.passed() > 1.5 * LEASE_SECONDS
     assert lives == {LIFE}
 
@@ -606,8 +610,8 @@ def test_the_lease_is_given_back_when_all_nodes_are_through(
 def test_what_a_place_is_in_is_not_made(node: MakeNode, tmp_path: Path) -> None:
     zero = node(place=tmp_path / "lustre" / "us" / "job")
     said = zero.flush(order(1))
-    assert said["op"] == "flush_failed"
-    assert f"{tmp_path / 'lustre' / 'us'} is not there: is it mounted?" in said["error"]
+    assert type(said) is FlushFailed
+    assert f"{tmp_path / 'lustre' / 'us'} is not there: is it mounted?" in said.error
     assert not (tmp_path / "lustre").exists()
 
 
@@ -619,10 +623,10 @@ def test_a_node_that_sees_another_place_writes_nothing_there(
     unmounted = tmp_path / "mount point"
     unmounted.mkdir()
     zero, one = node(nodes=2), node(node=1, nodes=2, place=unmounted / folder)
-    assert not zero.flush(order(1, 0))["complete"]
+    assert not zero.flush(order(1, 0)).complete
     said = one.flush(order(1, 1))
-    assert said["op"] == "flush_failed"
-    assert "not mounted?" in said["error"]
+    assert type(said) is FlushFailed
+    assert "not mounted?" in said.error
     assert list(unmounted.iterdir()) == []
     assert part_of(place, order(1, 0), 0) == 4096
 
@@ -632,16 +636,16 @@ def test_a_place_that_is_unmounted_in_mid_run_is_not_written_to_until_it_is_back
 ) -> None:
     """Beneath it is an empty folder on the node's own disk; the first node, too, is to see that."""
     zero, mounted = node(), tmp_path / "mounted"
-    assert zero.flush(order(1))["complete"]
+    assert zero.flush(order(1)).complete
     place.rename(mounted)
     place.mkdir()
     said = zero.flush(order(2))
-    assert said["op"] == "flush_failed"
-    assert "has nothing in it, and had this job's lease: is it not mounted" in said["error"]
+    assert type(said) is FlushFailed
+    assert "has nothing in it, and had this job's lease: is it not mounted" in said.error
     assert list(place.iterdir()) == []
     place.rmdir()
     mounted.rename(place)
-    assert zero.flush(order(3))["complete"]
+    assert zero.flush(order(3)).complete
     assert versions(place) == [1, 3]
 
 
@@ -650,11 +654,11 @@ def test_a_place_that_is_mounted_in_mid_run_is_written_to(
 ) -> None:
     """The job began beneath it, and never had the lease of what is there now."""
     zero = node()
-    assert zero.flush(order(1))["complete"]
+    assert zero.flush(order(1)).complete
     place.rename(tmp_path / "beneath")
     place.mkdir()
     (place / "somebody's").mkdir()
-    assert zero.flush(order(2))["complete"]
+    assert zero.flush(order(2)).complete
     assert versions(place) == [2]
 
 
@@ -666,7 +670,7 @@ def test_the_first_node_may_come_later(node: MakeNode, clock: Clock) -> None:
         zero.flush(order(1, 0))
 
     clock.meanwhile = come
-    assert one.flush(order(1, 1))["complete"]
+    assert one.flush(order(1, 1)).complete
     assert one.warnings() == []
 
 
@@ -703,7 +707,7 @@ def test_what_is_never_completed_does_not_fill_the_place(
         nodes[n].flush(whole[n])
     for version in range(2, 12):
         for n in {0, 1, 2} - {failing}:
-            nodes[n].flush(replace(whole[n], version=version))
+            nodes[n].flush(replace(whole[n], id=VersionId(1, version)))
         oldest = version - STILL_UNDER_WAY - MOST_SUPERSEDED * drops
         under_way = set(range(max(2, oldest), version + 1))
         assert under_way <= set(begun(place)), "others may be at these"
@@ -714,7 +718,7 @@ def test_what_is_never_completed_does_not_fill_the_place(
     assert versions(place) == [1], "what exists is left alone"
     told = [text for each in nodes for text in each.warnings()]
     assert any("What there was of it is removed" in text for text in told) != drops
-    nodes[failing].flush(replace(whole[failing], version=11))
+    nodes[failing].flush(replace(whole[failing], id=VersionId(1, 11)))
     assert 11 in versions(place)
 
 
@@ -748,6 +752,6 @@ def test_the_bandwidth_is_the_nodes_whatever_the_number_of_flushes(
     zero, sent = node(bytes_per_second=4096.0), 0
     for version in range(1, 9):
         said = zero.flush(order(version))
-        assert said["complete"]
-        sent += said["nbytes"]
+        assert said.complete
+        sent += said.nbytes
     assert clock.passed() >= (sent - 4096) / 4096

@@ -1,5 +1,5 @@
-"""The agent's threads behind the desks: whatever fails, every order is answered, and the next one
-is carried out."""
+"""The agent's threads that sessions give orders to: whatever fails, every order is answered, and
+the next one is carried out."""
 
 from __future__ import annotations
 
@@ -15,8 +15,17 @@ import pytest
 
 from tests.support.peer_shards import rank_of, shard_of
 from tierckpt.agent import protector
-from tierckpt.agent.flusher import Flusher, FlushOrder, PersistentSettings
-from tierckpt.agent.protector import PartySettings, Protector
+from tierckpt.agent.flusher import Flusher
+from tierckpt.agent.protector import Protector
+from tierckpt.agent.protocol import (
+    FlushFailed,
+    FlushOrder,
+    ListenSettings,
+    PartySettings,
+    PersistentSettings,
+    Protected,
+    ProtectFailed,
+)
 from tierckpt.agent.shard_guard import ShardGuard
 from tierckpt.errors import ConfigError
 from tierckpt.format.ids import PAGE_BYTES, ShardKey, VersionId
@@ -58,10 +67,10 @@ class Orders:
         self.held = ShardGuard()
         self.idle = threading.Event()
         self.made = Protector(self.held, self.idle.set)
-        self.made.know([party(shard) for shard in shards])
-        self.said: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.made.introduce([party(shard) for shard in shards])
+        self.said: queue.Queue[Any] = queue.Queue()
 
-    def order(self, version: int) -> dict[str, Any]:
+    def order(self, version: int) -> Any:
         self.idle.clear()
         self.made.order(str(self.folder), VersionId(1, version), 9, None, self.said.put)
         return self.said.get(timeout=PATIENCE_SECONDS)
@@ -77,21 +86,21 @@ def test_no_thread_to_protect_with_costs_that_version_and_no_more(tmp_path: Path
     orders = Orders(tmp_path, 0)
     with no_thread("tierckpt-protector"):
         said = orders.order(1)
-        assert (said["op"], said["version"]) == ("protect_failed", 1)
-        assert said["error"] == "RuntimeError: can't start new thread"
+        assert (type(said), said.id.version) == (ProtectFailed, 1)
+        assert said.error == "RuntimeError: can't start new thread"
         assert not orders.made.busy()
-    assert "do not know each other" in orders.order(2)["error"], "it is at it again"
+    assert "do not know each other" in orders.order(2).error, "it is at it again"
     orders.check_idle(0)
 
 
 def test_no_thread_for_a_shard_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
     orders = Orders(tmp_path, 0, 2)
-    orders.made.open("life", "lo", 0, "localhost")
+    orders.made.open(ListenSettings("life", "lo", 0, "localhost"))
     with no_thread("Thread-"):
         said = orders.order(1)
-    assert said["op"] == "protect_failed"
-    assert said["error"].count("can't start new thread") == 2
-    assert "FileNotFoundError" in orders.order(2)["error"]
+    assert type(said) is ProtectFailed
+    assert said.error.count("can't start new thread") == 2
+    assert "FileNotFoundError" in orders.order(2).error
     orders.check_idle(0, 2)
     orders.made.close()
 
@@ -103,9 +112,9 @@ def test_whatever_an_order_raises_is_answered_and_the_next_one_runs(
     with monkeypatch.context() as patch:
         patch.setattr(protector, "_protect_all", lambda order: {}[order.version])
         said = orders.order(1)
-        assert (said["op"], said["version"]) == ("protect_failed", 1)
-        assert "KeyError" in said["error"]
-    assert "do not know each other" in orders.order(2)["error"]
+        assert (type(said), said.id.version) == (ProtectFailed, 1)
+        assert "KeyError" in said.error
+    assert "do not know each other" in orders.order(2).error
     orders.check_idle(0)
 
 
@@ -115,7 +124,7 @@ def test_an_order_is_carried_out_by_those_who_knew_each_other_then(
     """A new run, which has other shards here, begins while an order waits: that one fails, as its
     peers are gone, and is not taken for protected because nobody looked."""
     orders = Orders(tmp_path, 0)
-    orders.made.open("one run", "lo", 0, "localhost")
+    orders.made.open(ListenSettings("one run", "lo", 0, "localhost"))
     began, go_on = threading.Event(), threading.Event()
     carry_out = protector._protect_all
 
@@ -128,13 +137,13 @@ def test_an_order_is_carried_out_by_those_who_knew_each_other_then(
     orders.made.order(str(tmp_path), VersionId(1, 1), 9, None, orders.said.put)
     assert began.wait(PATIENCE_SECONDS)
     orders.made.order(str(tmp_path), VersionId(1, 2), 9, None, orders.said.put)
-    orders.made.open("another", "lo", 0, "localhost")
-    orders.made.know([party(4)])
+    orders.made.open(ListenSettings("another", "lo", 0, "localhost"))
+    orders.made.introduce([party(4)])
     go_on.set()
     for version in (1, 2):
         said = orders.said.get(timeout=PATIENCE_SECONDS)
-        assert (said["op"], said["version"]) == ("protect_failed", version)
-        assert f"v{version} shard 0 of 9: FileNotFoundError" in said["error"]
+        assert (type(said), said.id.version) == (ProtectFailed, version)
+        assert f"v{version} shard 0 of 9: FileNotFoundError" in said.error
     orders.check_idle(0, 4)
     orders.made.close()
 
@@ -157,12 +166,12 @@ def test_who_met_others_in_the_life_before_is_answered_until_a_later_one_begins(
     lives = ("first", "never met", "third", "fourth")
     places = []
     for number, run_id in enumerate(lives):
-        places.append(orders.made.open(run_id, "lo", 0, "localhost"))
+        places.append(orders.made.open(ListenSettings(run_id, "lo", 0, "localhost")))
         answered = [each for each in lives if answers(places[-1], each)]
         known = {0: ["first"], 1: ["first", "never met"], 2: ["first", "third"]}
         assert answered == known.get(number, ["third", "fourth"])
         if run_id != "never met":
-            orders.made.know([])
+            orders.made.introduce([])
     assert places == places[:1] * 4, "it is looked for where it was"
     assert not answers(places[0], "")
     with (
@@ -177,13 +186,13 @@ def test_who_met_others_in_the_life_before_is_answered_until_a_later_one_begins(
 
 def test_who_cannot_have_a_new_port_stays_at_the_old_one(tmp_path: Path) -> None:
     orders = Orders(tmp_path)
-    place = orders.made.open("life", "lo", 0, "localhost")
+    place = orders.made.open(ListenSettings("life", "lo", 0, "localhost"))
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         with pytest.raises(ConfigError, match="in use"):
-            orders.made.open("another", "lo", taken, "localhost")
+            orders.made.open(ListenSettings("another", "lo", taken, "localhost"))
     assert answers(place, "life")
-    moved = orders.made.open("another", "lo", taken, "localhost")
+    moved = orders.made.open(ListenSettings("another", "lo", taken, "localhost"))
     assert moved.port == taken
     assert answers(moved, "another")
     assert not answers(place, "life")
@@ -193,8 +202,8 @@ def test_who_cannot_have_a_new_port_stays_at_the_old_one(tmp_path: Path) -> None
 def test_no_thread_to_listen_with_is_told_and_nothing_waits_for_it(tmp_path: Path) -> None:
     orders = Orders(tmp_path, 0)
     with no_thread("tierckpt-peer"), pytest.raises(ConfigError, match=r"cannot listen.*new thread"):
-        orders.made.open("life", "lo", 0, "localhost")
-    address = orders.made.open("life", "lo", 0, "localhost")
+        orders.made.open(ListenSettings("life", "lo", 0, "localhost"))
+    address = orders.made.open(ListenSettings("life", "lo", 0, "localhost"))
     assert address.port
     orders.made.close()
 
@@ -205,27 +214,37 @@ def test_a_port_that_was_somebody_elses_for_a_while_is_tried_again(tmp_path: Pat
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match="in use"):
-            orders.made.open("life", "lo", port, "localhost")
-        assert "do not know each other" in orders.order(1)["error"]
-    assert "FileNotFoundError" in orders.order(2)["error"], "it is about the shard now"
-    assert orders.made.open("life", "lo", port, "localhost").port == port
+            orders.made.open(ListenSettings("life", "lo", port, "localhost"))
+        assert "do not know each other" in orders.order(1).error
+    assert "FileNotFoundError" in orders.order(2).error, "it is about the shard now"
+    assert orders.made.open(ListenSettings("life", "lo", port, "localhost")).port == port
     orders.made.close()
-    assert "do not know each other" in orders.order(3)["error"], "closed is closed"
+    assert "do not know each other" in orders.order(3).error, "closed is closed"
     orders.check_idle(0)
 
 
 def test_no_thread_to_flush_with_costs_that_version_and_no_more(tmp_path: Path) -> None:
-    idle, said = threading.Event(), queue.Queue[dict[str, Any]]()
+    idle, said = threading.Event(), queue.Queue[Any]()
     flusher = Flusher(PersistentSettings(path=str(tmp_path / "shared")), ShardGuard(), idle.set)
     order = FlushOrder(
-        str(tmp_path / "local"), (0,), 1, 1, 1, "life", "job", ((1, 0),), 1, 4096, None, "here"
+        str(tmp_path / "local"),
+        (0,),
+        VersionId(1, 1),
+        1,
+        "life",
+        "job",
+        ((1, 0),),
+        1,
+        4096,
+        None,
+        "here",
     )
     with no_thread("tierckpt-flusher"), pytest.raises(RuntimeError, match="new thread"):
         flusher.order(order, said.put)
     assert not flusher.busy()
     assert order.keys[0] not in flusher.held
     flusher.order(order, said.put)
-    assert said.get(timeout=PATIENCE_SECONDS)["op"] == "flush_failed", "there is no such shard"
+    assert type(said.get(timeout=PATIENCE_SECONDS)) is FlushFailed, "there is no such shard"
     assert idle.wait(PATIENCE_SECONDS)
     assert not flusher.busy()
     flusher.close()
@@ -237,11 +256,11 @@ SHARDS = Manifest.decode(shard_of(0, 2 * PAGE_BYTES, 2)[1]).shards
 def two_nodes(folder: Path, versions: Iterable[int]) -> list[Orders]:
     """Partners that know each other, and have their shards on disk."""
     nodes = [Orders(folder / f"node{number}") for number in range(2)]
-    places = [node.made.open("life", "lo", 0, "localhost") for node in nodes]
+    places = [node.made.open(ListenSettings("life", "lo", 0, "localhost")) for node in nodes]
     where = tuple(p.host for p in places), tuple(p.port for p in places)
     ranks = rank_of(0), rank_of(1)
     for number, node in enumerate(nodes):
-        node.made.know([PartySettings(ranks[number], ranks, 2, 1, 1, *where)])
+        node.made.introduce([PartySettings(ranks[number], ranks, 2, 1, 1, *where)])
         store = LocalStore(node.folder)
         store.create()
         for version in versions:
@@ -260,12 +279,12 @@ def test_a_version_that_another_node_left_out_is_no_failure(tmp_path: Path) -> N
     begin(ahead, 2)
     begin(late, 1)
     said = late.said.get(timeout=PATIENCE_SECONDS)
-    assert (said["op"], said["version"], said["superseded"]) == ("protect_failed", 1, True), said
-    assert "v1 was left out: v2 is next" in said["error"]
+    assert (type(said), said.id.version, said.superseded) == (ProtectFailed, 1, True), said
+    assert "v1 was left out: v2 is next" in said.error
     begin(late, 2)
     for node in nodes:
         said = node.said.get(timeout=PATIENCE_SECONDS)
-        assert (said["op"], said["version"]) == ("protected", 2), said
+        assert (type(said), said.id.version) == (Protected, 2), said
         node.made.close()
 
 
@@ -294,12 +313,12 @@ def test_no_parity_is_made_of_a_file_that_changed_meanwhile(
     why = []
     for node in nodes:
         said = node.said.get(timeout=PATIENCE_SECONDS)
-        assert (said["op"], said["version"]) == ("protect_failed", 1), said
-        why.append(said["error"])
+        assert (type(said), said.id.version) == (ProtectFailed, 1), said
+        why.append(said.error)
         node.made.close()
     assert "was refilled while it was read" in " ".join(why)
     assert [*tmp_path.rglob("*.parity")] == [], "on neither"
 
 
 def test_what_fails_is_no_version_that_was_left_out(tmp_path: Path) -> None:
-    assert not Orders(tmp_path, 0).order(1).get("superseded")
+    assert not Orders(tmp_path, 0).order(1).superseded

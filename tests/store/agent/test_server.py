@@ -23,14 +23,27 @@ from typing import Any
 import pytest
 
 from tests.support.processes import end, python
-from tierckpt.agent import connection, priority, process, protocol
+from tierckpt.agent import connection_states, process, protocol
 from tierckpt.agent import server as agent
 from tierckpt.agent.address import AgentFiles
 from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.connection import AgentConnection
-from tierckpt.agent.protector import PartySettings
-from tierckpt.agent.server import PROTOCOL
-from tierckpt.agent.session import SessionSettings
+from tierckpt.agent.protocol import (
+    PROTOCOL,
+    AgentAddress,
+    Bye,
+    Finished,
+    Hello,
+    Introduce,
+    KnownNodes,
+    ListenSettings,
+    PartySettings,
+    PersistentSettings,
+    Problem,
+    ProtectFailed,
+    ServedPlaces,
+    SessionSettings,
+    Welcome,
+)
 from tierckpt.config import YEAR_SECONDS
 from tierckpt.format.ids import VersionId
 from tierckpt.peer.read_client import RemoteNode
@@ -43,10 +56,10 @@ PATIENCE_SECONDS = 60.0
 TRAINER = """
 import json, sys, time
 from tierckpt.agent.client import AgentClient, AgentSettings
-from tierckpt.agent.session import SessionSettings
-from tierckpt.agent.flusher import FlushOrder
-agent, desk = (json.loads(text) for text in sys.argv[1:3])
-client = AgentClient(AgentSettings(**agent), SessionSettings(**desk))
+from tierckpt.agent.protocol import FlushOrder, decode
+from tierckpt.format.ids import VersionId
+session = decode(sys.argv[2].encode()).session
+client = AgentClient(AgentSettings(**json.loads(sys.argv[1])), session)
 client.start()
 while client.pid is None:
     time.sleep(0.005)
@@ -57,8 +70,8 @@ for line in sys.stdin:
         print("closed", flush=True)
     if line.strip() == "flush":
         lineage = ((1, 0),)
-        order = (desk["directory"], (0,), 1, 1, 2, "life", "job", lineage, 1, 1000, None, "here")
-        client.flush(FlushOrder(*order))
+        order = ((0,), VersionId(1, 1), 2, "life", "job", lineage, 1, 1000, None, "here")
+        client.flush(FlushOrder(session.directory, *order))
         print("flushing", flush=True)
 """
 
@@ -99,7 +112,9 @@ def alive(pid: int) -> bool:
 
 
 def trainer(settings: tuple[AgentSettings, SessionSettings]) -> Any:
-    return python(TRAINER, *(json.dumps(vars(each)) for each in settings))
+    found, session = settings
+    hello = protocol.encode(Hello(PROTOCOL, session)).decode()
+    return python(TRAINER, json.dumps(vars(found)), hello)
 
 
 def test_all_trainers_of_a_node_have_the_same_agent(node: Any) -> None:
@@ -116,7 +131,7 @@ def test_all_trainers_of_a_node_have_the_same_agent(node: Any) -> None:
 def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any) -> None:
     first, second = AgentClient(*node(0)), AgentClient(*node(1))
     first.find()
-    assert first.known_nodes(10 * PATIENCE_SECONDS) == {}, "nobody is coming who could say"
+    assert first.known_nodes(10 * PATIENCE_SECONDS) is None, "nobody is coming who could say"
     assert first.poll() == []
     assert first.starts == 0
     assert not first.settings.place().lock.exists()
@@ -134,7 +149,7 @@ def test_one_that_is_not_there_is_started_when_something_is_said_to_it(node: Any
 def test_who_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -> None:
     """The first had no thread to spare; or is an earlier tierckpt's, and there is another one."""
     client, found = AgentClient(*node(0)), threading.Event()
-    known_nodes = {"generation": 1, "agents": [{"host": "x"}]}
+    known_nodes = KnownNodes(1, (AgentAddress("x", "10.0.0.1", 1, "secret"),))
     numbers = [0, 1] if answer else [0]
     listeners = [replace(client.settings, index=n).place().listen() for n in numbers]
 
@@ -147,9 +162,9 @@ def test_who_answers_at_the_second_try_is_waited_for(answer: bytes, node: Any) -
         channel.close()
         channel, _ = listeners[-1].accept()
         protocol.receive(channel)
-        protocol.send(channel, {"op": "welcome", "pid": os.getpid(), "roster": known_nodes})
+        protocol.send(channel, Welcome(os.getpid(), known_nodes))
         protocol.receive(channel)
-        protocol.send(channel, {"op": "bye", "last": False})
+        protocol.send(channel, Finished(last=False))
         channel.close()
 
     thread = threading.Thread(target=serve)
@@ -224,7 +239,7 @@ def test_an_agent_whose_starter_died_without_a_word_waits_no_longer_than_it_ling
     if when == "before it looked":
         starter.communicate()
     monkeypatch.setattr(agent, "FIRST_CLIENT_SECONDS", 10 * PATIENCE_SECONDS)
-    monkeypatch.setattr(priority, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
     monkeypatch.setattr(process, "_let_go_of_output", lambda: None)  # the same
     thread = threading.Thread(target=process.run, args=(settings, starter.pid), daemon=True)
     thread.start()
@@ -271,7 +286,7 @@ def test_a_launcher_need_not_wait_for_one_that_lingers(node: Any) -> None:
 def test_a_launcher_need_not_wait_for_one_that_flushes(node: Any, tmp_path: Path) -> None:
     """As the second node of two, whose first one is not there: that takes a minute."""
     settings, session = node(0)
-    place = {"path": str(tmp_path / "far"), "node": 1, "nodes": 2}
+    place = PersistentSettings(str(tmp_path / "far"), node=1, nodes=2)
     killed = trainer((settings, replace(session, persistent=place)))
     pid = int(killed.stdout.readline())
     killed.stdin.write("flush\n")
@@ -336,14 +351,14 @@ def test_who_leaves_last_knows_and_waits_for_its_end(since: float, last: bool, n
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             thread = server.attend(theirs)
-            protocol.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(session)})
-            protocol.send(ours, {"op": "bye"})
+            protocol.send(ours, Hello(PROTOCOL, session))
+            protocol.send(ours, Bye())
             said = [protocol.receive(ours)[0] for _ in ("welcome", "bye")]
             thread.join(PATIENCE_SECONDS)
-        assert said[-1] == {"op": "bye", "last": last}
+        assert said[-1] == Finished(last)
 
 
-def test_a_rank_of_other_surroundings_leaves_the_start_to_the_first(node: Any) -> None:
+def test_a_rank_of_another_environment_leaves_the_start_to_the_first(node: Any) -> None:
     """An agent of its own would pass for one that has the first rank's keys and credentials."""
     first = AgentClient(*node(0), environment="the first rank's")
     other = AgentClient(*node(1), environment="the first rank's", may_start=False)
@@ -355,7 +370,7 @@ def test_a_rank_of_other_surroundings_leaves_the_start_to_the_first(node: Any) -
     with other._lock:
         other._line.ready()
         assert other.starts == 0
-        other._line._start_after = 0.0
+        other._line._at = replace(other._line._at, start_after=0.0)
         with pytest.raises(TimeoutError, match="the node's first rank"):
             other._line.ready()
     pid = reach(first)
@@ -366,11 +381,11 @@ def test_a_rank_of_other_surroundings_leaves_the_start_to_the_first(node: Any) -
     until(lambda: not alive(pid))
 
 
-def met(client: AgentClient) -> dict[str, Any]:
+def met(client: AgentClient) -> KnownNodes:
     """Its agent is told of those of other nodes; returns what."""
-    where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
-    client.ask("meet", "listening", PATIENCE_SECONDS, where=where)
-    known_nodes = {"generation": 1, "agents": []}
+    where = ListenSettings("secret", "lo", 0, "localhost")
+    client.listen(where, PATIENCE_SECONDS)
+    known_nodes = KnownNodes(1, ())
     client.introduce(where, [], known_nodes)
     return known_nodes
 
@@ -458,11 +473,12 @@ def test_one_that_is_on_another_node_now_is_not_waited_for(node: Any) -> None:
 def test_it_waits_on_while_nodes_read_what_killed_ranks_left(node: Any, tmp_path: Path) -> None:
     """As long as for those ranks, of which it waits for no other than before."""
     settings, _ = node(0)
-    shelf = {"root": settings.root, "job": settings.folder, "directory": str(tmp_path / "local")}
+    serves = ServedPlaces(settings.root, settings.folder, str(tmp_path / "local"))
+    where = ListenSettings("secret", "lo", 0, "localhost", serves)
     server = agent.Agent(linger_seconds=PATIENCE_SECONDS)
     with closing(server):
-        address = server.protector().open("secret", "lo", 0, "localhost", shelf)
-        server._missed[shelf["directory"], 0] = time.monotonic()
+        address = server.protector().open(where)
+        server._missed[serves.directory, 0] = time.monotonic()
         assert server._patience(0.0) <= 0
         with closing(RemoteNode("this one", address, b"secret")) as reader:
             assert reader.inventory("node").found == ()
@@ -488,15 +504,15 @@ def test_it_outlives_the_process_group_of_its_trainers(node: Any) -> None:
 def test_one_that_does_not_answer_is_passed_over(
     node: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pass_over = AgentConnection._pass_over
+    pass_over = connection_states._pass_over
 
-    def once(line: AgentConnection, *why: Any) -> None:
+    def once(*what: Any) -> connection_states.Next:
         """The next one lives, however long its answer takes."""
-        monkeypatch.setattr(connection, "ANSWER_SECONDS", PATIENCE_SECONDS)
-        pass_over(line, *why)
+        monkeypatch.setattr(connection_states, "ANSWER_SECONDS", PATIENCE_SECONDS)
+        return pass_over(*what)
 
-    monkeypatch.setattr(AgentConnection, "_pass_over", once)
-    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(connection_states, "_pass_over", once)
+    monkeypatch.setattr(connection_states, "ANSWER_SECONDS", 0.2)
     other = trainer(node(1))
     stuck = int(other.stdout.readline())
     os.kill(stuck, signal.SIGSTOP)
@@ -559,7 +575,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 NOBODY = 65534
 AS_NOBODY = f"""
 import json, os, socket, sys
-from tierckpt.agent.server import PROTOCOL
 folder = os.open(sys.argv[1], os.O_PATH)
 os.setgroups([])
 os.setgid({NOBODY})
@@ -579,7 +594,7 @@ def test_another_user_finds_the_door_closed(private: bool, node: Any) -> None:
     if not private:
         place.job.path.chmod(0o777)
         place.address.chmod(0o777)
-    hello = {"op": "hello", "protocol": PROTOCOL, "desk": vars(client.session)}
+    hello = protocol.encode(Hello(PROTOCOL, client.session)).decode()
     stranger = python(
         AS_NOBODY
         + "try: channel.connect(where)\n"
@@ -589,7 +604,7 @@ def test_another_user_finds_the_door_closed(private: bool, node: Any) -> None:
         + "    print(channel.recv(1000), flush=True)\n"
         + "except ConnectionError: print(b'', flush=True)\n",
         place.job.path,
-        json.dumps(hello),
+        hello,
     )
     assert stranger.stdout.read() == ("cannot come in\n" if private else "b''\n")
     end(stranger)
@@ -622,7 +637,7 @@ def test_it_gives_way_to_the_training_by_default(node: Any) -> None:
     client = AgentClient(*node(0))
     pid = reach(client)
     threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
-    assert len(threads) > 1, "the desk's"
+    assert len(threads) > 1, "the session's"
     least = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
     for thread in threads:
         assert os.getpriority(os.PRIO_PROCESS, thread) == least
@@ -694,13 +709,13 @@ def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
     start, refused = threading.Thread.start, list[threading.Thread]()
 
     def refuse_once(thread: threading.Thread) -> None:
-        if thread.name == "tierckpt-desk" and not refused:
+        if thread.name == "tierckpt-session" and not refused:
             refused.append(thread)
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse_once)
-    monkeypatch.setattr(priority, "lower_priority", lambda nice: None)  # it would be ours
+    monkeypatch.setattr(process, "lower_priority", lambda nice: None)  # it would be ours
     settings, _ = node(0)
     serving = threading.Thread(target=process.run, args=(settings, os.getpid()))
     serving.start()
@@ -715,34 +730,33 @@ def test_no_thread_for_a_trainer_is_not_the_end_of_the_agent(
     assert refused
 
 
-def parties_of(ranks: int, members: int) -> list[dict[str, Any]]:
+def parties_of(ranks: int, members: int) -> list[PartySettings]:
     """As many as a large node has, in large groups, of hosts with long names."""
     hosts = tuple(f"{i}.of.a.very.large.cluster.somewhere.example.org" for i in range(members))
     ports = tuple(range(40000, 40000 + members))
     groups = [tuple(range(rank, rank + 1000 * members, 1000)) for rank in range(ranks)]
-    made = [
+    return [
         PartySettings(rank, groups[rank], members, members - 1, 1, hosts, ports)
         for rank in range(ranks)
     ]
-    return [party.as_message() for party in made]
 
 
 def test_a_node_may_have_any_number_of_peers(node: Any) -> None:
     """Both ways: what it is told of them, and what it says went wrong with each."""
     client = AgentClient(*node(0))
     pid = reach(client)
-    where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
-    client.ask("meet", "listening", PATIENCE_SECONDS, where=where)
+    where = ListenSettings("secret", "lo", 0, "localhost")
+    client.listen(where, PATIENCE_SECONDS)
     parties = parties_of(ranks=200, members=64)
-    assert len(json.dumps(parties)) > 10 * 65536
-    known_nodes = {"generation": 1, "agents": [{"host": "node" * 9}] * 10_000}
+    assert len(protocol.encode(Introduce(tuple(parties), None))) > 10 * 65536
+    known_nodes = KnownNodes(1, (AgentAddress("node" * 9, "10.0.0.1", 1, "s"),) * 10_000)
     client.introduce(where, parties, known_nodes)
     client.protect(VersionId(1, 1))
     assert client.wait(PATIENCE_SECONDS, everything=True)
     (heard,) = client.poll()
-    assert heard["op"] == "protect_failed"
-    assert heard["error"].count("FileNotFoundError") == 200, "one for every party"
-    assert len(heard["error"]) > 10_000
+    assert isinstance(heard, ProtectFailed)
+    assert heard.error.count("FileNotFoundError") == 200, "one for every party"
+    assert len(heard.error) > 10_000
     assert client.pid == pid
     settings, session = node(0)
     successor = AgentClient(settings, replace(session, ranks=(0,)))
@@ -772,8 +786,8 @@ def test_what_the_system_does_not_take_is_told(node: Any, monkeypatch: pytest.Mo
         patch.setattr(socket, "send_fds", refused)
         client.protect(VersionId(1, 1))
     heard = client.poll()
-    assert [message["op"] for message in heard] == ["problem", "protect_failed"]
-    assert all("Message too long" in message["error"] for message in heard)
+    assert [type(message) for message in heard] == [Problem, ProtectFailed]
+    assert all("Message too long" in message.error for message in heard)
     assert not client.behind()
     reach(client)
     client.close()
@@ -795,7 +809,11 @@ def test_its_folder_is_private_and_its_socket_checked(node: Any, shm_dir: Path) 
 def test_a_dead_ones_socket_is_replaced(node: Any) -> None:
     first = AgentClient(*node(0))
     os.kill(reach(first), signal.SIGKILL)
-    until(lambda: [m for m in first.poll() if "ended unexpectedly" in m.get("error", "")])
+    until(
+        lambda: [
+            m for m in first.poll() if isinstance(m, Problem) and "ended unexpectedly" in m.error
+        ]
+    )
     assert first.settings.place().address.exists(), "left behind"
     second = AgentClient(*node(1))
     pid = reach(second)

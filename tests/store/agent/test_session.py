@@ -1,4 +1,4 @@
-"""A trainer's desk: nothing that goes wrong ends it, and it retires what nobody else would."""
+"""A trainer's session: nothing that goes wrong ends it, and it retires what nobody else would."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,43 @@ import pytest
 from tests.support.checksum_codec import Checksum
 from tests.support.encoded_shards import NoServices
 from tierckpt.agent import protocol
-from tierckpt.agent.server import PROTOCOL, Agent
-from tierckpt.agent.session import SessionSettings, TrainerSession
+from tierckpt.agent.protocol import (
+    PROTOCOL,
+    AskProgress,
+    Bye,
+    Commit,
+    CommitFailed,
+    Committed,
+    Finished,
+    Flush,
+    FlushFailed,
+    FlushOrder,
+    Hello,
+    Inherit,
+    Introduce,
+    KnownNodes,
+    Listen,
+    ListenFailed,
+    Listening,
+    ListenSettings,
+    Problem,
+    Progress,
+    Protect,
+    ProtectFailed,
+    Retire,
+    SessionSettings,
+    Welcome,
+)
+from tierckpt.agent.server import Agent
+from tierckpt.agent.session import TrainerSession
 from tierckpt.codecs import pipeline
 from tierckpt.errors import TierckptError
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.storage.local.store import LocalStore
 from tierckpt.testing import TinyJob
 from tierckpt.testing.store_program import commit_one
+
+KEY = ShardKey(VersionId(1, 1), 0, 1)
 
 # --- what goes wrong -----------------------------------------------------------------------------
 
@@ -91,7 +120,7 @@ def test_what_a_users_module_raises_in_a_restart_is_no_damage(
 
 
 class Broken(NoServices):
-    """Nothing that several desks share can be had."""
+    """Nothing that several sessions share can be had."""
 
     def flusher(self, session: SessionSettings) -> None:
         raise RuntimeError("can't start new thread")
@@ -102,7 +131,7 @@ class Broken(NoServices):
 
 @contextlib.contextmanager
 def served(settings: SessionSettings, services: Any) -> Iterator[socket.socket]:
-    """A desk at work; the trainer's end of its channel."""
+    """A session at work; the trainer's end of its channel."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         thread = threading.Thread(target=TrainerSession(settings, theirs, services).serve)
@@ -117,23 +146,41 @@ def served(settings: SessionSettings, services: Any) -> Iterator[socket.socket]:
 def test_whatever_cannot_be_begun_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    what = {"version": 7, "generation": 1}
-    key = ShardKey(VersionId(1, 7), 0, 1)
-    asked = [
-        ({"op": "commit", "stem": key.stem, "segment": str(tmp_path / "none")}, "failed", what),
-        ({"op": "flush", "order": what}, "flush_failed", what),
-        ({"op": "protect", "lost": None, **what}, "protect_failed", what),
-        ({"op": "meet", "where": {}}, "listening", {}),
-        ({"op": "know", "parties": []}, "problem", {}),
-        ({"op": "retire"}, "problem", {}),
+    id_ = VersionId(1, 7)
+    key = ShardKey(id_, 0, 1)
+    order = FlushOrder("/nowhere", (0,), id_, 1, "run", "job", ((1, 0),), 1, 1, None, "here")
+    where = ListenSettings("secret", "lo", 0, "localhost")
+    asked: list[tuple[Any, Any]] = [
+        (Commit(key, str(tmp_path / "none")), CommitFailed(id_, "FileNotFoundError: ")),
+        (Flush(order), FlushFailed(id_, "RuntimeError: ")),
+        (Protect(id_), ProtectFailed(id_, "ImportError: ")),
+        (Listen(where), ListenFailed("ImportError: ")),
+        (Introduce((), None), Problem("ImportError: ")),
+        (Inherit(where, None), Problem("ImportError: ")),
+        (AskProgress(), Problem("RuntimeError: ")),
+        (Hello(PROTOCOL, None), Problem("ValueError: Hello is no order")),
     ]
     settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0)
     with served(settings, Broken()) as channel:
-        for question, op, about in asked:
+        for question, answer in asked:
             protocol.send(channel, question)
-            heard, _ = protocol.receive(channel)
-            assert heard is not None
-            assert (heard.pop("op"), heard.pop("error") != "", heard) == (op, True, about)
+            heard: Any = protocol.receive(channel)[0]
+            assert heard.error.startswith(answer.error)
+            assert replace(heard, error=answer.error) == answer
+
+
+@pytest.mark.parametrize("garbage", [b"{", b'{"op": "retire"}', b'{"op": "no such thing"}'])
+def test_what_an_agent_does_not_understand_is_answered_and_the_next_message_heeded(
+    garbage: bytes, tmp_path: Path
+) -> None:
+    settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0)
+    with served(settings, NoServices()) as channel:
+        channel.send(garbage)
+        heard, _ = protocol.receive(channel)
+        assert isinstance(heard, Problem)
+        assert "does not understand its trainer" in heard.error
+        protocol.send(channel, AskProgress())
+        assert protocol.receive(channel) == (Progress(0.0), [])
 
 
 # --- one trainer after the other -----------------------------------------------------------------
@@ -146,10 +193,9 @@ def trainer(node: Agent, session: SessionSettings) -> Iterator[socket.socket]:
     with ours:
         ours.settimeout(60)
         thread = node.attend(theirs)
-        protocol.send(ours, {"op": "hello", "protocol": PROTOCOL, "desk": asdict(session)})
+        protocol.send(ours, Hello(PROTOCOL, session))
         welcome, _ = protocol.receive(ours)
-        assert welcome is not None
-        assert welcome["op"] == "welcome"
+        assert isinstance(welcome, Welcome)
         try:
             yield ours
         finally:
@@ -163,33 +209,33 @@ def test_nodes_meet_while_a_killed_trainers_shard_is_still_written(
     """Its successor's own shards come behind that, in their order."""
     begun, go_on, served = threading.Event(), threading.Event(), list[str]()
 
-    def slow_commit(session: TrainerSession, message: dict[str, Any], fds: list[int]) -> None:
+    def slow_commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
         begun.set()
         go_on.wait()
-        served.append(message["stem"])
+        served.append(message.segment or "")
 
     monkeypatch.setattr(TrainerSession, "_commit", slow_commit)
     settings = SessionSettings(str(tmp_path / "ckpts"), 0, 1, 1, 0, ranks=(0,))
-    where = {"secret": "secret", "interface": "lo", "port": 0, "towards": "localhost"}
-    known_nodes = {"generation": 2, "agents": []}
+    where = ListenSettings("secret", "lo", 0, "localhost")
+    known_nodes = KnownNodes(2, ())
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, contextlib.ExitStack() as lives:
         channel = lives.enter_context(trainer(node, settings))
         lives.callback(go_on.set)
-        protocol.send(channel, {"op": "commit", "stem": "the run before's"})
+        protocol.send(channel, Commit(KEY, "the run before's"))
         assert begun.wait(60)
         channel.shutdown(socket.SHUT_RDWR)
         successor = lives.enter_context(trainer(node, settings))
-        protocol.send(successor, {"op": "commit", "stem": "the first"})
-        protocol.send(successor, {"op": "meet", "where": where})
-        protocol.send(successor, {"op": "know", "parties": [], "roster": known_nodes})
-        protocol.send(successor, {"op": "commit", "stem": "the second"})
-        protocol.send(successor, {"op": "bye"})
+        protocol.send(successor, Commit(KEY, "the first"))
+        protocol.send(successor, Listen(where))
+        protocol.send(successor, Introduce((), known_nodes))
+        protocol.send(successor, Commit(KEY, "the second"))
+        protocol.send(successor, Bye())
         heard, _ = protocol.receive(successor)
-        assert heard is not None
-        assert (heard["op"], heard["error"], served) == ("listening", "", [])
+        assert isinstance(heard, Listening)
+        assert served == []
         go_on.set()
         heard, _ = protocol.receive(successor)
-        assert heard == {"op": "bye", "last": True}
+        assert heard == Finished(last=True)
         assert served == ["the run before's", "the first", "the second"]
         assert node.protector().known_nodes() == known_nodes
 
@@ -200,9 +246,9 @@ def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_o
     """It hears those at boundaries. The kernel tells of unread ones before what was sent."""
     begun, go_on, served = threading.Event(), threading.Event(), list[str]()
 
-    def commit(session: TrainerSession, message: dict[str, Any], fds: list[int]) -> None:
-        served.append(message["stem"])
-        session.say(op="committed")
+    def commit(session: TrainerSession, message: Commit, fds: list[int]) -> None:
+        served.append(message.segment or "")
+        session.say(Committed(KEY.id, 0, 0.0, 0.0, direct=False))
         begun.set()
         go_on.wait()
 
@@ -211,7 +257,7 @@ def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_o
     long = 1000 * "the third"
     with contextlib.closing(Agent(linger_seconds=0.0)) as node, trainer(node, settings) as killed:
         for stem in ("the first", "the second", long):
-            protocol.send(killed, {"op": "commit", "stem": stem})
+            protocol.send(killed, Commit(KEY, stem))
         assert begun.wait(60)
         killed.close()
         go_on.set()
@@ -220,8 +266,8 @@ def test_what_a_killed_trainer_handed_over_is_done_whether_it_read_the_answers_o
 
 # --- what nobody else retires --------------------------------------------------------------------
 
-LINEAGE = [[1, 0], [2, 2]]
-"""The second run went on from v2."""
+LINEAGE = ((1, 0), (2, 2))
+"""The second life went on from v2."""
 
 
 def shards(directory: Path, generation: int, version: int, numbers: list[int], of: int) -> None:
@@ -252,18 +298,17 @@ def retire(
     session: SessionSettings,
     safe: list[int],
     held: Iterable[ShardKey] = (),
-    **more: Any,
+    keep: tuple[VersionId, ...] = (),
 ) -> None:
     """Retention as the trainer asks for it, while the agent still reads what is `held`."""
     services: Any = NoServices()
     services.held.add(list(held))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        asked = {"safe": safe, "lineage": LINEAGE, "keep": [], "void": [], **more}
-        TrainerSession(session, theirs, services)._retire(asked)
+        TrainerSession(session, theirs, services)._retire(Retire(VersionId(*safe), LINEAGE, keep))
 
 
-def desks(
+def sessions(
     directory: Path, ranks: tuple[int, ...], of: int, keep_last: int
 ) -> list[SessionSettings]:
     return [SessionSettings(str(directory), r, of, keep_last, 0, ranks=ranks) for r in ranks]
@@ -287,7 +332,7 @@ def test_what_ranks_left_that_went_to_another_node_goes_too(
     for version in (3, 4):
         shards(tmp_path, 2, version, list(are), of=new)
         left |= {(2, version, s) for s in are}
-        for session in desks(tmp_path, are, new, keep_last=2):
+        for session in sessions(tmp_path, are, new, keep_last=2):
             retire(tmp_path, session, [2, version])
         left -= {(1, version - 2, s) for s in were}
         assert there(tmp_path) == left
@@ -301,11 +346,11 @@ def test_strays_stay_as_long_as_they_are_needed(tmp_path: Path) -> None:
     """Nothing of this run is safe; it is to be kept; it is pinned; it is still read."""
     shards(tmp_path, 1, 1, [2, 3], of=4)
     shards(tmp_path, 1, 2, [2, 3], of=4)
-    before, (first, _) = there(tmp_path), desks(tmp_path, (0, 1), 4, keep_last=1)
+    before, (first, _) = there(tmp_path), sessions(tmp_path, (0, 1), 4, keep_last=1)
     retire(tmp_path, first, [1, 2])
     assert there(tmp_path) == before
     shards(tmp_path, 2, 3, [0, 1], of=4)
-    retire(tmp_path, first, [2, 3], keep=[[1, 2]])
+    retire(tmp_path, first, [2, 3], keep=(VersionId(1, 2),))
     assert there(tmp_path) == {(1, 2, 2), (1, 2, 3), (2, 3, 0), (2, 3, 1)}
     mark = tmp_path / "v0000000002.g000001.pin"
     mark.touch()
@@ -334,6 +379,6 @@ def test_in_a_directory_that_nodes_share_nothing_is_stray(tmp_path: Path) -> Non
     """The other node's agent may still read what it has there; it sees to that itself."""
     shards(tmp_path, 1, 1, [0, 1, 2, 3], of=4)
     shards(tmp_path, 2, 3, [0, 1, 2, 3], of=4)
-    for session in desks(tmp_path, (0, 1), 4, keep_last=1):
+    for session in sessions(tmp_path, (0, 1), 4, keep_last=1):
         retire(tmp_path, session, [2, 3])
     assert there(tmp_path) == {(1, 1, 2), (1, 1, 3), *((2, 3, s) for s in range(4))}

@@ -9,6 +9,7 @@ from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.vote_exchange import GroupBallots
 from tierckpt.core.ledger import DONE
+from tierckpt.core.votes import VOTE_WIDTH
 from tierckpt.format.ids import VersionId
 from tierckpt.group import SingleGroup
 
@@ -30,7 +31,7 @@ class Two(SingleGroup):
 def books(path: Path) -> tuple[Agreement, Two]:
     group = Two()
     config = load_config({"path": str(path)}, {})
-    made = Agreement(group, GroupBallots(group), config, lambda *_: None, lambda: None)
+    made = Agreement(group, GroupBallots(group, VOTE_WIDTH), config, lambda *_: None, lambda: None)
     for version in (4, 5):
         made.open(VersionId(1, version), ("memory", "local"))
         for level in ("memory", "local"):

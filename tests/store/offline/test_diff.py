@@ -295,7 +295,7 @@ def test_a_persistent_copy_and_one_in_memory(tmp_path: Path) -> None:
     job.run(STEPS).checkpointer.complete()
     job.checkpointer.abandon()
     assert diff(near, tmp_path / "killed") == 0
-    encoded = make(tmp_path / "encoded", local_codecs="checksum")
+    encoded = make(tmp_path / "encoded", local_codecs="zstd")
     assert diff(near, encoded) == 0
 
 

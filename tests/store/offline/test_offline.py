@@ -291,7 +291,7 @@ def test_what_was_encrypted_takes_its_key(
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     row = "incremental full_every=3, zstd, aes-gcm"
     shared = {"persistent_path": str(tmp_path / "shared"), "persistent_every_steps": 1}
-    with job(**{f"{level}_modules": row}, **(shared if level == "persistent" else {})) as ended:
+    with job(**{f"{level}_codecs": row}, **(shared if level == "persistent" else {})) as ended:
         ended.run(STEPS)
     path = tmp_path / ("ckpts" if level == "local" else "shared")
     assert same(tierckpt.load(path).model, ended.model.state_dict())
@@ -712,7 +712,7 @@ def test_what_cannot_be_decoded_here_is_sound_as_stored(
     monkeypatch.delenv(FILE_VARIABLE, raising=False)
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     shared = {"persistent_path": str(tmp_path / "shared"), "persistent_every_steps": 1}
-    modules = {f"{level}_modules": "incremental full_every=3, zstd, aes-gcm"}
+    modules = {f"{level}_codecs": "incremental full_every=3, zstd, aes-gcm"}
     with job(**modules, **(shared if level == "persistent" else {})) as ended:
         ended.run(3)
     path = tmp_path / ("ckpts" if level == "local" else "shared")

@@ -356,9 +356,11 @@ def test_a_reader_that_lacks_a_class_gets_what_the_value_is_made_of() -> None:
     encoded.copy(0, data)
     raw = data.numpy().tobytes()
     assert exact.image(tree_codec.decode(raw)) == exact.image(value)
-    found = tree_codec.decode(raw.replace(b"test_remainders:", b"TEST_remainders:"))
+    found = tree_codec.decode(
+        raw.replace(b"test_optimizer_extra_state:", b"TEST_optimizer_extra_state:")
+    )
     assert found["norm"].parts == "sign"
-    assert found["norm"].kind.endswith("TEST_remainders:Norm")
+    assert found["norm"].kind.endswith("TEST_optimizer_extra_state:Norm")
     assert found["range"].parts.keys() == {"low", "high"}
 
 

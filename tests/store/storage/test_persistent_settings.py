@@ -93,5 +93,4 @@ def test_an_agent_is_told_which_of_the_nodes_it_is_on(tmp_path: Path) -> None:
         group.rank, group.size = node.first, len(hosts)
         told = attach.agent_client(config, group, job, node, "").session.persistent
         assert told is not None
-        turns = [told[name] for name in ("node", "nodes", "nodes_at_once")]
-        assert turns == [index, 3, 1]
+        assert (told.node, told.nodes, told.nodes_at_once) == (index, 3, 1)

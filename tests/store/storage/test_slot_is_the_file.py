@@ -390,7 +390,7 @@ def test_a_killed_job_finds_it_in_memory_and_a_rebooted_one_on_local(
 
 def test_modules_write_as_ever(small_tmpfs: Path, settings: dict[str, Any]) -> None:
     path = small_tmpfs / "ckpts"
-    with TinyJob(path, **settings, local_codecs="checksum") as job:
+    with TinyJob(path, **settings, local_codecs="zstd") as job:
         job.run(STEPS)
         job.settle()
         expected = job.fingerprint()
@@ -405,7 +405,7 @@ def test_modules_write_as_ever(small_tmpfs: Path, settings: dict[str, Any]) -> N
         assert all(slot.file is not None for slot in job.checkpointer._pool.slots if slot)
         last = job.fingerprint()
         job.checkpointer.abandon()
-    with TinyJob(path, seed=9, **settings, local_codecs="checksum") as job:
+    with TinyJob(path, seed=9, **settings, local_codecs="zstd") as job:
         assert job.restore() == 2 * STEPS
         assert job.fingerprint() == last
         job.run(3 * STEPS)

@@ -1,8 +1,7 @@
 """Elastic Horovod on this machine, as a test drives it: hosts come and go, processes are killed.
 
     job.start(min_np=2, spares=1, rules=["kill@elastic:place=backward,step=3,rank=1"])
-    job.until_over()
-    assert job.course() == undisturbed
+    job.until_over() assert job.course() == undisturbed
 
 A host is one more way to write this machine's loopback address: Horovod takes what is spelled
 differently for different hosts, and never uses one again on which a process died, unless told to.

@@ -11,7 +11,7 @@ import pytest
 from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
 from tierckpt.agent.flusher import FlushOrder
-from tierckpt.agent.session import SessionSettings
+from tierckpt.agent.protocol import SessionSettings
 from tierckpt.checkpointer.promotion import Backlog, Promotion, flush_order
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
@@ -22,6 +22,7 @@ from tierckpt.coordination.vote_exchange import GroupBallots
 from tierckpt.core.ledger import BROKEN, DONE
 from tierckpt.core.retention import Best
 from tierckpt.core.stall_timeout import QUIET_SECONDS
+from tierckpt.core.votes import VOTE_WIDTH
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import SingleGroup
 from tierckpt.storage.local.store import LocalStore
@@ -73,7 +74,7 @@ class Rank:
         self.dropped: list[tuple[int, str]] = []
         self.agreement = Agreement(
             group,
-            GroupBallots(group),
+            GroupBallots(group, VOTE_WIDTH),
             config,
             lambda *safe: self.promotion.local_safe(*safe),
             lambda: self.promotion.retire(),
@@ -118,7 +119,7 @@ class Rank:
 
     def flushed(self) -> list[int]:
         """What the agent was told."""
-        return [order.version for order in self.client.flushes]
+        return [order.id.version for order in self.client.flushes]
 
     def through(self, version: int) -> None:
         """The node is through with a flush, as its agent says."""
@@ -167,7 +168,7 @@ def test_what_broke_is_not_flushed_and_counts_for_nothing(rank: Rank) -> None:
     rank.agree(newer, DONE)
     assert (rank.client.safe, rank.client.void) == (newer, [lost])
     assert not rank.promotion.awaits(lost)
-    assert [order.version for order in rank.client.flushes] == [4]
+    assert [order.id.version for order in rank.client.flushes] == [4]
 
 
 def test_what_broke_and_is_tried_again_is_not_void(rank: Rank) -> None:
@@ -248,6 +249,9 @@ class Pair:
 
     def rows(self) -> list[tuple[int, ...]]:
         return []
+
+    def done(self) -> bool:
+        return True
 
     def boundary(self) -> None:
         for rank in self.ranks:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tierckpt.agent.flusher import retention_policy
 from tierckpt.agent.server import Agent
 from tierckpt.checkpointer.attach import agent_client
 from tierckpt.checkpointer.tiers import Tiers
@@ -33,7 +34,8 @@ def test_the_flusher_knows_its_node_among_the_jobs_and_how_many_flush_at_once(
         assert flusher is not None
         settings = flusher.settings
     assert (settings.node, settings.nodes, settings.nodes_at_once) == (3, 5, 2)
-    assert (settings.retention().keep_best, settings.retention().best_is_low) == (1, False)
+    policy = retention_policy(settings)
+    assert (policy.keep_best, policy.best_is_low) == (1, False)
 
 
 class Said:

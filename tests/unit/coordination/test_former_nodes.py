@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tierckpt.coordination.former_nodes import MOST_TOLD, AgentAddress, FormerNodes, KnownNodes
+from tierckpt.agent.protocol import AgentAddress, KnownNodes
+from tierckpt.coordination.former_nodes import MOST_TOLD, FormerNodes
 from tierckpt.group import SingleGroup
 from tierckpt.peer.transport import Transport
 

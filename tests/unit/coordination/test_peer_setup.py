@@ -6,26 +6,24 @@ from typing import Any
 
 import pytest
 
+from tierckpt.agent.protocol import ListenSettings
 from tierckpt.coordination.peer_setup import PeerSetup, out_of_reach
 from tierckpt.peer.address import Address
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [{}, {"error": None}, {"error": "", "host": "h"}, {"error": "", "host": "h", "port": "x"}],
-)
-def test_an_agent_that_answers_nonsense_is_a_problem_told_and_not_raised(
-    answer: dict[str, Any],
+@pytest.mark.parametrize("error", [TimeoutError("late"), ConnectionError(), KeyError("a bug")])
+def test_an_agent_that_does_not_answer_is_a_problem_returned_and_not_raised(
+    error: Exception,
 ) -> None:
-    """The first rank of a node asks alone, and all others wait for what it heard."""
+    """The first rank of a node asks alone, and all others wait for its answer."""
 
     class Agent:
-        def ask(self, *args: Any, **values: Any) -> dict[str, Any]:
-            return answer
+        def listen(self, *_: Any) -> Any:
+            raise error
 
     peers = PeerSetup.__new__(PeerSetup)
     peers._agent = Agent()  # type: ignore[assignment]
-    address, problem = peers._listen({})
+    address, problem = peers._listen(ListenSettings("secret", "lo", 0, "localhost"))
     assert address is None
     assert problem
 

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -166,7 +167,7 @@ def rows_of(group: ThreadGroup, box: Ballots) -> tuple[Any, ...]:
     return [each.wait()[0] for each in cast], [each.rows() for each in cast]
 
 
-@pytest.mark.parametrize("kind", [on_page, GroupBallots])
+@pytest.mark.parametrize("kind", [on_page, partial(GroupBallots, width=WIDTH)])
 def test_what_ranks_give_along_is_read_by_all(kind: Callable[[ThreadGroup], Ballots]) -> None:
     size = 3
     expected = [tuple(rank * 1000 + i for i in range(OWN_WIDTH)) for rank in range(size)]
@@ -329,6 +330,56 @@ def test_a_rank_that_let_go_is_not_waited_for_and_its_votes_count() -> None:
         return said
 
     assert on_pages(3, program)[0] == [[0] * WIDTH]
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2, 3])
+def test_ranks_of_several_nodes_even_out_by_votes_alone(behind: int) -> None:
+    """Some votes had something given along, of which a rank that is behind does not know. Group's
+    other collectives match by order."""
+    own = [1] * OWN_WIDTH
+
+    def program(group: ThreadGroup) -> tuple[list[int], list[Any], list[int]]:
+        box = GroupBallots(group, WIDTH)
+        cast = [
+            box.all_reduce_min([turn] * WIDTH, own if turn % 2 else ())
+            for turn in range(4 - (behind if group.rank == 1 else 0))
+        ]
+        box.even_out()
+        gathered = group.all_gather_object(group.rank)
+        return cast[0].wait(), gathered, box.all_reduce_min([9] * WIDTH).wait()
+
+    assert run_ranks(3, program) == [([0] * WIDTH, [0, 1, 2], [9] * WIDTH)] * 3
+
+
+def test_a_rank_that_went_on_without_its_vote_is_seen() -> None:
+    def program(group: ThreadGroup, box: SharedBallots) -> list[Any]:
+        box.passed(7)
+        box.all_reduce_min([1] * WIDTH).wait()
+        group.barrier()
+        late = None
+        if group.rank != 1:
+            late = box.all_reduce_min([2] * WIDTH)
+        group.barrier()
+        if group.rank == 0:
+            found = [late.done(), late.passed_over(), late.missing()]  # type: ignore[union-attr]
+        group.barrier()
+        if group.rank == 1:
+            box.passed(8)
+        group.barrier()
+        if group.rank != 0 or late is None:
+            group.barrier()
+            if group.rank == 1:
+                box.all_reduce_min([3] * WIDTH)
+            group.barrier()
+            return []
+        found += [late.done(), late.passed_over()]
+        group.barrier()
+        group.barrier()
+        return [*found, late.done(), late.passed_over(), late.missing(), late.wait()]
+
+    before, after = [False, False, [1]], [False, True]
+    voted = [True, False, [], [2] * WIDTH]
+    assert on_pages(3, program) == [[*before, *after, *voted], [], []]
 
 
 def test_what_an_interrupt_kept_from_being_cast_is_made_up_for() -> None:

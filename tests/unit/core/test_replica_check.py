@@ -22,7 +22,7 @@ from tierckpt.core.replica_check import (
     cut,
     find,
     fold,
-    folded,
+    fold_runs,
     odd_ranks,
     stride_of,
     unlike,
@@ -84,9 +84,11 @@ def test_buckets_are_few_and_tell_where_it_differs() -> None:
         assert [i for run in runs for i in run] == list(range(count))
     one = list(range(1000))
     other = [*one[:700], 5, *one[701:]]
-    (bucket,) = unlike([folded(one), folded(one), folded(other)])
-    assert 700 in buckets_of(1000)[bucket]
-    assert unlike([folded(one, 1001), folded([*one, 7], 1001)]) == [62]
+    runs = buckets_of(1000)
+    (bucket,) = unlike([fold_runs(one, runs), fold_runs(one, runs), fold_runs(other, runs)])
+    assert 700 in runs[bucket]
+    longer = buckets_of(1001)
+    assert unlike([fold_runs(one, longer), fold_runs([*one, 7], longer)]) == [62]
     assert unlike([["a"], ["a", "b"]]) == [1]
 
 

@@ -409,7 +409,8 @@ def test_a_rank_that_does_not_look_has_no_thread() -> None:
 @pytest.fixture
 def listen() -> Iterator[Callable[..., Signals]]:
     """`listen("SIGUSR1")`: as in a job that has passed a boundary; all is put back afterwards."""
-    before = {s: signal.getsignal(s) for s in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
+    ours = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+    before = {s: signal.getsignal(s) for s in ours}
     made = []
 
     def start(names: str) -> Signals:
@@ -441,6 +442,20 @@ def test_who_was_there_before_is_told_too(listen: Any) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     assert told == [signal.SIGUSR1]
     assert signals.came is inner.came is signal.SIGUSR1
+
+
+def test_where_ranks_cannot_agree_a_signal_does_what_it_always_did(listen: Any) -> None:
+    seen: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    signals = listen("SIGUSR1")
+    signals.hand_on()
+    signal.raise_signal(signal.SIGUSR1)
+    signals.hand_on()
+    assert seen == [signal.SIGUSR1], "the script's handler was called when it came"
+    interrupted = listen("SIGINT")
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.hand_on()
 
 
 def test_without_a_signal_all_is_as_before(listen: Any) -> None:
@@ -667,6 +682,21 @@ def test_an_end_that_is_no_time_is_told_as_it_is(make_rank: Any) -> None:
     rank.halting.vote(1)
     assert "SLURM_JOB_END_TIME is 'tomorrow', which is no Unix time in seconds" in rank.texts()
     assert "is not set" not in rank.texts()
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+def test_who_parted_is_ended_by_a_signal_unless_the_end_was_agreed_on(
+    agreed: bool, make_rank: Any, listen: Any
+) -> None:
+    halting = make_rank(halt_signals="SIGINT").halting
+    halting.vote(1)
+    signal.raise_signal(signal.SIGINT)
+    if agreed:
+        halting.hear(Vote(halt=Reason.SIGNAL))
+        halting.end_alone()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            halting.end_alone()
 
 
 def test_a_signal_is_the_most_urgent_reason(make_rank: Any, tmp_path: Path) -> None:

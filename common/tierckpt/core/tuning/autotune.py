@@ -7,8 +7,8 @@ while the training runs, and to keep to an overhead that the user chose, is the 
 (J. Mohan et al., FAST 2021); here intervals also become shorter again.
 
 Costs are often smaller than the noise of steps. So a `StepTimer` says another figure only where
-noise
-does not explain it (`window`); what changes for good is noticed all the sooner the more it is.
+noise does not explain it (`window`); what changes for good is noticed all the sooner the more it
+is.
 """
 
 from __future__ import annotations

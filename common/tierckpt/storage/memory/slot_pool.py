@@ -218,10 +218,6 @@ class SlotPool:
                 slot.unseal()
                 self._held[index] = None
 
-    def holds_anything(self) -> bool:
-        """True when some slot is sealed."""
-        return any(self._held)
-
     def close(self, remove: bool) -> None:
         """Unmap all slots, and delete them if `remove`."""
         for slot in self.slots:

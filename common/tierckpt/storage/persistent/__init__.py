@@ -1,7 +1,7 @@
 """The `persistent` level: versions that outlive nodes, allocations and machines.
 
     store = PersistentStore("s3://bucket/prefix")            # or a directory
-    store.flush(name, facts, sources, Pace(...))             # each node's agent, its own shards
+    store.flush(name, facts, sources, FlushPacer(...))       # each node's agent, its own shards
     store.versions(); store.read_manifest(name)              # anybody, anywhere
     store.open_shard(name, 3).read(offset, nbytes)
 

@@ -155,7 +155,7 @@ class RetryingBackend:
     Raises PersistentError, and FileNotFoundError or FileExistsError where they are answers. Every
     operation of a backend may be repeated: a put starts anew and is atomic, a range is written
     again. An exclusive put may find what an earlier try of its own left there; the caller tells by
-    the content. `sleep` may raise, to give up (see `pacer.Pace.sleep`).
+    the content. `sleep` may raise, to give up (see `pacer.FlushPacer.sleep`).
     """
 
     def __init__(

@@ -141,8 +141,8 @@ class PersistentStore:
         After an error or a kill: what is durable is not written again by the next flush of the
         same version; nothing else was changed, and if the error came last, the version exists.
         `pacer` is called with the size of each window before it is read, and may wait or raise (see
-        `pacer.Pace`); FlushCancelledError is also raised when somebody has retired the version.
-        Without `sources`, only what others left to be finished is.
+        `pacer.FlushPacer`); FlushCancelledError is also raised when somebody has retired the
+        version. Without `sources`, only what others left to be finished is.
         """
         begin = time.perf_counter()
         if self.exists(name):

@@ -1,0 +1,452 @@
+"""The states of a trainer's connection to its node's agent: everything that decides, and no I/O.
+
+`next_state` takes a `Standing`, an event and the time, and returns the next `Standing` and the
+actions to carry out, in this order. `connection.py` carries them out, and reports what became of
+them as further events. A node has a few numbered places for agents, as an agent may be stuck, or
+have another job's environment: then it is passed over for the next one.
+
+    SEARCHING  -- Connected -->  GREETING  -- Welcomed -->  CONNECTED
+    SEARCHING  -- NobodyListens, ProcessStarted -->  STARTING  -- Connected -->  GREETING
+    GREETING   -- Unwelcomed, NotUnderstood, or no answer in time -->  SEARCHING at the next place;
+                  WAITING where that was the last one, and all are asked again
+    GREETING   -- PredecessorEnds -->  WAITING, and from there SEARCHING at the same place
+    GREETING, CONNECTED  -- Ended, HangUp -->  SEARCHING, or STARTING while a new agent's process
+                  is followed
+    any        -- DeclaredOutdated -->  OUTDATED, for ever
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from dataclasses import dataclass, field, replace
+
+from .address import TAKEN
+
+ANSWER_SECONDS = 5.0
+"""An agent that does not say welcome for so long is passed over for another."""
+START_SECONDS = 60.0
+"""A new agent that cannot be reached for so long is given up; the next commit tries again."""
+JOIN_SECONDS = 2.0
+"""So long the other ranks of a node leave it to the first one to start the agent."""
+AGAIN_SECONDS = 0.5
+"""An agent that found another one in its place is started again after this at the earliest."""
+GONE_SECONDS = 0.2
+"""So often an agent that shuts down is asked whether it is still there."""
+MOST_AGENTS = 4
+"""So many are passed over; then, after ANSWER_SECONDS, the first is asked again."""
+OUTDATED = (
+    "a later start of this job, with other keys, credentials or codecs, has this node's agent "
+    "(parts of one job that share a machine need the same, or a node of their own)"
+)
+
+
+class State(enum.Enum):
+    """Where a connection stands."""
+
+    SEARCHING = enum.auto()
+    """No agent is connected, and none that was started here is on its way."""
+    STARTING = enum.auto()
+    """A process that was started here has not been reached yet."""
+    GREETING = enum.auto()
+    """An agent is connected and has not answered the greeting yet."""
+    CONNECTED = enum.auto()
+    """An agent is connected and said welcome."""
+    WAITING = enum.auto()
+    """Nothing is tried until `ask_after`: a predecessor is ending, or all places were passed
+    over."""
+    OUTDATED = enum.auto()
+    """A later run has an agent here: there is none for this trainer any more."""
+
+
+LINKED = (State.GREETING, State.CONNECTED)
+"""States with an open connection; the others have none."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A connection's state, and the facts that decide about the next one. Times are monotonic."""
+
+    state: State = State.SEARCHING
+    index: int = 0
+    """The number of the agent's place."""
+    may_start: bool = True
+    """An agent that this process starts has the environment of the node's first rank."""
+    inline: bool = False
+    """The agent is a thread of this process: no process is started."""
+    first: bool = True
+    """This is the node's first rank."""
+    needed: bool = False
+    """Where there is no agent, one is to be started."""
+    pid: int | None = None
+    """The process id of the agent that said welcome."""
+    greeted: int | None = None
+    """The process id of the last agent that said it."""
+    follows: bool = False
+    """A process that was started here has not ended yet, and its place was not passed over."""
+    unproved: bool = False
+    """The agent that was started last never said welcome."""
+    exit_status: int = 0
+    """The exit status of the process that was followed last."""
+    since: float = 0.0
+    """When the connection, or the process, was begun; or the last connection ended."""
+    start_after: float = 0.0
+    ask_after: float = -math.inf
+    leaving: tuple[int, float] | None = None
+    """The process id of the agent that shuts down for a successor, and since when it does."""
+    inherits: bool = False
+    """An agent that shut down left what only an agent can keep for later runs."""
+    passed: frozenset[int] = field(default_factory=frozenset)
+    """Numbers of places whose agents are stuck, or not for this trainer."""
+    refused: bool = False
+    """All places were passed over, which was reported, and no agent said welcome since."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Numbers of places that were not passed over."""
+        return tuple(number for number in range(MOST_AGENTS) if number not in self.passed)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of places to look at: other ranks, or an earlier run, may have passed over one
+        that has ended since. While a process is followed, only its own."""
+        return (self.index,) if self.follows else self.places
+
+    @property
+    def starting(self) -> bool:
+        """A process that was started here is on its way."""
+        return self.state not in LINKED and self.follows
+
+    def settled(self, now: float) -> bool:
+        """No agent is to be reached, or it is."""
+        waits = self.state is State.WAITING and now < self.ask_after
+        coming = self.state is State.GREETING or waits
+        return self.state is State.CONNECTED or not (self.needed or coming)
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Something is to be sent. `again`: a run begins, and the first rank starts the agent."""
+
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed. Decides what can be done at once to be connected."""
+
+
+@dataclass(frozen=True)
+class Connected:
+    """An agent listens at the place `index` and was greeted."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class NobodyListens:
+    """No agent listens at any of the places of a `Connect`."""
+
+
+@dataclass(frozen=True)
+class ProcessStarted:
+    """A `StartProcess` was carried out."""
+
+
+@dataclass(frozen=True)
+class ProcessEnded:
+    """The process that is followed has ended."""
+
+    status: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The agent's end of the connection is closed, or takes no greeting."""
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """The owner has no use for the connection any more."""
+
+
+@dataclass(frozen=True)
+class Welcomed:
+    """The agent said `Welcome`."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class PredecessorEnds:
+    """The agent said `ShuttingDown`. `inherits`: it left something for its successor."""
+
+    pid: int
+    inherits: bool
+
+
+@dataclass(frozen=True)
+class DeclaredOutdated:
+    """The agent said `Outdated`."""
+
+
+@dataclass(frozen=True)
+class Unwelcomed:
+    """The agent said `Unwelcome`."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class NotUnderstood:
+    """The agent said what is no message of ours."""
+
+    why: str
+
+
+Event = (
+    Needed
+    | Tick
+    | Connected
+    | NobodyListens
+    | ProcessStarted
+    | ProcessEnded
+    | Ended
+    | HangUp
+    | Welcomed
+    | PredecessorEnds
+    | DeclaredOutdated
+    | Unwelcomed
+    | NotUnderstood
+)
+
+# --- actions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Connect to the first agent that listens at one of these places, and greet it. Leads to
+    `Connected` or `NobodyListens`."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StartProcess:
+    """Start an agent at the present place. Leads to `ProcessStarted`."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """Close the connection."""
+
+
+@dataclass(frozen=True)
+class Fail:
+    """No agent can be had now: raise this error."""
+
+    error: OSError
+
+
+@dataclass(frozen=True)
+class Report:
+    """Report a problem."""
+
+    text: str
+    severity: int
+
+
+@dataclass(frozen=True)
+class ReportLost:
+    """Report that the agent which said welcome is no more. The owner answers with `HangUp`."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Report that no agent can be had before one is needed again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class AcceptWelcome:
+    """Send what waits. `introduce`: the agent is a new one, to which other nodes' are introduced
+    before all else."""
+
+    introduce: bool
+
+
+@dataclass(frozen=True)
+class ReportShutdown:
+    """Report that a predecessor shuts down, and what it left."""
+
+
+Action = (
+    Connect
+    | StartProcess
+    | Close
+    | Fail
+    | Report
+    | ReportLost
+    | GiveUp
+    | AcceptWelcome
+    | ReportShutdown
+)
+Next = tuple[Standing, list[Action]]
+
+# --- transitions ---------------------------------------------------------------------------------
+
+
+def next_state(at: Standing, event: Event, now: float) -> Next:
+    """The standing after an event, and the actions to carry out then. Pure."""
+    match event:
+        case Needed(again=again):
+            return _needed(at, now, again), []
+        case ProcessStarted():
+            began = replace(at, since=now, start_after=now + AGAIN_SECONDS)
+            return _unlinked(replace(began, follows=True, unproved=True, exit_status=0)), []
+        case ProcessEnded(status=status):
+            return _unlinked(replace(at, follows=False, exit_status=status)), []
+    if at.state is State.OUTDATED:
+        refused = ConnectionRefusedError(OUTDATED)
+        return at, [Fail(refused)] if isinstance(event, Tick) else []
+    match event:
+        case Tick():
+            return _tick(at, now)
+        case Connected(index=index):
+            return replace(at, state=State.GREETING, index=index, since=now), []
+        case NobodyListens():
+            return _nobody_listens(at, now)
+    if at.state not in LINKED:
+        return at, []
+    match event:
+        case Ended() if at.state is State.CONNECTED:
+            return at, [ReportLost("the agent ended unexpectedly")]
+        case NotUnderstood(why=why) if at.state is State.CONNECTED:
+            return at, [ReportLost(f"the agent {why}")]
+        case Ended() | HangUp():  # before a welcome: it was just ending, or had no thread for us
+            return _closed(at, now), [Close()]
+        case NotUnderstood(why=why):
+            return _pass_over(at, now, why, logging.ERROR)
+        case Unwelcomed(why=why):
+            return _pass_over(at, now, why, logging.INFO)
+        case Welcomed(pid=pid):
+            proved = replace(at, unproved=False, refused=False, inherits=False)
+            reached = replace(proved, state=State.CONNECTED, pid=pid, greeted=pid)
+            return reached, [AcceptWelcome(introduce=pid != at.greeted)]
+        case PredecessorEnds():
+            return _predecessor_ends(at, event, now)
+        case DeclaredOutdated():
+            over = replace(_closed(at, now), state=State.OUTDATED, inherits=False)
+            return over, [Close(), Report(OUTDATED, logging.ERROR), GiveUp(OUTDATED)]
+
+
+def _needed(at: Standing, now: float, again: bool) -> Standing:
+    if at.needed and not again:
+        return at
+    return _leave_start(replace(at, needed=True), now)
+
+
+def _leave_start(at: Standing, now: float) -> Standing:
+    """Leave the start to the node's first rank, for a while; for as long as it may take, where an
+    agent of ours would have other keys. What is handed over waits until then."""
+    seconds = 0.0 if at.first else JOIN_SECONDS
+    return replace(at, start_after=now + (seconds if at.may_start else START_SECONDS))
+
+
+def _unlinked(at: Standing) -> Standing:
+    """Bring SEARCHING and STARTING in line with whether a process is followed."""
+    if at.state in (State.SEARCHING, State.STARTING):
+        return replace(at, state=State.STARTING if at.follows else State.SEARCHING)
+    return at
+
+
+def _closed(at: Standing, now: float) -> Standing:
+    # The agent's process may be seen to live for a moment yet: that is no start that takes long.
+    after = _unlinked(replace(at, state=State.SEARCHING, pid=None, since=now))
+    return after if at.may_start else _leave_start(after, now)
+
+
+def _tick(at: Standing, now: float) -> Next:
+    actions: list[Action] = []
+    if at.state is State.CONNECTED:
+        return at, []
+    if at.state is State.GREETING:
+        if now - at.since < ANSWER_SECONDS:
+            return at, []
+        at, actions = _pass_over(at, now, "does not answer", logging.ERROR)
+    if at.state is State.WAITING:
+        if now < at.ask_after:
+            return at, actions
+        at = _unlinked(replace(at, state=State.SEARCHING))
+    return at, [*actions, Connect(at.numbers)]
+
+
+def _nobody_listens(at: Standing, now: float) -> Next:
+    """Start an agent, if one is needed and none is on its way."""
+    error: OSError | None = None
+    if not at.needed or at.inline:
+        return at, []
+    if at.follows:
+        if now - at.since <= START_SECONDS:
+            return at, []
+        at = _unlinked(replace(at, follows=False))
+        error = TimeoutError(f"a new agent was not there after {START_SECONDS:.0f} s")
+    elif not at.may_start and now >= at.start_after:
+        error = TimeoutError(
+            f"the node's first rank, which is to start it, has not in {START_SECONDS:.0f} s"
+        )
+    elif at.unproved and at.exit_status not in (0, TAKEN):
+        error = ChildProcessError(f"a new agent ended with exit status {at.exit_status}")
+        at = replace(at, exit_status=0)
+    if error is not None:
+        return at, [Fail(error)]
+    return at, [] if now < at.start_after else [StartProcess()]
+
+
+def _pass_over(at: Standing, now: float, why: str, severity: int) -> Next:
+    """The agent here is stuck, or not for this trainer. Nothing was sent to it yet."""
+    actions: list[Action] = [Close()]
+    number, was_refused = at.index, at.refused
+    after = replace(_closed(at, now), passed=at.passed | {number}, follows=False, exit_status=0)
+    full = not after.places
+    if full:
+        waiting = replace(after, state=State.WAITING, ask_after=now + ANSWER_SECONDS)
+        after = replace(waiting, passed=frozenset(), refused=True)
+    else:
+        after = _unlinked(after)
+    after = _leave_start(replace(after, index=after.places[0]), now)
+    if not was_refused:
+        then = "and no other place is free" if full else "another one takes its place"
+        text = f"agent {number} of this node {why}; {then}"
+        actions.append(Report(text, logging.ERROR if full else severity))
+    if full:
+        actions.append(
+            GiveUp(
+                f"none of this node's {MOST_AGENTS} agents is for us, or answers; they are asked "
+                "again"
+            )
+        )
+    return after, actions
+
+
+def _predecessor_ends(at: Standing, event: PredecessorEnds, now: float) -> Next:
+    """The agent's place is ours as soon as it has ended."""
+    actions: list[Action] = []
+    if at.leaving is None or at.leaving[0] != event.pid:
+        at = replace(at, leaving=(event.pid, now))
+        actions.append(ReportShutdown())
+        if event.inherits:  # it closes the place where other nodes, and we, find that
+            at = _needed(replace(at, inherits=True), now, again=False)
+    assert at.leaving is not None
+    if now - at.leaving[1] > ANSWER_SECONDS:
+        at, more = _pass_over(at, now, "does not end", logging.ERROR)
+        return at, [*actions, *more]
+    waiting = replace(_closed(at, now), state=State.WAITING, ask_after=now + GONE_SECONDS)
+    return _leave_start(waiting, now), [Close(), *actions]

@@ -1,0 +1,300 @@
+"""The messages between a trainer and its node's agent, each a frozen dataclass.
+
+A trainer says `Hello` first, and the agent answers with `Welcome`, or with one of `ShuttingDown`,
+`Outdated` and `Unwelcome`, after which it closes the connection. Orders and answers follow in both
+directions. A trainer says `Bye` last, and the agent `Finished`, when its work for this trainer is
+done. End of file from a trainer without a `Bye` means that it was killed.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from tierckpt.format.ids import Lineage, ShardKey, VersionId
+
+from .settings import (
+    FlushOrder,
+    KnownNodes,
+    ListenSettings,
+    PartySettings,
+    SessionSettings,
+)
+
+PROTOCOL = 5
+"""Both sides must have the same. `Hello` and `Unwelcome` are read whatever the protocol is."""
+
+# --- from a trainer ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A trainer introduces itself. The fields are None, or empty, where another protocol's trainer
+    says them in a way that is not understood."""
+
+    protocol: int | None
+    session: SessionSettings | None
+    environment: str = ""
+    """The fingerprint of the job's environment on this node, see `environment`."""
+    began_seconds: float | None = None
+    """When the trainer began (monotonic): tells the later of two runs."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Commit a sealed slot to the local level. Answered by `Committed` or `CommitFailed`."""
+
+    key: ShardKey
+    segment: str | None
+    """The slot's path; None: its descriptor comes with the message."""
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Apply retention: `keep` versions stay whatever the policy says, `void` ones do not count."""
+
+    safe: VersionId | None
+    """The newest version that is complete on the local level of all ranks."""
+    lineage: Lineage
+    keep: tuple[VersionId, ...] = ()
+    void: tuple[VersionId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Flush a version to the persistent level. Answered by `Flushed` or `FlushFailed`."""
+
+    order: FlushOrder
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Listen for other nodes' agents. Answered by `Listening` or `ListenFailed`."""
+
+    where: ListenSettings
+
+
+@dataclass(frozen=True)
+class Introduce:
+    """The parties that protect this node's shards from now on, and the agents of all nodes."""
+
+    parties: tuple[PartySettings, ...]
+    known_nodes: KnownNodes | None
+
+
+@dataclass(frozen=True)
+class Inherit:
+    """Listen where an agent did that shut down for this one, and know the agents that it knew.
+    Answered by nothing: the run's own `Listen` follows."""
+
+    where: ListenSettings
+    known_nodes: KnownNodes | None
+
+
+@dataclass(frozen=True)
+class Protect:
+    """Protect a version with other nodes' agents. Answered by `Protected` or `ProtectFailed`."""
+
+    id: VersionId
+    lost: tuple[int, ...] | None = None
+    """The shards beside which parity is missing, where only that is to be made."""
+
+
+@dataclass(frozen=True)
+class AskProgress:
+    """Ask whether flushes proceed. Answered by `Progress`."""
+
+
+@dataclass(frozen=True)
+class Bye:
+    """The trainer ends of its own will. Answered by `Finished`."""
+
+    abandoned: bool = False
+    """The job may come back, perhaps without this node."""
+
+
+TrainerMessage = (
+    Hello | Commit | Retire | Flush | Listen | Introduce | Inherit | Protect | AskProgress | Bye
+)
+
+# --- from an agent -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The agent serves this trainer."""
+
+    pid: int
+    known_nodes: KnownNodes | None = None
+    """Other nodes' agents, as far as this one knows them; for the node's first rank."""
+
+
+@dataclass(frozen=True)
+class ShuttingDown:
+    """The agent has another environment or protocol, and shuts down for a successor."""
+
+    pid: int
+    known_nodes: KnownNodes | None = None
+    where: ListenSettings | None = None
+    """Where those agents find this one; for `Inherit`."""
+    given_up: tuple[int, ...] = ()
+    """Versions whose flush is given up."""
+
+
+@dataclass(frozen=True)
+class Outdated:
+    """A later run of the job has this node's agent: there is none for this trainer any more."""
+
+
+@dataclass(frozen=True)
+class Unwelcome:
+    """The agent does not serve this trainer, and does not shut down either."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A shard is durable on the local level."""
+
+    id: VersionId
+    nbytes: int
+    write_seconds: float
+    commit_seconds: float
+    direct: bool
+    """True when the page cache was bypassed."""
+
+
+@dataclass(frozen=True)
+class CommitFailed:
+    """A shard is not on the local level."""
+
+    id: VersionId
+    error: str
+
+
+@dataclass(frozen=True)
+class Protected:
+    """Other nodes can rebuild this node's shards of a version."""
+
+    id: VersionId
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ProtectFailed:
+    """Other nodes cannot rebuild all of this node's shards of a version."""
+
+    id: VersionId
+    error: str
+    superseded: bool = False
+    """A newer version is protected in its place."""
+
+
+@dataclass(frozen=True)
+class Flushed:
+    """This node's part of a version is on the persistent level."""
+
+    id: VersionId
+    complete: bool
+    """All nodes' parts are."""
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FlushFailed:
+    """This node's part of a version is not on the persistent level."""
+
+    id: VersionId
+    error: str
+    superseded: bool = False
+    """A newer version goes there in its place."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """The agent listens for other nodes' agents."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class ListenFailed:
+    """The agent cannot listen for other nodes' agents."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """Files that a killed writer left half-written were removed."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that users must know, and that decides about no version."""
+
+    error: str
+    level: str = "local"
+    severity: int = logging.ERROR
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How flushes proceed."""
+
+    quiet_seconds: float
+    """Time since the flush under way last proceeded; 0.0: none is under way."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All work for the trainer that said `Bye` is done."""
+
+    last: bool
+    """The agent ends now, too."""
+
+
+AgentMessage = (
+    Welcome
+    | ShuttingDown
+    | Outdated
+    | Unwelcome
+    | Committed
+    | CommitFailed
+    | Protected
+    | ProtectFailed
+    | Flushed
+    | FlushFailed
+    | Listening
+    | ListenFailed
+    | Cleaned
+    | Problem
+    | Progress
+    | Finished
+)
+Message = TrainerMessage | AgentMessage
+
+
+def version_of(message: Message) -> VersionId | None:
+    """The version that a message is about; None: it is about none."""
+    match message:
+        case Commit(key=key):
+            return key.id
+        case Flush(order=order):
+            return order.id
+        case (
+            Protect(id=id_)
+            | Committed(id=id_)
+            | CommitFailed(id=id_)
+            | Protected(id=id_)
+            | ProtectFailed(id=id_)
+            | Flushed(id=id_)
+            | FlushFailed(id=id_)
+        ):
+            return id_
+        case _:
+            return None
