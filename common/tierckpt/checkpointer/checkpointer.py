@@ -35,6 +35,7 @@ from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.core.votes import VOID, VOTE_WIDTH
 from tierckpt.errors import PinError, RestoreError, TierckptError
 from tierckpt.events import Callback, EventLog, check_receiver
+from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import Lineage, VersionId, on_lineage
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group, SingleGroup
@@ -49,7 +50,7 @@ from tierckpt.restore.restorer import all_finished
 from tierckpt.restore.session import RestoreSession
 from tierckpt.restored import Restored
 from tierckpt.resumable_loader import ResumableLoader
-from tierckpt.snapshot.snapshot import Head, Snapshot
+from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.state.extras import check_extra
 from tierckpt.state.training_state import TrainingState, label_optimizers
 from tierckpt.state.validate import refuse_model
@@ -823,29 +824,30 @@ class Checkpointer:
         id_ = self._id()
         # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
         self._agreement.open(id_, levels)
+        facts = self._facts()
         if "persistent" in levels:
-            self._levels.promotion.flush_when_safe(id_, self._at())
+            self._levels.promotion.flush_when_safe(facts)
         if void:
             self._levels.slot_handoff.broken(id_)
             return None
         with torch.inference_mode(False):  # an evaluation's; what is made here is used again
-            taken = self._active.take(id_, levels, lambda: (self._head(), self.pack_adapter()))
+            taken = self._active.take(facts, levels, self._measured, self.pack_adapter)
         if orphans := self.state.new_orphans():
             self._warn(ORPHANS.format(names=some(orphans)))
         if heavy := self.state.new_heavy():
             self._warn(HEAVY.format(what=heavy))
         return taken
 
-    def _head(self) -> Head:
-        return Head(
+    def _facts(self) -> VersionFacts:
+        """The facts of a version of now, without its metric; alike on all ranks."""
+        return VersionFacts(
             job=self._resources.job.job,
-            version=self.version,
-            generation=self._id().generation,
             run_id=self._history.name,
+            id=self._id(),
+            shards=self.group.size,
             lineage=self._history.lineage,
             iteration=self._at(),
             iteration_counts=self._iterations.counts,
-            metric=self._measured(),
             complete=self._agreement.local.safe,
             suspect=self._replicas.suspicion,
         )
@@ -918,7 +920,7 @@ class Checkpointer:
         self._ahead, self._saving = int(self._iterations.steps > 0), True
         try:
             with self._epoch_ends.between(self._iterations.steps > 0):
-                found = self._demand.commit(before, self._at(), self._is_live)
+                found = self._demand.commit(before, self._is_live)
                 if found is Sealed.MOVED_ON:
                     self._history.take_again(self.version)
                 if found is not Sealed.LIVE:
@@ -934,11 +936,11 @@ class Checkpointer:
         """Whether the live state is, bit for bit, what was sealed so."""
         if self._keeps_boundary():
             return True
-        head = self._head()
-        if (head.iteration, head.iteration_counts, head.metric) != (
-            manifest.iteration,
-            manifest.iteration_counts,
-            manifest.metric,
+        live, sealed = self._facts(), manifest.facts
+        if (live.iteration, live.iteration_counts, self._measured()) != (
+            sealed.iteration,
+            sealed.iteration_counts,
+            sealed.metric,
         ):
             return False
         with torch.inference_mode(False):
