@@ -31,6 +31,7 @@ from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.core.votes import VOID, VOTE_WIDTH
 from tierckpt.errors import TierckptError
 from tierckpt.events import Callback, EventLog, check_receiver
+from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group, SingleGroup
@@ -46,7 +47,7 @@ from tierckpt.restore.restorer import all_finished
 from tierckpt.restore.session import RestoreSession
 from tierckpt.restored import Restored
 from tierckpt.settings import Settings
-from tierckpt.snapshot.snapshot import Head, Snapshot
+from tierckpt.snapshot.snapshot import Snapshot
 from tierckpt.state.training_state import TrainingState, label_optimizers
 from tierckpt.state.validate import refuse_model
 from tierckpt.tracing.recorder import open_trace
@@ -331,29 +332,30 @@ class CheckpointerCore(abc.ABC):
         id_ = self._id()
         # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
         self._agreement.open(id_, levels)
+        facts = self._facts()
         if "persistent" in levels:
-            self._levels.promotion.flush_when_safe(id_, self._at())
+            self._levels.promotion.flush_when_safe(facts)
         if void:
             self._levels.slot_handoff.broken(id_)
             return None
         with torch.inference_mode(False):  # an evaluation's; what is made here is used again
-            taken = self._active.take(id_, levels, lambda: (self._head(), self._packed()))
+            taken = self._active.take(facts, levels, self._measured, self._packed)
         if orphans := self._state.new_orphans():
             self._warn(ORPHANS.format(names=some(orphans)))
         if heavy := self._state.new_heavy():
             self._warn(HEAVY.format(what=heavy))
         return taken
 
-    def _head(self) -> Head:
-        return Head(
+    def _facts(self) -> VersionFacts:
+        """The facts of a version of now, without its metric; alike on all ranks."""
+        return VersionFacts(
             job=self._resources.job.job,
-            version=self.version,
-            generation=self._id().generation,
             run_id=self._history.name,
+            id=self._id(),
+            shards=self.group.size,
             lineage=self._history.lineage,
             iteration=self._at(),
             iteration_counts=self._iterations.counts,
-            metric=self._measured(),
             complete=self._agreement.local.safe,
             suspect=self._replicas.suspicion,
         )
@@ -456,7 +458,7 @@ class CheckpointerCore(abc.ABC):
         try:
             trained = self._iterations.steps > 0
             with self.adapter.saving_now(), self._epoch_ends.between(trained):
-                found = self._demand.commit(before, self._at(), self._is_live)
+                found = self._demand.commit(before, self._is_live)
                 if found is Sealed.MOVED_ON:
                     self._history.take_again(self.version)
                 if found is not Sealed.LIVE:
@@ -472,11 +474,11 @@ class CheckpointerCore(abc.ABC):
         """Whether the live state is, bit for bit, what was sealed so."""
         if self.adapter.keeps_boundary():
             return True
-        head = self._head()
-        if (head.iteration, head.iteration_counts, head.metric) != (
-            manifest.iteration,
-            manifest.iteration_counts,
-            manifest.metric,
+        live, sealed = self._facts(), manifest.facts
+        if (live.iteration, live.iteration_counts, self._measured()) != (
+            sealed.iteration,
+            sealed.iteration_counts,
+            sealed.metric,
         ):
             return False
         with torch.inference_mode(False):

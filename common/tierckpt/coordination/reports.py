@@ -70,7 +70,7 @@ class Reports:
         assert snapshot.manifest is not None
         self.emit(
             "sealed",
-            version=snapshot.head.version,
+            version=snapshot.facts.id.version,
             level="memory",
             nbytes=snapshot.manifest.image_bytes,
             seconds=snapshot.clock.as_dict(),

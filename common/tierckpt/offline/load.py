@@ -220,8 +220,8 @@ class _Reading:
         extra = dict(self._tree["extra"])
         return Saved(
             version=attempt.plan.id.version,
-            iteration=self._manifest.iteration,
-            metric=self._manifest.metric,
+            iteration=self._manifest.facts.iteration,
+            metric=self._manifest.facts.metric,
             model=self._model(extra),
             optimizers=_Optimizers(self._tensors, self._tree, structure).all(),
             extra=extra,

@@ -205,7 +205,7 @@ class StoredVersion:
         """For people."""
         ranks = f"{len(self.shards)} rank{'s' if self.shards[1:] else ''}"
         where = " and ".join(self.levels)
-        at = f"v{self.manifest.version}, iteration {self.manifest.iteration}"
+        at = f"v{self.manifest.id.version}, iteration {self.manifest.facts.iteration}"
         suspect = f"; suspect, as replicas differed: {self.suspect}" if self.suspect else ""
         return f"{self.path} {at}, {ranks}, from {where}{suspect}"
 

@@ -80,7 +80,7 @@ class Recorder(Callbacks):
     def _newest_of(self, version: int | None) -> tuple[Slot, Manifest] | None:
         """Its slot, and what that holds; it may have been taken again."""
         found = [(s, s.manifest()) for s in self._checkpointer._pool.slots if s is not None]
-        known = [(s, m) for s, m in found if m is not None and m.version == version]
+        known = [(s, m) for s, m in found if m is not None and m.id.version == version]
         return max(known, key=lambda each: each[1].id, default=None)
 
     def _keep(self, view: memoryview, manifest: Manifest) -> None:
@@ -123,7 +123,8 @@ def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:
     low = header.tree_offset
     small = tree_codec.decode(bytes(view[low : low + manifest.rank_state_bytes]))
     found |= {name: fingerprint(leaf) for name, leaf in leaves_of(small).items()}
-    return found if manifest.metric is None else {**found, "metric": fingerprint(manifest.metric)}
+    metric = manifest.facts.metric
+    return found if metric is None else {**found, "metric": fingerprint(metric)}
 
 
 __all__ = ["Recorder", "record_if_ordered", "state_of"]

@@ -46,7 +46,7 @@ class Loader:
         self.specs = contents.specs
         self.own_specs = {spec.name: spec for spec in contents.own.specs}
         self._missing = contents.missing
-        self._iteration = Manifest.decode(contents.own.manifest).iteration
+        self._iteration = Manifest.decode(contents.own.manifest).facts.iteration
         self._filler = PieceWriter(self._place_of)
         self._shard_of: dict[str, int] = {}
         """From which shard comes what was every rank's own."""

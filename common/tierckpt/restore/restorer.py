@@ -524,7 +524,7 @@ def load(
     try:  # last: loading may have drawn
         notices += loader.notices + rng.take_up(
             saved["rng"],
-            manifest.version,
+            manifest.id.version,
             group.rank,
             digests[: loader.shards],
             state.cuda_device(),

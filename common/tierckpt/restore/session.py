@@ -283,15 +283,15 @@ class RestoreSession:
             self._state.torn = True
         for text in notices:
             self._reports.notice(text, logging.WARNING)
-        result.suspect = self._history.suspects.get(attempt.plan.id, "") or manifest.suspect
+        result.suspect = self._history.suspects.get(attempt.plan.id, result.suspect)
         if result.suspect:
             self._tell_suspicion(attempt.plan.id, result.suspect)
-        if "persistent" in result.levels and manifest.job != self._history.job:
-            self._tell_whose_it_was(attempt.plan.id, manifest.job)
-        elif self._version is None and manifest.job != self._history.job:
-            self._tell_what_another_path_has(attempt.plan.id, manifest.job)
+        if "persistent" in result.levels and manifest.facts.job != self._history.job:
+            self._tell_whose_it_was(attempt.plan.id, manifest.facts.job)
+        elif self._version is None and manifest.facts.job != self._history.job:
+            self._tell_what_another_path_has(attempt.plan.id, manifest.facts.job)
         result.seconds["load"] = time.perf_counter() - begin
-        return manifest.lineage, result
+        return manifest.facts.lineage, result
 
     def _tell_suspicion(self, id_: VersionId, what: str) -> None:
         """It may be no rank's state. Said by rank 0, as all know."""

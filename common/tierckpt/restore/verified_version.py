@@ -30,7 +30,7 @@ class SpillPolicy:
 
     def make_room(self, manifest: Manifest, then: Callable[[], None]) -> ShardImage:
         """For a fetched shard: a file; memory where there can be none, or little is live."""
-        if 2 * self.live_bytes > manifest.image_bytes * manifest.shards:
+        if 2 * self.live_bytes > manifest.image_bytes * manifest.facts.shards:
             with contextlib.suppress(OSError):
                 return in_file(manifest, self.folder, then)
         return in_memory(manifest, then)
@@ -97,9 +97,7 @@ class VerifiedVersion:
 
     def report(self, manifest: Manifest) -> Restored:
         """The result of a restore from this version; `manifest` is this rank's."""
-        result = Restored(manifest.iteration)
-        result.iteration_counts = manifest.iteration_counts
-        result.version, result.generation = manifest.version, manifest.generation
+        result = Restored.of(manifest.facts)
         result.shard_levels = tuple(source.place.level for source in self.plan.sources)
         result.levels = self.plan.levels
         result.nbytes = self.nbytes

@@ -58,6 +58,7 @@ import json, sys, time
 from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.protocol import FlushOrder, decode
 from tierckpt.format.ids import VersionId
+from tests.support.facts import facts_of
 session = decode(sys.argv[2].encode()).session
 client = AgentClient(AgentSettings(**json.loads(sys.argv[1])), session)
 client.start()
@@ -69,9 +70,8 @@ for line in sys.stdin:
         client.close()
         print("closed", flush=True)
     if line.strip() == "flush":
-        lineage = ((1, 0),)
-        order = ((0,), VersionId(1, 1), 2, "life", "job", lineage, 1, 1000, None, "here")
-        client.flush(FlushOrder(session.directory, *order))
+        facts = facts_of(VersionId(1, 1), 2)
+        client.flush(FlushOrder(session.directory, (0,), facts, 1000, "here"))
         print("flushing", flush=True)
 """
 

@@ -255,7 +255,8 @@ def test_who_restored_nothing_leaves_what_was_there(
     job = TinyJob(path, slots=3, **settings).run(STEPS)
     job.checkpointer.wait()
     job.checkpointer.abandon()
-    slots = {slot: manifest.version for slot, manifest in job.checkpointer._resources.job.sealed()}
+    sealed = job.checkpointer._resources.job.sealed()
+    slots = {slot: manifest.id.version for slot, manifest in sealed}
     newest = max(slots, key=lambda slot: slots[slot])
     newest.rename(third := newest.with_name("r00000.2.kept"))
     for slot in newest.parent.glob("r00000.[0-2]"):

@@ -28,7 +28,7 @@ def test_the_first_released_block_wakes_the_copier_and_the_boundary_does_not(
         submit = checkpointer._active._copier.submit
 
         def watched(snapshot: Snapshot) -> None:
-            woken.append(snapshot.head.version)
+            woken.append(snapshot.facts.id.version)
             submit(snapshot)
 
         monkeypatch.setattr(checkpointer._active._copier, "submit", watched)

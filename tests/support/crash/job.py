@@ -244,7 +244,7 @@ def hold_layers_back(version: int) -> None:
     release = snapshot.Snapshot.release
 
     def late(self: snapshot.Snapshot, params: Any) -> None:
-        if self.head.version != version:
+        if self.facts.id.version != version:
             release(self, params)
 
     snapshot.Snapshot.release = late  # type: ignore[method-assign]
