@@ -18,6 +18,7 @@ from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peer_setup import Groups, PeerSetup
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology
+from tierckpt.core.levels import LOCAL, MEMORY, PEER, PERSISTENT
 from tierckpt.core.retention import Best
 from tierckpt.format.ids import Lineage, VersionId
 from tierckpt.group import Group
@@ -131,10 +132,11 @@ class Tiers:
         peer = id_ if "peer" in result.levels else self.history.newest_protected(id_)
         local, broken = self.history.newest("local", id_), self.history.incomplete()
         persistent = self.history.newest("persistent", id_)
-        ages_seconds = {"persistent": self.history.age_seconds(persistent, id_)}
+        ages_seconds = {PERSISTENT: self.history.age_seconds(persistent, id_)}
         if "peer" not in result.levels:  # what was rebuilt is on its way there (see `repair`)
-            ages_seconds["local"] = self.history.age_seconds(local, id_)
-        self._agreement.restart(memory, local, peer, broken, ages_seconds)
+            ages_seconds[LOCAL] = self.history.age_seconds(local, id_)
+        safe = {MEMORY: memory, LOCAL: local, PEER: peer}
+        self._agreement.restart(safe, broken, ages_seconds)
         self.promotion.restart()
         self.promotion.spared.restart(self.history.newest_clean(id_, "local"))
         self.meet()
