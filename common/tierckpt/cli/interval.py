@@ -151,7 +151,7 @@ def _event(record: Record) -> Record:
 def observe(events: Sequence[Record]) -> Job:
     """Costs, latencies, and how often what level was needed, from a job's own events."""
     costs = _costs(events)
-    writing = {name: _writing(events, name) for name in ("local", "persistent")}
+    writing = {name: _writing(events, name) for name in SHARES}
     there = [name for name in SHARES if name in costs or writing.get(name)]
     failed, restart_seconds, span_seconds = _failures(events)
     levels = {
