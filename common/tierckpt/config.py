@@ -376,7 +376,9 @@ TABLES = {
     "persistent": PersistentConfig,
 }
 """Settings of one level each."""
-AUTOMATIC = ("memory_every_steps", "local_every_steps", "persistent_every_steps")
+AUTOMATIC = [
+    f"{name}_every_steps" for name, table in TABLES.items() if hasattr(table, "every_steps")
+]
 """Numbers that may be `auto`."""
 FOLDERS = ("path", "shm_dir", "events_dir", "trace_dir")
 """As `persistent_path`, they may begin with `~`, the home directory, or be `file://` URLs."""

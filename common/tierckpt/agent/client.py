@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 
 from tierckpt._text import some
+from tierckpt.core.levels import PEER, PERSISTENT, Level
 from tierckpt.core.stall_timeout import StallTimeout
 from tierckpt.format.ids import Lineage, ShardKey, VersionId
 from tierckpt.storage.memory.slots import Slot
@@ -209,13 +210,13 @@ class AgentClient:
             time.sleep(0.002)
         raise TimeoutError(f"the agent did not answer within {timeout_seconds:.0f} s")
 
-    def under_way(self) -> dict[str, list[VersionId]]:
+    def under_way(self) -> dict[Level, list[VersionId]]:
         """Versions that the agent has yet to bring to a level beyond this node, or to give up; by
         level, where there are any."""
-        known = {"peer": self._protecting, "persistent": self._flushing}
+        known = {PEER: self._protecting, PERSISTENT: self._flushing}
         return {level: sorted(versions) for level, versions in known.items() if versions}
 
-    def behind(self) -> list[str]:
+    def behind(self) -> list[Level]:
         """Levels beyond this node that something is under way to."""
         return list(self.under_way())
 

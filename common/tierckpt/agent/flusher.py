@@ -183,7 +183,7 @@ class Flusher:
         except Exception as error:  # whatever a store's client raises costs this version only
             if not self._exists(order):
                 return self._failed(order, error)
-            said = Flushed(order.id, complete=True, nbytes=0, seconds=0.0)  # the commit was done
+            said = Flushed(order.id, 0, 0.0, complete=True)  # the commit was done
         if said.complete:
             self._arrivals.add(order.directory, order.name)
             self._retain(order)
@@ -262,7 +262,8 @@ class Flusher:
         elif order.name not in self._unproved:
             self._unproved.append(order.name)
         nbytes = result.written_bytes + result.reused_bytes
-        return Flushed(order.id, result.committed, nbytes, self._clock.monotonic() - begin)
+        seconds = self._clock.monotonic() - begin
+        return Flushed(order.id, nbytes, seconds, result.committed)
 
     def _pacer(self, lease: Lease) -> FlushPacer:
         settings = self.settings

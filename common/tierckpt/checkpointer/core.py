@@ -26,6 +26,7 @@ from tierckpt.coordination.peer_setup import Groups, redundancy_groups
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.coordination.vote_exchange import ballots_for
+from tierckpt.core.levels import LOCAL, MEMORY, PERSISTENT, Level
 from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.core.votes import VOID, VOTE_WIDTH
@@ -326,14 +327,14 @@ class CheckpointerCore(abc.ABC):
         number = together.version if together is not None else None
         self._replicas.part(parted.version, number, at, self._agreement.missing)
 
-    def _open_snapshot(self, levels: tuple[str, ...], void: bool) -> Snapshot | None:
+    def _open_snapshot(self, levels: tuple[Level, ...], void: bool) -> Snapshot | None:
         """Capture what changes first. A failure here breaks the version, not the training; so does
         an adapter that says it is `void`."""
         id_ = self._id()
         # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
         self._agreement.open(id_, levels)
         facts = self._facts()
-        if "persistent" in levels:
+        if PERSISTENT in levels:
             self._levels.promotion.flush_when_safe(facts)
         if void:
             self._levels.slot_handoff.broken(id_)
@@ -422,7 +423,7 @@ class CheckpointerCore(abc.ABC):
             self._state.drop_gradients()  # of an iteration that was cut short, or of none
             books = (self._agreement, self._pool, self._reports)
             if self._local_enabled() and not repair(attempt, self.group, self._levels, *books):
-                self._schedule.requested = frozenset(("memory", "local"))
+                self._schedule.requested = frozenset((MEMORY, LOCAL))
         return restore_session.report(result)
 
     def _go_on_from(self, lineage: Lineage, result: Restored) -> None:

@@ -21,6 +21,7 @@ from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peer_setup import PeerSetup
 from tierckpt.core.ledger import DONE
+from tierckpt.core.levels import PEER, PERSISTENT
 from tierckpt.core.retention import Best
 from tierckpt.core.stall_timeout import most_quiet_seconds
 from tierckpt.format.facts import VersionFacts
@@ -120,9 +121,9 @@ class Promotion:
     def protect(self, safe: VersionId) -> None:
         """A version that is complete on all local levels goes to the other nodes."""
         if self._peers.ready:
-            self._agreement.open_peer(safe)
+            self._agreement.open_later(PEER, safe)
             if not self._peers.protect(safe):
-                self._agreement.tell("peer", safe, DONE)
+                self._agreement.tell(PEER, safe, DONE)
 
     def _flush(self, safe: VersionId, largest_bytes: int, metric: float | None) -> None:
         facts = self._to_flush.pop(safe, None)
@@ -194,8 +195,8 @@ class Backlog:
             self.flush_last()
             return
         self._waiting = None
-        self._agreement.open_flush(id_)
-        self._agreement.tell("persistent", id_, DONE)
+        self._agreement.open_later(PERSISTENT, id_)
+        self._agreement.tell(PERSISTENT, id_, DONE)
         self._passed_over(id_.version, "this node's part of an older one is stuck: its store hangs")
 
     def go_on(self) -> None:
@@ -215,9 +216,9 @@ class Backlog:
         if self._waiting is None:
             return
         (id_, order), self._waiting = self._waiting, None
-        self._agreement.open_flush(id_)
+        self._agreement.open_later(PERSISTENT, id_)
         if order is None:
-            self._agreement.tell("persistent", id_, DONE)
+            self._agreement.tell(PERSISTENT, id_, DONE)
         else:
             self._agent.flush(order)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from tierckpt.core.copies import AGENT, Found, FoundParity
+from tierckpt.core.copies import Found, FoundParity
 from tierckpt.core.ledger import BROKEN, DONE
+from tierckpt.core.levels import AGENT, LOCAL
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.erasure.groups import RedundancyGroup
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
@@ -63,7 +64,7 @@ def repair(
         return True
     agreement.local.open.append(id_)
     if group.rank not in lacking:
-        agreement.tell("local", id_, DONE)
+        agreement.tell(LOCAL, id_, DONE)
         return True
     protected = agreement.memory.protected()
     # Two slots with one version would leave none for the next.
@@ -72,7 +73,7 @@ def repair(
         if slot is None:
             slot = keep(attempt.images[group.rank], pool, protected, levels.agent.pinned())
     except (OSError, NoSlotError) as error:
-        agreement.tell("local", id_, BROKEN)
+        agreement.tell(LOCAL, id_, BROKEN)
         reports.not_committed_later(id_, f"what is to be mended cannot be kept: {error}")
     else:
         levels.slot_handoff.commit_sealed(id_, slot)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from tierckpt.agent.client import AgentClient
 from tierckpt.config import Config
 from tierckpt.coordination.reports import Reports
+from tierckpt.core.levels import place_of
 from tierckpt.core.stall_timeout import most_quiet_seconds
 from tierckpt.group import Group
 from tierckpt.halt.controller import HaltController
@@ -142,8 +143,7 @@ class Shutdown:
 
     def _farther(self) -> str:
         """Where something is under way to, in words."""
-        names = {"peer": "other nodes", "persistent": self._config.persistent.path}
-        return " and ".join(names[level] for level in self._agent.behind())
+        return " and ".join(place_of(level, self._config) for level in self._agent.behind())
 
     def _heir(self) -> str:
         """Who goes on with it."""

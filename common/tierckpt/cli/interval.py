@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierckpt.core.tuning.interval_model import (
     SHARES,
-    Level,
+    LevelModel,
     Overhead,
     optimum,
     overhead,
@@ -107,7 +107,7 @@ class Job:
     """What the table is made from."""
 
     step_seconds: float = 0.0
-    levels: dict[str, Level] = field(default_factory=dict)
+    levels: dict[str, LevelModel] = field(default_factory=dict)
     """In the order of `SHARES`; a rate of NaN is not known yet."""
     notes: tuple[str, ...] = ()
 
@@ -151,11 +151,11 @@ def _event(record: Record) -> Record:
 def observe(events: Sequence[Record]) -> Job:
     """Costs, latencies, and how often what level was needed, from a job's own events."""
     costs = _costs(events)
-    writing = {name: _writing(events, name) for name in ("local", "persistent")}
+    writing = {name: _writing(events, name) for name in SHARES}
     there = [name for name in SHARES if name in costs or writing.get(name)]
     failed, restart_seconds, span_seconds = _failures(events)
     levels = {
-        name: Level(
+        name: LevelModel(
             name,
             costs.get(name, 0.0),
             failed[name] / span_seconds if any(failed.values()) else math.nan,
@@ -246,7 +246,7 @@ def by_hand(job: Job, args: argparse.Namespace) -> Job:
             seconds = [(rarity if n == 1 else duration)(text) for n, text in enumerate(times)]
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"--level {name}: {error}") from error
-        level = replace(levels.get(name, Level(name, 0.0, math.nan)), cost_seconds=seconds[0])
+        level = replace(levels.get(name, LevelModel(name, 0.0, math.nan)), cost_seconds=seconds[0])
         if len(seconds) > 1:
             level = replace(level, failures_per_second=1 / seconds[1] if seconds[1] else math.inf)
         if len(seconds) > 2:
@@ -284,7 +284,10 @@ def check(job: Job, args: argparse.Namespace) -> None:
 
 
 def table(
-    levels: Sequence[Level], free: Sequence[float], steps: Sequence[int], chosen: Sequence[float]
+    levels: Sequence[LevelModel],
+    free: Sequence[float],
+    steps: Sequence[int],
+    chosen: Sequence[float],
 ) -> Table:
     """One line a level: intervals without and with the budget, the share of time that checkpoints
     take, and the share that is lost with failures."""
@@ -310,7 +313,7 @@ def table(
 
 
 def conclusions(
-    job: Job, levels: Sequence[Level], steps: Sequence[int], spent: Overhead, budget: float
+    job: Job, levels: Sequence[LevelModel], steps: Sequence[int], spent: Overhead, budget: float
 ) -> list[str]:
     """Sentences below the table."""
     settings = ", ".join(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from tierckpt._text import is_url
 from tierckpt.config import Config, PersistentConfig
 from tierckpt.core import stall_timeout
+from tierckpt.core.levels import LOCAL, PERSISTENT, Level
 from tierckpt.errors import ConfigError, PinError, TierckptError
 from tierckpt.format.ids import VersionId
 from tierckpt.storage.local.pins import LocalPins
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from tierckpt.group import Group, Node
 
 Action = Literal["pin", "unpin"]
-LEVELS = ("local", "persistent")
 T = TypeVar("T")
 
 
@@ -57,11 +57,11 @@ def mark_everywhere(
         if not (first and ids):
             return set()
         there = local.pin(ids, everywhere=True) if action == "pin" else local.unpin(ids)
-        return {"local"} if there else set()
+        return {LOCAL} if there else set()
 
     def mark_there() -> set[str]:
         with _persistent(config.persistent) as pins:
-            return {"persistent"} if getattr(pins, action)(pins.named(version)) else set()
+            return {PERSISTENT} if getattr(pins, action)(pins.named(version)) else set()
 
     def mark_persistent() -> set[str]:
         where = config.persistent.path
@@ -70,7 +70,7 @@ def mark_everywhere(
     done = set[str]().union(*_told(mark_local, group), *_told(mark_persistent, group))
     if not done:
         raise PinError(f"cannot {action} v{version}: {_NONE[action]} on any level")
-    return tuple(level for level in LEVELS if level in done)
+    return tuple(level for level in Level if level in done)
 
 
 def _told(ask: Callable[[], T], group: Group) -> list[T]:

@@ -10,13 +10,8 @@ from tierckpt.errors import NewerFormatError
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 
-AGENT = "agent"
-"""Level of what the agent of a node shows that is none of the job's any more, see
-`former_nodes`."""
-LEVELS = ("memory", "local", "peer", AGENT, "persistent")
-"""Cheapest first."""
-FAR = frozenset((AGENT, "persistent"))
-"""Levels of which a shard has to be fetched; any rank may."""
+from .levels import FAR
+
 EVERYWHERE = "*"
 """Host of what every node can read."""
 
@@ -35,9 +30,14 @@ class Location:
     """Behind an agent: in a slot of its node, and not on its disk."""
 
     @property
+    def is_far(self) -> bool:
+        """True when a shard has to be fetched from there; any rank may."""
+        return self.level in FAR
+
+    @property
     def mappable(self) -> bool:
         """True when its bytes are there as soon as it is opened."""
-        return self.level not in FAR and not self.encoded
+        return not self.is_far and not self.encoded
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,7 @@ class Pin(NamedTuple):
 
 
 __all__ = [
-    "AGENT",
     "EVERYWHERE",
-    "FAR",
-    "LEVELS",
     "Found",
     "FoundParity",
     "Inventory",

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tierckpt.core.copies import LEVELS, Found, FoundParity, Location, Problem
+from tierckpt.core.copies import Found, FoundParity, Location, Problem
+from tierckpt.core.levels import RANK
 from tierckpt.format.ids import ShardKey, VersionId, on_lineage
 from tierckpt.format.manifest import Manifest
 from tierckpt.storage.local.store import LocalStore
@@ -114,7 +115,7 @@ def _counted(there: Survey) -> Iterator[tuple[Group, Row]]:
     for parity in there.parities:
         group = (parity.key.id, parity.facts.run_id, parity.key.shards, "local")
         parities.setdefault(group, []).append(parity)
-    for group in sorted({*found, *parities}, key=lambda g: (*g[:3], LEVELS.index(g[3]))):
+    for group in sorted({*found, *parities}, key=lambda g: (*g[:3], RANK[g[3]])):
         id_, run_id, shards, level = group
         here: list[Copy] = [*found.get(group, ()), *parities.get(group, ())]
         row = Row(id_.version, id_.generation, run_id, level, shards)

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tierckpt.core.copies import AGENT, EVERYWHERE, Found, FoundParity, Inventory, Location, Problem
+from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, Problem
+from tierckpt.core.levels import AGENT, MEMORY
 from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import Key, ParityKey, ShardKey
 from tierckpt.format.manifest import digest
@@ -150,7 +151,7 @@ def _shard(found: Found) -> dict[str, Any]:
     return {
         "stem": found.key.stem,
         "encoded": found.place.encoded,
-        "in_memory": found.place.level == "memory",
+        "in_memory": found.place.level == MEMORY,
         "facts": found.facts.to_json(),
     }
 

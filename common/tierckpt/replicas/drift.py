@@ -105,7 +105,7 @@ class Drift:
         """Mark what may be a mixture; returns what is marked, and which version is none."""
         agreement, history = self._agreement, self._history
         self._spared.drifted()
-        known = {*agreement.memory.open, *agreement.local.open, *agreement.persistent.open}
+        known = {id_ for ledger in agreement.ledgers.values() for id_ in ledger.open}
         known |= {id_ for id_ in (agreement.memory.safe, agreement.local.safe) if id_ is not None}
         clean = finding.clean if finding.clean is not None else history.began_at
         self._begin(known, clean, finding.text())

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from tierckpt.config import Config
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.vote_exchange import Rows
+from tierckpt.core.levels import INTERVALS
 from tierckpt.core.replica_check import NONE, Finding, agree, as_vote
 from tierckpt.core.votes import Vote
 from tierckpt.errors import ReplicaError
@@ -76,7 +77,7 @@ class ReplicaMonitor:
         counts as alike is each rank's own by now, and calls `forget` then. `on_alike` receives the
         newest version that is known to be alike everywhere, and `on_finding` what differs; it
         returns what became of versions."""
-        used = any(config.uses(level) for level in ("memory", "local", "persistent"))
+        used = any(config.uses(level) for level in INTERVALS)
         self.active = config.replica_check_steps > 0 and group.size > 1 and used
         self.finding: Finding | None = None
         """What differs, from when it was found until all is alike again."""

@@ -17,7 +17,8 @@ from typing import Protocol
 
 from tierckpt.codecs.codec import CodecError
 from tierckpt.codecs.decoder import Decoder, Read
-from tierckpt.core.copies import FAR, Location
+from tierckpt.core.copies import Location
+from tierckpt.core.levels import MEMORY
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import ParityKey, ShardKey
@@ -138,9 +139,9 @@ def open_image(
     Raises what is in LOST.
     """
     make_room = make_room or in_memory
-    if place.level in FAR:
+    if place.is_far:
         return _fetch(key, place, run_id, open_store, make_room)
-    if place.level == "memory":
+    if place.level == MEMORY:
         slot = Slot.open(Path(place.where))
         if slot is None:
             raise FileNotFoundError(f"slot {place.where} is gone")
@@ -293,7 +294,7 @@ def open_parity(
     key: ParityKey, place: Location, open_store: OpenStore
 ) -> tuple[ParityManifest, ParityImage]:
     """Nothing is checked but that the manifest is one. Raises what is in `images.LOST`."""
-    if place.level not in FAR:
+    if not place.is_far:
         store = LocalStore(place.where)
         record = ParityManifest.decode(store.read_manifest(key))
         return record, MappedFile(store.open_image(key))

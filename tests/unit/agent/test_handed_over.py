@@ -120,7 +120,7 @@ def answer_to(order: Message, fails: bool) -> AgentMessage:
             done = Committed(key.id, 1, 0.0, 0.0, direct=False)
             return CommitFailed(key.id, "x") if fails else done
         case Flush(order=flush):
-            return FlushFailed(flush.id, "x") if fails else Flushed(flush.id, True, 1, 0.0)
+            return FlushFailed(flush.id, "x") if fails else Flushed(flush.id, 1, 0.0, True)
         case Protect(id=id_):
             return ProtectFailed(id_, "x") if fails else Protected(id_, 1, 0.0)
     raise AssertionError(order)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.facts import found_at
 from tierckpt.config import PersistentConfig
-from tierckpt.core.copies import EVERYWHERE, LEVELS, Found, Location, Problem
+from tierckpt.core.copies import EVERYWHERE, Found, Location, Problem
+from tierckpt.core.levels import RANK, Level
 from tierckpt.core.restore_plan import plan_restore
 from tierckpt.format.ids import Lineage, ShardKey, VersionId, newest_first
 from tierckpt.storage.inventory import look_at_persistent
@@ -37,7 +38,7 @@ def worlds(draw: st.DrawFn) -> tuple[list[list[Found]], frozenset[tuple[ShardKey
         for v in range(1, 5)
         for n in (1, 2)
         for s in range(n)
-        for level in LEVELS
+        for level in Level
         for host in HOSTS
         for copy in (0, 1)
     ]
@@ -100,7 +101,7 @@ def test_against_trying_everything(
         }
         places = [p for p, ranks in viewers.items() if ranks and (key, p) not in bad]
         assert source.place in places
-        assert LEVELS.index(source.place.level) == min(LEVELS.index(p.level) for p in places)
+        assert RANK[source.place.level] == min(RANK[p.level] for p in places)
         assert source.reader in viewers[source.place]
         assert source.direct == (len(viewers[source.place]) == len(inventories))
 
