@@ -1,4 +1,4 @@
-"""Berth: a rank's place on its node, from attach to the end.
+"""A rank's place on its node, from attach to the end.
 
 In shared memory that is the job's folder, the lock which says that the rank lives, and the rank's
 slots, with what an earlier run left in them; on the local level, the node's claim on the directory

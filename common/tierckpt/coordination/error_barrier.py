@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from tierckpt.errors import RestoreError, TierckptError
 
@@ -42,7 +42,7 @@ def gather_or_raise(
         mine = work()
     except Exception as raised:
         cause = raised
-        trouble = raised if isinstance(raised, TierckptError) else TierckptError(in_words(raised))
+        trouble = raised if _is_ours(raised) else TierckptError(in_words(raised))
     told = group.all_gather_object((trouble, mine))
     raise_any([theirs for theirs, _ in told], error, group.rank, cause)
     return [value for _, value in told]
@@ -133,6 +133,11 @@ class ErrorBarrier:
 
 def _gone_astray(ranks: list[int], why: str) -> RestoreError:
     return RestoreError(f"a rank could not go on with the restore. rank {ranks[0]}: {why}")
+
+
+def _is_ours(error: Exception) -> TypeGuard[TierckptError]:
+    """Whether every rank can make it from its pickle: a plugin's class may lack what that takes."""
+    return isinstance(error, TierckptError) and type(error).__module__.startswith("tierckpt.")
 
 
 def in_words(error: Exception) -> str:
