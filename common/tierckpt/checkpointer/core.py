@@ -44,8 +44,8 @@ from tierckpt.proof.recorder import record_if_ordered
 from tierckpt.replicas.monitor import ReplicaMonitor
 from tierckpt.replicas.unchanged import Unchanged
 from tierckpt.restore.progress import Progress
-from tierckpt.restore.restorer import all_finished
 from tierckpt.restore.session import RestoreSession
+from tierckpt.restore.verified_version import all_finished
 from tierckpt.restored import Restored
 from tierckpt.settings import Settings
 from tierckpt.snapshot.snapshot import Snapshot
@@ -415,8 +415,9 @@ class CheckpointerCore(abc.ABC):
             self._levels.meet()
             return restore_session.report(Restored(0))
         with contextlib.closing(attempt):
-            lineage, result = restore_session.load(attempt, strict, self.adapter.load)
-            self._go_on_from(lineage, result)
+            loaded = restore_session.load(attempt, strict, self.adapter.load)
+            result = loaded.result
+            self._go_on_from(loaded.manifest.facts.lineage, result)
             all_finished(attempt, self.group)
             chosen = version is not None or bool(restore_session.passed_over)
             self._went_back = chosen and restore_session.has_newer(attempt)

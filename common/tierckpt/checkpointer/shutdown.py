@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 
 from tierckpt.agent.client import AgentClient
 from tierckpt.config import Config
+from tierckpt.coordination.error_barrier import by_rank
 from tierckpt.coordination.reports import Reports
 from tierckpt.core.levels import place_of
 from tierckpt.core.stall_timeout import most_quiet_seconds
@@ -52,7 +53,7 @@ def no_moment(
         mine = f"the step of {names} did not come to its end"
     everyone = group.all_gather_object((steps_made, turns, parted, mine))
     error_barrier = len({turns for _, turns, _, _ in everyone}) == 1
-    troubles = [f"rank {rank}: {why}" for rank, (*_, why) in enumerate(everyone) if why]
+    troubles = by_rank([why for *_, why in everyone])
     counts = [steps for steps, *_ in everyone]
     if not troubles and min(counts) < max(counts):
         ahead, behind = counts.index(max(counts)), counts.index(min(counts))

@@ -15,9 +15,9 @@ import pytest
 import tierckpt
 import tierckpt.coordination.settings_check
 import tierckpt.restore.rebuild
-import tierckpt.restore.restorer
 import tierckpt.restore.shard_image
 import tierckpt.restore.shard_reader
+import tierckpt.restore.verification
 import tierckpt.storage.inventory
 from tests.dist.peer import test_peer_level as peer
 from tests.dist.storage import test_persistent_level as persistent
@@ -217,8 +217,8 @@ FAULTS: dict[str, tuple[str, Exception]] = {
         RuntimeError("ticket has expired"),
     ),
     "in a check": ("tierckpt.restore.shard_reader.digest_at", MemoryError("in a check")),
-    "opening": ("tierckpt.restore.restorer.Reads.open", RuntimeError("can't start new thread")),
-    "telling": ("tierckpt.restore.restorer._told_here", MemoryError("telling")),
+    "opening": ("tierckpt.restore.verification.Reads.open", RuntimeError("can't start new thread")),
+    "telling": ("tierckpt.restore.verification._told_here", MemoryError("telling")),
 }
 
 

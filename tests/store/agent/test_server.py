@@ -47,7 +47,7 @@ from tierckpt.agent.protocol import (
 from tierckpt.config import YEAR_SECONDS
 from tierckpt.format.ids import VersionId
 from tierckpt.peer.read_client import RemoteNode
-from tierckpt.restore import restorer
+from tierckpt.restore import loader
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.testing import TinyJob
 
@@ -201,13 +201,13 @@ def test_a_restore_has_the_cores_for_itself(
         job.run(2)
         job.settle()
     seen = []
-    finish = restorer.Loader.finish
+    finish = loader.Loader.finish
 
-    def look(loader: Any, saved: Any) -> None:
+    def look(each: loader.Loader) -> None:
         seen.append(again.checkpointer._agent.starts)
-        finish(loader, saved)
+        finish(each)
 
-    monkeypatch.setattr(restorer.Loader, "finish", look)
+    monkeypatch.setattr(loader.Loader, "finish", look)
     with TinyJob(tmp_path / "ckpts", seed=1, shm_dir=shm_dir) as again:
         assert again.restore() == 2
         assert (seen, again.checkpointer._agent.starts) == ([0], 1)
