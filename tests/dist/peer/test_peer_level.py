@@ -287,7 +287,7 @@ def test_a_scheme_that_needs_the_lost_node_does_not_forbid_the_restart(
         (complaint,) = after[0]["complaints"]
         assert "the peer level is off: rs 1+2 needs 3 failure domains per group" in complaint
         assert "the job has 2" in complaint
-        assert "So use partner 1" in complaint
+        assert "Use partner 1" in complaint
         assert "new versions are lost with a node's disk" in complaint
         assert after[1]["complaints"] == [], "said once"
         shutil.rmtree(place.shm)  # the nodes were switched off, too

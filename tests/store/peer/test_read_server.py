@@ -118,7 +118,7 @@ def test_what_is_stored_otherwise_by_now_is_gone(
         file = node.open_shard(name_of(manifest()), manifest().shard)
         assert len(file.read(0, 100)) == 100
         store.commit(manifest().key, image, manifest(created=1.0).encode())
-        with pytest.raises(FileNotFoundError, match="stored in another way by now"):
+        with pytest.raises(FileNotFoundError, match="was moved or deleted"):
             file.read(100, 100)
         again = node.open_shard(name_of(manifest()), manifest().shard)
         assert len(again.read(100, 100)) == 100
