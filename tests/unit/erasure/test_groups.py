@@ -187,13 +187,13 @@ def test_none_protects_nobody() -> None:
             [
                 "'a' holds 3 of its 15 ranks",
                 "there must be 3 groups",
-                "only 5 strong",
+                "only 5 of them",
                 "use rs 3+2, or partner 2, or xor,",
             ],
         ),
         (list("ab"), "partner 3", ["needs 4", "the job has 2", "use partner 1, or xor,"]),
         (list("aaa"), "xor", ["xor needs 2", "the job has 1 ('a')", "use none, or spread"]),
-        (list("aaab"), "partner", ["'a' holds 3 of its 4 ranks", "only 1 strong", "use none"]),
+        (list("aaab"), "partner", ["'a' holds 3 of its 4 ranks", "only 1 of them", "use none"]),
         (
             list("abcdefg"),
             "rs 6+2",
@@ -215,7 +215,7 @@ def test_what_the_refusal_offers_works(domains: list[str], ask: tuple[str, int])
     try:
         plan_groups(domains, Scheme.parse(ask[0]), ask[1])
     except ConfigError as error:
-        offers = str(error).split("So use ")[1].split(", or ")[:-1]
+        offers = str(error).split("Use ")[1].split(", or ")[:-1]
         assert offers
         for offer in offers:
             plan_groups(domains, Scheme.parse(offer))
