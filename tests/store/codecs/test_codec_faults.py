@@ -192,7 +192,7 @@ def test_a_base_of_another_life_is_refused(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     base = Manifest.decode(store.read_manifest(key_of(1)))
     (tmp_path / f"{key_of(1).stem}.manifest").write_bytes(replace(base, run_id="other").encode())
-    with pytest.raises(FormatError, match="cannot be what was meant"):
+    with pytest.raises(FormatError, match="cannot be its base"):
         open_encoded(store, Manifest.decode(store.read_manifest(key_of(2))))
 
 

@@ -204,7 +204,7 @@ def test_a_row_is_undone_in_reverse() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("zsdt", "no codec 'zsdt'; those there are: aes-gcm, incremental, zstd"),
+        ("zsdt", "the codec 'zsdt' is unknown; known are: aes-gcm, incremental, zstd"),
         ("zstd levle=3", "takes these parameters: level"),
         ("zstd 3", "cannot read '3'; parameters are given as name=value"),
         ("zstd level=99", "levels are whole"),
@@ -280,7 +280,7 @@ def test_a_module_that_cannot_be_made_is_a_setting_that_cannot_be_used(
     install(monkeypatch, pipeline.GROUP, moody="somebodys:Moody")
     with pytest.raises(ConfigError, match=r"moody cannot be made: FileNotFoundError: /etc/mood"):
         Pipeline.of_setting("moody", "here")
-    with pytest.raises(CodecError, match="went through the codec 'moody'"):
+    with pytest.raises(CodecError, match="was encoded with the codec 'moody'"):
         Pipeline.of_description((("moody", {}),))
 
 
