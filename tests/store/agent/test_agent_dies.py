@@ -49,7 +49,10 @@ def test_the_last_version_of_a_job_is_on_disk_all_the_same(
         job.run(3)
     assert len(list(marks.iterdir())) == 1
     told = [e.message for e in job.events if e.name == "notice"]
-    assert any("agent ended unexpectedly; another one commits what it had" in t for t in told)
+    assert any(
+        "agent ended unexpectedly; a new one commits the shards that it still had" in t
+        for t in told
+    )
     assert [e.version for e in job.events if (e.name, e.level) == ("committed", "local")] == [3]
     assert not [e for e in job.events if e.name == "failed"]
     check_resumes(tmp_path, shm_dir, 3)
@@ -85,14 +88,17 @@ def test_an_agent_that_served_for_long_is_replaced_before_it_can_be_waited_for(
         client.wait(PATIENCE_SECONDS)
         while client.pid is None:
             client.poll()
-        agent = client._line._process
+        agent = client._connection._process
         assert agent is not None
         alive = subprocess.Popen(["sleep", "1"])  # as it looks in that moment
         with client._lock:  # nobody hears of its death before
             os.kill(agent.pid, signal.SIGKILL)
             agent.wait()
             began = time.monotonic() - 100.0
-            client._line._process, client._line._at = alive, replace(client._line._at, since=began)
+            client._connection._process, client._connection._at = (
+                alive,
+                replace(client._connection._at, since=began),
+            )
         job.checkpointer.save()
         job.run(3)
     alive.wait()

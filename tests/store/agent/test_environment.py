@@ -449,7 +449,7 @@ def test_only_the_commit_under_way_is_finished(
     serving = serve_here(before.settings, "old", monkeypatch)
     assert reach(before) == os.getpid()
     for stem in ("one", "another"):
-        before._line.send(Commit(KEY_OF_ONE, stem))
+        before._connection.send(Commit(KEY_OF_ONE, stem))
     until(lambda: begun)
     agents.append(reach(new))
     assert new.settings.index == 1
@@ -482,7 +482,7 @@ def test_flushes_that_it_gives_up_are_named(
     clients = [client_of(shm_dir, tmp_path, shard, "new", (0, 1), shared.url) for shard in (0, 1)]
     agents += map(reach, clients)
     heard = [(m.severity, m.error.partition("shuts down")[2]) for c in clients for m in problems(c)]
-    given_up = " for ours, and gives up what it still had to flush: v2"
+    given_up = " for ours, and gives up these flushes: v2"
     assert heard[0] == (logging.WARNING, given_up)
     assert {severity for severity, _ in heard[1:]} <= {logging.INFO}
     assert not alive(agents[0])
@@ -505,7 +505,7 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
     before, new = (client_of(shm_dir, tmp_path, 0, what, shared=shared) for what in ("old", "new"))
     serving = serve_here(before.settings, "old", monkeypatch)
     assert reach(before) == os.getpid()
-    before._line.send(Commit(KEY_OF_ONE, "one"))
+    before._connection.send(Commit(KEY_OF_ONE, "one"))
     for version in (2, 4):
         run_id = ("life", "job", ((1, 0),), 2, 1000, None, "here")
         id_ = VersionId(1, version)
@@ -520,7 +520,7 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
     agents.append(reach(new))
     (said,) = heard
     assert said.severity == logging.WARNING
-    assert said.error.endswith("gives up what it still had to flush: v2, v4")
+    assert said.error.endswith("gives up these flushes: v2, v4")
     assert not (tmp_path / "shared").exists()
     for client in (before, new):
         client.close()

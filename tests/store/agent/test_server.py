@@ -218,8 +218,8 @@ def test_an_agent_that_came_too_late_to_serve_does_not_wait_for_somebody_else(no
     first, second = AgentClient(*node(0)), AgentClient(*node(1))
     reach(first)
     with second._lock:
-        second._line._start_process()
-    late = second._line._process
+        second._connection._start_process()
+    late = second._connection._process
     assert late is not None
     late.send_signal(signal.SIGSTOP)
     reach(second)
@@ -368,11 +368,11 @@ def test_a_rank_of_another_environment_leaves_the_start_to_the_first(node: Any) 
     until(lambda: first.poll() and not first.pid)
     until(lambda: other.poll() and not other.pid)
     with other._lock:
-        other._line.ready()
+        other._connection.ready()
         assert other.starts == 0
-        other._line._at = replace(other._line._at, start_after=0.0)
+        other._connection._at = replace(other._connection._at, start_after=0.0)
         with pytest.raises(TimeoutError, match="the node's first rank"):
-            other._line.ready()
+            other._connection.ready()
     pid = reach(first)
     assert reach(other) == pid
     assert other.starts == 0
@@ -665,8 +665,8 @@ def test_it_gives_way_before_it_has_begun(node: Any) -> None:
     """While its interpreter starts and it imports, beside a restore."""
     client = AgentClient(*node(0))
     with client._lock:
-        client._line._start_process()
-    starting = client._line._process
+        client._connection._start_process()
+    starting = client._connection._process
     assert starting is not None
     starting.send_signal(signal.SIGSTOP)
     found = os.getpriority(os.PRIO_PROCESS, starting.pid)
@@ -861,7 +861,7 @@ def test_a_connection_is_a_message_socket(node: Any) -> None:
     """A message is whole or not there at all."""
     client = AgentClient(*node(0))
     pid = reach(client)
-    assert client._line._channel is not None
-    assert client._line._channel.type == socket.SOCK_SEQPACKET
+    assert client._connection._channel is not None
+    assert client._connection._channel.type == socket.SOCK_SEQPACKET
     client.close()
     until(lambda: not alive(pid))

@@ -178,7 +178,7 @@ def test_what_an_agent_does_not_understand_is_answered_and_the_next_message_heed
         channel.send(garbage)
         heard, _ = protocol.receive(channel)
         assert isinstance(heard, Problem)
-        assert "does not understand its trainer" in heard.error
+        assert "received an invalid message of its trainer" in heard.error
         protocol.send(channel, AskProgress())
         assert protocol.receive(channel) == (Progress(0.0), [])
 

@@ -41,7 +41,7 @@ def test_no_thread_to_reach_the_agent_costs_versions_on_disk_and_no_more(
         if when == "later":
             assert job.checkpointer.wait()
             patch.setattr(threading.Thread, "start", refused)
-            process = job.checkpointer._agent._line._process
+            process = job.checkpointer._agent._connection._process
             assert process is not None
             process.kill()
             process.wait()

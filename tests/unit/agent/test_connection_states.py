@@ -125,7 +125,7 @@ def test_a_started_process_is_followed_at_its_place_alone() -> None:
     assert after(at, NobodyListens(), seconds=START_SECONDS)[1] == []
     at, actions = after(at, NobodyListens(), seconds=START_SECONDS + 1)
     assert (at.state, at.follows) == (State.SEARCHING, False)
-    assert "a new agent was not there after 60 s" in str(failure(actions))
+    assert "a new agent could not be reached within 60 s" in str(failure(actions))
 
 
 @pytest.mark.parametrize(("status", "fails"), [(0, False), (TAKEN, False), (1, True), (-9, True)])

@@ -226,8 +226,8 @@ class HandingOver(RuleBasedStateMachine):
                 if not (self.client.committing() or self.client.under_way()):
                     break
                 # No wait for a predecessor's end, or between two rounds over all places.
-                self.client._line._at = replace(self.client._line._at, ask_after=0.0)
-                self.client._line._reach_now()
+                self.client._connection._at = replace(self.client._connection._at, ask_after=0.0)
+                self.client._connection._reach_now()
                 if not self.agents.greeted:
                     self.welcome()
                 self.poll()
@@ -239,7 +239,7 @@ class HandingOver(RuleBasedStateMachine):
             assert self.answered == self.handed_over
         finally:
             self.patch.undo()
-            self.client._line.hang_up()
+            self.client._connection.hang_up()
             self.agents.close()
             os.close(self.fd)
 
