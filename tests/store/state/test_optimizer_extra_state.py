@@ -531,7 +531,7 @@ def test_a_load_state_dict_that_forgets_is_said(path: Path, settings: Any) -> No
     with Job(Forgetful, path, settings) as job:
         assert job.checkpointer.restore() == 2
         (said,) = job.repeated_errors()
-        assert "'steps' of its state_dict() is not what it was then" in said
+        assert "'steps' of its state_dict() differs from the saved one" in said
 
 
 def test_one_that_does_not_take_its_state_ends_the_restore_with_its_name(

@@ -87,7 +87,7 @@ def counted() -> Any:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an object": (lambda: object(), "cannot be stored without pickle"),
     "a sparse tensor": (lambda: torch.eye(2).to_sparse(), "Keep it dense"),
-    "raises": (raising, "raises RuntimeError: not before the first batch. Mend it"),
+    "raises": (raising, "raises RuntimeError: not before the first batch. Fix it"),
     "changes what it gave": (counted, "other values when it is called again"),
     "not the same twice": (lambda: time.perf_counter(), "other values when it is called again"),
 }
@@ -152,7 +152,7 @@ def test_what_nothing_takes_back_is_reported_and_a_restore_compares(settings: An
     ) as ckpt:
         assert ckpt.restore() == 1  # it is the same
         assert torch.equal(again[1].weight, model[1].weight)
-    assert [e for e in events if "nothing that takes it back" in e.message]
+    assert [e for e in events if "no code that loads it" in e.message]
     other = nn.Sequential(nn.Linear(6, 6), Given(lambda: 2))
     ckpt = tierckpt.Checkpointer(other, optimizer_of(other), on_event=events.append, **settings)
     with pytest.raises(StateTornError, match=r"module '1' \(a Given\) did not take .*1\.own"):

@@ -306,7 +306,7 @@ def test_a_buffer_that_cannot_be_taken_is_named() -> None:
     assert refused(lambda: found.buffer_entries(found.walk())).startswith("buffer/mask is expanded")
     model.mask = torch.ones(2, 3, dtype=torch.complex64).mH
     said = refused(lambda: found.buffer_entries(found.walk()))
-    assert said.startswith("buffer/mask is a view whose memory holds other values")
+    assert said.startswith("buffer/mask is a view, and its memory holds other values")
 
 
 def test_optimizer_state_that_cannot_be_taken_is_named() -> None:
