@@ -54,7 +54,7 @@ class AgentFiles:
         return self.job.path / f"agent{self.index}.socket"
 
     def owner(self) -> int | None:
-        """Process id of the agent that is here, or was here until it was killed."""
+        """Process id of the agent here; also of a killed one."""
         with contextlib.suppress(OSError, ValueError):
             return int(self.lock.read_text())
         return None

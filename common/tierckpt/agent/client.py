@@ -119,7 +119,7 @@ class AgentClient:
             self._connection.start(first)
 
     def commit(self, key: ShardKey, slot: Slot) -> str:
-        """Hand over a sealed slot; returns "", or why that is not possible. Never blocks."""
+        """Hand over a sealed slot; returns "", or the reason of a failure. Never blocks."""
         with self._lock:
             try:
                 self._connection.ready()
@@ -149,7 +149,7 @@ class AgentClient:
                 self._connection.send(message)
 
     def flush(self, order: FlushOrder) -> None:
-        """Order the flush of a version that is complete on all local levels. Never blocks.
+        """Order the flush of a version complete on all local levels. Never blocks.
 
         One call for the whole node. If the agent dies before the end, its successor does it.
         """

@@ -98,7 +98,7 @@ class Standing:
     inherits: bool = False
     """An agent that shut down left data that only an agent can keep for later runs."""
     passed: frozenset[int] = field(default_factory=frozenset)
-    """Places whose agents hang, or do not serve this trainer."""
+    """Places of agents that hang, or do not serve this trainer."""
     refused: bool = False
     """All places were passed over and this was reported; no agent has said welcome since."""
 
@@ -411,7 +411,7 @@ def _nobody_listens(at: Standing, now: float) -> Next:
 
 
 def _pass_over(at: Standing, now: float, why: str, severity: int) -> Next:
-    """Leave a place whose agent hangs, or does not serve this trainer. It was sent nothing yet."""
+    """Leave a place: its agent hangs, or does not serve this trainer. It was sent nothing yet."""
     actions: list[Action] = [Close()]
     number, was_refused = at.index, at.refused
     after = replace(_closed(at, now), passed=at.passed | {number}, follows=False, exit_status=0)

@@ -25,7 +25,7 @@ from .shard_guard import sound_image
 
 @dataclass
 class UnfoldedSource:
-    """A shard that is encoded on the local level and stored plain. Holds one block in memory."""
+    """A shard encoded on the local level, and plain on this one. Holds one block in memory."""
 
     shard: int
     manifest: bytes
@@ -45,7 +45,7 @@ class UnfoldedSource:
 
 
 class EncodedSource:
-    """A shard that is encoded for the persistent level. Holds one block in memory. One thread."""
+    """A shard encoded for the persistent level. Holds one block in memory. One thread."""
 
     def __init__(
         self,

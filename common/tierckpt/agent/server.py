@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 ACCEPT_AGAIN_SECONDS = 0.1
 FIRST_CLIENT_SECONDS = 30.0
 """An agent without any trainer ends after this time; if its starter has died before it connected,
-after the linger time if that is shorter."""
+after the linger time if it is shorter."""
 STUCK_SECONDS = 1800.0
 """Without trainers, a flush without progress for this long is given up: its store hangs. Not less,
 because the fsync of a large file may take long."""

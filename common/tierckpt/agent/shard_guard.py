@@ -60,7 +60,7 @@ def open_shard(local: LocalStore, key: ShardKey) -> Iterator[tuple[memoryview, b
 
 @contextlib.contextmanager
 def sound_image(local: LocalStore, manifest: Manifest) -> Iterator[memoryview]:
-    """Bytes of a shard that is stored without codecs, mapped and checked."""
+    """Bytes of a shard stored without codecs, mapped and checked."""
     from tierckpt.format.verify import verify_shard
 
     mapped = local.open_image(manifest.key)

@@ -1,9 +1,9 @@
-"""The codec `aes-gcm`: encryption at rest, with a key that is never stored, sent or logged.
+"""The codec `aes-gcm`: encryption at rest, with a key never stored, sent or logged.
 
 Every block is encrypted by itself with AES-256-GCM, and bound to its place: job, run, version,
 shard and number of the block are authenticated with it, so blocks cannot be swapped, replayed into
 another version or changed. Each block has its own key, which HKDF-SHA256 derives from the job's key
-and 32 random bytes that are stored with the block (as in Tink's streaming AEAD). So no counter has
+and 32 random bytes stored with the block (as in Tink's streaming AEAD). So no counter has
 to survive a crash, and a nonce cannot repeat under one key. AES-GCM-SIV would need no derived key,
 and took eight times the CPU (docs/decisions.md).
 

@@ -22,7 +22,7 @@ from tierckpt.format.encoding import Buffer, Parameter
 from .codec import BlockId, CodecError
 
 AS_IT_IS = 0
-"""First byte of a stored block that is not compressed; otherwise it is the size of the numbers."""
+"""First byte of an uncompressed block; else the first byte is the size of the numbers."""
 MOST_BLOCK_BYTES = 1 << 31
 """Limit of a decompressed block: a damaged length must not allocate more than that."""
 
@@ -90,7 +90,7 @@ def gather_planes(block: Buffer, item_bytes: int) -> Buffer:
 
 
 def scatter_planes(planes: Buffer, item_bytes: int) -> Buffer:
-    """The inverse of `gather_planes`. Raises CorruptShardError when that is not possible."""
+    """The inverse of `gather_planes`. Raises CorruptShardError when it cannot."""
     if item_bytes == 1:
         return planes
     if len(planes) % item_bytes:

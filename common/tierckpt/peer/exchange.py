@@ -65,7 +65,7 @@ ASK_SECONDS = 2.0
 when the limit is small: the members that wait for the hanging one must give up first."""
 SHOWN_NAMES = 8
 RETRY_SECONDS = 0.2
-"""Interval between attempts to reach an agent that is not there yet."""
+"""Interval between attempts to reach a missing agent."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Client of `read_server`, for a process that is no agent itself.
+"""Client of `read_server`, for a process other than an agent.
 
 It has the interface of a persistent level: shards by version and number, in ranges.
 """

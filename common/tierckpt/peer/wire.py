@@ -53,7 +53,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP
 
 
 def no_excuse(silent_seconds: float) -> bool:
-    """The `excuse` of a link whose peer cannot be asked: never any."""
+    """The default `excuse` of a link: never any."""
     return False
 
 

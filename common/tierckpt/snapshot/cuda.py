@@ -252,7 +252,7 @@ class CudaSnapshot(Snapshot):
             self._changed.notify_all()
 
     def _clone_rest(self) -> bool:
-        """Clone the blocks that are not fed yet; False if they are few, or there is no room."""
+        """Clone the blocks not fed yet; False if they are few, or there is no room."""
         with self._changed:
             left = list(self._todo)
         nbytes = sum(self.plan.layout.blocks[b].nbytes for b in left)
@@ -296,7 +296,7 @@ class CudaSnapshot(Snapshot):
         return True
 
     def _runs(self, blocks: Iterable[int]) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Blocks with their bytes; blocks that are adjacent in shard and memory are joined."""
+        """Blocks with their bytes; those adjacent in shard and memory are joined."""
         run: list[int] = []
         joined = torch.empty(0, dtype=torch.uint8)
         for block in blocks:

@@ -69,9 +69,11 @@ class Staging:
     ) -> Snapshot:
         """A snapshot of the current state, with nothing released yet.
 
-        Args: head: identity of the version, for the manifest. levels: the levels that it goes to.
-        adapter: the result of `pack_adapter`. choose_slot: see `Snapshot`; called by the copier
-        thread, as is `on_done`.
+        Args:
+            head: identity of the version, for the manifest.
+            levels: the levels that it goes to.
+            adapter: the result of `pack_adapter`.
+            choose_slot: see `Snapshot`; called by the copier thread, as is `on_done`.
 
         Raises the errors of the state's own objects, and SnapshotError.
         """

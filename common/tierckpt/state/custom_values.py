@@ -1,4 +1,4 @@
-"""Values of foreign classes in a tree: classes that are not Python's, numpy's or torch's own.
+"""Values of foreign classes in a tree: classes other than Python's, numpy's and torch's own.
 
 Members of an `enum.Enum`, named tuples, and tensor subclasses that consist of plain tensors (as
 torchao's 8-bit state does) are stored as the name of their class and their parts. To make them
@@ -40,7 +40,7 @@ def find(name: str, base: type) -> Any:
 
 @dataclass
 class ForeignValue:
-    """Stands for a value of a class that is not imported here."""
+    """Stands for a value of a class without an import here."""
 
     kind: str
     """Module and name of the class."""

@@ -82,7 +82,8 @@ KINDS = ("python", "numpy", "torch", "cuda")
 def digests_of(saved: Mapping[str, Any]) -> dict[str, str]:
     """Digests of a saved rank's streams, for the other ranks of a job that has grown.
 
-    Args: saved: `rng` of a rank tree; see `pack_rng`.
+    Args:
+        saved: `rng` of a rank tree; see `pack_rng`.
     """
     return {kind: _digest(saved[kind]) for kind in KINDS}
 
@@ -96,10 +97,14 @@ def take_up(
 ) -> list[str]:
     """Set this process's generators after a restore; returns problems in words.
 
-    Args: saved: `rng` of this rank's rank tree: of its own shard, or, if it had none, of shard
-    `rank` modulo the number of shards. version: the version that is being restored. rank: of this
-    process. everyone: `digests_of` every rank of the checkpoint, in order; may be empty if the job
-    has not grown. device: the CUDA device that this process trains on, if it does.
+    Args:
+        saved: `rng` of this rank's rank tree: of its own shard, or, if it had none, of shard `rank`
+            modulo the number of shards.
+        version: the version to restore.
+        rank: of this process.
+        everyone: `digests_of` every rank of the checkpoint, in order; may be empty if the job has
+            not grown.
+        device: the CUDA device that this process trains on, if it does.
     """
     problems = load_rng(dict(saved), device)
     if everyone and rank >= len(everyone):
@@ -113,8 +118,11 @@ def take_up(
 def seed_of(kind: str, version: int, states: Sequence[str], rank: int) -> int | None:
     """The seed of a new rank's stream, or None when it stays a copy; pure.
 
-    Args: kind: one of `KINDS`. version: the version that is being restored. states: hexadecimal
-    SHA-256 of every saved rank's state of that kind, in rank order. rank: the new rank's number.
+    Args:
+        kind: one of `KINDS`.
+        version: the version to restore.
+        states: hexadecimal SHA-256 of every saved rank's state of that kind, in rank order.
+        rank: the new rank's number.
     """
     if len(states) > 1 and len(set(states)) == 1:
         return None

@@ -48,7 +48,7 @@ from .validate import (
 _GROUP_KEYS_NOT_STORED = ("params", "param_names")
 CODE = (FunctionType, BuiltinFunctionType, type)
 NAMELESS = "~keys"
-"""Key for all of a parameter's state with keys that are not text, or contain a slash."""
+"""Key for all of a parameter's state with keys of other types than text, or with a slash."""
 HEAVY_BYTES = 16 * 2**20
 """Limit of tensors copied at a boundary before a warning: some 3 ms."""
 FEW = 1000
@@ -63,7 +63,7 @@ class Walk:
     state: list[tuple[torch.Tensor, torch.Tensor, int, str]]
     """Optimizer state: (tensor, its parameter, optimizer index, key)."""
     odd: list[tuple[torch.Tensor, int, str, Any]]
-    """Optimizer state that is no tensor: (parameter, optimizer index, key, packed value)."""
+    """Optimizer state other than tensors: (parameter, optimizer index, key, packed value)."""
     buffers: list[torch.Tensor]
     own_params: set[int]
     """`id()`s of parameters that, with their optimizer state, differ between ranks."""
@@ -117,7 +117,7 @@ class TrainingState:
         self._of_model: dict[int, str] = {}
         self._orphans: list[str] = []
         self._with_others: set[str] = set()
-        """Optimizers with state under keys that are no parameters."""
+        """Optimizers with state under other keys than parameters."""
         self._unstored: set[tuple[str, int | str, str]] = set()
         """See `extra_state.Unstored`."""
         self._beside_bytes, self._heavy_reported = 0, False
@@ -125,7 +125,7 @@ class TrainingState:
         """Optimizers with a `state_dict()` of their own that had no remainder: `looks` at that
         time, and the number of boundaries since."""
         self.assumed_alike: set[int] = set()
-        """`id()`s of those of `reduced` that are not trained and so not reduced. They count as
+        """`id()`s of the untrained members of `reduced`, which nobody reduces. They count as
         equal on all ranks, unless a version has them as every rank's own."""
         self._reduced = None if reduced is None else {id(p): p for p in reduced}
         self.first_options = {

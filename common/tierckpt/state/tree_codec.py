@@ -106,7 +106,7 @@ def unpack(node: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Entry:
-    """Stands in a decoded tree for a tensor that is an entry of the shards, under this key."""
+    """Stands in a decoded tree for an entry of the shards, a tensor, under this key."""
 
     key: str
 
@@ -152,7 +152,7 @@ def with_entries(value: Any, tensors: dict[str, Any]) -> Any:
 
 
 class Later:
-    """A node of a packed tree that is computed when the tree is encoded.
+    """A node of a packed tree, computed when the tree is encoded.
 
     `make` returns the node, from values that do not change any more; it runs on the thread that
     encodes. For values that take longer to write as text than to copy.
@@ -370,7 +370,7 @@ def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
 
 
 def refuse_in_place(tensor: torch.Tensor, path: str) -> None:
-    """Check as `refuse_tensor`, for a tensor that is copied from and loaded into its own memory."""
+    """Check as `refuse_tensor`, also for copies from and to the tensor's own memory."""
     refuse_tensor(tensor, path)
     for lazy, way_out in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
         if lazy:

@@ -1,4 +1,4 @@
-"""Suite for every Group, whatever library it uses."""
+"""Suite for every Group, over any library."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class GroupConformance:
             assert self.run(size, _reduce_and_change) == [[7, 8]] * size
 
     def test_nobody_leaves_a_barrier_before_all_have_come(self, tmp_path: Path) -> None:
-        """All ranks see after the barrier whatever a rank did before it."""
+        """After the barrier, all ranks see everything done before it."""
         for size in self.sizes:
             folder = tmp_path / str(size)
             folder.mkdir()

@@ -61,7 +61,7 @@ class Network:
         return f"10.99.0.{number + 1}"
 
     def inside(self, number: int | None) -> list[str]:
-        """Prefix for a command that is to run on a node; None: at the hub."""
+        """Prefix for a command to run on a node; None: at the hub."""
         return ["ip", "netns", "exec", self.hub if number is None else self.nodes[number]]
 
     def cut(self, number: int) -> None:

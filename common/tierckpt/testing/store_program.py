@@ -1,4 +1,4 @@
-"""A store at work, in child processes that are killed: see `store_conformance`.
+"""A store at work, in child processes to be killed: see `store_conformance`.
 
     python -m tierckpt.testing.store_program <module:factory> <folder>
 

@@ -184,10 +184,11 @@ def run_in_child(
 ) -> int:
     """Run `function` in a child process; returns its exit status, negative for a signal.
 
-    Args: function: a function of a module, not of `__main__`. rules: faults for the child and its
-    own children (see `tierckpt._faults`). marks: folder where a rule that fires leaves a file; look
-    there, or the test proves nothing. timeout_seconds: after that the child is killed and
-    TimeoutError raised.
+    Args:
+        function: a function of a module, not of `__main__`.
+        rules: faults for the child and its own children (see `tierckpt._faults`).
+        marks: folder where a rule that fires leaves a file; look there, or the test proves nothing.
+        timeout_seconds: after that the child is killed and TimeoutError raised.
     """
     context = multiprocessing.get_context("forkserver")  # torch is imported once for all children
     context.set_forkserver_preload([__name__])

@@ -44,7 +44,7 @@ def changed(first: Mapping[str, Kind], model: torch.nn.Module) -> dict[str, Kind
 
 
 class ChangedBuffers:
-    """The buffers of a version that are accepted although they differ from the live ones."""
+    """Buffers of a version, accepted although they differ from the live ones."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class ChangedBuffers:
         return tree_codec.empty(spec, device)
 
     def finish(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        """Put the tensors into the modules; those of `taken` that are not `loaded` become None."""
+        """Put the tensors into the modules; those of `taken` without a tensor become None."""
         for prefix, names in self._loaded.items():
             self._load(prefix, {name: loaded[name] for name in names})
         replace(self._model, {name: loaded.get(name) for name in self.taken})

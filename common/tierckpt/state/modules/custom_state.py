@@ -30,7 +30,7 @@ _EXTRA = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 class Entries:
-    """The live tensors that are stored."""
+    """The stored tensors of the live model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         named = [(f"model/{name}", p) for name, p in named_parameters(model)]
@@ -248,7 +248,7 @@ def _is_same(value: Any, tensor: torch.Tensor | None) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A key that is equal for two tensors that are the same by `_is_same`."""
+    """A key of the tensor's memory, equal for two tensors that `_is_same` calls the same."""
     if type(tensor) not in tree_codec.PLAIN or tensor.layout is not torch.strided:
         return (id(tensor),)
     where = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())

@@ -4,7 +4,7 @@ A module may have its own way of saving: it overrides `_save_to_state_dict` or `
 hooks that add, leave out, rename or change entries. Such modules are queried for every version. For
 all others, torch's own code determines the result, so they are not queried.
 
-The result of a query is compared with the tensors that are stored anyway. A stored tensor becomes a
+The result of a query is compared with the stored tensors. A stored tensor becomes a
 reference (`tree_codec.Entry`), whatever its key. The rest is stored by value, and loaded through
 the module's own `load_state_dict`, as torch would do it.
 
@@ -51,7 +51,7 @@ class ModuleStates:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._savers: list[Place] = []
-        """Modules that are queried for every version."""
+        """Modules to query for every version."""
         self._loaders: list[Place] = []
         """Modules with their own way of loading."""
         self._packs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -209,8 +209,8 @@ class ModuleStates:
             nbytes = kept.nbytes // 2
             if nbytes > LARGE_BYTES:
                 found.append(
-                    f"{place} has {nbytes} bytes in its state_dict() that are no parameter or "
-                    f"buffer ({some(values)}): they are copied at the boundary, on every rank"
+                    f"{place} has {nbytes} bytes in its state_dict() besides parameters and "
+                    f"buffers ({some(values)}): they are copied at the boundary, on every rank"
                 )
             if values and not self._takes(place):
                 found.append(
@@ -253,12 +253,12 @@ def _packed(place: Place, record: dict[str, Any], keep: tree_codec.KeepTensor) -
 
 
 def _facts(value: Any, entries: Entries) -> str:
-    """Text that is equal for values that are equal bit for bit, on any device."""
+    """Text form of a value: equal for two values equal bit for bit, on any device."""
     return json.dumps(tree_codec.pack(entries.resolved(value), "it", _Sizes()), sort_keys=True)
 
 
 def _values(given: Mapping[Any, Any]) -> list[str]:
-    """Keys of values that are not simply a stored tensor."""
+    """Keys of all values except plain references to stored tensors."""
     return [str(key) for key, value in given.items() if not isinstance(value, tree_codec.Entry)]
 
 

@@ -1,7 +1,7 @@
 """The result of `state_dict()` for a module with hooks, but no other code of its own.
 
 Such hooks see the entries of all modules inside (torch's checkpoint wrappers rename them), so most
-of a model. Their input is known: it is made here from views that are kept between calls, and no
+of a model. Their input is known: it is made here from views kept between calls, and no
 module inside is queried.
 
 Not thread-safe: for the training thread only.

@@ -1,8 +1,8 @@
-"""Remainders: the parts of an optimizer's `state_dict()` that are not stored by name.
+"""Remainders: the parts of an optimizer's `state_dict()` not stored by name.
 
 An optimizer's state of each parameter and the options of its groups are stored by name. Its own
-`state_dict()` may hold more: a warm-up counter, an addition of a hook, state under a key that is no
-parameter, the whole state of an optimizer inside it. These are the remainder. It is taken at the
+`state_dict()` may hold more: a warm-up counter, an addition of a hook, state under another key than
+a parameter, the whole state of an optimizer inside it. These are the remainder. It is taken at the
 boundary, like an `extra` object, and is loaded through the optimizer's own `load_state_dict()`.
 
 A `state_dict()` is taken apart here: a reference (`Entry`) replaces each value that is stored by
@@ -32,7 +32,7 @@ the group in digits, key)."""
 _TORCHS = torch.optim.Optimizer.state_dict
 _NO_OPTIONS = ("params",)
 BARE = "~all"
-"""The only key of the remainder of a `state_dict()` that is no dict."""
+"""The only key of the remainder if `state_dict()` returns no dict."""
 
 
 def has_its_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -61,7 +61,7 @@ def loads_its_own(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def without_parameter(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Keys of its state that are no tensors."""
+    """Keys of its state other than tensors."""
     state: dict[Any, Any] = optimizer.state
     return [key for key in state if not isinstance(key, torch.Tensor)]
 
@@ -133,7 +133,7 @@ class Taker:
         }
 
     def _through(self) -> dict[str, list[Any]]:
-        """Values of all optimizers that are not stored by name, so only in such a dict."""
+        """Values of all optimizers not stored by name, so only in such a dict."""
         found: dict[str, list[Any]] = {"groups": [], "state": []}
         for label, where, key in self._unstored:
             if isinstance(where, str):
@@ -194,7 +194,7 @@ class Taker:
 
     def _find(self) -> dict[int, Entry]:
         """Entries of all tensors stored by name, by `id()`. Made when first needed, since it visits
-        all tensors; a remainder that is just a counter never needs it."""
+        all tensors; a mere counter never needs it."""
         if self._known is None:
             self._known = found = {}
             for label in self._optimizers:
@@ -353,7 +353,7 @@ def put_together(node: dict[str, Any], stored: Stored) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """True for two values that are equal bit for bit, and of the same types."""
+    """True for two values of the same types, equal bit for bit."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return _same_tensors(one, other)
     if type(one) is not type(other):

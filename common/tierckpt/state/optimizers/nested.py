@@ -29,7 +29,7 @@ METHODS = ("step", "state_dict", "load_state_dict")
 
 @dataclass
 class Expanded:
-    """The given optimizers, with all that are inside them."""
+    """The given optimizers, with all optimizers inside them."""
 
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     """Optimizers with stored state: each given one, then, as `label.attribute`, the inner ones with
@@ -43,7 +43,7 @@ class Expanded:
 
 
 def expand(given: Mapping[str, Any]) -> Expanded:
-    """Find all optimizers inside the given ones. One that is also given keeps its given name."""
+    """Find all optimizers inside the given ones. A given one always keeps its name."""
     found = Expanded()
     known = {id(each) for each in given.values()}
     for label, each in given.items():

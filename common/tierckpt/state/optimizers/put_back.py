@@ -120,7 +120,7 @@ class OptimizerRestore:
                 each[key] = kept[0][key]
 
     def _replace_others(self, label: str, optimizer: torch.optim.Optimizer, node: Any) -> None:
-        """Restore the state under keys that are no parameters."""
+        """Restore the state under other keys than parameters."""
         others: dict[Any, Any] = optimizer.state
         if node is not None and (has_its_own(optimizer) or loads_its_own(optimizer)):
             return  # already loaded
@@ -229,7 +229,7 @@ def _become(was: dict[Any, Any], now: dict[Any, Any]) -> None:
 
 
 def _lost(then: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
-    """Keys, other than torch's own, that are in only one of the two, or differ."""
+    """Keys, other than torch's own, with different values, or in only one of the two."""
     keys = [key for key in {**then, **now} if key not in ("state", "param_groups")]
     return [k for k in keys if k not in then or k not in now or not same(then[k], now[k])]
 
