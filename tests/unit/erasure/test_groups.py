@@ -1,4 +1,4 @@
-"""Groups: never two members of one failure domain, alike on every rank, evenly."""
+"""Groups: no two members of one failure domain, equal on every rank, of even sizes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def groups_or_none(
 
 
 def planned(domains: list[str], ask: tuple[str, int]) -> tuple[Scheme, tuple[RedundancyGroup, ...]]:
-    """Of jobs that can be protected as asked."""
+    """Plans of jobs that can be protected as requested."""
     scheme = Scheme.parse(ask[0])
     groups = groups_or_none(domains, scheme, ask[1])
     assume(groups is not None)
@@ -75,8 +75,8 @@ def test_every_rank_is_in_one_group_and_no_domain_twice(
 def test_it_is_an_error_exactly_when_there_is_no_way(
     domains: list[str], ask: tuple[str, int]
 ) -> None:
-    """Groups of `least` members or more, one at least for each rank of the fullest domain: if they
-    don't fit into the job there is no way, and if they do there is one."""
+    """Groups of `least` members or more, at least one for each rank of the fullest domain: if they
+    do not fit into the job there is no solution, and if they do there is one."""
     scheme = Scheme.parse(ask[0])
     fullest = max(Counter(domains).values())
     possible = fullest * scheme.least <= len(domains)
