@@ -330,7 +330,7 @@ class AgentClient:
 
     def lost(self, reason: str) -> None:
         """Report the loss, see `connection.Owner`. A successor gets the same orders."""
-        again = {i: what for i, what in self._pending.items() if i not in self._retried}
+        again = {i: each for i, each in self._pending.items() if i not in self._retried}
         for id_ in again:
             del self._pending[id_]
         then = (
