@@ -127,7 +127,7 @@ class AgentConnection:
         self._inline = Agent(0.0) if inline else None
         self._at = Standing(index=settings.index, may_start=may_start, inline=inline)
         self._began = time.monotonic()
-        """Lets agents tell which of two runs is the later one."""
+        """Shows agents which of two runs is the later one."""
         self._unsent: deque[Packet] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         """The agent that was started last and is followed, see `Standing.follows`."""

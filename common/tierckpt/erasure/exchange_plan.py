@@ -64,7 +64,7 @@ class MemberPlan:
     of buffers allows the next window to be gathered at the same time.
 
     Segment and window identify a message, and `Stripes.range_of` gives its length. An empty message
-    is not sent, since its receiver can tell. All members go through all windows.
+    is not sent: its receiver knows its length. All members go through all windows.
     """
 
     gather: tuple[Round, ...]

@@ -1,4 +1,4 @@
-"""The field GF(2^8), and the coefficients of the one code behind all schemes.
+"""The field GF(2^8), and the coefficients of the one code of all schemes.
 
 Pure, and for single numbers: `kernels` does the same for megabytes. Addition is XOR; multiplication
 is that of polynomials modulo x^8 + x^4 + x^3 + x^2 + 1 (0x11d), as in ISA-L.

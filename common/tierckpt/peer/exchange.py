@@ -391,8 +391,8 @@ class Exchange:
         more.
 
         All members become silent together when one hangs. Only the members that wait for that one
-        give up by themselves; their last message tells the others which member failed. A member may
-        still be joining the one that hangs, which takes `join_seconds`: no silence is excused
+        give up by themselves; their last message names the failed member to the others. A member
+        may still be joining the one that hangs, which takes `join_seconds`: no silence is excused
         longer. A member that waits for no other is working, perhaps on a slow disk, and gets
         `stall_seconds` more, once.
         """

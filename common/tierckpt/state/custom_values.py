@@ -141,7 +141,7 @@ def made_default(factory: str | None, items: list[tuple[Any, Any]]) -> Any:
     return defaultdict(FACTORIES[factory] if factory else None, items)
 
 
-def strangers(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def foreign_values(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """The path to each `ForeignValue` in a decoded tree, and its class, as `name_of` names it."""
     if isinstance(value, ForeignValue) or (
         isinstance(value, Parts) and find(value.kind, torch.Tensor) is None
@@ -149,14 +149,14 @@ def strangers(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, value.kind
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from strangers(key, f"a key of {path}")
-            yield from strangers(each, f"{path}[{key!r}]" if path else str(key))
+            yield from foreign_values(key, f"a key of {path}")
+            yield from foreign_values(each, f"{path}[{key!r}]" if path else str(key))
     elif isinstance(value, (list, tuple, deque)):
         for number, each in enumerate(value):
-            yield from strangers(each, f"{path}[{number}]")
+            yield from foreign_values(each, f"{path}[{number}]")
     elif isinstance(value, (set, frozenset)):
         for each in value:
-            yield from strangers(each, f"a member of {path}")
+            yield from foreign_values(each, f"a member of {path}")
 
 
 def same_type(value: Any, members: Iterator[Any]) -> Any:
@@ -173,6 +173,7 @@ __all__ = [
     "Parts",
     "cloned",
     "find",
+    "foreign_values",
     "is_made_of_tensors",
     "is_named_tuple",
     "made_default",
@@ -181,6 +182,5 @@ __all__ = [
     "made_tuple",
     "name_of",
     "same_type",
-    "strangers",
     "taken_apart",
 ]
