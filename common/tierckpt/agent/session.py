@@ -273,7 +273,7 @@ class TrainerSession:
         if encoded is None or manifest is None or manifest.key != key:
             raise FileNotFoundError(f"{key} is no longer in slot {slot.name}")
         if slot.image_bytes < manifest.image_bytes:
-            raise CorruptShardError(f"the image of {key} in slot {slot.name} is cut short")
+            raise CorruptShardError(f"the image of {key} in slot {slot.name} is truncated")
         return encoded, manifest.image_bytes
 
     def _retire(self, message: Retire) -> None:

@@ -37,7 +37,7 @@ KEY_BYTES = 32
 SALT_BYTES, TAG_BYTES = 32, 16
 NONCE = bytes(12)
 """The same for all blocks, as each has its own key."""
-GIVE = f"Give that one in the file that {FILE_VARIABLE} names, or in {KEY_VARIABLE}, on every node"
+GIVE = f"Give that key in the file that {FILE_VARIABLE} names, or in {KEY_VARIABLE}, on every node"
 MAKE_ONE = "openssl rand -hex 32 makes one"
 
 
@@ -58,7 +58,9 @@ class AesGcm:
         key, where = found
         self.key_id = fingerprint(key)
         if key_id and key_id != self.key_id:
-            raise CodecError(f"{_needs(key_id)}, and the one in {where} has {self.key_id}. {GIVE}")
+            raise CodecError(
+                f"{_needs(key_id)}, and the key in {where} has the id {self.key_id}. {GIVE}"
+            )
         self._key, self._ciphers = key, _Ciphers()
 
     def __repr__(self) -> str:

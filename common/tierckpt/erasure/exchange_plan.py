@@ -127,7 +127,7 @@ def _too_many(
     members = ", ".join(str(m) for m in sorted(lost[False] | lost[True]))
     return (
         f"the group cannot be rebuilt from its peers: of its {code.n} members {members} lost data, "
-        f"and {code.k}+{code.m} survives any {code.m}. It takes {code.k} segments of a row, and of "
+        f"and {code.k}+{code.m} survives any {code.m}. A row takes {code.k} segments, and of "
         f"these {code.k + code.m} only {len(known)} are left; lost are {gone}. Use another level, "
         "or an older version"
     )

@@ -88,7 +88,7 @@ class ReadServer:
         self.asked_at = time.monotonic()
         key = _key(stem)
         if offset < 0 or not 0 <= nbytes <= MOST_BYTES:
-            raise ValueError(f"bytes {offset} and {nbytes} more cannot be asked for at once")
+            raise ValueError(f"{nbytes} bytes from {offset} on cannot be requested at once")
         if not in_memory:
             store = self._store_of(key)
             if copy_of(store.read_manifest(key)) != copy:

@@ -233,8 +233,8 @@ class CudaSnapshot(Snapshot):
             return
         if torch.cuda.is_current_stream_capturing():
             raise SnapshotError(
-                "the optimizer's step is being captured into a CUDA graph; replays of a graph run "
-                "no hooks, so they cannot be delayed; capture only forward and backward pass"
+                "the optimizer's step is being captured into a CUDA graph. Replays run no hooks, "
+                "so they would not wait for copies: capture only forward and backward pass"
             )
         compute = torch.cuda.current_stream(self.lane.device)
         if self._clone_rest():

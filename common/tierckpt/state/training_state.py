@@ -165,7 +165,9 @@ class TrainingState:
     def _find_extra_states(self) -> None:
         self.module_states = ModuleStates(self.model)
         if MODULE_STATES in self.extra and self.module_states:
-            raise ConfigError(f"extra[{MODULE_STATES!r}]: the checkpoint needs that name itself")
+            raise ConfigError(
+                f"extra[{MODULE_STATES!r}]: this name is reserved, choose another one"
+            )
         found = ExtraStates(self.model)
         if isinstance(self.extra.get(EXTRA_STATES, found), ExtraStates):  # else: the user's own
             self.extra[EXTRA_STATES] = found
@@ -236,7 +238,7 @@ class TrainingState:
         for pattern in self._forward_changes:
             if not any(fnmatchcase(name, pattern) for name in self._names.values()):
                 raise ConfigError(
-                    f"forward_changes: {pattern!r} is the name of no parameter; there are "
+                    f"forward_changes: no parameter has the name {pattern!r}; names are "
                     f"{', '.join([*self._names.values()][:5])}, ..."
                 )
 
@@ -557,7 +559,7 @@ def label_optimizers(
         labelled = {f"optimizer{i}": o for i, o in enumerate(optimizers)}
     if not labelled:
         raise UnsupportedStateError(
-            f"the {type(optimizers).__name__} of optimizers has none in it: checkpoints are taken "
+            f"the {type(optimizers).__name__} of optimizers is empty: checkpoints are taken "
             "between the steps of optimizers. Give all optimizers that train the model"
         )
     return labelled

@@ -358,7 +358,7 @@ def refuse_tensor(tensor: torch.Tensor, path: str) -> None:
         reason = f"of layout {tensor.layout}. Keep it dense, or in an extra state_dict as the "
         reason += "dense tensors it is made of"
     elif tensor.is_nested:
-        reason = "nested (several tensors in one). Store those it is made of (unbind())"
+        reason = "nested (several tensors in one). Store its parts (unbind())"
     elif tensor.is_meta:
         reason = "on the meta device and has no data. Materialise the model before attaching"
     elif any(stride == 0 and size > 1 for stride, size in _strides(tensor)):

@@ -23,7 +23,7 @@ def refuse_optimizer(optimizer: Any) -> None:
     kinds = {kind.__name__ for one in each for kind in type(one).__mro__}
     if "PostLocalSGDOptimizer" in kinds:
         raise UnsupportedStateError(
-            "PostLocalSGDOptimizer lets ranks train apart between its averagings: weights and "
+            "PostLocalSGDOptimizer lets ranks diverge between its averages: weights and "
             "momentum differ from rank to rank, and this package is for replicated state. Train "
             "with the optimizer inside it (its attribute 'optim') and DDP's own allreduce, or save "
             "each rank's state by itself."
@@ -43,14 +43,14 @@ def _refuse_hollow(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedStateError(
-            f"{name} is not a torch.optim.Optimizer, and none is in its attributes; its step could "
-            "not be held back until the copies are complete. Give the checkpointer the "
-            "torch.optim.Optimizer whose step() it calls"
+            f"{name} is not a torch.optim.Optimizer, and none is in its attributes; its step can "
+            "not be delayed until all copies are complete. Give the checkpointer the "
+            "torch.optim.Optimizer that it steps"
         )
     raise UnsupportedStateError(
         f"{name} was made without torch.optim.Optimizer's __init__, so its "
-        "step could not be held back until the copies are complete. Let its __init__ call "
-        "super().__init__(params, defaults), or give the checkpointer another one, if that makes "
+        "step cannot be delayed until all copies are complete. Let its __init__ call "
+        "super().__init__(params, defaults), or give the checkpointer the optimizer that makes "
         "the steps."
     )
 
@@ -79,10 +79,10 @@ def unstorable(
     """An error about a value of an optimizer that cannot be stored, with advice."""
     why = str(error).split(". ")[0].split(" is ", 1)[-1]
     return UnsupportedStateError(
-        f"{class_name(optimizer)}.{where} is {why}. Two hooks of the optimizer let it be stored: "
-        "register_state_dict_post_hook, where a copy of the state_dict gets numbers, strings, "
-        "tensors or containers of them in its place, and register_load_state_dict_pre_hook, where "
-        "it is made of these again (docs/models.md shows both)"
+        f"{class_name(optimizer)}.{where} is {why}. Two hooks of the optimizer make it storable: "
+        "register_state_dict_post_hook, which puts numbers, strings, tensors or containers of them "
+        "in its place in a copy of the state_dict, and register_load_state_dict_pre_hook, which "
+        "makes it again from these (docs/models.md shows both)"
     )
 
 

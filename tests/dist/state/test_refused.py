@@ -60,7 +60,7 @@ def averaging_now_and_then() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_ranks_that_train_apart_are_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     for text, left in ranks(2).run(refused_apart, Place.under(tmp_path, shm_dir)):
-        assert "PostLocalSGDOptimizer lets ranks train apart" in text
+        assert "PostLocalSGDOptimizer lets ranks diverge" in text
         assert left == []
 
 

@@ -371,7 +371,7 @@ def test_nothing_but_what_is_committed_can_be_fetched(tmp_path: Path) -> None:
         for offset, length in ((-1, 9), (0, -1), (0, 1 << 40)):
             stem = parity_key_of(1, CODE).stem
             link.send({"op": "fetch", "stem": stem, "offset": offset, "length": length, "copy": ""})
-            assert "cannot be asked for" in link.receive(20)["error"]
+            assert "cannot be requested" in link.receive(20)["error"]
         caller.drop(link)
 
 

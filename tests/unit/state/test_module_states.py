@@ -128,7 +128,7 @@ def test_scripts_are_refused_and_what_they_were_made_of_goes(settings: Any) -> N
 
 
 def test_the_name_that_the_checkpoint_needs_is_refused() -> None:
-    with pytest.raises(tierckpt.ConfigError, match="needs that name itself"):
+    with pytest.raises(tierckpt.ConfigError, match="this name is reserved"):
         TrainingState(Overridden(), {}, extra={MODULE_STATES: Overridden()})
 
 
