@@ -13,12 +13,12 @@ from typing import Any
 
 from tierckpt._text import some
 from tierckpt.errors import ConfigError, RestoreError
-from tierckpt.state.custom_values import strangers
+from tierckpt.state.custom_values import foreign_values
 
 
 def refuse_unknown(parts: Mapping[str, Any], where: str) -> None:
     """Raise RestoreError where a value in `parts` is a `kinds.ForeignValue`."""
-    found = [*strangers(parts)]
+    found = [*foreign_values(parts)]
     if not found:
         return
     names = some([f"{path} is a {kind.replace(':', '.')}" for path, kind in found], 3)

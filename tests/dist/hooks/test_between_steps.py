@@ -185,4 +185,4 @@ def misnamed(place: Place) -> str:
 
 def test_a_name_that_no_parameter_has_is_refused(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
     for text in ranks(2).run(misnamed, Place.under(tmp_path, shm_dir)):
-        assert "forward_changes: 'haed.bias' is the name of no parameter" in text
+        assert "forward_changes: no parameter has the name 'haed.bias'" in text
