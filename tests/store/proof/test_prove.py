@@ -95,7 +95,7 @@ def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("position", "All random streams are the same, and yet the step was another one"),
+        ("position", "All random streams are equal, and yet the step differs"),
         ("schedule", "Only options of an optimizer (a learning rate) differ"),
         ("python", "The random stream of python is at another place"),
         ("urandom", "not deterministic: step "),
@@ -151,7 +151,7 @@ def images(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("kind", "steps", "said"),
     [
-        ("fails", 100, "nothing in it made a Checkpointer"),
+        ("fails", 100, "and made no Checkpointer"),
         ("exact", 7, "the script ended by itself at version 7, before 9"),
         ("hangs", 100, "made no step for 1 s and was given up"),
     ],

@@ -57,7 +57,7 @@ def test_an_empty_path_is_not_the_working_directory(
     with pytest.raises(SystemExit) as end:
         main([command, empty, *TAKE_A_PLACE[command]])
     assert end.value.code == 2
-    assert "argument PATH: it is empty; name a directory" in capsys.readouterr().err
+    assert "argument PATH: the path is empty; give a directory" in capsys.readouterr().err
 
 
 def test_in_quotes_too_a_tilde_is_the_home_directory(

@@ -150,7 +150,7 @@ def test_a_timeline_of_another_run_is_refused(
     (tmp_path / "h.json").write_text(json.dumps(entries))
     command = ["trace", "summary", "--ours", *traces, "--horovod", str(tmp_path / "h.json")]
     assert main.main(command) == 1
-    assert "are they of one run?" in capsys.readouterr().err
+    assert "give files of one run" in capsys.readouterr().err
 
 
 def test_a_process_set_without_horovods_rank_0_is_not_in_its_timeline(

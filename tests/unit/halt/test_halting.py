@@ -150,12 +150,12 @@ def test_the_command_asks_adds_shows_and_clears(
     assert request_file.read(tmp_path) == HaltRequest(False, 100, NOON, 90.0)
     capsys.readouterr()
     assert main(["halt", place, "--show"]) == 0
-    assert "to end: after version 100, or 90 seconds before 2027-01-15" in capsys.readouterr().out
+    assert "to stop: after version 100, or 90 seconds before 2027-01-15" in capsys.readouterr().out
     assert main(["halt", place, "--now", "--clear"]) == 0
     assert request_file.read(tmp_path) == HaltRequest(now=True)
     assert main(["halt", place, "--clear"]) == 0
     assert request_file.read(tmp_path) is None
-    assert "may go on" in capsys.readouterr().out
+    assert "may continue" in capsys.readouterr().out
     assert main(["halt", place, "--clear"]) == 0
     assert list(tmp_path.iterdir()) == [claim]
 
@@ -185,7 +185,7 @@ def test_the_command_refuses_a_directory_where_no_job_would_look(
         (tmp_path / left).mkdir() if left.endswith("/") else (tmp_path / left).touch()
     asked = main(["halt", str(tmp_path), "--now"]) == 0
     assert asked == seen == (request_file.read(tmp_path) is not None)
-    assert ("no job has left anything in" in capsys.readouterr().err) != seen
+    assert ("no job has written to" in capsys.readouterr().err) != seen
     assert main(["halt", str(tmp_path), "--now", "--force"]) == 0
     assert request_file.read(tmp_path) == HaltRequest(now=True)
 
@@ -199,9 +199,9 @@ def test_where_no_job_ever_was_none_is_said_to_go_on(
         assert main(["halt", str(path), *asked]) == 1
         out, told = capsys.readouterr()
         assert (out, str(path) in told) == ("", True)
-        assert "no job has left anything in" in told or "cannot be used" in told
+        assert "no job has written to" in told or "cannot be used" in told
     assert main(["halt", str(tmp_path), *asked, "--force"]) == 0
-    assert "may go on" in capsys.readouterr().out
+    assert "may continue" in capsys.readouterr().out
 
 
 def test_the_command_says_who_will_read_the_request(
@@ -210,7 +210,7 @@ def test_the_command_says_who_will_read_the_request(
     (tmp_path / ".claim.9f8e7d6c.0").touch()
     assert main(["halt", str(tmp_path), "--now"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first == f"{tmp_path}: the job is to end: now"
+    assert first == f"{tmp_path}: the job is asked to stop: now"
     assert second.startswith(f"{tmp_path}: no job on this machine looks there now; ")
 
 
@@ -222,18 +222,18 @@ def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
     assert request_file.read(tmp_path / "ckpts") == HaltRequest(now=True)
     assert main(["halt", str(tmp_path / "mount" / "ckpts"), "--now", "--force"]) == 1
     told = capsys.readouterr().err
-    assert f"{tmp_path}/mount is not there; make it, unless it should have been mounted" in told
+    assert f"{tmp_path}/mount does not exist; mount it, or make it" in told
     assert not (tmp_path / "mount").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "nothing is asked for"),
+        ([], "no condition is given"),
         (["--before", "noon"], "'noon' is no time"),
         (["--before", "0001-01-01"], "'0001-01-01' is no time|before_seconds is -"),
         (["--before", "9999-12-31T23:59"], "the year 9999, or later"),
-        (["--now"], "cannot be used: .*No such file.*directory of the job's checkpoints"),
+        (["--now"], "cannot be used: .*No such file.*give the job's checkpoint directory"),
     ],
 )
 def test_the_command_says_what_is_wrong(
@@ -278,7 +278,7 @@ def test_the_command_refuses_a_url(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s3:" / "bucket").mkdir(parents=True)
     assert main(["halt", "s3://bucket", *arguments]) == 1
-    assert "s3://bucket is a URL, and no job looks for requests there" in capsys.readouterr().err
+    assert "s3://bucket is a URL, and jobs do not watch URLs" in capsys.readouterr().err
     assert list((tmp_path / "s3:" / "bucket").iterdir()) == []
 
 
@@ -300,7 +300,7 @@ def test_the_command_says_whose_margin_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["halt", str(tmp_path), "--before", "2027-01-15T08:00+00:00", "--force"]) == 0
-    assert "to end: the job's halt_seconds_left before 2027-01-15" in capsys.readouterr().out
+    assert "to stop: the job's halt_seconds_left before 2027-01-15" in capsys.readouterr().out
 
 
 # --- looking for requests ------------------------------------------------------------------------
