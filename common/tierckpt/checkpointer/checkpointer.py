@@ -556,7 +556,7 @@ class Checkpointer:
             self._agreement.close_asked = True
             return
         with self._end():
-            self._halt.be_calm()
+            self._halt.disarm()
             remove = self._finish()
             drifted = self._replicas.error
             self._reports.emit("closed", message=self.exit_reason or "the training's end")
@@ -773,7 +773,7 @@ class Checkpointer:
         self._unchanged.compare(agreed.unchanged)
         if self._agreement.superseded_earlier(self._history.generation):
             self._resources.clear(self._node)
-        unattended = self._halt.hear(agreed)
+        unattended = self._halt.receive(agreed)
         take, vote = self._rounds.decide(self.version, agreed, force), self.own_vote()
         if self._replicas.refusing or self._agreement.parted is not None:
             if self._replicas.asking:  # it may turn out that nothing differs

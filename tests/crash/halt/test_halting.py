@@ -133,7 +133,7 @@ libc = ctypes.CDLL(None)
 libc.pthread_mutex_lock(lock)
 libc.pthread_mutex_lock(lock)
 """
-SLEEPS = "while not signals.came: time.sleep(0.001)\n"
+SLEEPS = "while not signals.received: time.sleep(0.001)\n"
 HEARD = 'print("heard", flush=True)\ntime.sleep(60)\n'
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -188,11 +188,11 @@ def test_a_process_that_hangs_in_a_collective_ends(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("calm", "status"), [("signals.be_calm()\n", 0), ("", 128 + signal.SIGTERM)]
+    ("disarm", "status"), [("signals.disarm()\n", 0), ("", 128 + signal.SIGTERM)]
 )
-def test_one_that_is_at_its_end_may_take_its_time(start: Start, calm: str, status: int) -> None:
+def test_one_that_is_at_its_end_may_take_its_time(start: Start, disarm: str, status: int) -> None:
     """And one that is not may not take so long: its end would come far beyond its patience."""
-    wait = f"{calm}{SLEEPS}first = time.monotonic()\n"
+    wait = f"{disarm}{SLEEPS}first = time.monotonic()\n"
     wait += "while time.monotonic() < first + 2: time.sleep(0.01)\nprint('done')\n"
     process = start(wait, patience_seconds=0.1)
     process.send_signal(signal.SIGTERM)
@@ -204,7 +204,7 @@ def test_a_forked_child_ends_when_told_so_and_its_parent_hears_nothing(start: St
     child = "read, write = os.pipe()\nchild = os.fork()\n"
     child += "if not child:\n  os.write(write, b'!')\n  time.sleep(60)\n  os._exit(1)\n"
     child += "os.read(read, 1)\nos.kill(child, signal.SIGTERM)\n"
-    child += "print(os.waitpid(child, 0)[1], signals.came, flush=True)\n"
+    child += "print(os.waitpid(child, 0)[1], signals.received, flush=True)\n"
     process = start(child)
     assert process.stdout is not None
     assert process.stdout.readline() == f"{int(signal.SIGTERM)} None\n"

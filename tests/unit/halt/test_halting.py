@@ -28,7 +28,7 @@ from tierckpt.errors import ConfigError, FormatError
 from tierckpt.group import Node
 from tierckpt.halt import controller as halting
 from tierckpt.halt import request_file
-from tierckpt.halt.controller import HaltController, Lookout, watched_directories
+from tierckpt.halt.controller import HaltController, RequestWatcher, watched_directories
 from tierckpt.halt.signals import Signals
 
 NOON = 1_800_000_000.0
@@ -211,7 +211,7 @@ def test_the_command_says_who_will_read_the_request(
     assert main(["halt", str(tmp_path), "--now"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"{tmp_path}: the job is asked to stop: now"
-    assert second.startswith(f"{tmp_path}: no job on this machine looks there now; ")
+    assert second.startswith(f"{tmp_path}: no job on this machine watches it now; ")
 
 
 def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
@@ -320,21 +320,21 @@ def until(true: Callable[[], Any]) -> None:
 
 def test_a_request_is_found_replaced_and_forgotten(often: None, tmp_path: Path) -> None:
     elsewhere = tmp_path / "not there yet"
-    lookout = Lookout([str(tmp_path), str(elsewhere)])
+    watcher = RequestWatcher([str(tmp_path), str(elsewhere)])
     try:
         request_file.write(tmp_path, HaltRequest(after_version=5))
-        until(lambda: lookout.requests == (HaltRequest(after_version=5),))
+        until(lambda: watcher.requests == (HaltRequest(after_version=5),))
         elsewhere.mkdir()
         request_file.write(elsewhere, HaltRequest(now=True))
-        until(lambda: len(lookout.requests) == 2)
-        assert f"tierckpt halt {tmp_path} --clear, " in lookout.advice()
+        until(lambda: len(watcher.requests) == 2)
+        assert f"tierckpt halt {tmp_path} --clear, " in watcher.advice()
         request_file.clear(elsewhere)
         (tmp_path / request_file.FILE_NAME).write_text("what?")
-        until(lambda: lookout.problems)
-        assert lookout.requests == ()
-        assert f"a halt request in {tmp_path} is passed over" in lookout.problems[0]
+        until(lambda: watcher.problems)
+        assert watcher.requests == ()
+        assert f"a halt request in {tmp_path} is passed over" in watcher.problems[0]
     finally:
-        lookout.close()
+        watcher.close()
 
 
 @pytest.mark.parametrize(
@@ -350,25 +350,25 @@ def test_what_is_no_request_is_passed_over_and_the_next_one_found(
     content: bytes, often: None, tmp_path: Path
 ) -> None:
     (tmp_path / request_file.FILE_NAME).write_bytes(content)
-    lookout = Lookout([str(tmp_path)])
+    watcher = RequestWatcher([str(tmp_path)])
     try:
-        until(lambda: lookout.problems)
-        assert f"a halt request in {tmp_path} is passed over" in lookout.problems[0]
+        until(lambda: watcher.problems)
+        assert f"a halt request in {tmp_path} is passed over" in watcher.problems[0]
         request_file.write(tmp_path, HaltRequest(now=True))
-        until(lambda: lookout.requests == (HaltRequest(now=True),))
-        assert lookout.problems == ()
+        until(lambda: watcher.requests == (HaltRequest(now=True),))
+        assert watcher.problems == ()
     finally:
-        lookout.close()
+        watcher.close()
 
 
 def test_a_fifo_is_no_request(often: None, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / request_file.FILE_NAME)
-    lookout = Lookout([str(tmp_path)])
+    watcher = RequestWatcher([str(tmp_path)])
     try:
-        until(lambda: lookout.problems)
+        until(lambda: watcher.problems)
     finally:
-        lookout.close()
-    assert "no regular file in the place of a file" in lookout.problems[0]
+        watcher.close()
+    assert "no regular file in the place of a file" in watcher.problems[0]
 
 
 def test_who_looks_where() -> None:
@@ -387,20 +387,20 @@ def test_the_advice_can_be_pasted_into_a_shell(often: None, tmp_path: Path) -> N
     place = tmp_path / "my run; rm"
     place.mkdir()
     request_file.write(place, HaltRequest(now=True))
-    lookout = Lookout([str(place)])
+    watcher = RequestWatcher([str(place)])
     try:
-        until(lookout.advice)
-        command = lookout.advice().partition(": ")[2]
+        until(watcher.advice)
+        command = watcher.advice().partition(": ")[2]
         assert shlex.split(command) == ["tierckpt", "halt", str(place), "--clear"]
     finally:
-        lookout.close()
+        watcher.close()
 
 
 def test_a_rank_that_does_not_look_has_no_thread() -> None:
     before = threading.active_count()
-    lookout = Lookout([])
+    watcher = RequestWatcher([])
     assert threading.active_count() == before
-    lookout.close()
+    watcher.close()
 
 
 # --- signals -------------------------------------------------------------------------------------
@@ -427,11 +427,11 @@ def listen() -> Iterator[Callable[..., Signals]]:
 
 def test_a_signal_is_remembered_and_ends_nothing(listen: Any) -> None:
     signals = listen("SIGUSR1, sigterm")
-    assert signals.came is None
+    assert signals.received is None
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert signals.came is signal.SIGTERM
+    assert signals.received is signal.SIGTERM
 
 
 def test_who_was_there_before_is_told_too(listen: Any) -> None:
@@ -441,21 +441,21 @@ def test_who_was_there_before_is_told_too(listen: Any) -> None:
     inner = listen("SIGUSR1")
     os.kill(os.getpid(), signal.SIGUSR1)
     assert told == [signal.SIGUSR1]
-    assert signals.came is inner.came is signal.SIGUSR1
+    assert signals.received is inner.received is signal.SIGUSR1
 
 
 def test_where_ranks_cannot_agree_a_signal_does_what_it_always_did(listen: Any) -> None:
     seen: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
     signals = listen("SIGUSR1")
-    signals.hand_on()
+    signals.redeliver()
     signal.raise_signal(signal.SIGUSR1)
-    signals.hand_on()
+    signals.redeliver()
     assert seen == [signal.SIGUSR1], "the script's handler was called when it came"
     interrupted = listen("SIGINT")
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        interrupted.hand_on()
+        interrupted.redeliver()
 
 
 def test_without_a_signal_all_is_as_before(listen: Any) -> None:
@@ -479,7 +479,7 @@ def test_between_a_clean_end_and_the_process_s_the_same_request_kills_nobody(lis
     signals.close()
     os.kill(os.getpid(), signal.SIGUSR1)
     later = listen("SIGUSR1")
-    assert later.came is None
+    assert later.received is None
     later.close()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL, "not chained to what is over"
 
@@ -488,15 +488,15 @@ def test_what_others_decided_about_a_signal_stands(listen: Any) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signals = listen("SIGUSR1")
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-    assert "told to ignore it" in signals.left_alone[signal.SIGUSR1]
+    assert "this process ignores it" in signals.unhandled[signal.SIGUSR1]
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     with (Path(os.devnull)).open("w") as nowhere:
         faulthandler.register(signal.SIGUSR2, file=nowhere)
         try:
             signals = listen("SIGUSR2")
-            assert "not Python's" in signals.left_alone[signal.SIGUSR2]
+            assert "not Python's" in signals.unhandled[signal.SIGUSR2]
             os.kill(os.getpid(), signal.SIGUSR2)
-            assert signals.came is None
+            assert signals.received is None
         finally:
             faulthandler.unregister(signal.SIGUSR2)
 
@@ -508,7 +508,7 @@ def test_on_another_thread_nothing_is_heard_and_nothing_breaks() -> None:
     thread.join()
     made[0].passed_boundary()
     made[0].close()
-    assert "main thread" in made[0].left_alone[signal.SIGUSR1]
+    assert "main thread" in made[0].unhandled[signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
@@ -551,7 +551,7 @@ def make_rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
 
 def boundary(ranks: list[Rank], version: int, agreed: Vote) -> tuple[list[bool], Vote]:
     """What each does at a boundary, in the checkpointer's order; and what they then agree on."""
-    ends = [rank.halting.hear(agreed) for rank in ranks]
+    ends = [rank.halting.receive(agreed) for rank in ranks]
     cast = [rank.halting.vote(version) for rank in ranks]
     votes = [Vote(halt=reason, unattended=int(silent)).pack() for reason, silent in cast]
     return ends, Vote.unpack([min(column) for column in zip(*votes, strict=True)])
@@ -563,7 +563,7 @@ def test_all_ranks_learn_of_it_one_boundary_later(make_rank: Any, tmp_path: Path
         place.mkdir()
     request_file.write(places[1], HaltRequest(after_version=4))
     ranks = [make_rank(place) for place in places]
-    until(lambda: ranks[1].halting._lookout.requests)
+    until(lambda: ranks[1].halting._watcher.requests)
     agreed, answers = Vote(), []
     for version in range(1, 6):
         ends, agreed = boundary(ranks, version, agreed)
@@ -608,7 +608,7 @@ def test_how_long_before_a_time_a_job_ends(
     """The request's own margin, or the configured one; without either it is after that time."""
     request_file.write(tmp_path, HaltRequest(before_seconds=NOON, seconds_left=seconds_left))
     rank = make_rank(halt_seconds_left=configured)
-    until(lambda: rank.halting._lookout.requests)
+    until(lambda: rank.halting._watcher.requests)
     found = []
     for seconds in (NOON - margin - 1, NOON - margin):
         monkeypatch.setattr(time, "time", lambda at=seconds: at)
@@ -660,7 +660,7 @@ def test_how_long_an_end_may_take(
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     named = {} if end_in is None else {"SLURM_JOB_END_TIME": str(NOON + end_in)}
     halting = make_rank(environment=named).halting
-    halting.hear(Vote(halt=agreed))
+    halting.receive(Vote(halt=agreed))
     granted = halting.seconds_to_wait()
     assert (NEVER if granted is None else granted) == disk
     assert halting.seconds_for_others() == others
@@ -671,9 +671,9 @@ def test_what_a_signal_grants_is_counted_from_when_it_came(
 ) -> None:
     """The boundary at which all ranks agree on it may be an evaluation later."""
     halting = make_rank(halt_signals="").halting
-    monkeypatch.setattr(Signals, "came_seconds", 1000.0)
+    monkeypatch.setattr(Signals, "received_seconds", 1000.0)
     monkeypatch.setattr(time, "monotonic", lambda: 1012.0)
-    halting.hear(Vote(halt=Reason.SIGNAL))
+    halting.receive(Vote(halt=Reason.SIGNAL))
     assert halting.seconds_for_others() == pytest.approx(20 - 12)
 
 
@@ -692,7 +692,7 @@ def test_who_parted_is_ended_by_a_signal_unless_the_end_was_agreed_on(
     halting.vote(1)
     signal.raise_signal(signal.SIGINT)
     if agreed:
-        halting.hear(Vote(halt=Reason.SIGNAL))
+        halting.receive(Vote(halt=Reason.SIGNAL))
         halting.end_alone()
     else:
         with pytest.raises(KeyboardInterrupt):
@@ -704,12 +704,12 @@ def test_a_signal_is_the_most_urgent_reason(make_rank: Any, tmp_path: Path) -> N
     request_file.write(tmp_path, HaltRequest(now=True))
     rank = make_rank(halt_signals="SIGUSR1")
     try:
-        until(lambda: rank.halting._lookout.requests)
+        until(lambda: rank.halting._watcher.requests)
         assert rank.halting.vote(1)[0] is Reason.NOW
         os.kill(os.getpid(), signal.SIGUSR1)
         assert rank.halting.vote(2)[0] is Reason.SIGNAL
-        assert ("SIGUSR1 came to this rank", logging.WARNING) in rank.said
-        rank.halting.hear(Vote(halt=Reason.SIGNAL))
+        assert ("this rank received SIGUSR1", logging.WARNING) in rank.said
+        rank.halting.receive(Vote(halt=Reason.SIGNAL))
         assert "a signal told some rank to end" in rank.texts()
     finally:
         rank.halting.close()
