@@ -119,7 +119,7 @@ def test_times_as_people_write_them() -> None:
     }
     for text, expected in at.items():
         assert request_file.parse_time(text, now) == expected.timestamp(), text
-    with pytest.raises(ConfigError, match="'tomorrow' is no time; give HH:MM"):
+    with pytest.raises(ConfigError, match="'tomorrow' is not a time; give HH:MM"):
         request_file.parse_time("tomorrow", now)
 
 
@@ -230,8 +230,8 @@ def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
     ("arguments", "said"),
     [
         ([], "no condition is given"),
-        (["--before", "noon"], "'noon' is no time"),
-        (["--before", "0001-01-01"], "'0001-01-01' is no time|before_seconds is -"),
+        (["--before", "noon"], "'noon' is not a time"),
+        (["--before", "0001-01-01"], "'0001-01-01' is not a time|before_seconds is -"),
         (["--before", "9999-12-31T23:59"], "the year 9999, or later"),
         (["--now"], "cannot be used: .*No such file.*give the job's checkpoint directory"),
     ],
@@ -332,7 +332,7 @@ def test_a_request_is_found_replaced_and_forgotten(often: None, tmp_path: Path) 
         (tmp_path / request_file.FILE_NAME).write_text("what?")
         until(lambda: watcher.problems)
         assert watcher.requests == ()
-        assert f"a halt request in {tmp_path} is passed over" in watcher.problems[0]
+        assert f"a halt request in {tmp_path} is ignored" in watcher.problems[0]
     finally:
         watcher.close()
 
@@ -353,7 +353,7 @@ def test_what_is_no_request_is_passed_over_and_the_next_one_found(
     watcher = RequestWatcher([str(tmp_path)])
     try:
         until(lambda: watcher.problems)
-        assert f"a halt request in {tmp_path} is passed over" in watcher.problems[0]
+        assert f"a halt request in {tmp_path} is ignored" in watcher.problems[0]
         request_file.write(tmp_path, HaltRequest(now=True))
         until(lambda: watcher.requests == (HaltRequest(now=True),))
         assert watcher.problems == ()
@@ -494,7 +494,7 @@ def test_what_others_decided_about_a_signal_stands(listen: Any) -> None:
         faulthandler.register(signal.SIGUSR2, file=nowhere)
         try:
             signals = listen("SIGUSR2")
-            assert "not Python's" in signals.unhandled[signal.SIGUSR2]
+            assert "a handler outside Python" in signals.unhandled[signal.SIGUSR2]
             os.kill(os.getpid(), signal.SIGUSR2)
             assert signals.received is None
         finally:
@@ -628,7 +628,7 @@ def test_an_end_that_is_over_is_not_heeded(make_rank: Any) -> None:
     """A job whose allocation was prolonged keeps the old one in its environment."""
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "1"})
     assert rank.halting.vote(1)[0] is Reason.NONE
-    assert "SLURM_JOB_END_TIME is '1', which is over already" in rank.texts()
+    assert "SLURM_JOB_END_TIME is '1', which is in the past" in rank.texts()
 
 
 NEVER = math.inf
@@ -680,7 +680,7 @@ def test_what_a_signal_grants_is_counted_from_when_it_came(
 def test_an_end_that_is_no_time_is_told_as_it_is(make_rank: Any) -> None:
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "tomorrow"})
     rank.halting.vote(1)
-    assert "SLURM_JOB_END_TIME is 'tomorrow', which is no Unix time in seconds" in rank.texts()
+    assert "SLURM_JOB_END_TIME is 'tomorrow', which is not a Unix time in seconds" in rank.texts()
     assert "is not set" not in rank.texts()
 
 
