@@ -38,7 +38,7 @@ def test_torchrun_with_a_loop_that_nobody_touched(tmp_path: Path, shm_dir: Path)
     assert "exact: killed with SIGKILL at step 5, resumed from " in out
     assert "to 8 are bit for bit as in the run that was not killed (2 ranks, 11 tensors" in out
     assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer 'opti" in out
-    assert "Give it along: extra={'schedule': schedule}" in out
+    assert "Give it, too: extra={'schedule': schedule}" in out
     assert "not compared: no epoch ended before the kill" in out
     assert re.search(r"give --epochs, or --kill-after \d+ --steps \d+\n", out)
     assert [*tmp_path.glob("tierckpt-*")] == []

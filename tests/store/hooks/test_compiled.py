@@ -123,7 +123,7 @@ def test_boundaries_of_one_that_is_compiled_later_are_seen(
 @pytest.mark.skipif(torch.__version__ < "2.8", reason="this torch tells no reasons")
 def test_a_graph_that_cannot_be_whole_tells_what_to_do(shm_dir: Path, tmp_path: Path) -> None:
     loop = Loop(torchs_own, wrapped, shm_dir, tmp_path, "forward", fullgraph=True)
-    with pytest.raises(Exception, match="call the checkpointer's step\\(\\) once an iteration"):
+    with pytest.raises(Exception, match="call the checkpointer's step\\(\\) once per iteration"):
         loop.steps(1)
     loop.ckpt.abandon()
 

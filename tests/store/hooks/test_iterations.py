@@ -94,10 +94,10 @@ def test_steps_without_a_call_are_an_error_and_no_version(settings: dict[str, An
         ((severity, said),) = loop.warnings
         assert severity == logging.ERROR
         assert f"the optimizer made {STEPS_UNTIL_CALL} steps" in said
-        assert "no checkpoint is taken until it is" in said
-        assert "Call checkpointer.step() once an iteration, after optimizer.step()" in said
-        assert 'where the loop cannot be changed, set boundary="forward"' in said
-        assert "more than 16 steps in one iteration need do nothing" in said
+        assert "no checkpoint is taken: the optimizer made" in said
+        assert "Call checkpointer.step() once per iteration, after optimizer.step()" in said
+        assert 'If you cannot change the loop, set boundary="forward"' in said
+        assert "more than 16 steps in one iteration needs no change" in said
         loop.steps(3 * PER_CALL)
         assert (loop.ckpt.version, loop.ckpt.iteration) == (0, 0)
         steps = STEPS_UNTIL_CALL + 3 * PER_CALL
@@ -167,8 +167,8 @@ def test_a_call_of_step_does_nothing_where_forward_passes_are_boundaries(
             assert (loop.ckpt.version, loop.ckpt.iteration) == (2, 0)
         ((severity, said),) = loop.warnings
         assert severity == logging.ERROR
-        assert 'step() of the checkpointer does nothing with boundary="forward"' in said
-        assert 'give the argument boundary="explicit"' in said
+        assert "step() of the checkpointer does nothing but take `metric`" in said
+        assert 'set boundary="explicit"' in said
         loop.steps(STEPS_UNTIL_FORWARD)
         loop.ckpt.step()
         loop.ckpt.wait()
@@ -280,8 +280,8 @@ def test_a_restart_with_forward_gets_the_calls_and_a_warning(settings: dict[str,
         assert (int(restored), restored.iteration_counts) == (2, "calls")
         ((severity, said),) = loop.warnings
         assert severity == logging.WARNING
-        assert f"restore() returns 2, the calls of step() up to v{2 * PER_CALL}" in said
-        assert 'give the argument boundary="explicit"' in said
+        assert f"restore() returns 2: v{2 * PER_CALL} was taken with" in said
+        assert 'set boundary="explicit"' in said
         loop.steps(4)
         assert loop.ckpt.version == 2 * PER_CALL + 3
     with killed(**settings) as loop:
@@ -300,8 +300,8 @@ def test_a_restart_with_explicit_gets_the_steps_and_a_warning(settings: dict[str
         assert (int(restored), restored.iteration_counts) == (PER_CALL - 1, "steps")
         ((severity, said),) = loop.warnings
         assert severity == logging.WARNING
-        assert f"restore() returns {PER_CALL - 1}, the optimizer steps up to v" in said
-        assert 'To go on counting steps, set boundary="forward"' in said
+        assert f"restore() returns {PER_CALL - 1}: v" in said
+        assert 'To keep counting steps, set boundary="forward"' in said
         for _ in range(2):
             loop.steps(2)
             loop.ckpt.step()

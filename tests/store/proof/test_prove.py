@@ -119,7 +119,7 @@ def test_what_was_not_put_to_the_test_is_said(capsys: pytest.CaptureFixture[str]
     assert "not compared: no epoch ended in these steps." in out
     assert "not compared: no learning rate changed in these steps" in out
     assert "not in the checkpoints: LambdaLR sets the learning rate of optimizer" in out
-    assert "Give it along: extra={'schedule': schedule}" in out
+    assert "Give it, too: extra={'schedule': schedule}" in out
     (how,) = re.findall(r"give --epochs, or (--kill-after \d+ --steps \d+)\n", out)
     assert prove("--epochs", "--dir", "other", kind="epochs") == 1
     out = capsys.readouterr().out
