@@ -369,7 +369,7 @@ def all_alike(name: str, place: Place, boundaries: int) -> dict[str, Any]:
     ckpt.abandon()
     loud = [e for e in events if e.severity >= logging.WARNING and e.name != "skipped"]
     # After a hundred steps towards zero some case has come to where nothing changes any more.
-    told = [e.text() for e in loud if "bit for bit alike" not in e.message]
+    told = [e.text() for e in loud if "equal bit for bit" not in e.message]
     return {"told": told, "clean": clean, "version": version}
 
 
