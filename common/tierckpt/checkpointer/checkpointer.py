@@ -514,7 +514,7 @@ class Checkpointer:
     @property
     def _amid(self) -> bool:
         """A callback asks that is called amid something: a step, a boundary, another method."""
-        return self._saving or self.log.telling + self._callbacks.telling > 0
+        return self._saving or self.log.depth + self._callbacks.depth > 0
 
     def _refuse_amid(self, what: str, error: type[TierckptError]) -> None:
         """Of what takes all ranks, which hear of events at different moments."""
