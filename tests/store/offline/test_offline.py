@@ -492,7 +492,7 @@ def test_what_may_not_be_looked_into_is_named_and_the_rest_is_told(
         assert sum("a restart takes this" in line for line in lines) == 1
         told = [line for line in lines if line.startswith("cannot be read: ")]
         assert told == [f"cannot be read: {closed}: [Errno 13] Permission denied: '{closed}'"]
-        assert error.startswith("tierckpt: not all could be looked at")
+        assert error.startswith("tierckpt: not all places could be read")
         assert main(["verify", *paths]) == 1
         lines, error = texts(capsys)
         assert [line.rpartition(": ")[2] for line in lines] == ["sound"] * STEPS
@@ -500,7 +500,7 @@ def test_what_may_not_be_looked_into_is_named_and_the_rest_is_told(
         assert main(["export", *paths, str(out)]) == 1
         lines, error = texts(capsys)
         assert any(line.startswith(f"passed over: {closed}: ") for line in lines)
-        assert error == f"tierckpt: not all could be looked at: there may be more than v{STEPS}\n"
+        assert error == f"tierckpt: not all places could be read: there may be more than v{STEPS}\n"
         assert torch.load(out, weights_only=True)["version"] == STEPS
         # Whoever names a version has that very one.
         assert main(["export", *paths, str(out), "--force", "--version", "5"]) == 0
@@ -568,11 +568,11 @@ def test_what_could_not_be_looked_at_does_not_look_empty(
     (first, *others), error = texts(capsys)
     assert first == "nosuch://bucket/run: no checkpoints that can be read"
     assert others[0].startswith("cannot be read: nosuch://bucket/run: ")
-    assert error.startswith("tierckpt: not all could be looked at")
+    assert error.startswith("tierckpt: not all places could be read")
     assert main(["list", "--json", "nosuch://bucket/run"]) == 1
     out, error = capsys.readouterr()
     assert len(json.loads(out)["problems"]) == 1
-    assert error.startswith("tierckpt: not all could be looked at")
+    assert error.startswith("tierckpt: not all places could be read")
 
 
 def test_of_many_damaged_copies_a_few_are_named(
@@ -812,7 +812,7 @@ def test_what_cannot_be_looked_at_is_no_fresh_start(job: Any, tmp_path: Path) ->
         ended.run(1)
     (tmp_path / "ckpts").chmod(0)
     try:
-        with as_anybody(), pytest.raises(RestoreError, match="not all could be looked at"):
+        with as_anybody(), pytest.raises(RestoreError, match="not all places could be read"):
             tierckpt.latest(tmp_path / "ckpts")
     finally:
         (tmp_path / "ckpts").chmod(0o755)

@@ -140,8 +140,8 @@ def test_an_export_imports_what_it_is_told_to(
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (MODULE, f"{MODULE} is imported and has it no more: take the release that wrote it"),
-        ("__main__", "Its script defines it: load it in a script that defines the same"),
+        (MODULE, f"{MODULE} is imported but does not define it any more: use the release that wrote it"),
+        ("__main__", "Its script defines it: load it in a script with the same definition"),
     ],
 )
 def test_where_an_import_would_not_help_it_is_not_advised(

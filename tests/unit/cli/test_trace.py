@@ -125,7 +125,7 @@ def test_bad_input_is_named(
     (tmp_path / "other.json").write_text('[{"ph": "B", "name": "x", "ts": 1}]')
     for files, problem in (
         ([str(tmp_path / "none.json")], "cannot read"),
-        ([str(tmp_path / "other.json")], "goes behind --horovod"),
+        ([str(tmp_path / "other.json")], "give Horovod's timeline with --horovod"),
         ([traces[0], traces[0]], "both of rank 0"),
         ([*traces, "--horovod", traces[0]], "does not say when it began"),
     ):

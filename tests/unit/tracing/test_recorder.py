@@ -305,7 +305,7 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     log = EventLog(0, callback=heard.append)
     assert open_trace(Config(trace_dir=str(tmp_path)), 0, str, log) is None
     assert (tmp_path / "trace-r00000.json").read_text() == '{"mine": 1}'
-    assert "not a trace of ours" in heard[0].message
+    assert "not a trace of Tierckpt" in heard[0].message
 
 
 def test_a_folder_that_cannot_be_had_costs_a_notice(tmp_path: Path, shm_dir: Path) -> None:

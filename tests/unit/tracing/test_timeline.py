@@ -262,8 +262,8 @@ def test_what_was_written_of_an_array_is_read(text: str, expected: int, tmp_path
     [
         ('[{"a":1},{"a":,},{"a":2}]', "is damaged at character 9"),
         ('[{"a":1},}', "is damaged at character 9"),
-        ('{"a":1}', "is not a trace: it does not begin as"),
-        ("", "is not a trace: it does not begin as"),
+        ('{"a":1}', "is not a trace: it does not start as"),
+        ("", "is not a trace: it does not start as"),
         ("[1, 2]", "is not a trace: character 2 ends 1"),
     ],
 )
