@@ -227,7 +227,10 @@ def test_what_cannot_be_called_is_refused_at_the_start(
     model, optimizer = build()
     with pytest.raises(TypeError, match=said):
         make(model, optimizer, **given, **settings)
-    with make(model, optimizer, **settings) as ckpt, pytest.raises(TypeError, match="not a tierckpt"):
+    with (
+        make(model, optimizer, **settings) as ckpt,
+        pytest.raises(TypeError, match="not a tierckpt"),
+    ):
         ckpt.add_callbacks(3)
 
 

@@ -50,7 +50,7 @@ def test_a_job_in_memory_alone_is_asked_by_its_path(
         job.run(2)
         assert not path.exists()
         shown = halt(path, shm_dir, "--show")
-        assert (shown.returncode, shown.stdout) == (0, f"{path}: the job may go on\n")
+        assert (shown.returncode, shown.stdout) == (0, f"{path}: the job may continue\n")
         asked = halt(path, shm_dir, "--now")
         assert asked.returncode == 0, asked.stderr
         name = JobDirectory.at(

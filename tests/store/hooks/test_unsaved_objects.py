@@ -102,7 +102,7 @@ def test_schedulers_are_named_once_and_not_where_they_were_given(settings: dict[
     assert sorted(text.split()[0] for text in said) == sorted(every)
     (text,) = (text for text in said if text.startswith("StepLR"))
     assert text.startswith(
-        "StepLR sets the learning rate of optimizer 'optimizer', SGD, and nothing"
+        "StepLR sets the learning rate of optimizer 'optimizer', SGD, and no object"
     )
     assert text.endswith("Give it, too: extra={'pace': pace}")
     settings["path"] = settings["path"].with_name("d")
@@ -311,7 +311,7 @@ def test_a_scaler_that_makes_the_steps(given: bool, settings: dict[str, Any]) ->
         assert said == []
         return
     (text,) = said
-    assert text.startswith("GradScaler scales the loss, and nothing that")
+    assert text.startswith("GradScaler scales the loss, and no object given")
     assert text.endswith("Give it, too: extra={'scaler': scaler}")
 
 
@@ -364,7 +364,7 @@ def test_a_loader_that_knows_its_place(given: tuple[str, ...], settings: dict[st
         assert said == []
         return
     (text,) = said
-    assert text.startswith("StatefulDataLoader is in the midst of a pass, and nothing that")
+    assert text.startswith("StatefulDataLoader is in the middle of a pass, and no object given")
     assert text.endswith("Give it, too: extra_per_rank={'data': data}")
 
 

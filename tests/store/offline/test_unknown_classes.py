@@ -140,7 +140,7 @@ def test_an_export_imports_what_it_is_told_to(
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (MODULE, f"{MODULE} is imported but does not define it any more: use the release that wrote it"),
+        (MODULE, f"{MODULE} is imported but does not define it any more: use the release"),
         ("__main__", "Its script defines it: load it in a script with the same definition"),
     ],
 )

@@ -99,7 +99,7 @@ def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFi
         ("schedule", "Only options of an optimizer (a learning rate) differ"),
         ("python", "The random stream of python is at another place"),
         ("urandom", "not deterministic: step "),
-        ("afresh", "not exact: The job that was started again began afresh"),
+        ("afresh", "not exact: The restarted job started from scratch"),
     ],
 )
 def test_each_way_to_be_inexact_is_named(
@@ -152,7 +152,7 @@ def images(folder: Path) -> dict[str, str]:
     ("kind", "steps", "said"),
     [
         ("fails", 100, "and made no Checkpointer"),
-        ("exact", 7, "the script ended by itself at version 7, before 9"),
+        ("exact", 7, "the script ended by itself at version 7, but the test needs version 9"),
         ("hangs", 100, "made no step for 1 s and was given up"),
     ],
 )

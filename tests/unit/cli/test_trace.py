@@ -127,7 +127,7 @@ def test_bad_input_is_named(
         ([str(tmp_path / "none.json")], "cannot read"),
         ([str(tmp_path / "other.json")], "give Horovod's timeline with --horovod"),
         ([traces[0], traces[0]], "both of rank 0"),
-        ([*traces, "--horovod", traces[0]], "does not say when it began"),
+        ([*traces, "--horovod", traces[0]], "has no start time"),
     ):
         assert main.main(["trace", "summary", "--ours", *files]) == 1
         said = capsys.readouterr().err

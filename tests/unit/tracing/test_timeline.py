@@ -264,7 +264,7 @@ def test_what_was_written_of_an_array_is_read(text: str, expected: int, tmp_path
         ('[{"a":1},}', "is damaged at character 9"),
         ('{"a":1}', "is not a trace: it does not start as"),
         ("", "is not a trace: it does not start as"),
-        ("[1, 2]", "is not a trace: character 2 ends 1"),
+        ("[1, 2]", "is not a trace: the entry before character 2 is 1"),
     ],
 )
 def test_what_is_no_trace_is_refused_by_name(text: str, problem: str, tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_bytes_by_type(dtype: str, nbytes: int, tmp_path: Path) -> None:
 
 def test_without_its_beginning_a_timeline_is_of_no_use(tmp_path: Path) -> None:
     (tmp_path / "h.json").write_text('[{"ph": "M", "pid": 0, "name": "process_name", "args": {}}]')
-    with pytest.raises(TimelineError, match=r"h.json does not say when it began"):
+    with pytest.raises(TimelineError, match=r"h.json has no start time"):
         read_horovod(tmp_path / "h.json")
 
 
