@@ -1,4 +1,4 @@
-"""Replicas that differ are found within a round, and named; where all are alike, nothing is."""
+"""Replicas that differ are found within a round, and named; equal replicas raise no alarm."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def net() -> nn.Module:
 
 
 class Trial:
-    """A job whose replicas are damaged, and mended, again and again."""
+    """A job with replicas that are damaged and mended repeatedly."""
 
     def __init__(self, place: Place, optimizer: str, **settings: Any) -> None:
         self.events: list[tierckpt.Event] = []
@@ -88,14 +88,14 @@ class Trial:
         return found
 
     def differing(self) -> list[str]:
-        """By the truth."""
+        """The true difference."""
         mine = {name: exact.tensor_image(t) for name, t in self.tensors().items()}
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, mine)
         return [name for name in mine if any(each[name] != told[0][name] for each in told)]
 
     def mend(self) -> None:
-        """All that is live is as it was when it was `kept`: a flipped bit may have made a NaN."""
+        """Restore all live state from `kept`: a flipped bit may have made a NaN."""
         for name, tensor in self.tensors().items():
             tensor.data.copy_(self.kept[name])
 
@@ -113,8 +113,8 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
 
 
 def damaged(place: Place, optimizer: str, trials: int, seed: int, together: bool) -> dict[str, Any]:
-    """Flip one bit on one rank, see what is found, mend it, and so on. Not `together`: slices are
-    looked at one by one, though they are small."""
+    """Flip one bit on one rank, check the finding, mend it, and repeat. Without `together`, slices
+    are looked at one by one, though they are small."""
     with pytest.MonkeyPatch.context() as patch:
         if not together:
             patch.setattr(replica_check, "LOOK_BYTES", 1)
@@ -202,7 +202,7 @@ def test_one_flipped_bit_is_found_within_a_round(
 
 
 def damaged_by_horovod(place: Place) -> dict[str, Any]:
-    """As `damaged`, a weight and what the optimizer keeps; and several passes a step."""
+    """As `damaged`, with a weight and optimizer state; and several passes per step."""
     job = make_horovod_job(Small, passes=2)
     events: list[tierckpt.Event] = []
     settings = {"replica_check_steps": ROUND, "agent": "inline", "local_every_seconds": 0}
@@ -232,7 +232,7 @@ def damaged_by_horovod(place: Place) -> dict[str, Any]:
 
 
 class Small(Net):
-    """Of one layer."""
+    """A model with one layer."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)
@@ -254,8 +254,8 @@ iterations later ranks ask what differs, and one more later they know it."""
 
 
 def apart(place: Place, cases: list[tuple[str, int]], by_horovod: bool) -> list[tuple[int, int]]:
-    """In each case rank 1 skips its step, or leaves the loop, so many iterations after the flip;
-    all make the same backward passes. Returns versions, and drifts that were told."""
+    """In each case rank 1 skips its step, or leaves the loop, a number of iterations after the
+    flip; all make the same backward passes. Returns versions, and reported drifts."""
     found = []
     for way, late in cases:
         case = Place(f"{place.path}/{way}{late}", place.shm)
@@ -344,7 +344,7 @@ OF_EVERY_KIND = (
 
 
 def all_alike(name: str, place: Place, boundaries: int) -> dict[str, Any]:
-    """Train a case of the matrix as `test_matrix_ranks` does, and say what was complained of."""
+    """Train a case of the matrix as `test_matrix_ranks` does; returns the alarms."""
     by_ddp = not says(NOT_BY_DDP, name)
     alike = not by_ddp or says(ALIKE, name)
     where = (Path(place.path), Path(place.shm))
@@ -386,7 +386,7 @@ def many_alike(names: list[str], place: Place, boundaries: int) -> dict[str, dic
 
 
 def swapped(place: Place) -> tuple[list[str], int | None]:
-    """Weights are swapped for an evaluation behind `wait()`, while a copier would hash them."""
+    """Weights are swapped for an evaluation after `wait()`, while a copier would hash them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digests, "INLINE_BYTES", 0)
         trial = Trial(place, "adamw", release="forward", memory_every_steps=2)

@@ -1,4 +1,4 @@
-"""Traces of real jobs: what happened is in them, and in an order that is possible."""
+"""Traces of real jobs: they contain all events, in a possible order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of(timeline: Timeline, rank: int, version: int, kind: str) -> list[Span]:
 
 
 def check_order(timeline: Timeline, ranks: int, steps: int) -> None:
-    """release <= copy's begin < its end <= barrier's end <= next update, for every version."""
+    """release <= copy's start < its end <= barrier's end <= next update, for every version."""
     assert timeline.ranks() == list(range(ranks))
     for rank in range(ranks):
         updates = timeline.of("update", rank=rank)

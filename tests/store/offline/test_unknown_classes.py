@@ -1,4 +1,5 @@
-"""Values of classes that are not imported where a checkpoint is read: named, never passed off."""
+"""Values of classes that are not imported by the reader: they are named, never replaced
+silently."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ Box = dict[str, Any]
 
 
 class Keeper:
-    """An object of the user's, in `extra`."""
+    """A user's object in `extra`."""
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
@@ -80,7 +81,7 @@ def write(path: Path, kept: Any, where: str) -> None:
 
 
 def written(path: Path, kind: str, where: str) -> None:
-    """By a process that has the class; from now on this one has it not."""
+    """Write it in a process that has the class; this process no longer has it."""
     write(path, kept_in(kind), where)
     del sys.modules[MODULE]
 

@@ -1,7 +1,7 @@
-"""`tierckpt prove` on a script that is exact, and on some that are inexact in one way each.
+"""`tierckpt prove` on a script that is exact, and on scripts that are inexact in one way each.
 
-The runs are processes of their own and killed as such; they only come from the fork server, which
-has imported torch already.
+The runs are separate processes and are killed as such; they come from the fork server, which has
+imported torch already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCRIPT = str(Path(__file__).resolve().parents[2] / "support" / "prove_script.py"
 
 
 class Forked:
-    """As `subprocess.Popen` of a Python script."""
+    """Replaces `subprocess.Popen` for a Python script."""
 
     returncode: int | None = None
 
@@ -78,7 +78,8 @@ def prove(*arguments: object, kind: str = "exact", steps: int = 100) -> int:
 
 
 def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said so, and nothing is left in memory, nor made where its checkpoints would be."""
+    """It is reported as exact, and nothing is left in memory or in the script's own checkpoint
+    folder."""
     assert prove() == 0
     out = capsys.readouterr().out
     assert "exact: killed with SIGKILL at step 5, resumed from " in out
@@ -112,7 +113,7 @@ def test_each_way_to_be_inexact_is_named(
 
 
 def test_what_was_not_put_to_the_test_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """A scheduler that was not given steps at ends of epochs, and these steps pass none."""
+    """A scheduler that was not given steps at the end of an epoch, and these steps contain none."""
     assert prove(kind="epochs") == 0
     out = capsys.readouterr().out
     assert "exact: killed with SIGKILL at step 5" in out

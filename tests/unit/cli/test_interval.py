@@ -1,4 +1,4 @@
-"""`tierckpt interval`, from events as a job writes them and from figures by hand."""
+"""`tierckpt interval`, from a job's events and from times given by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refused(capsys: pytest.CaptureFixture[str], *line: str) -> str:
 
 
 class Story:
-    """A job's events at a pace of our own, written as jobs write them."""
+    """A job's events at a chosen pace, in the form that jobs write."""
 
     def __init__(self, folder: Path, ranks: int = 2) -> None:
         self.now = 1000.0
@@ -87,7 +87,7 @@ def test_a_jobs_own_events_say_what_to_set(
 
 
 def test_a_job_that_ended_as_it_should_did_not_fail(story: Story) -> None:
-    """It came back after a night in the queue, which was no time of the job's either."""
+    """It came back after a night in the queue; that night is not part of the job's time either."""
     story.steps(range(1, 1001))
     story.tell("closed", version=1000)
     story.restarts("local", 1000, after=40_000.0)

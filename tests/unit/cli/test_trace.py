@@ -1,4 +1,4 @@
-"""`tierckpt trace`, and the command line that it is in."""
+"""`tierckpt trace`, and the command line around it."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_timeline_of_another_run_is_refused(
 def test_a_process_set_without_horovods_rank_0_is_not_in_its_timeline(
     traces: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which has the reductions of another set, and they may have the same names."""
+    """The timeline has the reductions of another set, which may have the same names."""
     for rank, path in enumerate(traces):
         trace = Trace(Path(path), rank, 1, lambda _: "", lambda _: None)
         trace.know({})

@@ -1,4 +1,4 @@
-"""Ending early: the conditions, the request in the directory, signals, and what follows."""
+"""Ending early: the conditions, the request file, signals, and their consequences."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_end_of_the_allocation_is_slurms() -> None:
 
 
 def test_only_processes_and_allocations_that_end_are_interruptions() -> None:
-    """The others are what somebody asked for: such a job is not to be started again."""
+    """The other reasons are requests by a user: such a job must not be restarted."""
     found = [reason for reason in Reason if reason.is_interruption]
     assert found == [Reason.SIGNAL, Reason.ALLOCATION]
 
@@ -179,8 +179,8 @@ def test_the_command_asks_adds_shows_and_clears(
 def test_the_command_refuses_a_directory_where_no_job_would_look(
     left: str, seen: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else it is believed to have asked, and the job goes on. A job that is still to start is asked
-    by --force."""
+    """Otherwise the user believes that the job will end, but it continues. For a job that starts
+    later, --force writes the request."""
     if left:
         (tmp_path / left).mkdir() if left.endswith("/") else (tmp_path / left).touch()
     asked = main(["halt", str(tmp_path), "--now"]) == 0
@@ -194,7 +194,7 @@ def test_the_command_refuses_a_directory_where_no_job_would_look(
 def test_where_no_job_ever_was_none_is_said_to_go_on(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever mistypes a path would believe that a request is taken back."""
+    """After a mistyped path the user would believe that the request was withdrawn."""
     for path in (tmp_path, tmp_path / "nowhere"):
         assert main(["halt", str(path), *asked]) == 1
         out, told = capsys.readouterr()
@@ -217,7 +217,7 @@ def test_the_command_says_who_will_read_the_request(
 def test_a_place_is_made_for_a_request_if_it_is_only_the_last_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What would be made above it may be a file system that is not mounted."""
+    """A missing folder above it may be a file system that is not mounted."""
     assert main(["halt", str(tmp_path / "ckpts"), "--now", "--force"]) == 0
     assert request_file.read(tmp_path / "ckpts") == HaltRequest(now=True)
     assert main(["halt", str(tmp_path / "mount" / "ckpts"), "--now", "--force"]) == 1
@@ -259,7 +259,7 @@ def test_the_command_says_what_is_wrong(
 def test_the_command_refuses_what_would_never_or_always_hold(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is asked for stays as it was."""
+    """The current request stays unchanged."""
     standing = HaltRequest(after_version=7)
     request_file.write(tmp_path, standing)
     assert main(["halt", str(tmp_path), *arguments]) == 1
@@ -274,7 +274,7 @@ def test_the_command_refuses_a_url(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It would be taken for the name of a directory, where no job looks."""
+    """The URL would be treated as the name of a directory that no job watches."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s3:" / "bucket").mkdir(parents=True)
     assert main(["halt", "s3://bucket", *arguments]) == 1
@@ -408,7 +408,8 @@ def test_a_rank_that_does_not_look_has_no_thread() -> None:
 
 @pytest.fixture
 def listen() -> Iterator[Callable[..., Signals]]:
-    """`listen("SIGUSR1")`: as in a job that has passed a boundary; all is put back afterwards."""
+    """`listen("SIGUSR1")`: as in a job that has passed a boundary; all handlers are restored
+    afterwards."""
     ours = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
     before = {s: signal.getsignal(s) for s in ours}
     made = []
@@ -550,7 +551,7 @@ def make_rank(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
 
 
 def boundary(ranks: list[Rank], version: int, agreed: Vote) -> tuple[list[bool], Vote]:
-    """What each does at a boundary, in the checkpointer's order; and what they then agree on."""
+    """One boundary of all ranks, in the checkpointer's order; and their agreement."""
     ends = [rank.halting.receive(agreed) for rank in ranks]
     cast = [rank.halting.vote(version) for rank in ranks]
     votes = [Vote(halt=reason, unattended=int(silent)).pack() for reason, silent in cast]
@@ -579,7 +580,7 @@ def test_all_ranks_learn_of_it_one_boundary_later(make_rank: Any, tmp_path: Path
 def test_a_script_that_never_asks_is_ended_and_one_rank_that_asks_is_enough(
     asks: list[int], make_rank: Any
 ) -> None:
-    """The first boundary is too early to tell: a loop asks after it."""
+    """The first boundary is too early: a loop calls should_exit() after it."""
     soon = {"SLURM_JOB_END_TIME": str(time.time() + 3600)}
     ranks = [make_rank(halt_seconds_left=7200, environment=soon), make_rank()]
     agreed, ended = Vote(), []
@@ -605,7 +606,7 @@ def test_how_long_before_a_time_a_job_ends(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The request's own margin, or the configured one; without either it is after that time."""
+    """The request's own margin, or the configured one; without either, after that time."""
     request_file.write(tmp_path, HaltRequest(before_seconds=NOON, seconds_left=seconds_left))
     rank = make_rank(halt_seconds_left=configured)
     until(lambda: rank.halting._watcher.requests)
@@ -625,7 +626,7 @@ def test_no_end_of_the_allocation_is_said_once(make_rank: Any) -> None:
 
 
 def test_an_end_that_is_over_is_not_heeded(make_rank: Any) -> None:
-    """A job whose allocation was prolonged keeps the old one in its environment."""
+    """A job with an extended allocation still has the old end in its environment."""
     rank = make_rank(halt_seconds_left=10, environment={"SLURM_JOB_END_TIME": "1"})
     assert rank.halting.vote(1)[0] is Reason.NONE
     assert "SLURM_JOB_END_TIME is '1', which is in the past" in rank.texts()
@@ -655,7 +656,7 @@ def test_how_long_an_end_may_take(
     make_rank: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The disk that holds the last checkpoint is never left before a signal's grace is over."""
+    """The job stays on the disk with the last checkpoint until a signal's grace is over."""
     monkeypatch.setattr(time, "time", lambda: NOON)
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     named = {} if end_in is None else {"SLURM_JOB_END_TIME": str(NOON + end_in)}
@@ -669,7 +670,7 @@ def test_how_long_an_end_may_take(
 def test_what_a_signal_grants_is_counted_from_when_it_came(
     make_rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The boundary at which all ranks agree on it may be an evaluation later."""
+    """The boundary at which all ranks agree may come an evaluation later."""
     halting = make_rank(halt_signals="").halting
     monkeypatch.setattr(Signals, "received_seconds", 1000.0)
     monkeypatch.setattr(time, "monotonic", lambda: 1012.0)

@@ -1,4 +1,4 @@
-"""What `tierckpt prove` did not put to the test: from records, and from passes over loaders."""
+"""The behaviour that `tierckpt prove` did not test: from records, and from passes over loaders."""
 
 from __future__ import annotations
 
@@ -103,18 +103,19 @@ def test_epochs_that_did_not_end(
 def test_numbers_are_chosen_for_epochs_to_end(
     seen: list[list[list[int]]], chosen: Request | None, tmp_path: Path
 ) -> None:
-    """The first end may be too near the kill: what is restored is a step or two older."""
+    """The first end may be too close to the kill: the restored version is one or two steps
+    older."""
     assert over_epochs(run_of(tmp_path, [{}] * 15, seen), ASKED) == chosen
 
 
 def test_a_slow_loop_needs_more_steps(tmp_path: Path) -> None:
-    """Of a loop that takes four batches a version, the pass ends four times as early."""
+    """A loop with four batches per version ends its pass four times as early."""
     run = run_of(tmp_path, [{}] * 9, [[[1, 100, 4 * v]] for v in range(1, 10)])
     assert "--kill-after 28 --steps 27" in gaps(run, range(6, 10), ASKED)[0]
 
 
 class Mine(DataLoader[torch.Tensor]):
-    """With a way of its own."""
+    """A loader with its own `__iter__`."""
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return super().__iter__()
@@ -145,7 +146,7 @@ def test_passes_are_seen_while_they_are_under_way(
 
 
 class Listed(DataLoader[int]):
-    """Whose iterator cannot be watched, and which has no length."""
+    """Its iterator cannot be watched, and it has no length."""
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return iter([7])

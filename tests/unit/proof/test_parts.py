@@ -1,4 +1,4 @@
-"""Parts of `tierckpt prove` that start no job: orders, records, verdicts, what a run leaves."""
+"""Parts of `tierckpt prove` that start no job: orders, records, verdicts, leftovers of a run."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def attached(writer: Writer, rank: int = 0, ranks: int = 1) -> None:
 
 
 def runs(folder: Path, *states: dict[str, str]) -> dict[int, RankRun]:
-    """Of a run of one rank, with a version for each of these, from 1 on."""
+    """Runs of one rank, with a version for each of these states, numbered from 1."""
     (folder / "records").mkdir(parents=True)
     writer = Writer(folder, "job", 0)
     attached(writer)
@@ -231,7 +231,7 @@ while :; do sleep 1; done
 def test_ranks_that_outlive_their_launcher_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a session of its own, and deaf to SIGTERM, as a rank that hangs is."""
+    """A rank in its own session that ignores SIGTERM, like a rank that hangs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "deaf.sh").write_text(DEAF)
     order = ProofOrder(tmp_path / "run", until=3)
@@ -250,7 +250,7 @@ def test_ranks_that_outlive_their_launcher_are_ended(
 
 
 def test_the_error_that_is_named_is_the_scripts_and_the_newest_launchs(tmp_path: Path) -> None:
-    """Not that of the ranks that were killed before, nor that of the launcher about its ranks."""
+    """Not the error of ranks killed earlier, nor that of the launcher about its ranks."""
     order = ProofOrder(tmp_path / "run", until=3)
     order.write()
     told = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
