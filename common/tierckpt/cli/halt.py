@@ -110,7 +110,7 @@ def _request(args: argparse.Namespace) -> HaltRequest:
     before = request_file.parse_time(args.before, datetime.now()) if args.before else None
     request = halt_conditions.HaltRequest(args.now, args.after_version, before, args.seconds_left)
     if wrong := request.nonsense():
-        raise ConfigError(f"the request makes no sense; {wrong}")
+        raise ConfigError(f"the condition is not valid: {wrong}")
     if request == halt_conditions.HaltRequest() and not (args.show or args.clear):
         raise ConfigError("no condition is given; tierckpt halt --help lists the conditions")
     return request

@@ -100,7 +100,9 @@ def _health(args: argparse.Namespace, console: Console) -> None:
     from tierckpt.storage.health import Need, examine, parse_size
 
     if not 0.1 <= args.seconds <= DAY_SECONDS:  # as health_seconds; NaN is not
-        raise ConfigError(f"--seconds is {args.seconds:g}: give 0.1 to {DAY_SECONDS} (a day)")
+        raise ConfigError(
+            f"--seconds is {args.seconds:g}; it must be from 0.1 to {DAY_SECONDS} (a day)"
+        )
     free, node = parse_size(args.free), os.environ.get("TIERCKPT_NODE") or socket.gethostname()
     needs = [Need(os.path.abspath(path), free) for path in args.path]
     problems = examine(needs, parse_size(args.memory), args.seconds)
@@ -110,7 +112,7 @@ def _health(args: argparse.Namespace, console: Console) -> None:
 
 
 PLACES = (
-    "PATH is a job's path or its persistent_path. Give the paths of several nodes, or the folder "
+    "PATH is a job's path or its persistent_path. For several nodes give all paths, or the folder "
     "above them; {node} in a path stands for any name. A persistent_path may be a URL: its client "
     "gets the options in TIERCKPT_PERSISTENT_STORAGE_OPTIONS. Checkpoints of the job in this "
     "machine's memory are found by its path. Nothing is changed."
@@ -136,7 +138,7 @@ def verify(commands: Subparsers) -> None:
         help="compare every byte of checkpoints with its checksum",
         description="Reads every copy of every shard, and all parity. The exit status is 0 if all "
         "of it is sound, else 1. A shard that cannot be decoded here (no key, or a missing "
-        f"package) is checked as stored: this finds all damage. {PLACES}",
+        f"package) is checked in its stored form, which shows all damage. {PLACES}",
     )
     _add_places(parser, "verify_versions")
     parser.add_argument(
