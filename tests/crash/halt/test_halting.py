@@ -16,10 +16,10 @@ from tests.support.crash.scenario import RANKS, VARIABLE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "support" / "crash" / "halting_job.py"
 STAND, LAST = 12, 14
-"""All ranks stand before this step; the one told there says so at v13, and v14 is the last."""
+"""All ranks stand before this step; the rank with the signal votes at v13, and v14 is the last."""
 GONE = f"kill@peer:op=begin,version={LAST}"
-"""An agent's end, when it is to protect the last version: before another can have joined it, whose
-exchange would be over at once."""
+"""The end of an agent that is to protect the last version. It comes before another agent can have
+joined: that one's exchange would end at once."""
 
 
 def start_torchrun(job: Job, asks: bool, workers: int = 0) -> subprocess.Popen[bytes]:
@@ -115,7 +115,7 @@ def test_other_nodes_that_cannot_be_reached_do_not_keep_it_from_ending_in_time(j
     assert f"stays in {job.folder}/node0/ckpts, and the node's agent" in failed["message"]
 
 
-# --- processes that cannot do as they are told ---------------------------------------------------
+# --- processes that cannot react -----------------------------------------------------------------
 
 BEGIN = """
 import ctypes, os, signal, sys, time
@@ -127,7 +127,7 @@ signals = module.Signals(parse_signals("SIGTERM"), {patience_seconds})
 print("ready", flush=True)
 """
 BOUNDARY = "signals.passed_boundary()"
-# A wait that no signal interrupts, as in a collective whose other side is gone.
+# A wait that no signal interrupts, as in a collective with a dead peer.
 STUCK = """
 lock = ctypes.create_string_buffer(64)
 libc = ctypes.CDLL(None)

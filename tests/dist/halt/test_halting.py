@@ -22,7 +22,7 @@ from tierckpt.halt import controller, request_file
 DURABLE = {"local_every_steps": 1000}
 """Of itself, nothing would go to disk."""
 TOLD_AT = 5
-"""Steps that are behind when some rank is told."""
+"""Steps that are done when a rank receives the signal."""
 LAST = TOLD_AT + 2
 """It says so at the end of the step it is at, and all know at the end of the next."""
 
@@ -81,7 +81,7 @@ def test_should_exit_says_the_same_on_all_ranks(ranks: Any, tmp_path: Path, shm_
     zero, one = ranks(2).run(asking, place, DURABLE)
     for told in (zero, one):
         assert told["answers"] == [False] * (LAST - 1) + [True, True]
-        # At once, without the script; and what the script's own end brings.
+        # At once, without the script; and the effects of the script's own end.
         assert told["at"] == (LAST + 1, [LAST, LAST + 1])
         assert told["again"] == (LAST + 1, {"local": 2}, told["digest"])
         assert len(told["told"]) == 1
@@ -188,7 +188,7 @@ def requested(place: Place) -> tuple[int, list[int]]:
         attached = attach(job, place, **DURABLE)
         deadline = time.monotonic() + 30
         while not attached.ckpt.should_exit():
-            assert time.monotonic() < deadline, "nobody saw the request"
+            assert time.monotonic() < deadline, "no rank saw the request"
             job.iterate(attached.ckpt.iteration)
             attached.ckpt.step()
             if attached.ckpt.iteration == 2 and rank() == 1:

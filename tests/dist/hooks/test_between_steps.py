@@ -43,7 +43,7 @@ def evaluated(place: Place) -> dict[str, Any]:
     course = train(job, attached.ckpt, range(STEPS - 1))
     taken = attached.ckpt._active.snapshot
     assert taken is not None
-    taken.wait_done()  # in place of an evaluation: nobody calls the checkpointer
+    taken.wait_done()  # in place of an evaluation: the checkpointer is not called
     told = {"sealed": taken.phase is Phase.SEALED, "barrier": taken.clock.barrier}
     gradients = job.iterate(STEPS - 1)
     attached.ckpt.abandon()

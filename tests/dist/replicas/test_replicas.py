@@ -29,10 +29,11 @@ from tierckpt.replicas import digests
 
 ROUND = 5
 BEHIND = 3
-"""Boundaries between a look and the word of what differs."""
+"""Boundaries between a look and the report of a difference."""
 KINDS = ("weight", "optimizer state", "gradient")
 FOLLOWS = ("alike again", "in all of the state, what differed")
-"""What is told after a drift; the second, as all is looked at before it is mended."""
+"""Messages after a drift; the second one because the whole state is looked at before it is
+mended."""
 
 
 def net() -> nn.Module:
@@ -148,8 +149,8 @@ def _damaged(trial: Trial, trials: int, seed: int) -> dict[str, Any]:
             trial.iterate(damage=partial(hit, param if kind == "weight" else state))
         begun = trial.differing()
         steps = 0
-        # A last bit may be rounded away in what an optimizer keeps, after it has come to a weight
-        # whose slice had just been looked at: then it takes another round.
+        # The last bit may be rounded away in optimizer state after it has come to a weight, and
+        # that weight's slice was looked at just before: then it takes another round.
         while len(trial.drifts()) == before and steps < 2 * ROUND + BEHIND:
             if steps == ROUND + BEHIND and set(begun) & set(trial.differing()):
                 break
@@ -246,11 +247,11 @@ def test_under_horovod_too(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:
         assert "rank 0 and rank 1 differ" in text
 
 
-# --- nobody waits --------------------------------------------------------------------------------
+# --- no rank waits -------------------------------------------------------------------------------
 
 FLIP = 4
-"""The iteration after which a bit flips. Looks are at all of the state, at each boundary: two
-iterations later ranks ask what differs, and one more later they know it."""
+"""The iteration after which a bit flips. Looks cover the whole state at each boundary: two
+iterations later the ranks start an inquiry, and one more later they know the difference."""
 
 
 def apart(place: Place, cases: list[tuple[str, int]], by_horovod: bool) -> list[tuple[int, int]]:
@@ -319,7 +320,7 @@ def test_nobody_waits_for_a_rank_that_does_not_come(
 # --- no false alarm ------------------------------------------------------------------------------
 
 NOT_MANY_STEPS = ("compiled", "OneCycleLR")
-"""They take seconds; or cannot make so many."""
+"""They take seconds, or cannot make as many steps."""
 OF_EVERY_KIND = (
     "optimizer adam fused amsgrad",
     "optimizer lbfgs",

@@ -53,8 +53,8 @@ def check_order(timeline: Timeline, ranks: int, steps: int) -> None:
             assert len(released) == PARAMETERS
             assert copies
             for copy in copies:
-                # What shares a block is copied as soon as one of its layers is released, and
-                # without a release at the barrier.
+                # Layers that share a block are copied when one of them is released, and without a
+                # release at the barrier.
                 earliest = min(released[layer] for layer in copy.layers)
                 assert boundary.begin_us <= min(earliest, barrier.begin_us) <= copy.begin_us
                 assert copy.begin_us <= copy.end_us <= barrier.end_us

@@ -201,7 +201,7 @@ def test_names_are_those_of_a_state_dict(kind: type[Tied], job: Any, tmp_path: P
     again = kind()
     again.load_state_dict(saved.model)
     assert same(again.state_dict(), ended.model.state_dict())
-    # What a restart does with it is what it always did.
+    # A restart behaves with it as before.
     with job(model=kind(), seed=1) as back:
         assert back.restore() == STEPS
         assert same(back.model.state_dict(), ended.model.state_dict())
@@ -504,7 +504,7 @@ def test_what_may_not_be_looked_into_is_named_and_the_rest_is_told(
         assert any(line.startswith(f"passed over: {closed}: ") for line in lines)
         assert error == f"tierckpt: not all places could be read: there may be more than v{STEPS}\n"
         assert torch.load(out, weights_only=True)["version"] == STEPS
-        # Whoever names a version has that very one.
+        # An explicit version is read, and no other.
         assert main(["export", *paths, str(out), "--force", "--version", "5"]) == 0
 
 
@@ -807,7 +807,7 @@ def test_the_version_that_a_restart_takes_is_known_before_there_is_a_model(
     (tmp_path / "prove").mkdir()
     ProofOrder(tmp_path / "prove" / "run", until=9).write()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "prove" / "run"))
-    assert tierckpt.latest(path) is None  # what a script does there is not to know the user's
+    assert tierckpt.latest(path) is None  # a script under test must not see the user's
 
 
 def test_what_cannot_be_looked_at_is_no_fresh_start(job: Any, tmp_path: Path) -> None:
@@ -835,7 +835,7 @@ def test_the_model_as_safetensors(
     assert told[0].startswith(f"{out}: v{STEPS}, from local, ")
     assert "again.0.weight is saved as block.0.weight" in told[1]
     again = Layers()
-    load_model(again, out, strict=True)  # what the text advises
+    load_model(again, out, strict=True)  # the advice of the text
     assert same(again.state_dict(), ended.model.state_dict())
     with safe_open(out, "pt") as file:
         facts = file.metadata()

@@ -130,7 +130,7 @@ def test_an_export_imports_what_it_is_told_to(
     assert main(["export", path, out]) == 1
     assert f"--import {MODULE}" in capsys.readouterr().err
     assert not Path(out).exists()
-    assert main(["export", path, str(tmp_path / "model.safetensors")]) == 0  # has no need of it
+    assert main(["export", path, str(tmp_path / "model.safetensors")]) == 0  # does not need it
     assert main(["export", path, out, "--import", "a_library_of_models"]) == 1
     assert "--import a_library_of_models: ModuleNotFoundError" in capsys.readouterr().err
     assert main(["export", path, out, "--import", MODULE]) == 0

@@ -86,7 +86,7 @@ def test_an_exact_script(tmp_path: Path, shm_dir: Path, capsys: pytest.CaptureFi
     assert "to 9 are bit for bit as in the run that was not killed (1 rank, 11 tensors" in out
     assert not (tmp_path / "ckpts").exists()
     assert [*shm_dir.rglob("r0*")] == []
-    # What the last versions have is there for `tierckpt diff`.
+    # `tierckpt diff` can compare the last versions.
     places = [next((tmp_path / "proof" / run).glob("ckpts-*")) for run in ("undisturbed", "killed")]
     assert main(["diff", *map(str, places)]) == 0
     assert prove() == 2

@@ -535,7 +535,7 @@ def test_nobody_waits_for_a_rank_that_skips_a_step_while_it_is_asked(
         assert len(drifted) == 1
 
 
-# --- what follows with on_drift="stop" -----------------------------------------------------------
+# --- consequences of on_drift="stop" -------------------------------------------------------------
 
 
 def stopped(rank: Rank, at: int = 1) -> int:
@@ -660,7 +660,7 @@ def test_in_with_it_is_raised_at_the_end_too(ranks: Ranks) -> None:
     ranks.run(late, on_drift="stop")
 
 
-# --- what is no drift ----------------------------------------------------------------------------
+# --- no drift -----------------------------------------------------------------------------------
 
 
 def test_weights_written_where_no_counter_tells_are_no_drift(
@@ -674,7 +674,7 @@ def test_weights_written_where_no_counter_tells_are_no_drift(
         for _ in range(8 * ROUND):
             rank.train(1)
             if rank.rank == 0:
-                rank.ckpt._replicas.finish()  # a copier that is quick
+                rank.ckpt._replicas.finish()  # a fast copier
             for param in rank.net.parameters():
                 param.data.mul_(0.99)
         rank.ckpt.close()

@@ -22,7 +22,7 @@ TAKE_A_PLACE = {
     "unpin": ["1"],
     "takeover": [],
 }
-"""Commands, and what they take behind a place."""
+"""Commands, and their arguments after a place."""
 
 
 def run(

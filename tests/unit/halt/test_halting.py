@@ -52,7 +52,7 @@ NOON = 1_800_000_000.0
         (HaltRequest(seconds_left=60), 0, NOON, None, Reason.NONE),
         (HaltRequest(seconds_left=60), 0, NOON, NOON + 61, Reason.NONE),
         (HaltRequest(seconds_left=60), 0, NOON, NOON + 60, Reason.ALLOCATION),
-        # Nobody asked to look at the end of the allocation, which may have been prolonged.
+        # The end of the allocation was not requested; it may have been extended.
         (HaltRequest(before_seconds=NOON + 9), 0, NOON, NOON - 9, Reason.NONE),
         (HaltRequest(now=True, after_version=1), 5, NOON, None, Reason.NOW),
     ],

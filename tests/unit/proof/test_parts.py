@@ -70,7 +70,7 @@ def test_whatever_a_script_says_goes_to_the_folder_of_the_run(order: ProofOrder)
     assert (config.memory.every_steps, config.uses("local"), config.uses("peer")) == (
         (1, True, False)
     )
-    assert config.local.codecs == "zstd"  # a key that is needed is needed
+    assert config.local.codecs == "zstd"  # a required key
     assert config.idle == []
     assert (config.health, config.halt_seconds_left) == ("off", 0.0)
     other = redirected(load_config({"path": "/data/others"}))
@@ -245,7 +245,7 @@ def test_ranks_that_outlive_their_launcher_are_ended(
     command = ("sh", "-c", "setsid sh deaf.sh & wait")
     with pytest.raises(KeyboardInterrupt):
         Run("the run", order, command, 1000.0, on_step=interrupt).carry_out()
-    with contextlib.suppress(FileNotFoundError):  # but for a zombie that nobody waits for
+    with contextlib.suppress(FileNotFoundError):  # except for a zombie without a waiting parent
         assert ") Z " in Path(f"/proc/{Path('pid').read_text().strip()}/stat").read_text()
 
 

@@ -287,7 +287,7 @@ def test_torn_anywhere_it_is_read_up_to_there_and_continued(tmp_path: Path) -> N
     torn = tmp_path / "torn.json"
     for length in range(last_line, len(text)):
         torn.write_bytes(text[:length])
-        # The comma behind an entry is not needed to read it.
+        # The comma after an entry is not needed to read it.
         assert len(entries(torn)) == complete - (length < len(text) - 2)
     torn.write_bytes(text[: len(text) - 5])
     second = Recording(torn)

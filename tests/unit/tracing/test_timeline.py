@@ -331,7 +331,7 @@ NAMES = {
     "allreduce.noname.0.1": ["generator.w", "critic.w"],
     "allgather.table.indices": ["table"],
 }
-"""As a trace tells them."""
+"""As a trace contains them."""
 
 
 @pytest.mark.parametrize(
