@@ -150,8 +150,9 @@ class HaltController:
 
     def seconds_for_others(self) -> float:
         """Time that the end may wait for other nodes and stores, after the last checkpoint is on
-        disk. As `seconds_to_wait`; after a signal in an allocation that goes on, until shortly
-        before its sender kills the processes. The signal may arrive while the end waits."""
+        disk. As `seconds_to_wait`; but after a signal in an allocation that continues, until
+        shortly before the sender kills the processes. The signal may arrive while the end
+        waits."""
         granted, notified = self.seconds_to_wait(), self._notified_seconds()
         if granted is None and notified is not None:
             granted = max(0.0, self._granted_until(notified) - time.time())

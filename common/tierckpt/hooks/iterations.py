@@ -60,7 +60,7 @@ NO_EFFECT = (
 NO_FORWARD = (
     f"no checkpoint is taken: the optimizer made {STEPS_UNTIL_FORWARD} steps, and the module given "
     "to the checkpointer was not called in training mode. Give the module that the loop calls, not "
-    "one inside or around it; or give the argument "
+    "one that contains it; or give the argument "
     'boundary="explicit", and call checkpointer.step() once per iteration'
 )
 IN_THE_GRAPH = (
