@@ -58,5 +58,5 @@ def test_all_nodes_folders_make_the_whole(
     }
     assert saved.optimizers["optimizer"]["param_groups"] == optimizer["param_groups"]
     assert all(isinstance(value, torch.Tensor) for value in saved.model.values())
-    with pytest.raises(tierckpt.RestoreError, match="no version is there, complete and sound"):
+    with pytest.raises(tierckpt.RestoreError, match="no version is complete and sound"):
         tierckpt.load(tmp_path / "node0" / "ckpts")

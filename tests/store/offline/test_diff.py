@@ -262,7 +262,7 @@ def test_the_exit_status_is_that_of_diff(
     assert lines[2] == "1 of 27 tensors differ, and 0 other values"
     assert lines[4].split()[:4] == ["model/0.weight", "1", "of", "288"]
     assert diff(plain, f"{other}@77") == 2
-    assert f"no v77 is there, complete and sound; there are shards of v{STEPS}" in (
+    assert f"no v77 is complete and sound; there are shards of v{STEPS}" in (
         capsys.readouterr().err
     )
     assert diff(plain) == 2
@@ -371,7 +371,7 @@ def test_a_picture_of_all_versions(tmp_path: Path) -> None:
     (change,) = (each for each in found(path, path, 1, 3) if each.name == "model/0.weight")
     assert change.numbers is not None
     assert norms["model/0.weight"] == change.numbers.norm
-    with pytest.raises(ConfigError, match="a change takes two versions, and there is v3"):
+    with pytest.raises(ConfigError, match="the change needs two versions, but there is v3"):
         versions_at(str(path), 3, None)
 
 

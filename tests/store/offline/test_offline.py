@@ -236,8 +236,8 @@ def test_the_memory_of_a_living_job_is_left_alone(job: Any, tmp_path: Path) -> N
         saved = tierckpt.load(tmp_path / "ckpts")
         assert (saved.version, saved.levels) == (4, {"local": 1})
         assert len(saved.rejected) == 1
-        assert f"v{STEPS} is left out: its job runs" in saved.rejected[0]
-        with pytest.raises(RestoreError, match=f"v{STEPS} is left out: its job runs"):
+        assert f"v{STEPS} is left out: its job is running" in saved.rejected[0]
+        with pytest.raises(RestoreError, match=f"v{STEPS} is left out: its job is running"):
             tierckpt.load(tmp_path / "ckpts", STEPS)
 
 
@@ -306,7 +306,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         tierckpt.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"whatever \{node\} stands for"):
         tierckpt.load(tmp_path / "{node}" / "ckpts")
-    with pytest.raises(RestoreError, match=r"no version is there, complete and sound$"):
+    with pytest.raises(RestoreError, match=r"no version is complete and sound$"):
         tierckpt.load(tmp_path)
 
 
@@ -444,7 +444,7 @@ def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (first, error) == (f"{tmp_path}: no checkpoints here", "")
     assert second == f"nothing in memory: looked for {memory_of(tmp_path)}"
     assert "TIERCKPT_JOB_ID and TIERCKPT_SHM_DIR" in advice[0]
-    assert "where the job's path has {node} in it, give it with that" in advice[1]
+    assert "if the job's path contains {node}, give it with {node}" in advice[1]
     (tmp_path / "n1").mkdir()
     assert main(["list", str(tmp_path / "{node}")]) == 0
     assert "has {node} in it" not in capsys.readouterr().out
@@ -502,7 +502,10 @@ def test_what_may_not_be_looked_into_is_named_and_the_rest_is_told(
         assert main(["export", *paths, str(out)]) == 1
         lines, error = texts(capsys)
         assert any(line.startswith(f"passed over: {closed}: ") for line in lines)
-        assert error == f"tierckpt: not all places could be read: there may be more than v{STEPS}\n"
+        assert (
+            error
+            == f"tierckpt: not all places could be read: there may be a version after v{STEPS}\n"
+        )
         assert torch.load(out, weights_only=True)["version"] == STEPS
         # An explicit version is read, and no other.
         assert main(["export", *paths, str(out), "--force", "--version", "5"]) == 0
@@ -568,7 +571,7 @@ def test_what_could_not_be_looked_at_does_not_look_empty(
     """Missing credentials, for example. Here: a URL of an unknown kind."""
     assert main(["list", "nosuch://bucket/run"]) == 1
     (first, *others), error = texts(capsys)
-    assert first == "nosuch://bucket/run: no checkpoints that can be read"
+    assert first == "nosuch://bucket/run: no readable checkpoints"
     assert others[0].startswith("cannot be read: nosuch://bucket/run: ")
     assert error.startswith("tierckpt: not all places could be read")
     assert main(["list", "--json", "nosuch://bucket/run"]) == 1
@@ -586,7 +589,7 @@ def test_of_many_damaged_copies_a_few_are_named(
     lines, _ = texts(capsys)
     told = [line for line in lines if line.startswith("cannot be read: ")]
     assert len(told) == 9
-    assert told[-1] == "cannot be read: 12 more; --json has all of them"
+    assert told[-1] == "cannot be read: 12 more; --json shows all"
 
 
 @pytest.mark.parametrize("how", [shutil.move, shutil.copytree])
@@ -745,7 +748,7 @@ def test_parity_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["verify", str(tmp_path)]) == 0
     parity, rest = texts(capsys)[0]
     assert parity.startswith("v1 parity: 3 copies")
-    assert rest.startswith("not complete here, though nothing is damaged: v1.")
+    assert rest.startswith("not complete here, and not damaged: v1.")
     flip_byte(next((tmp_path / "node1").glob("*.parity")), 100)
     assert main(["verify", str(tmp_path)]) == 1
     lines, error = texts(capsys)
@@ -869,7 +872,7 @@ def test_a_dtype_that_safetensors_lacks_is_said_with_the_tensor_s_name(
         ended.run(STEPS)
     out = tmp_path / "model.safetensors"
     assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 1
-    assert "spectrum is of dtype complex32" in texts(capsys)[1]
+    assert "spectrum has dtype complex32" in texts(capsys)[1]
     assert not out.exists()
     assert main(["export", str(tmp_path / "ckpts"), str(tmp_path / "model.pt")]) == 0  # the advice
     assert same(torch.load(tmp_path / "model.pt")["model"], ended.model.state_dict())

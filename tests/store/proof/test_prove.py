@@ -141,7 +141,7 @@ def test_from_a_version_of_the_job_which_is_not_touched(
     assert "killed with SIGKILL at step 11" in capsys.readouterr().out
     assert images(tmp_path / "ckpts") == before
     assert prove("--from", "ckpts@3", "--dir", "other") == 2
-    assert "no v3 is there, complete and sound; there are shards of v8" in capsys.readouterr().err
+    assert "no v3 is complete and sound; there are shards of v8" in capsys.readouterr().err
 
 
 def images(folder: Path) -> dict[str, str]:
