@@ -501,7 +501,7 @@ def test_what_may_not_be_looked_into_is_named_and_the_rest_is_told(
         assert f"not all can be read: {closed}: [Errno 13]" in error
         assert main(["export", *paths, str(out)]) == 1
         lines, error = texts(capsys)
-        assert any(line.startswith(f"passed over: {closed}: ") for line in lines)
+        assert any(line.startswith(f"skipped: {closed}: ") for line in lines)
         assert (
             error
             == f"tierckpt: not all places could be read: there may be a version after v{STEPS}\n"
