@@ -214,9 +214,9 @@ class Watch(tierckpt.Callbacks):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"callbacks": [3]}, r"3 is no tierckpt\.Callbacks"),
-        ({"callbacks": [Watch]}, r"Watch'> is no tierckpt\.Callbacks"),
-        ({"callbacks": [Watch(), print]}, "a function that is to hear events is on_event"),
+        ({"callbacks": [3]}, r"3 is not a tierckpt\.Callbacks"),
+        ({"callbacks": [Watch]}, r"Watch'> is not a tierckpt\.Callbacks"),
+        ({"callbacks": [Watch(), print]}, "a function that receives events is on_event"),
         ({"callbacks": Watch()}, r"give a list of them, callbacks=\[Watch\(\)\]"),
         ({"callbacks": Watch}, "give a list of them"),
         ({"callbacks": 3}, "callbacks is 3; give a list of them"),
@@ -230,7 +230,10 @@ def test_what_cannot_be_called_is_refused_at_the_start(
     model, optimizer = build()
     with pytest.raises(TypeError, match=said):
         make(model, optimizer, **given, **settings)
-    with make(model, optimizer, **settings) as ckpt, pytest.raises(TypeError, match="no tierckpt"):
+    with (
+        make(model, optimizer, **settings) as ckpt,
+        pytest.raises(TypeError, match="not a tierckpt"),
+    ):
         ckpt.add_callbacks(3)
 
 

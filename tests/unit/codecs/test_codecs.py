@@ -241,7 +241,7 @@ def test_the_key_variables_are_no_settings() -> None:
 
 def test_encrypted_shards_get_no_parity_in_the_clear() -> None:
     peer = PeerConfig(redundancy="xor")
-    with pytest.raises(ConfigError, match="parity is made of shards as they are"):
+    with pytest.raises(ConfigError, match="parity is made of unencrypted shards"):
         Config(local=LocalConfig(codecs="zstd, aes-gcm"), peer=peer)
     Config(local=LocalConfig(codecs="incremental, zstd"), peer=peer)
 
