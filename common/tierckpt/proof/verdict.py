@@ -182,10 +182,10 @@ def cause(found: Departure) -> str:
 
 def _of_streams(streams: Collection[str]) -> str:
     texts = {
-        "a DataLoader draws from torch's as its epoch starts, and so does a model when its "
+        "torch": "a DataLoader draws from torch's as its epoch starts, and so does a model when its "
         "parameters are initialized",
-        "Python's random shuffles or augments",
-        "numpy.random shuffles or augments",
+        "python": "Python's random shuffles or augments",
+        "numpy": "numpy.random shuffles or augments",
     }
     why = [texts[each] for each in streams if each in texts]
     because = f" ({'; '.join(why)})" if why else ""

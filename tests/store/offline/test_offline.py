@@ -302,7 +302,7 @@ def test_what_was_encrypted_takes_its_key(
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere is no directory; give a job's path"):
+    with pytest.raises(ConfigError, match=r"nowhere is not a directory; give a job's path"):
         tierckpt.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"whatever \{node\} stands for"):
         tierckpt.load(tmp_path / "{node}" / "ckpts")
@@ -476,7 +476,7 @@ def test_a_job_in_memory_alone_has_no_directory_and_is_found(path: str, tmp_path
     assert os.listdir(tmp_path) == []
     found = rows_of(survey(tmp_path / path))
     assert [(row.version, row.level) for row in found if row.next] == [(STEPS, "memory")]
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         survey([tmp_path / path, tmp_path / "mistyped"])
 
 

@@ -210,7 +210,7 @@ def test_what_usually_causes_it(names: tuple[str, ...], said: str) -> None:
         (["--kill-after", "4", "--", "true"], "--kill-after 5 or more"),
         (["--steps", "0", "--", "true"], "--steps must be 1 or more"),
         (["--", "/no/such/program"], "/no/such/program cannot be started"),
-        (["--from", "x@y@3", "--", "true"], "x@y is no directory"),
+        (["--from", "x@y@3", "--", "true"], "x@y is not a directory"),
     ],
 )
 def test_bad_arguments_are_one_sentence(
