@@ -196,7 +196,7 @@ class HandingOver(RuleBasedStateMachine):
         if not rarely:
             self.agents.say(Outdated())
 
-    @precondition(lambda self: self.agents.greeted)
+    @precondition(lambda self: self.agents.channel is not None and self.agents.greeted)
     @rule(fails=st.booleans(), which=st.integers(0, 5))
     def answer(self, fails: bool, which: int) -> None:
         with contextlib.suppress(OSError):
