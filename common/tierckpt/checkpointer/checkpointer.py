@@ -29,7 +29,7 @@ from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.coordination.vote_exchange import ballots_for
 from tierckpt.core.halt_conditions import Reason
-from tierckpt.core.levels import LOCAL, MEMORY, PERSISTENT, Level
+from tierckpt.core.levels import LOCAL, MEMORY, Level
 from tierckpt.core.replica_check import Finding
 from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import StepTimer
@@ -824,8 +824,7 @@ class Checkpointer:
         id_ = self._id()
         # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
         self._agreement.open(id_, levels)
-        if PERSISTENT in levels:
-            self._levels.promotion.flush_when_safe(id_, self._at())
+        self._levels.promotion.taken(id_, levels, self._at())
         if void:
             self._levels.slot_handoff.broken(id_)
             return None

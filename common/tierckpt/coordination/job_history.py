@@ -23,7 +23,7 @@ from tierckpt.core.copies import (
     Pin,
     Problem,
 )
-from tierckpt.core.levels import AGENT, LOCAL, MEMORY
+from tierckpt.core.levels import AGENT, MEMORY
 from tierckpt.core.restore_plan import RestorePlan, plan_restore
 from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId, on_lineage
 from tierckpt.group import Group
@@ -158,7 +158,7 @@ class JobHistory:
     def reject(self, bad: Collection[tuple[ShardKey, Location]]) -> None:
         """These copies proved damaged: of what is on a disk the name alone is known."""
         self.found = [tuple(f for f in each if (f.key, f.place) not in bad) for each in self.found]
-        self.damaged |= {key for key, place in bad if place.level == LOCAL}
+        self.damaged |= {key for key, place in bad if place.level == "local"}
 
     @property
     def silent(self) -> list[str]:
@@ -252,7 +252,7 @@ class JobHistory:
         that was taken later, or this node's directory is not the one that it was. Not where the
         run before had its versions elsewhere."""
         found = [f for each in self.found for f in each]
-        there = self.damaged or self.unseen or any(f.place.level == LOCAL for f in found)
+        there = self.damaged or self.unseen or any(f.place.level == "local" for f in found)
         gone = self._directory_is_new or any(f.complete for f in found)
         return gone and not (there or self._is_another)
 
@@ -299,7 +299,7 @@ class JobHistory:
     def incomplete(self) -> set[VersionId]:
         """Versions on local disks of which a shard is on none, nor any parity anywhere."""
         shards: dict[tuple[VersionId, str, int], set[int]] = {}
-        for f in (f for each in self.found for f in each if f.place.level == LOCAL):
+        for f in (f for each in self.found for f in each if f.place.level == "local"):
             shards.setdefault((f.key.id, f.run_id, f.key.shards), set()).add(f.key.shard)
         whole = {id_ for (id_, _, count), there in shards.items() if len(there) == count}
         protected = {parity.key.id for each in self.parities for parity in each}
@@ -307,7 +307,7 @@ class JobHistory:
 
     def metrics(self) -> dict[VersionId, float]:
         """What was measured of the versions in the past of this run that local disks have."""
-        local = [f for each in self.found for f in each if f.place.level == LOCAL]
+        local = [f for each in self.found for f in each if f.place.level == "local"]
         known = {f.key.id: f.metric for f in local if f.metric is not None}
         there = {id_ for id_ in known if on_lineage(id_, self.lineage)} - self.incomplete()
         return {id_: known[id_] for id_ in there}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, Problem
-from tierckpt.core.levels import AGENT, MEMORY
+from tierckpt.core.levels import AGENT
 from tierckpt.format.ids import Key, Lineage, ParityKey, ShardKey, VersionId
 from tierckpt.format.manifest import digest
 from tierckpt.storage.inventory import take_inventory
@@ -151,7 +151,7 @@ def _shard(found: Found) -> dict[str, Any]:
     return {
         "stem": found.key.stem,
         "encoded": found.place.encoded,
-        "in_memory": found.place.level == MEMORY,
+        "in_memory": found.place.level == "memory",
         "lineage": found.lineage,
         "run_id": found.run_id,
         "complete": complete and [complete.generation, complete.version],
