@@ -33,7 +33,7 @@ class Untouched:
     def counts(self) -> bool:
         """Whether there was a restore, with no step after it yet. Alike on all ranks."""
         ckpt = self._checkpointer
-        made_none = ckpt.steps_made == ckpt.restored.version
+        made_none = ckpt.adapter.handle.steps_made == ckpt.restored.version
         return bool(ckpt.restored.levels) and made_none and not ckpt.closed
 
     def among(self, places: set[int]) -> list[torch.Tensor]:
@@ -44,14 +44,14 @@ class Untouched:
         by_rank = dict(enumerate(self._checkpointer.group.all_gather_object(changed)))
         anywhere = {name for names in by_rank.values() for name in names}
         if anywhere:
-            self._checkpointer.report_overwritten(
+            self._checkpointer.adapter.report_overwritten(
                 {r: names for r, names in by_rank.items() if names}
             )
         return [tensor for name, tensor in given.items() if name not in anywhere]
 
     def _tensors(self) -> Named:
         """Parameters, buffers, and optimizer state that is each rank's own; the rest is alike."""
-        state = self._checkpointer.state
+        state = self._checkpointer.adapter.handle.state
         found: Named = dict(named_parameters(state.model) + named_buffers(state.model))
         known = {id(tensor) for tensor in found.values()}
         loose = (p for p in self._optimizer._parameter_names if id(p) not in known)

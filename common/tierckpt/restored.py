@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from tierckpt.format.facts import VersionFacts
+
 
 class Restored(int):
     """What `restore()` did; as a number, the iteration to go on from (0: nothing was there)."""
@@ -39,6 +41,14 @@ class Restored(int):
         """See the class."""
         made = super().__new__(cls, iteration)
         made.levels, made.seconds = {}, {}
+        return made
+
+    @classmethod
+    def of(cls, facts: VersionFacts) -> Restored:
+        """The result of a restore of the version with these facts."""
+        made = cls(facts.iteration)
+        made.version, made.generation = facts.id.version, facts.id.generation
+        made.iteration_counts, made.suspect = facts.iteration_counts, facts.suspect
         return made
 
     def __repr__(self) -> str:

@@ -107,7 +107,7 @@ def names() -> list[str]:
 
 
 def image(ckpt: tierckpt.Checkpointer) -> dict[str, Any]:
-    state = ckpt.state
+    state = ckpt._state
     walk = state.walk()
     entries = [e for e in state.entries(walk) if id(e[2]) not in walk.own_params]
     return {name: exact.tensor_image(tensor) for name, tensor, _ in entries}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierckpt.codecs.delta import Base, Chain
 from tierckpt.codecs.encoder import Encoder, Plain, cut
@@ -89,7 +89,7 @@ class EncodedSource:
         encoding = self._done.manifest.encoding
         if encoding is None or encoding.base is None:
             return None
-        return VersionName(encoding.base, self._sealed.shards, self._sealed.run_id)
+        return replace(self._sealed.facts.name, id=encoding.base)
 
     @property
     def made(self) -> Base | None:
@@ -107,11 +107,11 @@ class EncodedSource:
             found = Manifest.decode(record.manifest)
         except (CorruptShardError, FormatError):
             return False
-        ours = (self._sealed.key, self._sealed.run_id, self._sealed.created_seconds)
+        ours = (self._sealed.key, self._sealed.facts.run_id, self._sealed.created_seconds)
         return (
             found.encoding is not None
             and found.encoding.codecs == self._pipeline.description
-            and (found.key, found.run_id, found.created_seconds) == ours
+            and (found.key, found.facts.run_id, found.created_seconds) == ours
         )
 
 
@@ -183,4 +183,4 @@ class Bases:
 
 
 def _name_of(base: Base) -> VersionName:
-    return VersionName(base.manifest.id, base.manifest.shards, base.manifest.run_id)
+    return base.manifest.facts.name

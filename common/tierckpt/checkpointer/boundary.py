@@ -115,7 +115,7 @@ class Boundary:
             begin_seconds: when the boundary began, by `time.perf_counter()`.
             take: what `decide` returned.
             halt: what `HaltController.vote` says.
-            adapter: what `Checkpointer.own_vote` says.
+            adapter: the result of `Adapter.vote`.
             check: what `ReplicaMonitor.vote` says.
             unchanged: see `Vote`.
             own: what `ReplicaMonitor.row` says.

@@ -18,6 +18,7 @@ from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peer_setup import Groups, PeerSetup
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology
+from tierckpt.coordination.slot_handoff import SlotHandoff
 from tierckpt.core.levels import INTERVALS, LOCAL, MEMORY, PEER
 from tierckpt.core.retention import Best
 from tierckpt.format.ids import Lineage, VersionId
@@ -30,7 +31,6 @@ from tierckpt.storage.local.store import LocalStore
 from . import attach
 from .node_resources import NodeResources
 from .promotion import Backlog, Promotion, flush_order
-from .slot_handoff import SlotHandoff
 
 
 class Tiers:

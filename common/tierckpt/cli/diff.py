@@ -152,9 +152,9 @@ def _side(version: StoredVersion) -> dict[str, Any]:
     manifest = version.manifest
     return {
         "path": version.path,
-        "version": manifest.version,
-        "iteration": manifest.iteration,
-        "metric": manifest.metric,
+        "version": manifest.id.version,
+        "iteration": manifest.facts.iteration,
+        "metric": manifest.facts.metric,
         "suspect": version.suspect,
         "ranks": len(version.shards),
         "levels": dict(version.levels),

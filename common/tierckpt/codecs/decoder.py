@@ -36,9 +36,9 @@ class Decoder:
         """The manifest that the shard was sealed with."""
         self.sealed = Manifest.decode(self.sealed_bytes)
         total = self.encoding.plain_offsets[-1]
-        if (self.sealed.key, self.sealed.run_id, self.sealed.image_bytes) != (
+        if (self.sealed.key, self.sealed.facts.run_id, self.sealed.image_bytes) != (
             manifest.key,
-            manifest.run_id,
+            manifest.facts.run_id,
             total,
         ):
             raise CorruptShardError(f"{manifest.key} has the sealed manifest of another shard")
@@ -55,7 +55,7 @@ class Decoder:
             return None
         base, read = open_other(other)
         theirs = _encoding_of(base)
-        if (base.key, base.run_id, theirs.base) != (other, self._manifest.run_id, None):
+        if (base.key, base.facts.run_id, theirs.base) != (other, self._manifest.facts.run_id, None):
             raise FormatError(f"{key} refers to {other}, which cannot be what was meant")
         if theirs.plain_bytes != self.encoding.plain_bytes:
             raise FormatError(f"{key} refers to {other}, which is cut in another way")

@@ -40,12 +40,12 @@ class Base:
 
     def fits(self, sealed: Manifest, described: object, cut: tuple[int, ...]) -> bool:
         """True when the shard that was sealed may refer to it."""
-        ours, theirs = self.manifest, sealed
+        ours, theirs = self.manifest.facts, sealed.facts
         return (
-            (ours.job, ours.run_id, ours.generation)
-            == (theirs.job, theirs.run_id, theirs.generation)
-            and (ours.shard, ours.shards) == (theirs.shard, theirs.shards)
-            and ours.version < theirs.version
+            (ours.job, ours.run_id, ours.id.generation, ours.shards)
+            == (theirs.job, theirs.run_id, theirs.id.generation, theirs.shards)
+            and self.manifest.shard == sealed.shard
+            and ours.id.version < theirs.id.version
             and (self.encoding.codecs, self.encoding.plain_bytes) == (described, cut)
         )
 

@@ -99,8 +99,9 @@ class Encoder:
 
 def where(sealed: Manifest, index: int, item_bytes: int = 1) -> BlockId:
     """The place of a block of this shard."""
-    m = sealed
-    return BlockId(m.job, m.run_id, m.generation, m.version, m.shard, m.shards, index, item_bytes)
+    facts, id_ = sealed.facts, sealed.facts.id
+    version = (facts.job, facts.run_id, id_.generation, id_.version)
+    return BlockId(*version, sealed.shard, facts.shards, index, item_bytes)
 
 
 Plain = Callable[[], Iterator[Buffer]]

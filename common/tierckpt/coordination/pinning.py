@@ -18,6 +18,8 @@ from tierckpt.storage.local.pins import LocalPins
 from tierckpt.storage.persistent import PersistentStore
 from tierckpt.storage.persistent.pins import PersistentPins
 
+from .error_barrier import gather_or_raise
+
 if TYPE_CHECKING:
     from tierckpt.agent.client import AgentClient
     from tierckpt.group import Group, Node
@@ -75,17 +77,11 @@ def mark_everywhere(
 
 def _told(ask: Callable[[], T], group: Group) -> list[T]:
     """What `ask` returned on every rank; PinError on all if it failed on any. Collective."""
-    mine: list[T] = []
-    trouble = ""
-    try:
-        mine.append(ask())
-    except (OSError, TierckptError) as error:
-        trouble = f"rank {group.rank} cannot reach its pins: {error}"
-    everyone: list[tuple[list[T], str]] = group.all_gather_object((mine, trouble))
-    for _, text in everyone:
-        if text:
-            raise PinError(text)
-    return [each for theirs, _ in everyone for each in theirs]
+
+    def refusal(ranks: list[int], theirs: TierckptError) -> PinError:
+        return PinError(f"rank {ranks[0]} cannot reach its pins: {theirs}")
+
+    return gather_or_raise(group, ask, refusal)
 
 
 def _answered(ask: Callable[[], set[str]], where: str) -> set[str]:

@@ -68,7 +68,7 @@ class Reports:
         assert snapshot.manifest is not None
         self.emit(
             "sealed",
-            version=snapshot.head.version,
+            version=snapshot.facts.id.version,
             level=MEMORY,
             nbytes=snapshot.manifest.image_bytes,
             seconds=snapshot.clock.as_dict(),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tierckpt.errors import NewerFormatError
-from tierckpt.format.ids import Lineage, ParityKey, ShardKey, VersionId
+from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 
 from .levels import FAR
 
@@ -45,16 +46,10 @@ class Found:
 
     key: ShardKey
     place: Location
-    lineage: Lineage
-    run_id: str = ""
-    metric: float | None = None
-    """Of the version, in a local shard 0's manifest."""
-    complete: VersionId | None = None
-    """A version that was on all ranks' disks when this shard was taken."""
+    facts: VersionFacts
+    """As its manifest, or on the persistent level the version's, has them."""
     created_seconds: float | None = None
-    """When that was, by the clock of its rank; None where its manifest was not read."""
-    suspect: str = ""
-    """What its manifest, or a mark on the persistent level, says of replicas that differed."""
+    """When it was taken, by the clock of its rank; None where its manifest was not read."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +58,7 @@ class FoundParity:
 
     key: ParityKey
     place: Location
-    lineage: Lineage
-    run_id: str
+    facts: VersionFacts
     group: tuple[int, ...]
     """The members' shard numbers, in the order of the ring."""
     k: int

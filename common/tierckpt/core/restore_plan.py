@@ -115,13 +115,13 @@ def plan_restore(
     lineages: dict[VersionId, Lineage] = {}
     for rank, inventory in enumerate(inventories):
         for item in inventory:
-            lineages[item.key.id] = item.lineage
+            lineages[item.key.id] = item.facts.lineage
             if (item.key, item.place) not in bad:
-                places = seen.setdefault((item.run_id, item.key), {})
+                places = seen.setdefault((item.facts.run_id, item.key), {})
                 places.setdefault(item.place, []).append(rank)
-    lineages.update({p.key.id: p.lineage for each in parities for p in each})
+    lineages.update({p.key.id: p.facts.lineage for each in parities for p in each})
     runs = {(run_id, k.id, k.shards) for run_id, k in seen}
-    runs |= {(p.run_id, p.key.id, p.key.shards) for each in parities for p in each}
+    runs |= {(p.facts.run_id, p.key.id, p.key.shards) for each in parities for p in each}
     for id_ in newest_first(lineages.items()):
         if (version is not None and id_.version != version) or id_ in avoid:
             continue
@@ -287,7 +287,7 @@ def _parities_of(
     found: dict[tuple[tuple[int, ...], int, int], dict[ParityKey, dict[Location, list[int]]]] = {}
     for rank, inventory in enumerate(parities):
         for p in inventory:
-            same = (p.run_id, p.key.id, p.key.shards) == (run_id, key.id, key.shards)
+            same = (p.facts.run_id, p.key.id, p.key.shards) == (run_id, key.id, key.shards)
             if same and (p.key, p.place) not in bad:
                 places = found.setdefault((p.group, p.k, p.m), {}).setdefault(p.key, {})
                 places.setdefault(p.place, []).append(rank)

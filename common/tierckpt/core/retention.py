@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from tierckpt.format.facts import VersionFacts
 from tierckpt.format.ids import Lineage, VersionId, newest_first, newest_of_each, on_lineage
-from tierckpt.format.version_names import VersionName
 
 if TYPE_CHECKING:
     from tierckpt.format.version_names import VersionName
-
-
-METRIC = "metric"
-"""What the user gave at the boundary is called so in the manifests."""
 
 
 @dataclass(frozen=True)
@@ -27,46 +23,47 @@ class RetentionPolicy:
     keep_every: int = 0
     """Versions that are a multiple of this; 0: none."""
     keep_best: int = 0
-    """So many of the best by `metric`; 0: none. Of equals the newer one is the better one."""
-    metric: str = METRIC
-    """Name of the value in the manifest. Versions without it are not best."""
+    """So many of the best by their metric; 0: none. Of equals the newer one is the better one;
+    versions without a metric are not best."""
     best_is_low: bool = True
     """False: the larger, the better."""
 
 
 @dataclass(frozen=True)
-class HeldVersions:
+class HeldVersion:
     """A version that exists."""
 
-    name: VersionName
-    job: str
-    lineage: Lineage
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    facts: VersionFacts
     pinned: bool = False
     bases: tuple[VersionName, ...] = ()
     """Versions that it refers to, which stay while it does."""
     suspect: bool = False
-    """Replicas differed when it was taken."""
+    """Replicas differed when it was taken, by its facts or by a mark."""
+
+    @property
+    def name(self) -> VersionName:
+        """The version's name."""
+        return self.facts.name
 
 
 def retirable(
-    held: Iterable[HeldVersions], policy: RetentionPolicy, job: str, lineage: Lineage, run_id: str
+    held: Iterable[HeldVersion], policy: RetentionPolicy, asking: VersionFacts
 ) -> list[VersionName]:
     """Versions that no rule wants, and none that stays refers to, oldest first.
 
-    `lineage` is that of `run_id`, which asks. The newest restorable version of the line is never
-    among them, whatever the policy; nor anything newer, other jobs' versions, and lives that are
-    no ancestors (see `ids.retired`, whose rules these extend).
+    The run of `asking` asks. The newest restorable version of the line is never among them,
+    whatever the policy; nor anything newer, other jobs' versions, and runs that are no ancestors
+    (see `retired`, whose rules these extend).
     """
-    held = list(held)
-    mine = _of_line([h for h in held if h.job == job], lineage, run_id)
-    newest = newest_first((h.name.id, h.lineage) for h in mine)
+    held, lineage = list(held), asking.lineage
+    mine = _of_line([h for h in held if h.facts.job == asking.job], lineage, asking.run_id)
+    newest = newest_first((h.facts.id, h.facts.lineage) for h in mine)
     safe = newest[0] if newest else None
     ids = {h.name.id for h in mine}
     gone = set(retired(ids, safe, lineage, policy.keep_last, policy.keep_every))
     each = newest_of_each(newest)
-    scored = {h.name: h.metrics for h in mine if h.name.id in each}
-    known = {name: m[policy.metric] for name, m in scored.items() if policy.metric in m}
+    scored = {h.name: h.facts.metric for h in mine if h.name.id in each}
+    known = {name: metric for name, metric in scored.items() if metric is not None}
     best = best_of(known, policy.keep_best, policy.best_is_low)
     # However many suspects follow, the newest version that is none stays.
     unsuspected = [h.name for h in mine if h.name.id in newest and not h.suspect]
@@ -77,7 +74,7 @@ def retirable(
     return sorted(going - needed)
 
 
-def _of_line(held: list[HeldVersions], lineage: Lineage, run_id: str) -> list[HeldVersions]:
+def _of_line(held: list[HeldVersion], lineage: Lineage, run_id: str) -> list[HeldVersion]:
     """The run's own versions, and its ancestors'.
 
     A lineage has no names of runs. Where several took one generation, because they never saw each

@@ -34,7 +34,7 @@ def of_vote(bits: int) -> float | None:
 
 
 VOID = -1
-"""What an adapter votes (see `Checkpointer.own_vote`) where there is no version of this boundary on
+"""An adapter's vote (see `Adapter.vote`) where there is no version of this boundary on
 its rank, hence on none: the next one is due in its place."""
 
 
@@ -88,7 +88,7 @@ class Vote(NamedTuple):
     less_step_us: int = 0
     """Duration of a step, of `autotune.CostEstimate`, negative as `less_bytes` is."""
     adapter: int = 0
-    """An adapter's own, see `Checkpointer.own_vote`."""
+    """The adapter's, see `Adapter.vote`."""
     no_close: int = 1
     """0 when this rank's user called `close()` where it could not be done."""
     check: int = 0

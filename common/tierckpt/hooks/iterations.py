@@ -121,7 +121,7 @@ class Iterations:
         self.explicit = mode == "explicit"
         """Boundaries are calls of `step()`."""
         self.counts = "calls" if self.explicit else "steps"
-        """What the number of a version counts; see `Manifest.iteration_counts`."""
+        """What the number of a version counts; see `VersionFacts.iteration_counts`."""
         self.stepping: set[str] = set()
         """Optimizers whose step has begun."""
         self._boundary, self._before_step = boundary, before_step

@@ -76,7 +76,7 @@ def rows_of(there: Survey) -> list[Row]:
     """
     there = without_bare(there)
     own = [copy for copy in there.copies if not there.is_elsewhere(copy.place)]
-    lineages = {copy.key.id: copy.lineage for copy in own}
+    lineages = {copy.key.id: copy.facts.lineage for copy in own}
     past = lineages[max(lineages)] if lineages else ()
     taken = there.plan()
     rows = dict(_counted(there))
@@ -110,10 +110,10 @@ def _counted(there: Survey) -> Iterator[tuple[Group, Row]]:
     found: dict[Group, list[Found]] = {}
     parities: dict[Group, list[FoundParity]] = {}
     for each in there.found:
-        group = (each.key.id, each.run_id, each.key.shards, each.place.level)
+        group = (each.key.id, each.facts.run_id, each.key.shards, each.place.level)
         found.setdefault(group, []).append(each)
     for parity in there.parities:
-        group = (parity.key.id, parity.run_id, parity.key.shards, "local")
+        group = (parity.key.id, parity.facts.run_id, parity.key.shards, "local")
         parities.setdefault(group, []).append(parity)
     for group in sorted({*found, *parities}, key=lambda g: (*g[:3], RANK[g[3]])):
         id_, run_id, shards, level = group
@@ -141,7 +141,7 @@ def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
     """What manifests say. Those that are gone meanwhile say nothing."""
     seen: set[tuple[Group, int]] = set()
     for each in there.found:
-        group = (each.key.id, each.run_id, each.key.shards, each.place.level)
+        group = (each.key.id, each.facts.run_id, each.key.shards, each.place.level)
         if each.place.level == "persistent" or (group, each.key.shard) in seen:
             continue
         seen.add((group, each.key.shard))
@@ -149,8 +149,8 @@ def _add_details(there: Survey, rows: Mapping[Group, Row]) -> None:
             row = rows[group]
             row.nbytes += manifest.image_bytes
             row.created_seconds = max(row.created_seconds or 0.0, manifest.created_seconds)
-            row.iteration = manifest.iteration
-            row.metric = manifest.metric if row.metric is None else row.metric
+            row.iteration = manifest.facts.iteration
+            row.metric = manifest.facts.metric if row.metric is None else row.metric
             row.encoded |= manifest.encoding is not None
     for (id_, run_id, shards, level), row in rows.items():
         if level == "persistent":
@@ -172,4 +172,4 @@ def _add_persistent(row: Row, name: VersionName, open_store: OpenPersistent) -> 
     with suppress(Exception), closing(open_store(row.places[0])) as store:
         manifest = store.read_manifest(name)
         row.nbytes, row.iteration = manifest.nbytes, manifest.facts.iteration
-        row.metric = next(iter(manifest.facts.metrics.values()), None)
+        row.metric = manifest.facts.metric

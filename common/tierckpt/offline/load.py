@@ -16,10 +16,11 @@ from tierckpt.format.layout import Piece
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_summary import VersionSummary
 from tierckpt.group import SingleGroup
+from tierckpt.restore.candidates import Candidates
 from tierckpt.restore.progress import Progress
-from tierckpt.restore.restorer import Restorer
 from tierckpt.restore.shard_image import ShardImage
 from tierckpt.restore.tensor_fill import PieceWriter
+from tierckpt.restore.verification import RestoreContext, find
 from tierckpt.restore.verified_version import VerifiedVersion
 from tierckpt.state import tree_codec
 from tierckpt.state.extras import EXTRA_STATES
@@ -119,22 +120,16 @@ def _load(
     leave_out_memory(there)
     if version is None:
         refuse_newer(there)
-    restorer = Restorer(
-        ErrorBarrier(SingleGroup()),
-        [there.found],
-        lambda text: None,  # they are in `rejected`
-        [there.parities],
-        bar,
-        there.open_far,
-    )
-    attempt = restorer.find(version)
+    candidates = Candidates([there.found], [there.parities])
+    context = RestoreContext(ErrorBarrier(SingleGroup()), bar, there.open_far)
+    attempt = find(context, candidates, version)
     if attempt is None:
-        raise RestoreError(nothing(path, version, there, restorer.rejected))
+        raise RestoreError(nothing(path, version, there, candidates.rejected))
     with closing(attempt):
         assert attempt.contents is not None
         mapped = {s: image for s, image in attempt.images.items() if _is_mapped(attempt, s)}
         saved = _Reading(attempt, attempt.contents, model_only).saved()
-        saved.rejected = (*there.troubles, *restorer.rejected)
+        saved.rejected = (*there.troubles, *candidates.rejected)
         saved.suspect = there.suspicion(attempt.plan.id)
         saved.unseen = unseen
         return saved if _unchanged(attempt, mapped) else None
@@ -220,8 +215,8 @@ class _Reading:
         extra = dict(self._tree["extra"])
         return Saved(
             version=attempt.plan.id.version,
-            iteration=self._manifest.iteration,
-            metric=self._manifest.metric,
+            iteration=self._manifest.facts.iteration,
+            metric=self._manifest.facts.metric,
             model=self._model(extra),
             optimizers=_Optimizers(self._tensors, self._tree, structure).all(),
             extra=extra,

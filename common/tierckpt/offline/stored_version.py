@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,10 +20,10 @@ from tierckpt.format.layout import Piece, TensorSpec
 from tierckpt.format.manifest import Manifest, digest, digest_at
 from tierckpt.format.shard_file import ShardHeader
 from tierckpt.group import SingleGroup
-from tierckpt.restore.progress import Progress
-from tierckpt.restore.restorer import Restorer
+from tierckpt.restore.candidates import Candidates
 from tierckpt.restore.shard_image import LOST, ShardImage, already_there, open_image
 from tierckpt.restore.shard_reader import check_header
+from tierckpt.restore.verification import RestoreContext, find
 from tierckpt.state import tree_codec as tree
 
 from .load import leave_out_memory, nothing, refuse_newer
@@ -205,7 +205,7 @@ class StoredVersion:
         """For people."""
         ranks = f"{len(self.shards)} rank{'s' if self.shards[1:] else ''}"
         where = " and ".join(self.levels)
-        at = f"v{self.manifest.version}, iteration {self.manifest.iteration}"
+        at = f"v{self.manifest.id.version}, iteration {self.manifest.facts.iteration}"
         suspect = f"; suspect, as replicas differed: {self.suspect}" if self.suspect else ""
         return f"{self.path} {at}, {ranks}, from {where}{suspect}"
 
@@ -259,13 +259,11 @@ def _lazily(path: str, plan: RestorePlan, there: Survey, on_read: OnRead) -> Sto
 
 
 def _verified(path: Where, version: int | None, there: Survey, on_read: OnRead) -> StoredVersion:
-    with closing(Progress(False)) as bar:
-        group = ErrorBarrier(SingleGroup())
-        found, parities = [there.found], [there.parities]
-        restorer = Restorer(group, found, lambda text: None, parities, bar, there.open_far)
-        attempt = restorer.find(version)
+    candidates = Candidates([there.found], [there.parities])
+    context = RestoreContext(ErrorBarrier(SingleGroup()), open_store=there.open_far)
+    attempt = find(context, candidates, version)
     if attempt is None:
-        raise RestoreError(nothing(path, version, there, restorer.rejected))
+        raise RestoreError(nothing(path, version, there, candidates.rejected))
     with ExitStack() as undo:
         undo.callback(attempt.close)
         images = [attempt.images[source.shard] for source in attempt.plan.sources]

@@ -94,7 +94,7 @@ class Survey:
     def suspicion(self, id_: VersionId) -> str:
         """In what replicas differed, or may have, when the version was taken; empty if they did
         not, as far as is known."""
-        said = (f.suspect for f in self.found if f.key.id == id_ and f.suspect)
+        said = (f.facts.suspect for f in self.found if f.key.id == id_ and f.facts.suspect)
         return self.suspects.get(id_) or next(said, "")
 
     @property
@@ -274,7 +274,7 @@ def _jobs_named(there: Survey) -> set[str]:
     found = set()
     for where, key in newest.items():
         with suppress(Exception):
-            found.add(Manifest.decode(LocalStore(where).read_manifest(key)).job)
+            found.add(Manifest.decode(LocalStore(where).read_manifest(key)).facts.job)
     return found
 
 

@@ -20,7 +20,6 @@ from tierckpt.restore.shard_image import LOST, ShardImage, in_memory
 from tierckpt.restore.shard_reader import READERS, FaultScope, Reads
 from tierckpt.storage.files.mapped_file import MappedFile
 from tierckpt.storage.local.store import LocalStore
-from tierckpt.storage.persistent import VersionName
 
 from .catalog import manifest_at
 from .survey import Copy, Survey
@@ -64,7 +63,7 @@ def _of_shard(copy: Found, there: Survey, pool: ThreadPoolExecutor, progress: Pr
     reads = Reads(pool, images, progress.advance, there.open_far, make_room=in_memory)
     source = Source(copy.key.shard, copy.place, reader=0, direct=False)
     try:
-        reads.open(copy.key.id, copy.key.shards, copy.run_id, [source])
+        reads.open(copy.key.id, copy.key.shards, copy.facts.run_id, [source])
         failures = reads.finish()
         nbytes = sum(len(image.view) for image in images.values())
     finally:
@@ -85,7 +84,7 @@ def _as_stored(copy: Found, there: Survey, unchecked: str) -> Verdict:
     try:
         if place.level == "persistent":
             with closing(there.open_far(place)) as far:
-                shard = far.open_shard(VersionName(key.id, key.shards, copy.run_id), key.shard)
+                shard = far.open_shard(copy.facts.name, key.shard)
                 nbytes = check_stored(Manifest.decode(shard.manifest), shard.read)
         else:
             store = LocalStore(place.where)
@@ -118,5 +117,5 @@ def is_there(copy: Copy, there: Survey) -> bool:
         if place.level != "persistent":
             return manifest_at(key, place) is not None
         with closing(there.open_far(place)) as store:
-            return store.exists(VersionName(key.id, key.shards, copy.run_id))
+            return store.exists(copy.facts.name)
     return True

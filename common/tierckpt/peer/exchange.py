@@ -133,7 +133,7 @@ class Exchange:
             raise ValueError(f"{self._own.key}: {len(shard.image)} bytes are no shard")
         self.id: VersionId = self._own.id
         self.member = party.member
-        purpose = f"{party.group.ranks} {code} {self._make} of {self._own.shards}"
+        purpose = f"{party.group.ranks} {code} {self._make} of {self._own.facts.shards}"
         self.series = hashlib.sha256(purpose.encode()).hexdigest()[:16]
         self.tag = f"{self.id.generation}.{self.id.version}.{self.series}"
         names = {member: party.name(member) for member in party.others}
@@ -241,12 +241,12 @@ class Exchange:
             manifest = Manifest.decode(record)
         except (CorruptShardError, FormatError) as error:
             raise RefusedError(f"{name} sent a manifest that cannot be used: {error}") from error
-        expected = ShardKey(self.id, self._party.group.ranks[member], own.shards)
-        if (manifest.key, manifest.run_id) != (expected, own.run_id):
+        expected = ShardKey(self.id, self._party.group.ranks[member], own.facts.shards)
+        if (manifest.key, manifest.facts.run_id) != (expected, own.facts.run_id):
             raise RefusedError(
-                f"{name} brings {manifest.key} of run {manifest.run_id}; "
+                f"{name} brings {manifest.key} of run {manifest.facts.run_id}; "
                 f"this is {expected} of life "
-                f"{own.run_id}, and shards of two runs make no parity",
+                f"{own.facts.run_id}, and shards of two runs make no parity",
                 member,
             )
         return manifest

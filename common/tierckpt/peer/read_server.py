@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tierckpt.core.copies import EVERYWHERE, Found, FoundParity, Inventory, Location, Problem
-from tierckpt.core.levels import AGENT
-from tierckpt.format.ids import Key, Lineage, ParityKey, ShardKey, VersionId
+from tierckpt.core.levels import AGENT, MEMORY
+from tierckpt.format.facts import VersionFacts
+from tierckpt.format.ids import Key, ParityKey, ShardKey
 from tierckpt.format.manifest import digest
 from tierckpt.storage.inventory import take_inventory
 from tierckpt.storage.local.store import LocalStore
@@ -147,20 +148,17 @@ def _key(stem: str) -> ShardKey:
 
 
 def _shard(found: Found) -> dict[str, Any]:
-    complete = found.complete
     return {
         "stem": found.key.stem,
         "encoded": found.place.encoded,
-        "in_memory": found.place.level == "memory",
-        "lineage": found.lineage,
-        "run_id": found.run_id,
-        "complete": complete and [complete.generation, complete.version],
+        "in_memory": found.place.level == MEMORY,
+        "facts": found.facts.to_json(),
     }
 
 
 def _parity(found: FoundParity) -> dict[str, Any]:
-    made = {"group": found.group, "k": found.k, "m": found.m}
-    return {"stem": found.key.stem, "lineage": found.lineage, "run_id": found.run_id, **made}
+    code = {"group": found.group, "k": found.k, "m": found.m}
+    return {"stem": found.key.stem, "facts": found.facts.to_json(), **code}
 
 
 def _problems(seen: Iterable[Iterable[Problem]]) -> list[dict[str, Any]]:
@@ -191,17 +189,14 @@ def listed(data: bytes, where: str, host: str) -> Inventory:
 
 def _found(told: dict[str, Any], where: str) -> Found:
     place = Location(AGENT, EVERYWHERE, where, bool(told["encoded"]), bool(told["in_memory"]))
-    complete = told["complete"] and VersionId(*told["complete"])
-    return Found(_told_key(told, ShardKey), place, *_past(told), complete=complete)
+    return Found(_told_key(told, ShardKey), place, VersionFacts.from_json(told["facts"]))
 
 
 def _found_parity(told: dict[str, Any], where: str) -> FoundParity:
-    lineage, run_id = _past(told)
     return FoundParity(
         _told_key(told, ParityKey),
         Location(AGENT, EVERYWHERE, where),
-        lineage,
-        run_id,
+        VersionFacts.from_json(told["facts"]),
         group=tuple(told["group"]),
         k=int(told["k"]),
         m=int(told["m"]),
@@ -218,8 +213,3 @@ def _told_key(told: dict[str, Any], kind: type[Key]) -> Key:
     if key is None:
         raise ValueError(f"{told['stem']!r} is no {kind.NOUN}")
     return key
-
-
-def _past(told: dict[str, Any]) -> tuple[Lineage, str]:
-    """Lineage and life."""
-    return tuple((int(g), int(v)) for g, v in told["lineage"]), str(told["run_id"])

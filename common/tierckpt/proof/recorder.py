@@ -25,24 +25,24 @@ from . import loader_passes
 from .records import Writer
 
 if TYPE_CHECKING:
-    from tierckpt.checkpointer.checkpointer import Checkpointer
+    from tierckpt.checkpointer.core import CheckpointerCore
     from tierckpt.events import Event
     from tierckpt.restored import Restored
 
 ELASTIC = "HOROVOD_ELASTIC"
 
 
-def record_if_ordered(checkpointer: Checkpointer) -> None:
+def record_if_ordered(checkpointer: CheckpointerCore) -> None:
     """Where there is an order, have it carried out. Raises OSError where nothing can be recorded:
     this job is for nothing else."""
     if (order := order_here()) is not None:
-        checkpointer.add_callbacks(Recorder(order, checkpointer))
+        checkpointer._callbacks.add(Recorder(order, checkpointer))
 
 
 class Recorder(Callbacks):
     """One checkpointer's."""
 
-    def __init__(self, order: ProofOrder, checkpointer: Checkpointer) -> None:
+    def __init__(self, order: ProofOrder, checkpointer: CheckpointerCore) -> None:
         self._order, self._checkpointer = order, checkpointer
         self._rank, self._ranks = checkpointer.group.rank, checkpointer.group.size
         place = checkpointer.config.path
@@ -80,7 +80,7 @@ class Recorder(Callbacks):
     def _newest_of(self, version: int | None) -> tuple[Slot, Manifest] | None:
         """Its slot, and what that holds; it may have been taken again."""
         found = [(s, s.manifest()) for s in self._checkpointer._pool.slots if s is not None]
-        known = [(s, m) for s, m in found if m is not None and m.version == version]
+        known = [(s, m) for s, m in found if m is not None and m.id.version == version]
         return max(known, key=lambda each: each[1].id, default=None)
 
     def _keep(self, view: memoryview, manifest: Manifest) -> None:
@@ -123,7 +123,8 @@ def state_of(view: memoryview, manifest: Manifest) -> dict[str, str]:
     low = header.tree_offset
     small = tree_codec.decode(bytes(view[low : low + manifest.rank_state_bytes]))
     found |= {name: fingerprint(leaf) for name, leaf in leaves_of(small).items()}
-    return found if manifest.metric is None else {**found, "metric": fingerprint(manifest.metric)}
+    metric = manifest.facts.metric
+    return found if metric is None else {**found, "metric": fingerprint(metric)}
 
 
 __all__ = ["Recorder", "record_if_ordered", "state_of"]

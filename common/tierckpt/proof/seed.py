@@ -24,7 +24,7 @@ def copy_version(path: str, version: int | None, folder: Path) -> int:
         store.create()
         for shard in found.shards:
             _copy(shard, store)
-        return found.manifest.version
+        return found.manifest.id.version
 
 
 def _copy(shard: Shard, store: LocalStore) -> None:

@@ -17,7 +17,6 @@ import xxhash
 
 from tierckpt.core.replica_check import UNIT_BYTES, Unit, cut, fold, stride_of
 from tierckpt.format.layout import TensorSpec
-from tierckpt.snapshot.copy_plan import as_bytes
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState
 
@@ -154,7 +153,9 @@ class Slice:
         if dense[at]:
             return (ctypes.c_char * size).from_address(tensor.data_ptr() + unit.low)
         item = self._specs[at].itemsize_bytes
-        part = as_bytes(tree_codec.row_major(tensor, unit.low // item, unit.high // item))
+        part = tree_codec.as_bytes(
+            tree_codec.row_major(tensor, unit.low // item, unit.high // item)
+        )
         return ctypes.create_string_buffer(ctypes.string_at(part.data_ptr(), size), size)
 
 

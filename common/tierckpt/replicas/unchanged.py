@@ -56,11 +56,11 @@ class Unchanged:
             self._runs = _runs(plan.striped_blocks)
         striped = b"".join(manifest.digests[low:high] for low, high in self._runs)
         same = known and self._last is not None and self._last[1] == striped
-        if same and manifest.version == self._newest:
+        if same and manifest.id.version == self._newest:
             return  # it was taken again, and no step was made
         self._last = plan, striped
-        self._first = self._first if same else manifest.version
-        self._newest = manifest.version
+        self._first = self._first if same else manifest.id.version
+        self._newest = manifest.id.version
         self.count = self.count + 1 if same else 0
         if not striped:
             self.count = NO_STRIPE

@@ -1,6 +1,6 @@
 """A stored shard's bytes, wherever they are: mapped from a slot or a file, or fetched.
 
-Nothing here is checked but that the manifest is the right one; `reading` checks the bytes.
+Nothing here is checked but that the manifest is the right one; `shard_reader` checks the bytes.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Failure:
     node: str = field(default_factory=socket.gethostname)
     """That it was found on."""
     gone: bool = False
-    """It is not there: perhaps not any more, and something newer is (see `Restorer`)."""
+    """It is not there: perhaps not any more, and something newer is (see `RestoreSession`)."""
     silent: bool = False
     """The agent that has it does not answer, whatever it is asked for."""
 

@@ -23,7 +23,6 @@ import torch
 
 from tierckpt.format.layout import Piece, TensorSpec
 from tierckpt.format.shard_file import ShardHeader, decode_header
-from tierckpt.snapshot.copy_plan import as_bytes
 from tierckpt.state import tree_codec
 from tierckpt.state.names import FIXED, path_of
 from tierckpt.state.training_state import TrainingState
@@ -84,7 +83,7 @@ class TensorPreallocator:
         new, self._untouched, self._before = self._untouched, [], {}
         with contextlib.suppress(Exception):
             for tensor in new if touch else ():
-                touch_memory(as_bytes(tree_codec.flat(tensor)))
+                touch_memory(tree_codec.as_bytes(tree_codec.flat(tensor)))
 
     def fill(self, parts: Iterable[Part]) -> None:
         """Copy what `parts` have of them into place: of the version begun last, that may prove
@@ -186,4 +185,4 @@ class PieceWriter:
 
 def _bytes_of(target: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The piece's bytes in the tensor it belongs to; both are in the same memory order."""
-    return as_bytes(tree_codec.flat(target)[piece.start : piece.stop])
+    return tree_codec.as_bytes(tree_codec.flat(target)[piece.start : piece.stop])

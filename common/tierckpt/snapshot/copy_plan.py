@@ -95,13 +95,13 @@ class CopyPlan:
         for piece in self.layout.pieces:
             name, low, high = piece.spec.name, piece.start, piece.stop
             if piece.own:
-                sources.append(as_bytes(self.buffers.staged[name]))
+                sources.append(tree_codec.as_bytes(self.buffers.staged[name]))
                 owners.append(None)
                 continue
             tensor, param = live[name]
             owners.append(id(param))
             if tree_codec.is_dense(tensor):
-                sources.append(as_bytes(tree_codec.flat(tensor)[low:high]))
+                sources.append(tree_codec.as_bytes(tree_codec.flat(tensor)[low:high]))
             else:  # e.g. strided with gaps: made row-major when it is copied
                 sources.append(_row_major(tensor, low))
         for index, block in enumerate(self.layout.blocks):
@@ -288,14 +288,11 @@ class _Buffers:
             torch.cat([self._flat[i] for i in members], out=staging)
 
 
-def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """A 1-d tensor's memory as uint8, shared."""
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-
-
 def _row_major(tensor: torch.Tensor, start: int) -> Part:
     """Of the piece that begins at element `start`."""
-    return lambda low, high: as_bytes(tree_codec.row_major(tensor, start + low, start + high))
+    return lambda low, high: tree_codec.as_bytes(
+        tree_codec.row_major(tensor, start + low, start + high)
+    )
 
 
 def copy_parts(target: torch.Tensor, parts: list[torch.Tensor], sizes: list[int]) -> None:

@@ -281,7 +281,7 @@ class CudaSnapshot(Snapshot):
                 nbytes += self.plan.layout.blocks[blocks[-1]].nbytes
         if not blocks:
             return False
-        _faults.point("copy", version=self.head.version, block=blocks[0])
+        _faults.point("copy", version=self.facts.id.version, block=blocks[0])
         batch = _Batch(blocks, torch.cuda.Event(blocking=True), [])
         with self.lane.after(self._ready):
             for run, source in self._runs(blocks):
@@ -338,7 +338,7 @@ class CudaSnapshot(Snapshot):
             self.clock.checksum += time.perf_counter() - middle
             last = self._left == 0
         if self.trace is not None:
-            self.trace.copied(self.head.version, self.plan, batch.blocks, begin)
+            self.trace.copied(self.facts.id.version, self.plan, batch.blocks, begin)
         if last:
             self._seal()
 

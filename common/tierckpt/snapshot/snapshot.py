@@ -36,7 +36,7 @@ import torch
 
 from tierckpt import _faults
 from tierckpt._text import some
-from tierckpt.format.ids import Lineage, VersionId
+from tierckpt.format.facts import VersionFacts
 from tierckpt.format.manifest import Manifest, digest
 from tierckpt.format.shard_file import rank_state_blocks
 from tierckpt.state import tree_codec
@@ -96,26 +96,10 @@ class PhaseTimer:
 
 
 @dataclass
-class Head:
-    """What the manifest says besides the bytes."""
-
-    job: str
-    version: int
-    generation: int
-    run_id: str
-    lineage: Lineage
-    iteration: int
-    iteration_counts: str
-    metric: float | None = None
-    complete: VersionId | None = None
-    suspect: str = ""
-
-
-@dataclass
 class Snapshot:
     """See the module's text. Methods say which thread calls them."""
 
-    head: Head
+    facts: VersionFacts
     plan: CopyPlan
     levels: tuple[str, ...]
     """Levels the version goes to once sealed: `memory`, and perhaps `local`."""
@@ -233,7 +217,7 @@ class Snapshot:
 
     def _release_rest(self) -> None:
         """The barrier's beginning: release all, and see that there is a slot to copy to."""
-        _faults.point("barrier", version=self.head.version)
+        _faults.point("barrier", version=self.facts.id.version)
         self.release_all()
         deadline, bound = time.monotonic() + self.bind_patience_seconds, False
         while not bound and time.monotonic() < deadline:
@@ -300,7 +284,7 @@ class Snapshot:
             begin = time.perf_counter()
             self.slot = self.choose_slot(blocks, len(self._header) + self._data_bytes)
             self._record("slot", begin)
-            _faults.point("refill", version=self.head.version)
+            _faults.point("refill", version=self.facts.id.version)
             binding = Binding(self.slot)
             with self._changed:
                 if self.phase is Phase.OPEN:
@@ -353,9 +337,9 @@ class Snapshot:
     def _copy(self, binding: Binding, block: int) -> memoryview:
         number = block - len(self.plan.layout.blocks)
         if number < 0:
-            _faults.point("copy", version=self.head.version, block=block)
+            _faults.point("copy", version=self.facts.id.version, block=block)
             return binding.copy_block(self.plan, block, len(self._header))
-        _faults.point("tree", version=self.head.version, block=number)
+        _faults.point("tree", version=self.facts.id.version, block=number)
         assert self._tree is not None
         low, high = self._tree_range()
         return binding.copy_tree(self._tree, low, high, number)
@@ -407,11 +391,11 @@ class Snapshot:
         begin = time.perf_counter()
         self._check_before_seal()
         self._write_head()
-        _faults.point("seal", version=self.head.version)
+        _faults.point("seal", version=self.facts.id.version)
         assert self.slot is not None
         assert self.manifest is not None
         self.slot.seal(self.manifest.encode())
-        _faults.point("sealed", version=self.head.version)
+        _faults.point("sealed", version=self.facts.id.version)
         self.clock.sealed_after = time.monotonic() - self.started_seconds
         self._record("seal", begin)
         self._end(Phase.SEALED)
@@ -440,36 +424,26 @@ class Snapshot:
         binding.view[:start] = self._header
         digests = [digest(self._header), *self._digests]
         self.manifest = Manifest(
-            job=self.head.job,
-            version=self.head.version,
-            generation=self.head.generation,
-            run_id=self.head.run_id,
-            lineage=self.head.lineage,
-            iteration=self.head.iteration,
-            iteration_counts=self.head.iteration_counts,
+            facts=self.facts,
             shard=self.plan.layout.rank,
-            shards=self.plan.layout.ranks,
             image_bytes=start + self._data_bytes,
             header_bytes=start,
             rank_state_bytes=self._tree_bytes,
             digests=b"".join(digests),
             created_seconds=time.time(),
-            metric=self.head.metric,
-            complete=self.head.complete,
-            suspect=self.head.suspect,
         )
 
     def _record_copy(self, block: int, begin_seconds: float) -> None:
         if block >= len(self.plan.layout.blocks):
             self._record("tree", begin_seconds)
         elif self.trace is not None:
-            self.trace.copied(self.head.version, self.plan, (block,), begin_seconds)
+            self.trace.copied(self.facts.id.version, self.plan, (block,), begin_seconds)
 
     def _record(self, kind: str, begin_seconds: float) -> None:
         """For the trace: something lasted from then until now."""
         if self.trace is not None:
             now = time.perf_counter()
-            self.trace.span(kind, begin_seconds, now, version=self.head.version)
+            self.trace.span(kind, begin_seconds, now, version=self.facts.id.version)
 
     def fail(self, error: BaseException) -> None:
         """Give the snapshot up. Any thread."""
@@ -497,7 +471,7 @@ class Snapshot:
         try:
             self.on_done(self)
         except Exception:  # the training may be what waits here, or what called
-            _log.exception("the end of v%d could not be told", self.head.version)
+            _log.exception("the end of v%d could not be told", self.facts.id.version)
         finally:
             with self._changed:
                 self._reported = True

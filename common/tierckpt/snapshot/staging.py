@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tierckpt.format.facts import VersionFacts
 from tierckpt.format.manifest import Manifest
 from tierckpt.group import Group
 from tierckpt.resumable_loader import ResumableLoader
@@ -20,7 +21,7 @@ from tierckpt.storage.memory.slots import Slot
 
 from .comparison import is_unmoved
 from .copy_plan import CopyPlan
-from .snapshot import Head, Snapshot
+from .snapshot import Snapshot
 
 if TYPE_CHECKING:
     from .cuda import CudaLane
@@ -61,7 +62,7 @@ class Staging:
 
     def take(
         self,
-        head: Head,
+        facts: VersionFacts,
         levels: tuple[str, ...],
         adapter: Any,
         choose_slot: Callable[[int, int], Slot],
@@ -70,15 +71,15 @@ class Staging:
         """A snapshot of the present state, of which nothing is released yet.
 
         Args:
-            head: what it is of.
+            facts: those of its version.
             levels: where it goes.
-            adapter: what `pack_adapter` returned.
+            adapter: the result of `Adapter.pack`.
             choose_slot: see `Snapshot`; called by the thread that copies, as is `on_done`.
 
         Raises what the state's own objects raise, and SnapshotError.
         """
         plan, node, arena = self._stage(adapter)
-        parts = (head, plan, levels, node, arena, choose_slot, on_done)
+        parts = (facts, plan, levels, node, arena, choose_slot, on_done)
         if plan.device.type == "cuda":
             from . import cuda
 

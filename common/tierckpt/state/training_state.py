@@ -90,8 +90,9 @@ class TrainingState:
         extra: Mapping[str, Any] | None = None,
         extra_per_rank: Mapping[str, Any] | None = None,
         reduced: Sequence[torch.Tensor] | None = None,
+        untrained: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`reduced`: see `Checkpointer.reduced`."""
+        """`reduced`, `untrained`: see the methods of `Adapter`."""
         self.model = unwrap(model)
         for given in optimizers.values():
             refuse_optimizer(given)
@@ -124,7 +125,7 @@ class TrainingState:
         self._nothing_left: dict[str, tuple[int, int]] = {}
         """Optimizers with a `state_dict()` of their own that had nothing beside what is stored:
         `looks` at that time, and boundaries since."""
-        self.assumed_alike: set[int] = set()
+        self.assumed_alike = {id(param) for param in untrained}
         """`id()`s of those of `reduced` that nobody trains, and so nobody reduces: alike, unless a
         version has them as every rank's own."""
         self._reduced = None if reduced is None else {id(p): p for p in reduced}

@@ -304,6 +304,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """A 1-d tensor's memory as uint8, shared."""
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
 def row_major(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
     """A copy, 1-d, of elements `[low, high)` in row-major order, of a tensor that is not dense.
 

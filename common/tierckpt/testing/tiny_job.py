@@ -120,7 +120,7 @@ class TinyJob:
         deadline = time.monotonic() + timeout_seconds
         while snapshot and not any(s is snapshot for s in finished):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"v{snapshot.head.version} is still being copied")
+                raise TimeoutError(f"v{snapshot.facts.id.version} is still being copied")
             time.sleep(0.001)
         if not self.checkpointer._agent.wait(timeout_seconds):
             raise TimeoutError("the agent is still writing")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import tierckpt
 import tierckpt.coordination.agreement
 from tests.support.training import Attached, Job, Place, attach, make_job, rank, train
-from tierckpt.checkpointer.slot_handoff import SlotHandoff
+from tierckpt.coordination.slot_handoff import SlotHandoff
 from tierckpt.coordination.vote_exchange import SharedBallots
 from tierckpt.snapshot.snapshot import Snapshot
 

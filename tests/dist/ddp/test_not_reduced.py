@@ -286,13 +286,13 @@ def refused(place: Place) -> list[int]:
     train(first, attached.ckpt, range(CRASH))
     attached.ckpt.abandon()
     again = attach(make_thawing(), place, extra={"another": nn.Linear(1, 1)})
-    alike = [len(again.ckpt.state.assumed_alike)]
+    alike = [len(again.ckpt._state.assumed_alike)]
     with pytest.raises(tierckpt.StateMismatchError):
         again.ckpt.restore()
-    alike.append(len(again.ckpt.state.assumed_alike))
+    alike.append(len(again.ckpt._state.assumed_alike))
     again.ckpt.restore(strict=False)
     again.ckpt.abandon()
-    return [*alike, len(again.ckpt.state.assumed_alike)]
+    return [*alike, len(again.ckpt._state.assumed_alike)]
 
 
 def test_a_restore_that_is_refused_sets_nothing_apart(

@@ -95,7 +95,7 @@ def all_in_one(place: Place, positional: bool) -> tuple[Any, ...]:
         course.append((job.iterate(iteration), job.digest()))
         ckpt.step()
     ckpt.abandon()
-    return course == expected, ckpt.version, ckpt.log.counts["sealed"]
+    return course == expected, ckpt.version, ckpt._log.counts["sealed"]
 
 
 @pytest.mark.parametrize("positional", [True, False])
@@ -125,7 +125,7 @@ def given_an_empty_model(place: Place) -> bool:
         **SETTINGS,
     )
     optimizer.checkpointer.close()
-    return optimizer.checkpointer.state.model is model
+    return optimizer.checkpointer._state.model is model
 
 
 def test_a_model_is_taken_as_given(ranks: Any, tmp_path: Path, shm_dir: Path) -> None:

@@ -350,7 +350,7 @@ def restore_what_an_object_refuses(place: Place) -> tuple[str, bool]:
     with pytest.raises(tierckpt.StateTornError) as caught:
         attached.ckpt.restore()
     attached.ckpt.abandon()
-    return str(caught.value), attached.ckpt.state.torn
+    return str(caught.value), attached.ckpt._state.torn
 
 
 def test_an_object_that_does_not_take_its_state_is_an_error_on_all_ranks(

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.facts import facts_of
 from tests.support.processes import end, python
 from tierckpt import _children
 from tierckpt.agent import address, connection_states, environment, process
@@ -476,8 +477,8 @@ def test_flushes_that_it_gives_up_are_named(
     somebody.ensure()  # so the flush waits
     zombie = client_of(shm_dir, tmp_path, 1, "old", (0, 1), shared.url)
     reach(zombie)
-    run_id = ("life", "job", ((1, 0),), 2, 1000, None, "here")
-    zombie.flush(FlushOrder(zombie.session.directory, (0,), VersionId(1, 2), 2, *run_id))
+    facts = facts_of(VersionId(1, 2), 2)
+    zombie.flush(FlushOrder(zombie.session.directory, (0,), facts, 1000, "here"))
     until(lambda: "v2 waits" in told(zombie))
     clients = [client_of(shm_dir, tmp_path, shard, "new", (0, 1), shared.url) for shard in (0, 1)]
     agents += map(reach, clients)
@@ -507,9 +508,8 @@ def test_also_those_that_it_had_not_heard_of_as_it_was_in_a_commit(
     assert reach(before) == os.getpid()
     before._line.send(Commit(KEY_OF_ONE, "one"))
     for version in (2, 4):
-        run_id = ("life", "job", ((1, 0),), 2, 1000, None, "here")
-        id_ = VersionId(1, version)
-        before.flush(FlushOrder(before.session.directory, (0,), id_, 2, *run_id))
+        facts = facts_of(VersionId(1, version), 2)
+        before.flush(FlushOrder(before.session.directory, (0,), facts, 1000, "here"))
     before.retire(None, ((1, 0),))
     assert begun.wait(PATIENCE_SECONDS)
     new.start()

@@ -369,7 +369,7 @@ def test_what_fails_while_the_end_waits_is_said_when_it_fails(
 
     try:
         with Job(tmp_path / "ckpts", bucket, shm_dir) as job:
-            job.checkpointer.log.add_callback(listen)
+            job.checkpointer._log.add_callback(listen)
             job.run(FLUSHED)
             proxy.rule = hang
             job.flush()
@@ -398,7 +398,7 @@ def test_a_signal_that_comes_to_the_end_makes_it_short(
     before = signal.getsignal(signal.SIGUSR1)
     try:
         with Job(tmp_path / "ckpts", bucket, shm_dir, halt_grace_seconds=0) as job:
-            job.checkpointer.log.add_callback(heard)
+            job.checkpointer._log.add_callback(heard)
             job.run(FLUSHED)
             proxy.rule = hang
             job.flush()
@@ -428,7 +428,7 @@ def test_a_store_that_is_slow_does(
 
     try:
         with Job(tmp_path / "ckpts", bucket, shm_dir) as job:
-            job.checkpointer.log._callbacks.append(heard)
+            job.checkpointer._log._callbacks.append(heard)
             job.run(FLUSHED)
             proxy.rule = hang
             job.flush()

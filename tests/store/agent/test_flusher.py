@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.facts import facts_of
 from tierckpt.agent import flusher as flusher_module
 from tierckpt.agent.flusher import (
     LEASE_PATIENCE_SECONDS,
@@ -37,7 +38,6 @@ from tierckpt.storage.persistent import (
     PersistentStore,
     ShardSource,
     TimeSlots,
-    VersionFacts,
     VersionName,
 )
 from tierckpt.storage.persistent.lease import LEASE_SECONDS
@@ -80,16 +80,15 @@ def order(version: int, *here: int, run_id: str = LIFE) -> FlushOrder:
     return FlushOrder(
         directory="/nowhere",
         here=here or tuple(range(SHARDS)),
-        id=VersionId(1, version),
-        shards=SHARDS,
-        run_id=run_id,
-        job="job",
-        lineage=((1, 0),),
-        iteration=version,
+        facts=facts_of(VersionId(1, version), SHARDS, run_id),
         largest_bytes=4096,
-        metric=None,
         node="node0",
     )
+
+
+def having(wanted: FlushOrder, **facts: Any) -> FlushOrder:
+    """The same order, of a version with other facts."""
+    return replace(wanted, facts=replace(wanted.facts, **facts))
 
 
 class Node:
@@ -158,9 +157,8 @@ def versions(place: Path) -> list[int]:
 
 def part_of(place: Path, wanted: FlushOrder, shard: int) -> int:
     """Bytes of the shard that an earlier flush left: found by one that writes nothing anew."""
-    facts = VersionFacts("job", ((1, 0),), wanted.id.version, 4096)
     key = ShardKey(wanted.name.id, shard, SHARDS)
-    return PersistentStore(str(place)).flush(wanted.name, facts, [source(key)]).reused_bytes
+    return PersistentStore(str(place)).flush(wanted.facts, 4096, [source(key)]).reused_bytes
 
 
 class Broken:
@@ -410,15 +408,15 @@ def test_a_full_place_has_older_versions_removed_as_is_wanted_now(
     code: int, node: MakeNode, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is no room for one more, none would be committed, and retention never come."""
-    zero, two = node(keep_last=3), replace(order(4, 0), run_id="11fe", id=VersionId(2, 4))
+    zero, two = node(keep_last=3), having(order(4, 0), run_id="11fe", id=VersionId(2, 4))
     successor = node(keep_last=1, nodes=2)
     for version in (1, 2, 3):
         assert zero.flush(order(version)).complete
     zero.flusher.close()
-    two = replace(two, lineage=((1, 0), (2, 3)))
+    two = having(two, lineage=((1, 0), (2, 3)))
     assert not successor.flush(two).complete, "another node has the rest"
     broken = Broken(monkeypatch, code)
-    said = successor.flush(replace(two, id=VersionId(2, 5), iteration=5))
+    said = successor.flush(having(two, id=VersionId(2, 5), iteration=5))
     assert type(said) is FlushFailed
     assert "one more than persistent_keep_last must fit" in said.error
     assert versions(place) == [3], "what a restart would take stays"
@@ -702,12 +700,12 @@ def test_what_is_never_completed_does_not_fill_the_place(
 ) -> None:
     """One node of three fails for long; whichever it is, the others remove what was begun."""
     nodes = [node(node=n, nodes=3, drop_superseded=drops) for n in range(3)]
-    whole = [replace(order(1, n), shards=3) for n in range(3)]
+    whole = [having(order(1, n), shards=3) for n in range(3)]
     for n in range(3):
         nodes[n].flush(whole[n])
     for version in range(2, 12):
         for n in {0, 1, 2} - {failing}:
-            nodes[n].flush(replace(whole[n], id=VersionId(1, version)))
+            nodes[n].flush(having(whole[n], id=VersionId(1, version)))
         oldest = version - STILL_UNDER_WAY - MOST_SUPERSEDED * drops
         under_way = set(range(max(2, oldest), version + 1))
         assert under_way <= set(begun(place)), "others may be at these"
@@ -718,7 +716,7 @@ def test_what_is_never_completed_does_not_fill_the_place(
     assert versions(place) == [1], "what exists is left alone"
     told = [text for each in nodes for text in each.warnings()]
     assert any("What there was of it is removed" in text for text in told) != drops
-    nodes[failing].flush(replace(whole[failing], id=VersionId(1, 11)))
+    nodes[failing].flush(having(whole[failing], id=VersionId(1, 11)))
     assert 11 in versions(place)
 
 
@@ -740,7 +738,7 @@ def test_nodes_look_one_after_the_other_for_what_is_never_completed(
     for version in range(1, 10):
         for number, each in enumerate(nodes):
             at = number, version
-            each.flush(replace(order(version, number), shards=4))
+            each.flush(having(order(version, number), shards=4))
     assert first == {n: STILL_UNDER_WAY + 2 + n for n in range(3)}
 
 

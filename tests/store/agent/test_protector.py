@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.facts import facts_of
 from tests.support.peer_shards import rank_of, shard_of
 from tierckpt.agent import protector
 from tierckpt.agent.flusher import Flusher
@@ -226,19 +227,7 @@ def test_a_port_that_was_somebody_elses_for_a_while_is_tried_again(tmp_path: Pat
 def test_no_thread_to_flush_with_costs_that_version_and_no_more(tmp_path: Path) -> None:
     idle, said = threading.Event(), queue.Queue[Any]()
     flusher = Flusher(PersistentSettings(path=str(tmp_path / "shared")), ShardGuard(), idle.set)
-    order = FlushOrder(
-        str(tmp_path / "local"),
-        (0,),
-        VersionId(1, 1),
-        1,
-        "life",
-        "job",
-        ((1, 0),),
-        1,
-        4096,
-        None,
-        "here",
-    )
+    order = FlushOrder(str(tmp_path / "local"), (0,), facts_of(VersionId(1, 1)), 4096, "here")
     with no_thread("tierckpt-flusher"), pytest.raises(RuntimeError, match="new thread"):
         flusher.order(order, said.put)
     assert not flusher.busy()
@@ -250,7 +239,7 @@ def test_no_thread_to_flush_with_costs_that_version_and_no_more(tmp_path: Path) 
     flusher.close()
 
 
-SHARDS = Manifest.decode(shard_of(0, 2 * PAGE_BYTES, 2)[1]).shards
+SHARDS = Manifest.decode(shard_of(0, 2 * PAGE_BYTES, 2)[1]).facts.shards
 
 
 def two_nodes(folder: Path, versions: Iterable[int]) -> list[Orders]:

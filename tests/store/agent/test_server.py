@@ -47,7 +47,7 @@ from tierckpt.agent.protocol import (
 from tierckpt.config import YEAR_SECONDS
 from tierckpt.format.ids import VersionId
 from tierckpt.peer.read_client import RemoteNode
-from tierckpt.restore import restorer
+from tierckpt.restore import loader
 from tierckpt.storage.memory.job_directory import JobDirectory
 from tierckpt.testing import TinyJob
 
@@ -58,6 +58,7 @@ import json, sys, time
 from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.protocol import FlushOrder, decode
 from tierckpt.format.ids import VersionId
+from tests.support.facts import facts_of
 session = decode(sys.argv[2].encode()).session
 client = AgentClient(AgentSettings(**json.loads(sys.argv[1])), session)
 client.start()
@@ -69,9 +70,8 @@ for line in sys.stdin:
         client.close()
         print("closed", flush=True)
     if line.strip() == "flush":
-        lineage = ((1, 0),)
-        order = ((0,), VersionId(1, 1), 2, "life", "job", lineage, 1, 1000, None, "here")
-        client.flush(FlushOrder(session.directory, *order))
+        facts = facts_of(VersionId(1, 1), 2)
+        client.flush(FlushOrder(session.directory, (0,), facts, 1000, "here"))
         print("flushing", flush=True)
 """
 
@@ -201,13 +201,13 @@ def test_a_restore_has_the_cores_for_itself(
         job.run(2)
         job.settle()
     seen = []
-    finish = restorer.Loader.finish
+    finish = loader.Loader.finish
 
-    def look(loader: Any, saved: Any) -> None:
+    def look(each: loader.Loader) -> None:
         seen.append(again.checkpointer._agent.starts)
-        finish(loader, saved)
+        finish(each)
 
-    monkeypatch.setattr(restorer.Loader, "finish", look)
+    monkeypatch.setattr(loader.Loader, "finish", look)
     with TinyJob(tmp_path / "ckpts", seed=1, shm_dir=shm_dir) as again:
         assert again.restore() == 2
         assert (seen, again.checkpointer._agent.starts) == ([0], 1)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.checksum_codec import Checksum
 from tests.support.encoded_shards import NoServices
+from tests.support.facts import facts_of
 from tierckpt.agent import protocol
 from tierckpt.agent.protocol import (
     PROTOCOL,
@@ -148,7 +149,7 @@ def test_whatever_cannot_be_begun_is_answered(
 ) -> None:
     id_ = VersionId(1, 7)
     key = ShardKey(id_, 0, 1)
-    order = FlushOrder("/nowhere", (0,), id_, 1, "run", "job", ((1, 0),), 1, 1, None, "here")
+    order = FlushOrder("/nowhere", (0,), facts_of(id_), 1, "here")
     where = ListenSettings("secret", "lo", 0, "localhost")
     asked: list[tuple[Any, Any]] = [
         (Commit(key, str(tmp_path / "none")), CommitFailed(id_, "FileNotFoundError: ")),

@@ -16,12 +16,13 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ddp_ckpt
 import tierckpt
-from tierckpt.checkpointer import active_snapshot, checkpointer, node_resources, tiers
+from tierckpt.checkpointer import active_snapshot, core, node_resources, tiers
+from tierckpt.checkpointer.adapter import PlainAdapter
 from tierckpt.errors import UnsupportedStateError
 from tierckpt.hooks import install
 
 POINTS = {
-    "the books": (checkpointer, "Reports"),
+    "the books": (core, "Reports"),
     "where slots are": (node_resources.image_file, "place_for_slots"),
     "slots": (node_resources, "SlotPool"),
     "room": (node_resources.NodeResources, "tell_of_room"),
@@ -33,8 +34,10 @@ POINTS = {
     "hooks of optimizers": (torch.optim.Optimizer, "register_step_post_hook"),
     "hooks of the model": (nn.Module, "register_forward_pre_hook"),
     "the barrier": (install, "GlobalStepHook"),
-    "the trace": (checkpointer, "open_trace"),
-    "signals": (checkpointer, "HaltController"),
+    "the trace": (core, "open_trace"),
+    "signals": (core, "HaltController"),
+    "the proof": (core, "record_if_ordered"),
+    "the adapter": (PlainAdapter, "attached"),
 }
 
 

@@ -191,7 +191,8 @@ def test_a_base_of_another_life_is_refused(tmp_path: Path) -> None:
         commit(at, 2)
     store = LocalStore(tmp_path)
     base = Manifest.decode(store.read_manifest(key_of(1)))
-    (tmp_path / f"{key_of(1).stem}.manifest").write_bytes(replace(base, run_id="other").encode())
+    other = replace(base, facts=replace(base.facts, run_id="other"))
+    (tmp_path / f"{key_of(1).stem}.manifest").write_bytes(other.encode())
     with pytest.raises(FormatError, match="cannot be what was meant"):
         open_encoded(store, Manifest.decode(store.read_manifest(key_of(2))))
 

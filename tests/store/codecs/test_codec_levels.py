@@ -128,7 +128,7 @@ def test_unchanged_blocks_are_referred_to_and_their_version_stays(
     there = stored(folder)
     whole = [v for v, manifest in there.items() if manifest.encoding.base is None]
     assert list(there) == [5, 6], "v1, which v2 to v4 referred to, went with them"
-    assert (whole, there[6].encoding.base) == ([5], VersionId(there[5].generation, 5))
+    assert (whole, there[6].encoding.base) == ([5], VersionId(there[5].id.generation, 5))
     assert there[6].image_bytes < there[5].image_bytes / 10
     with job() as second:
         second.restore()
@@ -245,7 +245,7 @@ def test_a_life_refers_to_its_own_versions_only(
     there = stored(tmp_path / "ckpts")
     bases = {v: m.encoding.base and m.encoding.base.version for v, m in there.items()}
     assert bases == {1: None, 2: 1, 3: None, 4: 3, 5: 3, 6: 3}
-    assert there[2].run_id != there[3].run_id
+    assert there[2].facts.run_id != there[3].facts.run_id
     assert not [e.text() for e in both.events if e.name == "failed"]
     assert flushed(tmp_path / "shared")[-1] == STEPS
     shutil.rmtree(tmp_path / "ckpts")
@@ -384,7 +384,7 @@ def test_a_state_without_a_byte_comes_back_from_every_level(
 
     with start("here") as first:
         for _ in range(STEPS):
-            (optimizer,) = first.state.optimizers.values()
+            (optimizer,) = first._state.optimizers.values()
             optimizer.step()
             first.step()
     for path, level in (("here", "local"), ("elsewhere", "persistent")):

@@ -164,7 +164,7 @@ def test_a_closure_that_fails_leaves_the_copy_as_it_is(settings: dict[str, Any])
     assert loop.ckpt._active.snapshot is not None
     loop.fails = False
     assert torn(loop, settings, steps=STEPS - 1) == []
-    assert "failed" not in loop.ckpt.log.counts
+    assert "failed" not in loop.ckpt._log.counts
 
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)

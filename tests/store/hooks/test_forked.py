@@ -61,7 +61,7 @@ def test_a_childs_steps_are_no_boundaries(shm_dir: Path, tmp_path: Path) -> None
     train(2, optimizer)
     assert ckpt.version == version + 2
     ckpt.close()
-    assert ckpt.log.counts.get("failed", 0) == 0
+    assert ckpt._log.counts.get("failed", 0) == 0
 
 
 ENDS: dict[str, Callable[[tierckpt.Checkpointer], None]] = {

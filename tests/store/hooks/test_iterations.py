@@ -188,7 +188,7 @@ def test_a_call_of_step_leaves_its_metric_for_the_next_boundary(settings: dict[s
         assert slot is not None
         manifest = slot.manifest()
         assert manifest is not None
-        assert (manifest.version, manifest.metric) == (1, 0.5)
+        assert (manifest.id.version, manifest.facts.metric) == (1, 0.5)
         with pytest.raises(TypeError, match="metric must be one number"):
             loop.ckpt.step(metric="low")  # type: ignore[arg-type]
 

@@ -119,8 +119,8 @@ def test_optimizers_of_other_models_are_left_alone(
         ckpt.step()
         backward(other)
         looked: list[object] = []
-        held_by = ckpt.state.held_by
-        monkeypatch.setattr(ckpt.state, "held_by", lambda o: looked.append(o) or held_by(o))
+        held_by = ckpt._state.held_by
+        monkeypatch.setattr(ckpt._state, "held_by", lambda o: looked.append(o) or held_by(o))
         for _ in range(3):
             others.step()
         assert ckpt._active.snapshot is not None, "no barrier"

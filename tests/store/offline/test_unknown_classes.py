@@ -74,7 +74,7 @@ KINDS = ["value", "key", "set", "frozen set", "deque"]
 def write(path: Path, kept: Any, where: str) -> None:
     """Version 1."""
     with attached(path, kept, where) as ckpt:
-        (optimizer,) = ckpt.state.optimizers.values()
+        (optimizer,) = ckpt._state.optimizers.values()
         optimizer.step()
         ckpt.step()
 

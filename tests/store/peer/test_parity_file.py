@@ -6,6 +6,7 @@ import random
 import socket
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from tests.support.tmpfs import SIZE_BYTES
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
-from tierckpt.format.ids import ParityKey, ShardKey
+from tierckpt.format.ids import ParityKey, ShardKey, VersionId
 from tierckpt.format.layout import BLOCK_BYTES
 from tierckpt.format.manifest import Manifest
 from tierckpt.peer import read_client
@@ -233,8 +234,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         {"group": (1, 5, 3)},
         {"group": (1, 3)},
         {"shard": 4},
-        {"run_id": "other"},
-        {"version": 2},
+        {"facts": replace(right.facts, run_id="other")},
+        {"facts": replace(right.facts, id=VersionId(1, 2))},
         {"members": tuple(m.encode().decode() for m in strangers)},
         {"members": ("", "", "")},
     ]

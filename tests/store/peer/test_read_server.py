@@ -44,7 +44,7 @@ def sealed(path: Path, shard: Manifest, store: LocalStore | None = None) -> Slot
     file = store and ImageFile.make(path, store, shard.shard, IMAGE_BYTES)
     made = Slot.create(path, path.name, seal_area_bytes(8), 0 if file else IMAGE_BYTES, file)
     with made.image() as image:
-        image[:] = bytes([shard.version]) * IMAGE_BYTES
+        image[:] = bytes([shard.id.version]) * IMAGE_BYTES
     made.seal(shard.encode())
     return made
 
@@ -73,7 +73,7 @@ def node(agent: Transport) -> Iterator[RemoteNode]:
 
 
 def name_of(shard: Manifest) -> VersionName:
-    return VersionName(shard.id, shard.shards, shard.run_id)
+    return VersionName(shard.id, shard.facts.shards, shard.facts.run_id)
 
 
 def test_looking_at_slots_leaves_the_agents_own_pins(slot: Slot, node: RemoteNode) -> None:

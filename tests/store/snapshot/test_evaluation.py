@@ -120,7 +120,9 @@ def test_copier_and_training_may_release_the_same_layers_at_the_same_time(
     settings |= {"local_keep_last": 100}
     with layered(tmp_path / "c", settings) as job:
         for parameter in job.model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: job.checkpointer.release([p]))
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: job.checkpointer.adapter.handle.release([p])
+            )
         job.run(STEPS)
         assert job.fingerprint() == course[STEPS]
         job.checkpointer.wait()

@@ -61,7 +61,7 @@ def test_it_comes_back_to_the_bit(dtype: torch.dtype, path: Path, shm_dir: Path)
     first, second = Holder(dtype, 1), Holder(dtype, 3)
     with attached(first) as ckpt:
         first.layer(torch.ones(1, 2)).sum().backward()
-        next(iter(ckpt.state.optimizers.values())).step()
+        next(iter(ckpt._state.optimizers.values())).step()
         ckpt.step()
     with attached(second) as ckpt:
         assert ckpt.restore().version == 1

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import pytest
 from tests.support.processes import end, python
 from tests.support.shards import IMAGE_BYTES, manifest
 from tierckpt.errors import TierckptError
-from tierckpt.format.manifest import Manifest
 from tierckpt.storage.memory import abandoned
 from tierckpt.storage.memory.job_directory import (
     JobBusyError,
@@ -140,9 +140,7 @@ def test_a_slot_that_is_gone_is_not_opened(job: JobDirectory) -> None:
 
 def test_room_for_the_manifest_of_any_number_of_blocks() -> None:
     for blocks in (0, 1, 100, 10_000):
-        full = Manifest(
-            **{**manifest().__dict__, "digests": bytes(8 * (blocks + 1)), "job": "j" * 60}
-        )
+        full = replace(manifest(job="j" * 60), digests=bytes(8 * (blocks + 1)))
         assert len(full.encode()) <= seal_area_bytes(blocks) - 24
 
 

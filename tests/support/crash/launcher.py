@@ -271,7 +271,7 @@ class Job:
     def in_memory_of(self, rank: int) -> dict[int, int]:
         """Generation by version of what this rank has sealed."""
         sealed = [manifest for job in self._memories() for _, manifest in job.sealed()]
-        return {m.version: m.generation for m in sealed if m.shard == rank}
+        return {m.id.version: m.id.generation for m in sealed if m.shard == rank}
 
     def _memories(self) -> list[JobDirectory]:
         """Of all nodes; each rank is on one of its own."""

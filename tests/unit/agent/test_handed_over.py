@@ -13,6 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from tests.support.facts import facts_of
 from tierckpt.agent import protocol
 from tierckpt.agent.address import AgentFiles
 from tierckpt.agent.client import AgentClient, AgentSettings
@@ -157,8 +158,7 @@ class HandingOver(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         id_ = self.id("flush")
-        order = (id_, 1, "run", "job", ((1, 0),), 1, 1, None, "here")
-        self.client.flush(FlushOrder("/nowhere", (0,), *order))
+        self.client.flush(FlushOrder("/nowhere", (0,), facts_of(id_), 1, "here"))
 
     @rule()
     def protect(self) -> None:
@@ -196,7 +196,7 @@ class HandingOver(RuleBasedStateMachine):
         if not rarely:
             self.agents.say(Outdated())
 
-    @precondition(lambda self: self.agents.greeted)
+    @precondition(lambda self: self.agents.channel is not None and self.agents.greeted)
     @rule(fails=st.booleans(), which=st.integers(0, 5))
     def answer(self, fails: bool, which: int) -> None:
         with contextlib.suppress(OSError):

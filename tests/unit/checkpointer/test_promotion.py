@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.facts import facts_of
 from tierckpt.agent.address import AgentSettings
 from tierckpt.agent.client import AgentClient
-from tierckpt.agent.flusher import FlushOrder
-from tierckpt.agent.protocol import SessionSettings
+from tierckpt.agent.protocol import FlushOrder, SessionSettings
 from tierckpt.checkpointer.promotion import Backlog, Promotion, flush_order
 from tierckpt.config import load_config
 from tierckpt.coordination.agreement import Agreement
@@ -96,7 +96,7 @@ class Rank:
         id_ = VersionId(1, version)
         self.agreement.open(id_, INTERVALS)
         if flush:
-            self.promotion.flush_when_safe(id_, 10 * version)
+            self.promotion.flush_when_safe(facts_of(id_, 2, iteration=10 * version))
         self.agreement.tell(MEMORY, id_, DONE)
         self.agreement.tell_shard(id_, 4096 + version, metric)
         return id_
@@ -140,10 +140,8 @@ def test_a_version_is_flushed_when_it_is_complete_and_not_before(
     assert rank.promotion.awaits(id_)
     rank.agree(id_, DONE)
     (order,) = rank.client.flushes
-    assert (order.directory, order.here, order.shards) == (str(tmp_path), (0, 1), 2)
-    assert (order.name.id, order.run_id, order.lineage) == (id_, "life", ((1, 0),))
-    assert (order.iteration, order.largest_bytes, order.metric) == (30, 4099, 0.5)
-    assert order.job == "job"
+    assert (order.directory, order.here, order.largest_bytes) == (str(tmp_path), (0, 1), 4099)
+    assert order.facts == facts_of(id_, 2, iteration=30, metric=0.5)
     assert order.node.startswith("host, /dev/shm/")
     assert rank.promotion.ordered == id_
     assert not rank.promotion.awaits(id_)

@@ -23,7 +23,7 @@ from .settings import (
     SessionSettings,
 )
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Both sides must have the same. `Hello` and `Unwelcome` are read whatever the protocol is."""
 
 # --- from a trainer ------------------------------------------------------------------------------

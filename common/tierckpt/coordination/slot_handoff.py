@@ -27,7 +27,7 @@ CUT_SHORT = "an interrupt came before it was there"
 
 
 def _id_of(snapshot: Snapshot) -> VersionId:
-    return VersionId(snapshot.head.generation, snapshot.head.version)
+    return snapshot.facts.id
 
 
 class SlotHandoff:
@@ -134,7 +134,7 @@ class SlotHandoff:
         self._commit(id_, slot, manifest)
 
     def _commit(self, id_: VersionId, slot: Slot, manifest: Manifest) -> None:
-        self._agreement.tell_shard(id_, manifest.image_bytes, manifest.metric)
+        self._agreement.tell_shard(id_, manifest.image_bytes, manifest.facts.metric)
         key = ShardKey(id_, self._group.rank, self._group.size)
         try:
             error = self._agent.commit(key, slot)
