@@ -555,10 +555,10 @@ class CheckpointerCore(abc.ABC):
         """Of what counts as alike as nobody trains it, some may be trained now and not reduced,
         hence be every rank's own from here on."""
         trained = self.adapter.newly_unreduced()
-        mistaken = [param for param in trained if id(param) in self._state.assumed_alike]
+        mistaken = self._state.placements.assumed_replicated(trained)
         if not mistaken:
             return
-        self._state.keep_apart(mistaken)
+        self._state.placements.keep_apart(mistaken)
         self._active.capture.forget()
         self._replicas.forget()
         names = some([self._state.name_of(param) for param in mistaken])
