@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from horovod_ckpt.elastic.state_broadcast import as_bytes
+from tierckpt.format.layout import PER_RANK
 from tierckpt.state.names import named_buffers, named_parameters
 
 from .checkpointer import Checkpointer
@@ -56,10 +57,10 @@ class Untouched:
         known = {id(tensor) for tensor in found.values()}
         loose = (p for p in self._optimizer._parameter_names if id(p) not in known)
         found.update((f"optimizer's parameter {n}", p) for n, p in enumerate(loose))
-        own = state.walk().own_params
+        walk = state.walk()
         for label, each in state.optimizers.items():
             for number, (param, kept) in enumerate(each.state.items()):
-                if id(param) in own:
+                if walk.placement(param) is PER_RANK:
                     found.update(_tensors_in(kept, f"{label}/{number}"))
         return found
 

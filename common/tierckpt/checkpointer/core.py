@@ -26,7 +26,7 @@ from tierckpt.coordination.peer_setup import Groups, redundancy_groups
 from tierckpt.coordination.reports import Reports
 from tierckpt.coordination.settings_check import JobTopology, agree_on_settings, refused
 from tierckpt.coordination.vote_exchange import ballots_for
-from tierckpt.core.levels import LOCAL, MEMORY, PERSISTENT, Level
+from tierckpt.core.levels import LOCAL, MEMORY, Level
 from tierckpt.core.schedule import Schedule
 from tierckpt.core.tuning.autotune import StepTimer
 from tierckpt.core.votes import VOID, VOTE_WIDTH
@@ -334,8 +334,7 @@ class CheckpointerCore(abc.ABC):
         # In the ledgers first: whatever happens to us, all ranks have the same list of versions.
         self._agreement.open(id_, levels)
         facts = self._facts()
-        if PERSISTENT in levels:
-            self._levels.promotion.flush_when_safe(facts)
+        self._levels.promotion.taken(facts, levels)
         if void:
             self._levels.slot_handoff.broken(id_)
             return None
@@ -556,10 +555,10 @@ class CheckpointerCore(abc.ABC):
         """Of what counts as alike as nobody trains it, some may be trained now and not reduced,
         hence be every rank's own from here on."""
         trained = self.adapter.newly_unreduced()
-        mistaken = [param for param in trained if id(param) in self._state.assumed_alike]
+        mistaken = self._state.placements.assumed_replicated(trained)
         if not mistaken:
             return
-        self._state.keep_apart(mistaken)
+        self._state.placements.keep_apart(mistaken)
         self._active.capture.forget()
         self._replicas.forget()
         names = some([self._state.name_of(param) for param in mistaken])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from tierckpt.agent.client import AgentClient
@@ -21,7 +21,7 @@ from tierckpt.coordination.agreement import Agreement
 from tierckpt.coordination.job_history import JobHistory
 from tierckpt.coordination.peer_setup import PeerSetup
 from tierckpt.core.ledger import DONE
-from tierckpt.core.levels import PEER, PERSISTENT
+from tierckpt.core.levels import PEER, PERSISTENT, Level
 from tierckpt.core.retention import Best
 from tierckpt.core.stall_timeout import most_quiet_seconds
 from tierckpt.format.facts import VersionFacts
@@ -89,6 +89,11 @@ class Promotion:
         """A run has begun that goes on from an earlier one's: its best versions stay."""
         self._best.restart(self._history.metrics())
         self.backlog.restart()
+
+    def taken(self, facts: VersionFacts, levels: Collection[Level]) -> None:
+        """A version is on its way to these levels."""
+        if PERSISTENT in levels:
+            self.flush_when_safe(facts)
 
     def flush_when_safe(self, facts: VersionFacts) -> None:
         """A version is to go to the persistent level."""

@@ -12,7 +12,7 @@ import torch
 from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.core.copies import Problem
 from tierckpt.errors import RestoreError
-from tierckpt.format.layout import Piece
+from tierckpt.format.layout import PER_RANK, Piece
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_summary import VersionSummary
 from tierckpt.group import SingleGroup
@@ -241,7 +241,7 @@ class _Reading:
             self._tied |= self._filler.header.tied
 
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
-        if piece.own and shard != self._attempt.own_shard:
+        if piece.placement is PER_RANK and shard != self._attempt.own_shard:
             return None
         return self._tensors.get(piece.spec.name)
 

@@ -16,7 +16,7 @@ from tierckpt.coordination.error_barrier import ErrorBarrier
 from tierckpt.core.restore_plan import RestorePlan
 from tierckpt.errors import CorruptShardError, RestoreError
 from tierckpt.format.ids import ShardKey
-from tierckpt.format.layout import Piece, TensorSpec
+from tierckpt.format.layout import PER_RANK, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest, digest, digest_at
 from tierckpt.format.shard_file import ShardHeader
 from tierckpt.group import SingleGroup
@@ -167,7 +167,7 @@ class StoredVersion:
         for rank, shard in enumerate(shards):
             for piece in shard.header.pieces:
                 part = Part(shard, piece)
-                if piece.own:
+                if piece.placement is PER_RANK:
                     held = self.own.setdefault(piece.spec.name, {})
                     held[rank] = StoredTensor(piece.spec, (part,))
                 else:

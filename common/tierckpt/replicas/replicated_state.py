@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from tierckpt.core.replica_check import UNIT_BYTES, Unit, cut, fold, stride_of
-from tierckpt.format.layout import TensorSpec
+from tierckpt.format.layout import REPLICATED, TensorSpec
 from tierckpt.state import tree_codec
 from tierckpt.state.training_state import TrainingState
 
@@ -34,7 +34,7 @@ class ReplicatedState:
         state.refresh_names()
         walk = state.walk()
         found = list(zip(state.entries(walk), places_of(state, walk), strict=True))
-        found = [(e, place) for e, place in found if id(e[2]) not in walk.own_params]
+        found = [(e, place) for e, place in found if walk.placement(e[2]) is REPLICATED]
         self.names = [name for (name, *_), _ in found]
         self.specs = [tree_codec.spec_of(tensor, name) for (name, tensor, _), _ in found]
         self.lines = [_line(spec) for spec in self.specs]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tierckpt.errors import StateTornError
-from tierckpt.format.layout import Piece, TensorSpec
+from tierckpt.format.layout import PER_RANK, Piece, TensorSpec
 from tierckpt.format.manifest import Manifest
 from tierckpt.format.shard_summary import VersionSummary
 from tierckpt.state import tree_codec
@@ -190,11 +190,10 @@ class Loader:
         """What ranks had each of their own is to come from this rank's own shard, but for
         parameters (and their state) that ranks have alike now: who differed then must not begin
         like that. The first change: of what the live state counts as alike."""
-        own, assumed = {parameter_of(name) for name in self.own_specs}, self.state.assumed_alike
-        params = [p for p in self.state.walk().params if id(p) in assumed]
-        self.state.keep_apart(p for p in params if self.state.name_of(p) in own)
-        walk = self.state.walk()
-        alike = {self.state.name_of(p) for p in walk.params if id(p) not in walk.own_params}
+        own, placements = {parameter_of(name) for name in self.own_specs}, self.state.placements
+        assumed = placements.assumed_replicated(self.state.walk().params)
+        placements.keep_apart(p for p in assumed if self.state.name_of(p) in own)
+        alike = {self.state.name_of(p) for p in self.state.walk().replicated_params}
         mine = self.rank % self.shards
         self._shard_of = {
             name: 0 if parameter_of(name) in alike else mine for name in self.own_specs
@@ -231,9 +230,9 @@ class Loader:
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
         name = piece.spec.name
         target = self._targets.get(name)
-        if target is None or (piece.own and shard != self._shard_of[name]):
+        if target is None or (piece.placement is PER_RANK and shard != self._shard_of[name]):
             return None
-        if piece.own:
+        if piece.placement is PER_RANK:
             self._own[name] = None
         return None if self._new.has(shard, piece) else target
 

@@ -18,7 +18,6 @@ from typing import Protocol
 from tierckpt.codecs.codec import CodecError
 from tierckpt.codecs.decoder import Decoder, Read
 from tierckpt.core.copies import Location
-from tierckpt.core.levels import MEMORY
 from tierckpt.erasure.parity_manifest import ParityManifest
 from tierckpt.errors import CorruptShardError, FormatError
 from tierckpt.format.ids import ParityKey, ShardKey
@@ -141,7 +140,7 @@ def open_image(
     make_room = make_room or in_memory
     if place.is_far:
         return _fetch(key, place, run_id, open_store, make_room)
-    if place.level == MEMORY:
+    if place.level == "memory":
         slot = Slot.open(Path(place.where))
         if slot is None:
             raise FileNotFoundError(f"slot {place.where} is gone")

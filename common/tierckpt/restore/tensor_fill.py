@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from tierckpt.format.layout import Piece, TensorSpec
+from tierckpt.format.layout import REPLICATED, Piece, TensorSpec
 from tierckpt.format.shard_file import ShardHeader, decode_header
 from tierckpt.state import tree_codec
 from tierckpt.state.names import FIXED, path_of
@@ -100,12 +100,16 @@ class TensorPreallocator:
 
     def _place_of(self, shard: int, piece: Piece) -> torch.Tensor | None:
         spec, tensor = self._made.get(piece.spec.name, (None, None))
-        return tensor if spec == piece.spec and not piece.own else None
+        return tensor if spec == piece.spec and piece.placement is REPLICATED else None
 
     def has(self, shard: int, piece: Piece) -> bool:
         """True where the tensor that `make` gave has that piece already."""
         within = piece.offset + piece.nbytes <= self._filled.get(shard, 0)
-        return within and not piece.own and self._given.get(piece.spec.name) == piece.spec
+        return (
+            within
+            and piece.placement is REPLICATED
+            and self._given.get(piece.spec.name) == piece.spec
+        )
 
     def _wanted(self, spec: TensorSpec) -> bool:
         if spec.nbytes < LARGE_BYTES or spec.name.startswith(FIXED):

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from tierckpt.format.layout import BLOCK_BYTES, Layout, TensorSpec, plan_layout
+from tierckpt.format.layout import (
+    BLOCK_BYTES,
+    PER_RANK,
+    REPLICATED,
+    Layout,
+    TensorSpec,
+    plan_layout,
+)
 from tierckpt.format.shard_file import encode_header
 from tierckpt.state import tree_codec
 from tierckpt.state.modules import changing_buffers
@@ -46,8 +53,8 @@ class CopyPlan:
     def __init__(self, state: TrainingState, walk: Walk, rank: int, ranks: int) -> None:
         state.refuse_odd_keys()
         entries = state.entries(walk)
-        own = [(n, t) for n, t, p in entries if id(p) in walk.own_params]
-        entries = [entry for entry in entries if id(entry[2]) not in walk.own_params]
+        own = [(n, t) for n, t, p in entries if walk.placement(p) is PER_RANK]
+        entries = [entry for entry in entries if walk.placement(entry[2]) is REPLICATED]
         specs = [tree_codec.spec_of(t, n) for n, t, _ in entries]
         self.buffers = _Buffers([*state.buffer_entries(walk), *own])
         self.layout: Layout = plan_layout(specs, self.buffers.specs, rank, ranks)
@@ -76,8 +83,8 @@ class CopyPlan:
         self._outlived = False
         self._groups, self._members = state.group_sizes(), state.group_members()
         self._headers: dict[int, tuple[bytes, int]] = {}
-        self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.own]
-        self.striped_blocks = {i for i, b in enumerate(self.layout.blocks) if not b.own}
+        self.own_blocks = [i for i, b in enumerate(self.layout.blocks) if b.placement is PER_RANK]
+        self.striped_blocks = {*range(len(self.layout.blocks))}.difference(self.own_blocks)
         self.blocks_of: dict[int, list[int]] = {}
         """Striped blocks by the `id()` of the parameter to which their data belongs."""
         self._sources = self._find_sources(specs, entries)
@@ -94,7 +101,7 @@ class CopyPlan:
         owners: list[int | None] = []
         for piece in self.layout.pieces:
             name, low, high = piece.spec.name, piece.start, piece.stop
-            if piece.own:
+            if piece.placement is PER_RANK:
                 sources.append(tree_codec.as_bytes(self.buffers.staged[name]))
                 owners.append(None)
                 continue

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, FunctionType
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from tierckpt.errors import ConfigError, UnsupportedStateError
+from tierckpt.format.layout import PER_RANK, REPLICATED, Placement
 from tierckpt.state.modules.custom_states import MODULE_STATES, ModuleStates
 from tierckpt.state.optimizers.extra_state import Taker, has_its_own, packed, without_parameter
 from tierckpt.state.optimizers.nested import class_name, expand
@@ -35,6 +35,7 @@ from . import tree_codec
 from .extras import EXTRA_STATES, ExtraStates, named_objects, pack_extra
 from .modules import changing_buffers
 from .names import named_buffers, named_parameters, other_names, unwrap
+from .placement import Placements
 from .validate import (
     ORDER,
     refuse_odd_keys,
@@ -65,8 +66,18 @@ class Walk:
     odd: list[tuple[torch.Tensor, int, str, Any]]
     """Optimizer state other than tensors: (parameter, optimizer index, key, packed value)."""
     buffers: list[torch.Tensor]
-    own_params: set[int]
-    """`id()`s of parameters that, with their optimizer state, differ between ranks."""
+    placements: dict[int, Placement]
+    """By `id()` of a parameter, its placement and that of its optimizer state; the others are
+    replicated."""
+
+    def placement(self, param: torch.Tensor) -> Placement:
+        """Where the elements of a parameter are, and those of its optimizer state."""
+        return self.placements.get(id(param), REPLICATED)
+
+    @property
+    def replicated_params(self) -> list[torch.Tensor]:
+        """Parameters that all ranks have alike."""
+        return [p for p in self.params if self.placement(p) is REPLICATED]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -76,7 +87,7 @@ class Walk:
     def nbytes(self) -> tuple[int, int]:
         """Bytes of parameters and optimizer state: striped ones, and every rank's own."""
         of_param = [(p, p) for p in self.params] + [(t, p) for t, p, _, _ in self.state]
-        own = sum(t.nbytes for t, p in of_param if id(p) in self.own_params)
+        own = sum(t.nbytes for t, p in of_param if self.placement(p) is PER_RANK)
         return sum(t.nbytes for t, _ in of_param) - own, own
 
 
@@ -109,7 +120,7 @@ class TrainingState:
         """True when a restore began to change the state and did not complete."""
         self.looks = 0
         """Number of times that the structure was looked up."""
-        self._forward_changes: tuple[str, ...] = ()
+        self.placements = Placements(reduced, untrained)
         self._modules: list[torch.nn.Module] = []
         self._buffer_slots: list[tuple[dict[str, Any], str]] = []
         self._buffer_dicts: list[dict[str, Any]] = []
@@ -125,10 +136,6 @@ class TrainingState:
         self._nothing_left: dict[str, tuple[int, int]] = {}
         """Optimizers with a `state_dict()` of their own that had no remainder: `looks` at that
         time, and the number of boundaries since."""
-        self.assumed_alike = {id(param) for param in untrained}
-        """`id()`s of the untrained members of `reduced`, which nobody reduces. They count as
-        equal on all ranks, unless a version has them as every rank's own."""
-        self._reduced = None if reduced is None else {id(p): p for p in reduced}
         self.first_options = {
             label: {*_GROUP_KEYS_NOT_STORED}.union(*optimizer.param_groups)
             for label, optimizer in self.optimizers.items()
@@ -206,10 +213,9 @@ class TrainingState:
                             continue
                         state += [(tensor, param, index, path) for path, tensor in entries.found]
                         odd.append((param, index, key, node))
-        own = {id(p) for p in (*_renormed(self._modules), *self._not_reduced(params.values()))}
-        own.update(id(p) for p in params.values() if self._forward_changes_it(p))
+        places = self.placements.of(params.values(), self._modules, self.name_of)
         held = {id(b): b for b in self.live_buffers() if b is not None}
-        return Walk(list(params.values()), state, odd, list(held.values()), own)
+        return Walk(list(params.values()), state, odd, list(held.values()), places)
 
     def _left_to_state_dict(
         self, index: int, param: torch.Tensor, key: str, error: UnsupportedStateError
@@ -233,32 +239,8 @@ class TrainingState:
             param.grad = None
 
     def forward_changes(self, patterns: str) -> None:
-        """Set the parameters that the forward pass changes, see `Config.forward_changes`. Raises
-        ConfigError for a pattern that matches no parameter."""
-        self._forward_changes = tuple(filter(None, map(str.strip, patterns.split(","))))
-        for pattern in self._forward_changes:
-            if not any(fnmatchcase(name, pattern) for name in self._names.values()):
-                raise ConfigError(
-                    f"forward_changes: no parameter has the name {pattern!r}; names are "
-                    f"{', '.join([*self._names.values()][:5])}, ..."
-                )
-
-    def _forward_changes_it(self, param: torch.Tensor) -> bool:
-        patterns = self._forward_changes
-        return bool(patterns) and any(fnmatchcase(self.name_of(param), p) for p in patterns)
-
-    def keep_apart(self, params: Iterable[torch.Tensor]) -> None:
-        """Treat these parameters as every rank's own from now on; needs a new layout."""
-        for param in params:
-            if self._reduced is not None:
-                self._reduced.pop(id(param), None)
-            self.assumed_alike.discard(id(param))
-
-    def _not_reduced(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Parameters without reduced gradients, so with values that may differ between ranks."""
-        if self._reduced is None:
-            return []
-        return [p for p in params if id(p) not in self._reduced]
+        """See `Placements.forward_changes`."""
+        self.placements.forward_changes(patterns, self._names.values())
 
     def cuda_device(self) -> torch.device | None:
         """The CUDA device of the model, if there is one."""
@@ -513,17 +495,6 @@ def _named_values(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
 def value_of(values: Mapping[Any, Any], key: str) -> Any:
     """The value that `Walk` names `key`, from a parameter's state; None if there is none."""
     return dict(_named_values(values)).get(key) if key == NAMELESS else values.get(key)
-
-
-def _renormed(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """Weights that the forward pass changes in place: rows longer than `max_norm` are scaled.
-
-    Each rank looks up its own rows, so these weights differ between ranks; with a weight decay, so
-    does their optimizer state.
-    """
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    found = [m for m in modules if isinstance(m, kinds) and m.max_norm is not None]
-    return [w for m in found if (w := m._parameters.get("weight")) is not None]
 
 
 def optimizer_class(optimizer: torch.optim.Optimizer) -> str:

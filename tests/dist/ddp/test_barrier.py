@@ -96,7 +96,7 @@ def layers_released_by_backward(place: Place) -> tuple[int, int, int]:
     train(job, attached.ckpt, range(3))
     snapshot = attached.ckpt._active.snapshot
     assert snapshot is not None
-    striped = sum(not b.own for b in snapshot.plan.layout.blocks)
+    striped = len(snapshot.plan.striped_blocks)
     at_boundary = striped - len(snapshot._held)
     job.optimizer.zero_grad()
     job.loss(3).backward()

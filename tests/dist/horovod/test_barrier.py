@@ -59,7 +59,7 @@ def layers_released_by_backward(name: str, place: Place) -> list[tuple[int, int]
         assert snapshot.clock.barrier == 0
     job.step()
     ckpt.abandon()
-    striped = sum(not b.own for b in snapshot.plan.layout.blocks)
+    striped = len(snapshot.plan.striped_blocks)
     return [(count, striped) for count in held]
 
 

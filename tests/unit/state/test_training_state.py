@@ -15,7 +15,7 @@ from torch import nn
 
 from tierckpt.checkpointer import attach
 from tierckpt.errors import UnsupportedStateError
-from tierckpt.format.layout import UNIT_BYTES
+from tierckpt.format.layout import PER_RANK, UNIT_BYTES
 from tierckpt.snapshot.copy_plan import CopyPlan
 from tierckpt.state import rng, training_state
 from tierckpt.state.names import unwrap
@@ -170,7 +170,7 @@ def test_weights_that_the_forward_pass_scales_are_every_ranks_own(kind: Any) -> 
     found = trained(model, torch.optim.Adam(model.parameters()))
     ranks = 4
     plan = CopyPlan(found, found.walk(), 1, ranks)
-    own = {piece.spec.name for piece in plan.layout.pieces if piece.own}
+    own = {piece.spec.name for piece in plan.layout.pieces if piece.placement is PER_RANK}
     kept = [f"optimizer0/0.weight/{key}" for key in ("step", "exp_avg", "exp_avg_sq")]
     assert own == {"model/0.weight", *kept}
     taken = [CopyPlan(found, found.walk(), rank, ranks).layout.nbytes for rank in range(ranks)]
