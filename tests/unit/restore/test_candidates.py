@@ -1,4 +1,4 @@
-"""What is rejected is out of the next plan: on all ranks, on one, or with all that its agent has."""
+"""A copy that is rejected is out of the next plan: on all ranks, on one, or with its agent's."""
 
 from __future__ import annotations
 
