@@ -37,7 +37,7 @@ class Placements:
         for pattern in self._forward_changes:
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise ConfigError(
-                    f"forward_changes: {pattern!r} is the name of no parameter; there are "
+                    f"forward_changes: no parameter has the name {pattern!r}; names are "
                     f"{', '.join(known[:5])}, ..."
                 )
 
