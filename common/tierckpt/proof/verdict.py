@@ -182,8 +182,8 @@ def cause(found: Departure) -> str:
 
 def _of_streams(streams: Collection[str]) -> str:
     texts = {
-        "torch": "a DataLoader draws from torch's as its epoch starts, and so does a model when its "
-        "parameters are initialized",
+        "torch": "a DataLoader draws from torch's as its epoch starts, and so does a model when "
+        "its parameters are initialized",
         "python": "Python's random shuffles or augments",
         "numpy": "numpy.random shuffles or augments",
     }
