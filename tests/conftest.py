@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.warm_python import servers
+
 # Cheapest first: what a unit test finds need not be waited for.
 TIERS = ("unit", "store", "dist", "crash", "gpu")
 
@@ -33,6 +35,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A test that kills a trainer does not wait for an agent that waits for the successor.
 os.environ["TIERCKPT_AGENT_LINGER_SECONDS"] = "0"
+
+# Tests wait for agents: at a lower priority these get hardly any time beside other tests.
+os.environ["TIERCKPT_AGENT_NICE"] = "0"
+
+# One thread of torch in each of several processes that share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same tests wherever pytest's folders are: in memory, a level's files would be the slots'.
 os.environ["TIERCKPT_LOCAL_IN_PLACE"] = "0"
@@ -83,6 +91,13 @@ def shm_dir(shm_root: Path) -> Iterator[Path]:
     folder.mkdir()
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that tests start by `tests.support.warm_python` have torch imported already."""
+    with servers.warm_python(tmp_path_factory.mktemp("warm-python") / "log"):
+        yield
 
 
 # --- leaks ---------------------------------------------------------------------------------------
