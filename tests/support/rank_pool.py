@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -73,6 +74,7 @@ class RankPool:
         """The ranks, or the launcher."""
         self._commands: list[int] = []
         self._leashes: list[int] = []
+        self._answers = -1
         self._calls = self._starts = 0
         self._paused: list[int] = []
         """Process ids of ranks that are stopped."""
@@ -109,6 +111,8 @@ class RankPool:
                 os.mkfifo(fifo)
                 # For both, so that opening waits for nobody.
                 fifos.append(os.open(fifo, os.O_RDWR))
+        os.mkfifo(_answers_of(home))
+        self._answers = os.open(_answers_of(home), os.O_RDWR)
         serve = [PYTHON, "-m", __name__, self.kind, str(self.size), str(home)]
         if self.kind in LAUNCHERS:
             launcher = LAUNCHERS[self.kind].format(size=self.size).split()
@@ -163,7 +167,8 @@ class RankPool:
                 time.sleep(1)
                 for rank in set(range(self.size)) - set(results):
                     results[rank] = (False, self._problem(rank, "did not finish"))
-            time.sleep(0.002)
+            if select.select([self._answers], [], [], 0.1)[0]:  # or a rank has ended
+                os.read(self._answers, 1)
         return [results[rank] for rank in range(self.size)]
 
     def _problem(self, rank: int, what: str) -> str:
@@ -191,6 +196,8 @@ class RankPool:
         self._go_on()
         for fifo in (*self._leashes, *self._commands):
             os.close(fifo)  # which kills the rank
+        if self._started:
+            os.close(self._answers)
         for process in self._started:
             if self.kind not in LAUNCHERS:
                 process.kill()  # perhaps it has not come to reading yet
@@ -217,6 +224,10 @@ def _commands_of(home: Path, rank: int) -> Path:
 
 def _leash_of(home: Path, rank: int) -> Path:
     return home / f"leash{rank}"
+
+
+def _answers_of(home: Path) -> Path:
+    return home / "answers"
 
 
 def _pid_of(home: Path, rank: int) -> Path:
@@ -251,6 +262,8 @@ def _serve(kind: str, size: int, home: Path, rank: int) -> None:
         unfinished = result.with_name(f"{result.name}.unfinished")
         unfinished.write_bytes(pickle.dumps(outcome))
         unfinished.rename(result)
+        with _answers_of(home).open("wb", buffering=0) as answers:
+            answers.write(b"!")
         gc.collect()
 
 
@@ -297,11 +310,13 @@ def _perform(call: Path) -> Any:
     before = _belongings()
     value = scenario(*args, **kwargs)
     deadline = time.monotonic() + LEAVING_SECONDS
+    pause_seconds = 0.005
     while left := _belongings() - before:
         gc.collect()
         if time.monotonic() > deadline:
             raise AssertionError("the scenario left behind:\n" + "\n".join(sorted(left)))
-        time.sleep(0.005)
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, 0.1)
     return value
 
 

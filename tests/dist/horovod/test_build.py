@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.horovod_here import horovod_missing, mpi_missing
+from tests.support.warm_python.servers import PYTHON
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -48,7 +49,7 @@ MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2")
     ids=["horovodrun", "mpirun"],
 )
 def test_two_ranks_sum(launcher: tuple[str, ...], over: str, tmp_path: Path) -> None:
-    command = [*launcher, sys.executable, "-c", RANK, str(tmp_path)]
+    command = [*launcher, PYTHON, "-c", RANK, str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

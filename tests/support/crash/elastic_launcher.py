@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.crash.launcher import ROOT, Process, quiet_environment
+from tests.support.warm_python.servers import PYTHON
 from tierckpt import _faults
 
 PATIENCE_SECONDS = 240.0
@@ -70,7 +71,7 @@ class ElasticJob:
         command += ["-np", str(workers), "--min-np", str(min_np), "--max-np", str(workers)]
         command += ["--network-interfaces", "lo"]
         command += ["--host-discovery-script", str(self.folder / "hosts.sh")]
-        command += [*launcher, sys.executable, "-m", "tests.support.crash.elastic_job"]
+        command += [*launcher, PYTHON, "-m", "tests.support.crash.elastic_job"]
         with (self.folder / "log").open("ab") as log:
             self._launcher = subprocess.Popen(
                 command,

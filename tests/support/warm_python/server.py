@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
+CLONE_NEWNET = 0x40000000
 F_SETSIG = 10
 Order = dict[str, Any]
 
@@ -80,9 +81,10 @@ def serve(listener: socket.socket) -> NoReturn:
 
 
 def receive(client: socket.socket) -> tuple[Order, list[int]]:
-    """What is to be run, and its standard streams, and a pipe that only the client can write to."""
+    """What is to be run; its standard streams, a pipe that only the client can write to, and the
+    client's network namespace."""
     descriptors = array.array("i")
-    head, rights, _, _ = client.recvmsg(8, socket.CMSG_SPACE(4 * descriptors.itemsize))
+    head, rights, _, _ = client.recvmsg(8, socket.CMSG_SPACE(5 * descriptors.itemsize))
     for _, _, data in rights:
         descriptors.frombytes(data)
     text = bytearray()
@@ -118,6 +120,10 @@ def become(order: Order, descriptors: list[int], server: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         os._exit(1)
+    network = descriptors.pop()
+    if not os.path.samestat(os.fstat(network), os.stat("/proc/self/ns/net")):
+        ctypes.CDLL(None).setns(network, CLONE_NEWNET)
+    os.close(network)
     die_with_writer(descriptors.pop())
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -126,6 +132,8 @@ def become(order: Order, descriptors: list[int], server: int) -> None:
         os.close(source)
     os.environ.clear()
     os.environ.update(order["environment"])
+    if "WARM_PYTHON_EXECUTABLE" in os.environ:
+        sys.executable = os.environ["WARM_PYTHON_EXECUTABLE"]
     show(order)
     os.chdir(order["directory"])
     for stream, file in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
@@ -149,6 +157,7 @@ def show(order: Order) -> None:
 def die_with_writer(client: int) -> None:
     """Have the kernel kill this process, though it were stopped, when nobody has the pipe `client`
     open for writing any more. Nobody may write to it."""
+    os.set_inheritable(client, False)
     fcntl.fcntl(client, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(client, F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(client, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
