@@ -177,10 +177,12 @@ class RestartJob:
     def wait_for(self, true: Callable[[], Any], what: str) -> None:
         """Poll until it is so."""
         deadline = time.monotonic() + PATIENCE_SECONDS
+        pause_seconds = 0.005
         while not true():
             if time.monotonic() > deadline:
                 self.give_up(f"waited in vain for {what}")
-            time.sleep(0.02)
+            time.sleep(pause_seconds)  # looking takes time from those that are waited for
+            pause_seconds = min(1.5 * pause_seconds, 0.1)
 
     def give_up(self, why: str) -> NoReturn:
         """Show what everybody said."""

@@ -28,7 +28,8 @@ pathlib.Path(sys.argv[1], str(hvd.rank())).write_text(f"{hvd.size()} over {over}
 hvd.barrier()
 hvd.shutdown()
 """
-HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", "--gloo", "--network-interfaces", "lo")
+LO = ("--gloo", "--disable-cache", "--network-interfaces", "lo")
+HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", *LO)
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2")
 
 

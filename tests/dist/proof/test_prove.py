@@ -17,7 +17,8 @@ from tests.support.warm_python.servers import PYTHON, THROUGHOUT
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(ROOT / "tests" / "support" / "prove_script.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", "--gloo", "--network-interfaces", "lo")
+LO = ("--gloo", "--disable-cache", "--network-interfaces", "lo")
+HOROVODRUN = ("-m", "horovod.runner.launch", "-np", "2", *LO)
 
 
 def prove(command: tuple[str, ...], folder: Path, shm_dir: Path) -> str:

@@ -71,7 +71,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program.write_text(HOROVOD_JOB)
     memory.mkdir()
     launcher = Path(sys.executable).with_name("horovodrun")
-    command = [launcher, "--gloo", "-np", "2", PYTHON, program, folder, *WAYS]
+    command = [launcher, "--gloo", "--disable-cache", "-np", "2", PYTHON, program, folder, *WAYS]
     env = {
         **os.environ,
         "HOROVOD_TIMELINE": str(folder / "horovod.json"),

@@ -214,15 +214,20 @@ class ElasticJob:
 
     def left_nothing(self) -> None:
         """After the end: no process, when agents have finished, and no shared memory."""
-        self.wait_for(lambda: not list(self._processes()), "the end of all processes")
+        while found := [Process(pid) for pid, _ in self._processes()]:
+            for process in found:
+                if not process.ended(PATIENCE_SECONDS):
+                    self.give_up("waited in vain for the end of all processes")
         assert list(self.shm_dir.rglob("*")) == []
 
     def wait_for(self, true: Callable[[], Any], what: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
+        pause_seconds = 0.005
         while not true():
             if time.monotonic() > deadline:
                 self.give_up(f"waited in vain for {what}")
-            time.sleep(0.02)
+            time.sleep(pause_seconds)  # looking takes time from those that are waited for
+            pause_seconds = min(1.5 * pause_seconds, 0.1)
 
     def give_up(self, why: str) -> NoReturn:
         raise AssertionError(f"{why}\n{self.output()}")
