@@ -54,7 +54,7 @@ STEPS = 3
 KEY_OF_ONE = ShardKey(VersionId(1, 1), 0, 2)
 
 TRAINER = """
-import sys
+import sys, time
 from tierckpt.agent.client import AgentClient, AgentSettings
 from tierckpt.agent.protocol import SessionSettings
 root, folder, ckpts, environment = sys.argv[1:]
@@ -62,7 +62,7 @@ settings = AgentSettings(root, folder, linger_seconds=600.0)
 client = AgentClient(settings, SessionSettings(ckpts, 0, 2, 2, 0), environment=environment)
 client.start()
 while client.pid is None:
-    pass
+    time.sleep(0.005)
 print(client.pid, flush=True)
 sys.stdin.read()
 """
