@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.warm_python import servers
+
 # Cheapest first: what a unit test finds need not be waited for.
 TIERS = ("unit", "store", "dist", "crash", "gpu")
 
@@ -103,6 +105,13 @@ def shm_dir(shm_root: Path) -> Iterator[Path]:
     folder.mkdir()
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that tests start by `tests.support.warm_python` have torch imported already."""
+    with servers.warm_python(tmp_path_factory.mktemp("warm-python") / "log"):
+        yield
 
 
 # --- leaks ---------------------------------------------------------------------------------------
