@@ -69,6 +69,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: TIERS.index(tier_of(item)))
 
 
+def pytest_collection_finish() -> None:
+    """Tests collect garbage, and checkpointers look through all objects for schedulers: not through
+    the hundreds of thousands of the modules, too."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The files one after the other, each to the worker that is free; also where `--dist` is not
