@@ -18,14 +18,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 
-import machine
-import models
-from figures import Spread, spread
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from harness import Team, TeamError
-from levelfigures import block_seconds
-from methods import Setting
-from ours import OursAuto
+from lib import machine, models
+from lib.figures import Spread, spread
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
+from lib.levels.figures import block_seconds
+from lib.methods.method import Setting
+from lib.methods.ours import OursAuto
+from lib.training.teams import Team, TeamError
 
 LEVELS = ("memory", "local", "persistent")
 WAKE_STEPS, MOST_WAKE_STEPS = 10, 2000

@@ -21,11 +21,11 @@ import torch
 import xxhash
 from sklearn.datasets import load_digits
 
-import machine
-from figures import Spread, spread
-from files import write_json
-from limits import timed
-from report import align
+from lib import machine
+from lib.figures import Spread, spread
+from lib.files import write_json
+from lib.limits import timed
+from lib.report import align
 from tierckpt.codecs.aes_gcm import FILE_VARIABLE, KEY_VARIABLE
 from tierckpt.codecs.codec import BlockId, Codec, CodecError
 from tierckpt.codecs.pipeline import make_codec

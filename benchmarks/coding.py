@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-import machine
-from figures import Spread, spread
-from files import write_json
-from limits import Cost, timed
-from report import align, targets_text
-from targets import Verdict
+from lib import machine
+from lib.figures import Spread, spread
+from lib.files import write_json
+from lib.limits import Cost, timed
+from lib.report import align, targets_text
+from lib.targets import Verdict
 from tierckpt.erasure import isal
 from tierckpt.erasure.gf256 import Matrix, decoding
 from tierckpt.erasure.isal import Isal

@@ -16,12 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import machine
-import models
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from goodreport import plot, table, verdicts
-from goodruns import Bench, Result, everything, say
-from resumable import RESUMABLE, preload
+from lib import machine, models
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
+from lib.goodput.methods import RESUMABLE, preload
+from lib.goodput.report import plot, table, verdicts
+from lib.goodput.runs import Bench, Result, everything, say
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Read by torch and numpy when they are imported."""

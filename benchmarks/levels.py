@@ -19,16 +19,15 @@ from statistics import mean
 from typing import Any
 
 import coding
-import levelreport
-import machine
-import models
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from harness import Team, TeamError, measure_visit
-from levelfigures import AllLevels, Block, Row, Sample, Work, block_seconds
-from levelkinds import LEVELS, Level, Orders
-from levelnodes import NodeError, Nodes, Place
-from methods import Method, Setting
-from ours import OursLevels
+from lib import machine, models
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
+from lib.levels import report
+from lib.levels.figures import AllLevels, Block, Row, Sample, Work, block_seconds
+from lib.levels.nodes import NodeError, Nodes, Place
+from lib.levels.orders import LEVELS, Level, Orders
+from lib.methods.method import Method, Setting
+from lib.methods.ours import OursLevels
+from lib.training.teams import Team, TeamError, measure_visit
 
 LEAST_STEPS = 4
 """Timed beside a level's work; what is shorter is repeated until it takes as long."""
@@ -187,7 +186,7 @@ def measure(options: argparse.Namespace, place: Place) -> dict[str, Any]:
 def publish(options: argparse.Namespace, about: dict[str, Any], found: dict[str, Any]) -> None:
     """Print table and targets, write the files that were asked for."""
     rows, all_levels = found["rows"], found["all_levels"]
-    verdicts = levelreport.judge(rows, all_levels, options.toy, found["no_network"])
+    verdicts = report.judge(rows, all_levels, options.toy, found["no_network"])
     verdicts += found["coding"]
     link = f"{options.link_mbit} Mbit/s each way"
     if not any(row.linked for row in rows):
@@ -196,9 +195,9 @@ def publish(options: argparse.Namespace, about: dict[str, Any], found: dict[str,
         f"\n{about['cpu']}, {about['cores']} cores, {about['filesystem']}; shards of "
         f"{options.shard_mb} MiB, {options.rounds} rounds; links: {link}\n"
     )
-    print(levelreport.table(rows), "\n")
-    print(levelreport.all_levels_text(all_levels, found["state_bytes"]), "\n")
-    print(levelreport.targets_text(verdicts))
+    print(report.table(rows), "\n")
+    print(report.all_levels_text(all_levels, found["state_bytes"]), "\n")
+    print(report.targets_text(verdicts))
     if options.json:
         document = {
             **about,
@@ -212,7 +211,7 @@ def publish(options: argparse.Namespace, about: dict[str, Any], found: dict[str,
         write_json(options.json, document)
         say(f"figures: {options.json}")
     if options.plot:
-        say(levelreport.plot(options.plot, rows, all_levels) or f"picture: {options.plot}")
+        say(report.plot(options.plot, rows, all_levels) or f"picture: {options.plot}")
 
 
 def arguments() -> argparse.Namespace:

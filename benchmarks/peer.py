@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import machine
-from figures import Spread, spread
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from limits import Cost
-from report import align
-from shards import manifest, shared
+from lib import machine
+from lib.figures import Spread, spread
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
+from lib.limits import Cost
+from lib.report import align
+from lib.shards import manifest, shared
 from tierckpt.erasure import isal
 from tierckpt.erasure.codes import Code
 from tierckpt.erasure.groups import RedundancyGroup

@@ -12,6 +12,7 @@ counted by the clocks of the threads that do it, which what else the machine doe
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 import tempfile
@@ -120,6 +121,7 @@ class Rank:
 
 def measure(rank: int, ranks: int, name: str, rounds: int, folder: str) -> None:
     """Be one rank; rank 0 prints a line."""
+    logging.basicConfig()  # warnings and errors alone, between the lines of the table
     meeting = f"file://{folder}/meeting-{name}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     one = Rank(name, folder)

@@ -25,12 +25,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import machine
-from comebacks import WAYS
-from figures import Spread, spread
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
-from limits import CHUNK_BYTES, direct_file
-from report import align
+from lib import machine
+from lib.figures import Spread, spread
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary, write_json
+from lib.limits import CHUNK_BYTES, direct_file
+from lib.report import align
+from lib.restart.methods import WAYS
 
 HERE = Path(__file__).resolve().parent
 LIFE_LIMIT_S = 300.0
@@ -76,7 +76,7 @@ def run_life(world: int, run_id: dict[str, Any]) -> tuple[float, list[dict[str, 
         "OMP_NUM_THREADS": "1",
         "TIERCKPT_AGENT_LINGER_SECONDS": "0",
     }
-    command = [sys.executable, str(HERE / "restartrank.py"), json.dumps(run_id)]
+    command = [sys.executable, str(HERE / "lib" / "restart" / "rank.py"), json.dumps(run_id)]
     begin = time.monotonic()
     ranks = [
         subprocess.Popen(

@@ -16,14 +16,12 @@ import argparse
 import sys
 from typing import Any
 
-import machine
-import record
-import report
-import targets
-from bench import Bench, say
-from files import SHARED_MEMORY, clean_up_when_terminated, temporary
-from limits import Limits
-from options import arguments, settings
+from lib import machine, report, targets
+from lib.files import SHARED_MEMORY, clean_up_when_terminated, temporary
+from lib.limits import Limits
+from lib.stall import record
+from lib.stall.options import arguments, settings
+from lib.stall.run import Bench, say
 
 
 def measure(bench: Bench, about: dict[str, Any]) -> targets.Run:

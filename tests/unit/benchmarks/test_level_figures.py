@@ -13,9 +13,9 @@ import pytest
 def modules(benchmark_module: Callable[[str], Any]) -> argparse.Namespace:
     """The benchmark's modules."""
     return argparse.Namespace(
-        f=benchmark_module("levelfigures"),
-        report=benchmark_module("levelreport"),
-        spread=benchmark_module("figures").Spread,
+        f=benchmark_module("lib.levels.figures"),
+        report=benchmark_module("lib.levels.report"),
+        spread=benchmark_module("lib.figures").Spread,
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from figures import Row, Spread
-from registry import TUNED_PEER
+from lib.figures import Row, Spread
+from lib.methods.registry import TUNED_PEER
 
 MIB = 1 << 20
 RESOLUTION_PERCENT = 4.0

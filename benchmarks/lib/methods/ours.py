@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from methods import Job, Method
+from lib.methods.method import Job, Method
 
 NEVER = 1_000_000_000  # an interval that enables a level and never comes due by itself
 DRAIN_LIMIT_S = 60.0

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-import figures
-from figures import Spread, spread
+from lib import figures
+from lib.figures import Spread, spread
 
 Block = dict[str, Any]
 """What `harness.Team.block` returns."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from levelnodes import Done, Nodes
+from lib.levels.nodes import Done, Nodes
 from tierckpt.erasure.codes import Code
 
 Orders = list[dict[str, Any]]

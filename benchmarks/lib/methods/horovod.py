@@ -6,9 +6,9 @@ import importlib
 import time
 from typing import Any
 
-from methods import Job, Method
-from ours import OursLocal, OursMemory, OursOff
-from peers import TorchSave
+from lib.methods.alternatives import TorchSave
+from lib.methods.method import Job, Method
+from lib.methods.ours import OursLocal, OursMemory, OursOff
 
 
 class RootSave(TorchSave):

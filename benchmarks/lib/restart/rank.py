@@ -23,7 +23,9 @@ import xxhash  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-import comebacks  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.restart import methods  # noqa: E402
 
 WIDTH = 1024
 ROWS = 4
@@ -35,7 +37,7 @@ def layers_of(state_bytes: int) -> int:
     return max(1, state_bytes // (3 * 4 * WIDTH * WIDTH))
 
 
-def build(run_id: dict[str, Any]) -> comebacks.Job:
+def build(run_id: dict[str, Any]) -> methods.Job:
     """The model is the same on all ranks, and another one in each run."""
     torch.set_num_threads(1)
     torch.manual_seed(run_id["seed"])
@@ -52,10 +54,10 @@ def build(run_id: dict[str, Any]) -> comebacks.Job:
         optimizer.step()
 
     folders = Path(run_id["root"]), Path(run_id["memory"])
-    return comebacks.Job(model, module, optimizer, *folders, rank, world, run_id["nodes"], iterate)
+    return methods.Job(model, module, optimizer, *folders, rank, world, run_id["nodes"], iterate)
 
 
-def digest(job: comebacks.Job) -> str:
+def digest(job: methods.Job) -> str:
     """Of parameters and optimizer state, to the bit."""
     hashed = xxhash.xxh3_64()
     for param in job.module.parameters():
@@ -74,7 +76,7 @@ def leave(run_id: dict[str, Any]) -> dict[str, Any]:
     told = {}
     for name in run_id["ways"]:
         job.root, job.memory = Path(run_id["root"]) / name, Path(run_id["memory"]) / name
-        comebacks.WAYS[name]().leave(job)
+        methods.WAYS[name]().leave(job)
         told[name] = digest(job)
         dist.barrier()
     tensors = sum(p.nbytes for p in job.module.parameters())
@@ -85,7 +87,7 @@ def come_back(run_id: dict[str, Any]) -> dict[str, Any]:
     """The run after."""
     marks = {"begun": BEGUN, "imported": time.monotonic()}
     job = build(run_id)
-    way = comebacks.WAYS[run_id["way"]]()
+    way = methods.WAYS[run_id["way"]]()
     importlib.import_module(way.module)
     job.root, job.memory = job.root / run_id["way"], job.memory / run_id["way"]
     before = _bytes_from_storage()

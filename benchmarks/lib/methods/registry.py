@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from horovods import HOROVODS
-from methods import Method
-from ours import OURS
-from peers import PEERS
+from lib.methods.alternatives import PEERS
+from lib.methods.horovod import HOROVODS
+from lib.methods.method import Method
+from lib.methods.ours import OURS
 
 METHODS: dict[str, dict[str, type[Method]]] = {
     "torchrun": {each.name: each for each in (Method, *PEERS, *OURS)},

@@ -21,8 +21,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from limits import Limits, direct_file
-from shards import make_sound, manifest, shared
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.limits import Limits, direct_file
+from lib.shards import make_sound, manifest, shared
 from tierckpt.agent.priority import lower_priority
 from tierckpt.agent.shard_guard import open_shard
 from tierckpt.erasure.codes import Code

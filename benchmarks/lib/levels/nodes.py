@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from levelnode import Setup, Work
+from lib.levels.node import Setup, Work
 from tierckpt.testing.network import Network, NoNetworkError
 
 HERE = Path(__file__).resolve().parent
@@ -80,7 +80,7 @@ class Nodes:
         return network
 
     def _start(self, setup: Setup, network: Network | None) -> subprocess.Popen[str]:
-        command = [sys.executable, str(HERE / "levelnode.py"), json.dumps(asdict(setup))]
+        command = [sys.executable, str(HERE / "node.py"), json.dumps(asdict(setup))]
         process = subprocess.Popen(
             [*(network.inside(setup.number) if network else []), *command],
             stdin=subprocess.PIPE,

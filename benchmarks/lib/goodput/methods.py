@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import ddp_ckpt
-from methods import Job, Method
-from peers import DcpThread, TorchSave, raw_state
+from lib.methods.alternatives import DcpThread, TorchSave, raw_state
+from lib.methods.method import Job, Method
 
 KEEP = 2  # versions; older ones are removed, or the disk is full after some minutes
 

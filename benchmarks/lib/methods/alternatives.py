@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from methods import FolderMethod, Job, Waiters
+from lib.methods.method import FolderMethod, Job, Waiters
 
 
 def raw_state(job: Job) -> dict[str, Any]:

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
-import models
-from launchers import LAUNCHERS, check_world
-from methods import Job, Method, Setting
-from registry import METHODS
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib import models
+from lib.methods.method import Job, Method, Setting
+from lib.methods.registry import METHODS
+from lib.training.launchers import LAUNCHERS, check_world
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
 MALLOC_LEAST_BYTES = 128 << 10

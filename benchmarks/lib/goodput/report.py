@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from goodruns import Result
-from report import align
-from resumable import RESUMABLE
+from lib.goodput.methods import RESUMABLE
+from lib.goodput.runs import Result
+from lib.report import align
 
 NOISE = "not judged: the reference's pace is noise here"
 """In the place of a goodput above 100 %."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mortal import (
+from lib.goodput.killed_job import (
     Course,
     Order,
     Rank,

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-import models
-from launchers import LAUNCHERS
-from registry import METHODS
+from lib import models
+from lib.methods.registry import METHODS
+from lib.training.launchers import LAUNCHERS
 
 # Where results go and how patient we are; everything else decides what is measured.
 NOT_SETTINGS = ("json", "plot", "resume", "timeout")

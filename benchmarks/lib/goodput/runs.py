@@ -14,11 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import elastic
-import mortal
-from mortal import Course, Order, StuckError
-from processes import MARK, Family
-from resumable import RESUMABLE
+from lib.goodput import elastic_job, killed_job
+from lib.goodput.killed_job import Course, Order, StuckError
+from lib.goodput.methods import RESUMABLE
+from lib.processes import MARK, Family
 from tierckpt.core.tuning.interval_model import daly_seconds
 
 ELASTIC = "hvd-elastic"
@@ -104,7 +103,7 @@ class Bench:
             **more,
         )
         try:
-            runner = elastic.run if method == ELASTIC else mortal.run
+            runner = elastic_job.run if method == ELASTIC else killed_job.run
             found = runner(order, seconds, kills, self.options.seed)
             stall = folder / "stall"
             return found, float(stall.read_text()) if stall.exists() else None

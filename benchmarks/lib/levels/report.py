@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from figures import Spread
-from levelfigures import AllLevels, Row
-from report import align, targets_text
-from targets import Verdict
+from lib.figures import Spread
+from lib.levels.figures import AllLevels, Row
+from lib.report import align, targets_text
+from lib.targets import Verdict
 
 OVERLAP = 0.95
 SLOWDOWN = 0.05

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from figures import QUIET_CORES, Row, Spread
-from targets import Run, Verdict
+from lib.figures import QUIET_CORES, Row, Spread
+from lib.targets import Run, Verdict
 
 HEADERS = (
     "method",

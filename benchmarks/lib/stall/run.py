@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import figures
-import targets
-from figures import Row, Spread
-from harness import Team, TeamError, measure_memory, measure_visit
-from limits import Limits
-from methods import Method, Setting
-from pace import Pace
-from registry import METHODS
+from lib import figures, targets
+from lib.figures import Row, Spread
+from lib.limits import Limits
+from lib.methods.method import Method, Setting
+from lib.methods.registry import METHODS
+from lib.stall.time_left import Pace
+from lib.training.teams import Team, TeamError, measure_memory, measure_visit
 
 
 def say(text: str) -> None:

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import targets
-from files import write_json
+from lib import targets
+from lib.files import write_json
 
 # Where two runs differ in one of these, they are two measurements. Beside them: the settings.
 SAME = (

@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from launchers import LAUNCHERS
-from methods import Setting
-from processes import MARK, Family, MemorySampler, machine_busy_seconds
+from lib.methods.method import Setting
+from lib.processes import MARK, Family, MemorySampler, machine_busy_seconds
+from lib.training.launchers import LAUNCHERS
 
 HERE = Path(__file__).resolve().parent
 MEMORY_CYCLES = 3  # checkpoints in the block that is sampled for memory

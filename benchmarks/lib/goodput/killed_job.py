@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import models
-from methods import Job
-from resumable import RESUMABLE
+from lib import models
+from lib.goodput.methods import RESUMABLE
+from lib.methods.method import Job
 
 PR_SET_PDEATHSIG = 1
 HANG_SECONDS = 90.0  # without a step: something is wrong
