@@ -1,4 +1,4 @@
-"""From raw timings to the figures of a row. Pure: plain values in and out."""
+"""Figures of a row from raw timings. Pure functions of plain values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Measure = Callable[[dict[str, Any]], float]  # of one block
 UNTIMED_STEPS = 2  # of a block: one to warm up, one to settle
 
 
-# A visit during which the rest of the machine took more cores than this tells about the rest of
-# the machine. What a method's own writeback costs in kernel threads stays well below.
+# Above this use of cores by other processes, a visit is not quiet. The kernel threads that write
+# back the files of a method use far less.
 QUIET_CORES = 0.15
 ENOUGH_QUIET_VISITS = 3
 
@@ -24,8 +24,8 @@ ENOUGH_QUIET_VISITS = 3
 class Spread:
     """Median and range of `count` samples.
 
-    sure: where the median of all samples there could be lies, with 95 % confidence or a little
-    more; from order statistics, so that nothing is assumed of the noise. None for fewer than 6.
+    sure: an interval that contains the true median with 95 % confidence or a little more. It comes
+    from order statistics, which assume nothing about the noise. None for fewer than 6 samples.
     """
 
     median: float
@@ -37,7 +37,7 @@ class Spread:
 
 @dataclass
 class Row:
-    """One method's figures; all None where it did not run.
+    """The figures of one method; all None if it did not run.
 
     call, wait, durable: seconds of one checkpoint, the slowest rank's, over all checkpoints.
     cpu, direct_cpu, slowdown: seconds a checkpoint, over rounds.
@@ -85,7 +85,7 @@ def spread(samples: Iterable[float]) -> Spread | None:
 
 
 def fill(row: Row, memory: dict[str, Any], visits: list[dict[str, Any]], every: int) -> None:
-    """Work out all figures of `row` from its memory block and its visits."""
+    """Compute all figures of `row` from its memory blocks and its visits."""
     everything = [merged for visit in visits for merged in merge(visit["checkpoints"])]
     row.due, row.taken = len(everything), sum("durable" in each for each in everything)
     row.others = spread(map(noise, visits))
@@ -126,7 +126,7 @@ def plain_step(visit: dict[str, Any], measure: Measure, untimed: int = 0) -> flo
 
 
 def extra_per_checkpoint(visit: dict[str, Any], measure: Measure, untimed: int) -> float:
-    """What the block with checkpoints has more than as many plain steps, per checkpoint.
+    """Excess of the block with checkpoints over as many plain steps, per checkpoint.
 
     untimed: steps beside the timed ones that `measure` covers as well.
     """
@@ -139,10 +139,10 @@ def extra_per_checkpoint(visit: dict[str, Any], measure: Measure, untimed: int) 
 
 
 def extra_cycles(visit: dict[str, Any], every: int) -> list[float]:
-    """What each cycle with a checkpoint took longer than the visit's median plain one.
+    """Excess time of each cycle with a checkpoint over the median plain cycle of the visit.
 
-    A burst of foreign load spoils a few cycles of many, and so hardly moves their median, where
-    it spoils the whole visit for `extra_per_checkpoint`.
+    A burst of other load spoils a few of many cycles, and hardly moves their median; it spoils the
+    whole visit for `extra_per_checkpoint`.
     """
     plain = cycles(visit["before"], every) + cycles(visit["after"], every)
     if not plain:  # blocks of fewer steps than a cycle
@@ -167,13 +167,13 @@ def _cpu(block: dict[str, Any]) -> float:
 
 
 def _direct_cpu(block: dict[str, Any]) -> float:
-    """CPU seconds without the main threads' training, which are 50 times more and as noisy."""
+    """CPU seconds without training on the main threads, which is 50 times more and noisy."""
     main = sum(rank["main_cpu_s"] - rank["call_cpu_s"] for rank in block["ranks"])
     return float(block["cpu_s"] - main)
 
 
 def merge(block: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry a version from all ranks' notes: the slowest rank is what training waits for.
+    """One entry per version from the notes of all ranks. The slowest rank counts.
 
     durable: seconds from the first rank's call to the last rank's end; missing unless all
     ranks have finished the version.

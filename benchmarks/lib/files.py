@@ -1,4 +1,4 @@
-"""A benchmark's files: folders that are gone afterwards, and results that are whole or absent."""
+"""The files of a benchmark: temporary folders, and result files that are written atomically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def temporary(parent: Path) -> Iterator[Path]:
-    """A folder of the benchmark's name in `parent`."""
+    """Make a folder in `parent`, named after the benchmark; delete it at the end."""
     name = Path(sys.argv[0]).stem
     folder = Path(tempfile.mkdtemp(prefix=f"tierckpt-{name}-", dir=parent)).resolve()
     try:
@@ -28,12 +28,12 @@ def temporary(parent: Path) -> Iterator[Path]:
 
 
 def clean_up_when_terminated() -> None:
-    """A plain kill shall clean up, too: raise where the main thread is, so that `finally` runs."""
+    """Turn SIGTERM into SystemExit on the main thread, so that `finally` blocks run."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
 
 
 def write_json(path: Path, document: dict[str, Any], indent: int | None = 1) -> None:
-    """Replace the file in one step: whoever reads it finds a whole one."""
+    """Replace the file in one step: a reader always finds a complete one."""
     part = path.with_name(f".{path.name}.part")
     with open(part, "w") as file:
         file.write(json.dumps(document, indent=indent) + "\n")

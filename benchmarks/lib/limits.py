@@ -1,7 +1,7 @@
-"""What the same bytes cost with nothing around them: copies, hash, bare O_DIRECT write.
+"""Bare limits for the same bytes: copy, hash, O_DIRECT write.
 
-One thread, one buffer, no format. Nothing that moves these bytes can be faster, so our own
-figures are given as a fraction of these.
+One thread, one buffer, no format. No method can move these bytes faster, so the figures of
+Tierckpt are given as fractions of these.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 CHUNK_BYTES = 8 << 20  # one write call; larger ones gain nothing on NVMe or virtio
-ALIGNMENT_BYTES = 4096  # what O_DIRECT wants of address, offset and length
+ALIGNMENT_BYTES = 4096  # O_DIRECT requires it of address, offset and length
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One piece of work: wall seconds, CPU seconds of this thread."""
+    """The cost of a piece of work: wall seconds, and CPU seconds of this thread."""
 
     wall_s: float
     cpu_s: float
@@ -33,7 +33,7 @@ class Cost:
 
 
 def timed(work: Callable[[], object]) -> Cost:
-    """Run `work` once."""
+    """Run `work` once and time it."""
     wall, cpu = time.perf_counter(), time.thread_time()
     work()
     return Cost(time.perf_counter() - wall, time.thread_time() - cpu)
@@ -41,7 +41,7 @@ def timed(work: Callable[[], object]) -> Cost:
 
 @contextmanager
 def direct_file(path: Path, flags: int = os.O_WRONLY | os.O_CREAT) -> Iterator[int]:
-    """A descriptor that passes the page cache by, or uses it where O_DIRECT is refused."""
+    """Open a file without the page cache, or with it if O_DIRECT is refused."""
     try:
         descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError:
@@ -60,7 +60,7 @@ def _timed_pinned_copy(nbytes: int) -> Cost:
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
 
-    work()  # the first one pays for what the driver puts off
+    work()  # the first copy includes deferred work of the driver
     return timed(work)
 
 
@@ -68,18 +68,17 @@ class Limits:
     """Buffers of `nbytes` (rounded up to whole pages) and the loops over them.
 
     Args:
-        nbytes: of the whole state.
-        directory: on the disk to write to.
-        device: type of device that the state is on, `cpu` or `cuda`.
-        ranks: over how many the state is dealt.
+        nbytes: size of the whole state.
+        directory: a folder on the measured disk.
+        device: the type of device that holds the state, `cpu` or `cuda`.
+        ranks: the number of ranks that share the state.
     """
 
     def __init__(self, nbytes: int, directory: Path, device: str = "cpu", ranks: int = 1) -> None:
         self.device, self.ranks = device, ranks
         self.nbytes = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.path = directory / "bare"
-        # Anonymous shared mappings, as a slot is one; touched now, so that no page fault is
-        # measured.
+        # Anonymous shared mappings, like slots. Touched now, so that no page fault is measured.
         self._source = mmap.mmap(-1, self.nbytes)
         self._target = mmap.mmap(-1, self.nbytes)
         noise = np.random.default_rng(0).integers(0, 256, self.nbytes, dtype=np.uint8)
@@ -93,9 +92,9 @@ class Limits:
         return timed(lambda: np.copyto(target, source))
 
     def copy_pinned(self) -> Cost | None:
-        """One rank's shard from the GPU to page-locked memory, in one copy; None without a GPU.
+        """Copy one rank's shard from the GPU to page-locked memory; None without a GPU.
 
-        The device's memory is given back: the teams may need all of it.
+        The memory of the device is freed afterwards: the teams may need all of it.
         """
         if self.device != "cuda":
             return None
@@ -104,7 +103,7 @@ class Limits:
         return cost
 
     def checksum(self) -> Cost | None:
-        """xxh3_128 over everything, or None without xxhash."""
+        """Hash all bytes with xxh3_128; None without xxhash."""
         try:
             import xxhash
         except ImportError:
@@ -112,12 +111,12 @@ class Limits:
         return timed(lambda: xxhash.xxh3_128(self._source).digest())
 
     def write_new(self) -> Cost:
-        """Write and fsync a file that did not exist."""
+        """Write and fsync a new file."""
         self.path.unlink(missing_ok=True)
         return timed(self._write)
 
     def write_recycled(self) -> Cost:
-        """Write and fsync over a file of the same length: no block has to be found."""
+        """Write and fsync over a file of the same length: no block is allocated."""
         return timed(self._write)
 
     def _write(self) -> None:
@@ -128,7 +127,7 @@ class Limits:
             os.fsync(descriptor)
 
     def once(self) -> dict[str, Cost]:
-        """One sample of everything, the recycled write last."""
+        """Take one sample of each limit, the recycled write last."""
         samples = {
             "copy": self.copy(),
             "copy_pinned": self.copy_pinned(),

@@ -1,4 +1,4 @@
-"""What a result must be read with: command, commit, hardware, software, date."""
+"""The context of a result: command, commit, hardware, software, date."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def description(directory: Path) -> dict[str, Any]:
-    """Everything about this run but its numbers. `directory` is where checkpoints go."""
+    """Describe this run and its machine. Checkpoints go to `directory`."""
     return {
         "command": shlex.join(["python", *sys.argv]),
         **commit(),
@@ -39,8 +39,8 @@ def description(directory: Path) -> dict[str, Any]:
 def commit() -> dict[str, Any]:
     """The commit that is checked out, whether the working tree differs from it, and how.
 
-    changes: a digest of the differences, to tell whether two runs had the same; of files that git
-    does not know yet, only the names count.
+    changes: a digest of the differences, to compare two runs. Of untracked files only the names
+    count.
     """
     head = _git("rev-parse", "--verify", "HEAD")
     found = _git("status", "--porcelain") if head else None
@@ -53,7 +53,7 @@ def commit() -> dict[str, Any]:
 
 
 def filesystem(directory: Path) -> str:
-    """Type of the file system that holds `directory`, such as ext4 or tmpfs."""
+    """Return the type of the file system of `directory`, such as ext4 or tmpfs."""
     best = ("", "unknown")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
@@ -65,7 +65,7 @@ def filesystem(directory: Path) -> str:
 
 
 def scratch_parent() -> Path:
-    """A place on a disk: the folder for temporary files, or this one if that is in memory."""
+    """A folder on a disk: that for temporary files, or the current one if that is in memory."""
     temporary = Path(tempfile.gettempdir()).resolve()
     return Path.cwd() if filesystem(temporary) == "tmpfs" else temporary
 

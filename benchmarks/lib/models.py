@@ -1,6 +1,6 @@
-"""Models whose only purpose is a state of a known size and a step of a realistic length.
+"""Models with a state of known size and a step of realistic length.
 
-Written here so that the benchmark needs torch alone: no torchvision, no download, no data set.
+They are written here so that a benchmark needs torch alone: no torchvision, download or data set.
 Every model computes its own loss from a random batch that stays on the device.
 """
 

@@ -1,7 +1,7 @@
 """CPU seconds and memory of a family of processes, read from outside.
 
-A family is every process that carries a mark in its environment: the ranks, what they start, and
-daemons that left them and belong to init by now. Nothing has to cooperate.
+A family is every process with a mark in its environment: the ranks, their children, and daemons
+that have detached. The processes need not cooperate.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections import Counter
 from pathlib import Path
 
 MARK = "STALL_FAMILY"
-ALIKE_BYTES = 1 << 20
+TOLERANCE_BYTES = 1 << 20
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Family:
-    """All processes with `STALL_FAMILY=<token>` in the environment they were started with."""
+    """All processes that were started with `STALL_FAMILY=<token>` in their environment."""
 
     def __init__(self, token: str) -> None:
         self.token = token
         self._needle = f"{MARK}={token}".encode()
-        # The environment of a process never changes for us and reading it is not free.
+        # Reading an environment is slow, so it is read once per process.
         self._known: dict[tuple[int, str], bool] = {}
 
     def pids(self) -> list[int]:
@@ -35,8 +35,8 @@ class Family:
             born = _stat_fields(pid)[19]
             key = (pid, born)
             if not self._known.get(key):
-                # A fork that has not exec'ed yet shows its parent's environment, and one that
-                # is just exec'ing an empty one: "no" is asked again, "yes" is for good.
+                # Before its exec a child shows the parent's environment, and during it an empty
+                # one: "no" is checked again, "yes" is final.
                 environment = Path(f"/proc/{pid}/environ").read_bytes()
                 self._known[key] = self._needle in environment.split(b"\0")
             return self._known[key]
@@ -44,11 +44,11 @@ class Family:
             return False  # gone, or not ours to read
 
     def cpu_seconds(self) -> float:
-        """User and system time of all living members and of the children they have reaped."""
+        """User and system time of all living members and of their reaped children."""
         return sum(_cpu_seconds(pid) for pid in self.pids())
 
     def kill(self) -> None:
-        """End every member. For the case that asking did not help."""
+        """Kill every member."""
         for pid in self.pids():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -57,15 +57,14 @@ class Family:
 
 
 class MemorySampler:
-    """Peak memory of a family between `with` and its end, sampled by a thread.
+    """Peak memory of a family inside a `with` block, sampled by a thread.
 
-    Sampling walks page tables and takes the lock that page faults want, so it is done in blocks
-    of its own, never in one that is timed.
+    Sampling walks page tables and holds the lock of page faults, so timed blocks are never sampled.
 
-    Processes are read one after the other. Where one maps meanwhile what another has mapped, its
-    pages are counted too often or too rarely: an agent that reads slots of 200 MB looked like 45
-    MB. So the family is read twice, the second time in the reverse order, and what differs in
-    shared memory is no sample.
+    Processes are read one after the other. If one maps pages of another in between, these are
+    counted too often or too rarely: an agent that reads slots of 200 MB looked like 45 MB. So the
+    family is read twice, the second time in reverse order, and a sample counts only if both
+    readings of shared memory agree.
     """
 
     def __init__(self, family: Family, interval_s: float = 0.02) -> None:
@@ -87,13 +86,13 @@ class MemorySampler:
         while not self._stop.wait(self._interval_s):
             pids = self._family.pids()
             first, second = total_bytes(pids), total_bytes(pids[::-1])
-            if abs(first["Pss_Shmem"] - second["Pss_Shmem"]) <= ALIKE_BYTES:
+            if abs(first["Pss_Shmem"] - second["Pss_Shmem"]) <= TOLERANCE_BYTES:
                 for key in self.peak:
                     self.peak[key] = max(self.peak[key], first[key])
 
 
 def total_bytes(pids: list[int]) -> dict[str, int]:
-    """`memory_bytes` of all of them together."""
+    """The sum of `memory_bytes` over processes."""
     totals: Counter[str] = Counter()
     for pid in pids:
         totals.update(memory_bytes(pid))
@@ -103,9 +102,8 @@ def total_bytes(pids: list[int]) -> dict[str, int]:
 def memory_bytes(pid: int) -> dict[str, int]:
     """Rss and Pss of one process in bytes, and the Pss of shared memory; empty if it is gone.
 
-    Pss divides a page by the number of processes that map it: over a family that shares its
-    checkpoint buffers, its sum is the memory used, while the sum of Rss counts a buffer once for
-    each process that has touched it.
+    Pss divides a page by the number of processes that map it, so its sum over a family is the used
+    memory. The sum of Rss counts a shared buffer once for each process that has touched it.
     """
     sizes = {}
     try:
@@ -120,17 +118,17 @@ def memory_bytes(pid: int) -> dict[str, int]:
 
 
 def machine_busy_seconds() -> float:
-    """CPU seconds that all cores were not idle since boot, stolen time included."""
+    """CPU seconds of all cores since boot without idle time, with stolen time."""
     counts = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     user, nice, system, _idle, _iowait, irq, softirq, steal = counts
     return (user + nice + system + irq + softirq + steal) / _TICKS
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of a living process, all threads, plus that of its reaped children.
+    """CPU time of a living process, with all threads and its reaped children.
 
-    /proc's own utime and stime count in ticks of 10 ms, too coarse for one checkpoint. The
-    process's CPU clock has nanoseconds; clock_getcpuclockid(3) is this arithmetic.
+    utime and stime of /proc count in ticks of 10 ms, too coarse for one checkpoint. The CPU clock
+    of a process counts nanoseconds; the arithmetic is that of clock_getcpuclockid(3).
     """
     try:
         own = time.clock_gettime((~pid << 3) | 2)
@@ -141,7 +139,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """/proc/<pid>/stat after the command name: 13, 14 are cutime, cstime; 19 the start time."""
+    """/proc/<pid>/stat after the command name: [13] cutime, [14] cstime, [19] start time."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

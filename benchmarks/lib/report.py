@@ -1,4 +1,4 @@
-"""The table, the list of targets and the picture."""
+"""The tables and the picture of stall.py, and the list of targets of all benchmarks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEADERS = (
 
 
 def table(rows: list[Row]) -> str:
-    """All methods, one a line; the last two columns are ratios to the best peer of each."""
+    """The table, one line per method, with ratios to the best alternative."""
     best_cpu = best_peer(rows, lambda row: row.direct_cpu)  # the one with less noise
     best_slowdown = best_peer(rows, lambda row: row.slowdown)
     lines = [_cells(row, best_cpu, best_slowdown) for row in rows]
@@ -40,13 +40,13 @@ def table(rows: list[Row]) -> str:
 
 
 def best_peer(rows: list[Row], figure: Callable[[Row], Spread | None]) -> float | None:
-    """The smallest median among the peers that ran."""
+    """The smallest median among the alternatives that ran."""
     values = [value.median for row in rows if row.peer and (value := figure(row)) is not None]
     return min(values, default=None)
 
 
 def warning(rows: list[Row]) -> str | None:
-    """What must be said beside the figures if the machine was not ours alone."""
+    """A sentence for below the table if the machine was not quiet."""
     loud = [row.name for row in rows if row.others is not None and not row.quiet]
     if not loud:
         return None
@@ -81,7 +81,7 @@ def _cells(row: Row, best_cpu: float | None, best_slowdown: float | None) -> tup
 
 
 def align(lines: list[tuple[str, ...]]) -> str:
-    """Columns padded to equal width; a line with fewer cells ends in free text."""
+    """Pad columns to equal width; a line with fewer cells ends in free text."""
     full = [line for line in lines if len(line) == len(lines[0])]
     widths = [max(len(line[column]) for line in full) for column in range(len(lines[0]))]
     widths[0] = max(len(line[0]) for line in lines)
@@ -98,7 +98,7 @@ def align(lines: list[tuple[str, ...]]) -> str:
 
 def limits_table(run: Run) -> str:
     """The bare limits for the whole state, and our phases as a fraction of them."""
-    # Our copy phase is the copy and the checksum of each block while it is in the cache.
+    # The copy phase of Tierckpt includes the checksum of each block while it is in the cache.
     pairs = {"copy_checksum": "copy", "write_recycled": "write"}
     lines: list[tuple[str, ...]] = [("bare limit", "ms (min..max)", "GB/s", "CPU-s", "ours / bare")]
     ours = run.rows.get("ours-local")
@@ -131,7 +131,7 @@ def targets_text(verdicts: list[Verdict]) -> str:
 
 
 def plot(path: Path, run: Run) -> str | None:
-    """Draw the picture; return a sentence instead if matplotlib is not there."""
+    """Draw the picture; return a sentence instead if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -176,7 +176,7 @@ def _bars(axis: Any, rows: list[Row], pick: Callable[[Row], Spread | None], scal
 
 
 def _blocked(row: Row) -> Spread | None:
-    """Call and wait together: how long the training's main thread stands still."""
+    """Call plus wait: the time for which the main thread of the training is blocked."""
     if row.call is None or row.wait is None:
         return None
     longer = max(row.call, row.wait, key=lambda value: value.high)

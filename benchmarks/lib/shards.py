@@ -1,4 +1,4 @@
-"""Shards without a training: memory like a slot's, and manifests that name it."""
+"""Shards without a training: memory like that of a slot, and manifests for it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tierckpt.format.verify import digests_of
 
 
 def shared(nbytes: int) -> memoryview:
-    """Anonymous shared memory, as a slot is, with something in it."""
+    """Anonymous shared memory, like a slot, filled with random bytes."""
     view = memoryview(mmap.mmap(-1, nbytes))
     np.frombuffer(view, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
     return view
 
 
 def make_sound(view: memoryview) -> bytes:
-    """Give it a header, of a shard without tensors; returns its digests."""
+    """Write the header of a shard without tensors; return the digests of the shard."""
     data = len(view) - PAGE_BYTES
     blocks = [min(BLOCK_BYTES, data - low) for low in range(0, data, BLOCK_BYTES)]
     metadata = {
@@ -37,7 +37,7 @@ def make_sound(view: memoryview) -> bytes:
 
 
 def manifest(shard: int, shards: int, version: int, nbytes: int, digests: bytes = b"") -> bytes:
-    """Of shard number `shard` of `shards`, encoded. Without `digests`, for what is never read."""
+    """The encoded manifest of a shard. Without `digests` the shard cannot be verified."""
     return Manifest(
         job="benchmark",
         version=version,

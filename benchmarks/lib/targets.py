@@ -1,4 +1,4 @@
-"""The project's own targets, judged on one run's rows."""
+"""The targets of the project, judged on the rows of one run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lib.methods.registry import TUNED_PEER
 
 MIB = 1 << 20
 RESOLUTION_PERCENT = 4.0
-"""A run whose noise hides more than this, from end to end, does not say that there is nothing."""
+"""The widest confidence interval, in percent, that can show the absence of a slowdown."""
 
 LINK_SHARE = 0.9
-"""Of what a bare copy gets out of the link between a GPU and the host."""
+"""The fraction of the speed of a bare copy between GPU and host that is required."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target, what was measured, and `met`, `MISSED` or `not measured` (then `why`)."""
+    """A target, the measured value, and `met`, `MISSED` or `not measured`; `why` is the reason."""
 
     target: str
     measured: str
@@ -27,7 +27,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Run:
-    """The run a verdict is about. Sizes in bytes, `limits` as medians of seconds."""
+    """The figures of one run. Sizes in bytes, limits in seconds."""
 
     rows: dict[str, Row]
     limits: dict[str, Spread]
@@ -44,7 +44,7 @@ def judge(run: Run) -> list[Verdict]:
     for judged in (_cpu, _slowdown, _memory, _throughput, _off, _gpu_copy, _gpu_slowdown):
         verdict = judged(run)
         if run.model == "toy" and verdict.verdict != "not measured":
-            verdict = _former_nodes(verdict.target, "the toy size is all fixed cost")
+            verdict = _not_measured(verdict.target, "at the toy size fixed costs dominate")
         verdicts.append(verdict)
     return [*verdicts, _resnet(run)]
 
@@ -58,7 +58,7 @@ def _verdict(target: str, measured: str, met: bool, why: str = "") -> Verdict:
     return Verdict(target, measured, "met" if met else "MISSED", "" if met else why)
 
 
-def _former_nodes(target: str, why: str = "ours did not run") -> Verdict:
+def _not_measured(target: str, why: str = "ours did not run") -> Verdict:
     return Verdict(target, "-", "not measured", why)
 
 
@@ -66,9 +66,9 @@ def _cpu(run: Run) -> Verdict:
     target = "CPU-seconds per durable checkpoint of 192 MB <= 0.10"
     row = _ours(run, "ours-local")
     if row is None or row.cpu is None or row.direct_cpu is None:
-        return _former_nodes(target)
-    # On a machine that others use as well, the difference of two large noisy numbers says
-    # nothing; what the training's main threads do not spend still does.
+        return _not_measured(target)
+    # On a shared machine the difference of two large noisy numbers means nothing. The CPU time
+    # outside the training's main threads still does.
     figure = row.cpu if row.quiet else row.direct_cpu
     scaled = figure.median * (192 * MIB / run.state_bytes)
     measured = (
@@ -88,7 +88,7 @@ def _median_ms(run: Run, attribute: str, target: str, why: str) -> Verdict:
     rows = [row for name in ("ours-memory", "ours-local") if (row := _ours(run, name))]
     found = [(row, value) for row in rows if (value := getattr(row, attribute)) is not None]
     if not found:
-        return _former_nodes(target)
+        return _not_measured(target)
     measured = ", ".join(f"{row.name} {1e3 * value.median:.3f} ms" for row, value in found)
     return _verdict(target, measured, all(value.median < 1e-3 for _, value in found), why)
 
@@ -107,15 +107,15 @@ def _slowdown(run: Run) -> Verdict:
     target = f"training slowdown per checkpoint <= 0.1 of {TUNED_PEER}'s"
     row, peer = _ours(run, "ours-local"), _ours(run, TUNED_PEER)
     if row is None or row.slowdown is None:
-        return _former_nodes(target)
+        return _not_measured(target)
     if peer is None or peer.slowdown is None:
         where = "" if run.launcher == "torchrun" else "; it is measured with --launcher torchrun"
-        return _former_nodes(target, f"{TUNED_PEER} did not run{where}")
+        return _not_measured(target, f"{TUNED_PEER} did not run{where}")
     quiet = bool(row.quiet and peer.quiet)
     mine = row.slowdown if quiet else row.cycle_slowdown
     theirs = peer.slowdown if quiet else peer.cycle_slowdown
     if mine is None or theirs is None:
-        return _former_nodes(target, "blocks shorter than a cycle")
+        return _not_measured(target, "blocks shorter than a cycle")
     own, other = 1e3 * mine.median, 1e3 * theirs.median
     measured = f"{own:.1f} ms of {other:.1f} ms"
     if not quiet:
@@ -128,7 +128,7 @@ def _memory(run: Run) -> Verdict:
     target = "extra memory a rank <= slots * state / world size, all processes counted"
     row = _ours(run, "ours-local")
     if row is None or not row.extra:
-        return _former_nodes(target)
+        return _not_measured(target)
     extra = row.extra["Pss"] / run.world
     limit = row.slots * run.state_bytes / run.world
     measured = f"{extra / MIB:.1f} of {limit / MIB:.1f} MiB"
@@ -137,32 +137,32 @@ def _memory(run: Run) -> Verdict:
 
 
 def _off(run: Run) -> Verdict:
-    """Of a cycle of `every` steps: there are no checkpoints, and each has its boundaries."""
+    """Judged per cycle of `every` steps: there are boundaries, but no checkpoints."""
     target = "attached with checkpoints off: slowdown within the noise of training alone"
     row = _ours(run, "ours-off")
     if row is None or row.slowdown is None or row.step is None:
-        return _former_nodes(target)
+        return _not_measured(target)
     more = "run --methods nothing,ours-off --rounds 24 --steps 8"
     if row.slowdown.sure is None:
-        return _former_nodes(target, f"{row.slowdown.count} visits are too few: {more}")
+        return _not_measured(target, f"{row.slowdown.count} visits are too few: {more}")
     percent = 100 / (run.every * row.step.median)
     low, high = (percent * each for each in row.slowdown.sure)
     measured = f"{percent * row.slowdown.median:+.1f} % (95 %: {low:+.1f}..{high:+.1f})"
     if low <= 0 and high - low > RESOLUTION_PERCENT:
-        return _former_nodes(target, f"{measured}: too much noise to tell; {more}")
+        return _not_measured(target, f"{measured}: too much noise to tell; {more}")
     return _verdict(target, measured, low <= 0, "more than the noise")
 
 
 def _resnet(run: Run) -> Verdict:
     target = "slowdown of ResNet-18 with a checkpoint at every step <= 5 %"
     if run.model != "resnet18" or run.every != 1:
-        return _former_nodes(target, "run with --model resnet18 --every 1")
+        return _not_measured(target, "run with --model resnet18 --every 1")
     row = _ours(run, "ours-memory")
     if row is None or row.slowdown is None or row.step is None:
-        return _former_nodes(target)
+        return _not_measured(target)
     percent = 100 * row.slowdown.median / row.step.median
     why = f"step {1e3 * row.step.median:.0f} ms; taken {row.taken} of {row.due}"
-    complete = row.taken == row.due  # skipping checkpoints must not pass for being fast
+    complete = row.taken == row.due  # skipped checkpoints must not count as speed
     return _verdict(target, f"{percent:.1f} %", percent <= 5.0 and complete, why)
 
 
@@ -170,11 +170,11 @@ def _gpu_copy(run: Run) -> Verdict:
     target = f"GPU: sustained copy >= {LINK_SHARE} of a bare copy to page-locked memory"
     row, bare = _ours(run, "ours-memory"), run.limits.get("copy_pinned")
     if bare is None:
-        return _former_nodes(target, "run with --device cuda")
+        return _not_measured(target, "run with --device cuda")
     if run.world > 1:
-        return _former_nodes(target, "the ranks share one link: run with --world 1")
+        return _not_measured(target, "the ranks share one link: run with --world 1")
     if row is None or not {"copy", "checksum"} <= set(row.phases):
-        return _former_nodes(target)
+        return _not_measured(target)
     hashing = row.phases["checksum"].median
     busy = row.phases["copy"].median + hashing
     measured = f"{bare.median / busy:.2f} ({run.state_bytes / busy / 1e9:.1f} GB/s)"
@@ -184,20 +184,20 @@ def _gpu_copy(run: Run) -> Verdict:
 
 
 def _gpu_slowdown(run: Run) -> Verdict:
-    """The copy is all ranks' over their one link, as fast as the target above asks."""
+    """Allow for the copy of all ranks over their one link at the required speed."""
     target = "GPU: slowdown with a memory checkpoint at every step < 1 %, or copy less step"
     row, bare = _ours(run, "ours-memory"), run.limits.get("copy_pinned")
     if bare is None:
-        return _former_nodes(target, "run with --device cuda")
+        return _not_measured(target, "run with --device cuda")
     if run.every != 1:
-        return _former_nodes(target, "run with --every 1")
+        return _not_measured(target, "run with --every 1")
     if row is None or row.slowdown is None or row.step is None:
-        return _former_nodes(target)
+        return _not_measured(target)
     step, copy = row.step.median, run.world * bare.median / LINK_SHARE
     allowed = max(0.01 * step, copy - step)
     measured = f"{1e3 * row.slowdown.median:.2f} of {1e3 * allowed:.2f} ms"
     why = f"step {1e3 * step:.0f} ms, copy {1e3 * copy:.0f} ms; taken {row.taken} of {row.due}"
-    # Skipping checkpoints must not pass for being fast, where each could have been taken.
+    # Skipped checkpoints must not count as speed where all could have been taken.
     complete = row.taken == row.due or copy > step
     return _verdict(target, measured, row.slowdown.median < allowed and complete, why)
 
@@ -206,11 +206,11 @@ def _throughput(run: Run) -> Verdict:
     target = "durable write throughput >= 0.9 of a bare O_DIRECT loop over a recycled file"
     row, bare = _ours(run, "ours-local"), run.limits.get("write_recycled")
     if row is None or row.write is None:
-        return _former_nodes(
+        return _not_measured(
             target, "ours did not run" if row is None else "it reports no write time"
         )
     if bare is None:
-        return _former_nodes(target, "no bare loop was run")
+        return _not_measured(target, "no bare loop was run")
     limit = run.state_bytes / bare.median
     measured = f"{row.write.median / limit:.2f} ({row.write.median / 1e9:.2f} GB/s)"
     why = f"bare loop on the idle machine {limit / 1e9:.2f} GB/s"

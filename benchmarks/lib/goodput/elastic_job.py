@@ -1,7 +1,7 @@
-"""Elastic Horovod for goodput.py: its own launcher and its own commits, but ranks that are forked.
+"""Elastic Horovod for goodput.py: Horovod's launcher and commits, with forked ranks.
 
-horovodrun starts relays (relay.py); each asks this process for a fork that is a rank at once. So
-Horovod's start-up is taken out as it is for the others, and its way back is left: the survivor
+horovodrun starts relays (relay.py); each asks this process to fork a rank. So the start-up of
+processes does not count, as for the other methods, and the recovery of Horovod does: the survivor
 rolls back to the last commit in its memory, the launcher takes a spare host, both join.
 """
 
@@ -32,18 +32,18 @@ from lib.goodput.killed_job import (
     check_fork,
     journal_of,
     last_words,
-    tell_stall,
+    record_stall,
     when_ready,
     workload_of,
 )
 
 HOSTS = tuple(f"127.0.0.{'1':0>{zeros}}:1" for zeros in range(1, 50))
-"""Horovod bars a host on which a rank died, and waits for another one: this machine goes by many
-names, so there is always a spare."""
+"""Names of this machine. Horovod excludes a host after the death of a rank there, so each death
+needs another name."""
 
 
 def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Course:
-    """As `mortal.run`; who is killed is replaced by Horovod's launcher."""
+    """Like `killed_job.run`, but Horovod's launcher replaces the killed ranks."""
     order.folder.mkdir(parents=True, exist_ok=True)
     workload_of(order)
     server = Server(order)
@@ -67,7 +67,7 @@ def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Cour
 
 
 class Server:
-    """horovodrun, and the ranks that its relays ask for."""
+    """horovodrun, and the ranks that its relays request."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -91,7 +91,7 @@ class Server:
             )
 
     def serve(self, seconds: float) -> None:
-        """For so long at most: fork for a new relay, tell one how its rank ended."""
+        """For `seconds` at most: fork for new relays, and report the exit status of ended ranks."""
         poll = select.poll()
         poll.register(self._door, select.POLLIN)
         for fd, (_, rank) in self._relays.items():
@@ -125,7 +125,7 @@ class Server:
         self._relays[relay.fileno()] = relay, rank
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes."""
         with suppress(ProcessLookupError):
             os.killpg(self.launcher.pid, signal.SIGKILL)
         self.launcher.wait()
@@ -138,7 +138,7 @@ class Server:
 
 
 def train(order: Order) -> None:
-    """A rank, as Horovod's documentation has it."""
+    """Train one rank with the loop of Horovod's documentation."""
     import horovod.torch as hvd_module
 
     hvd: Any = hvd_module
@@ -151,7 +151,7 @@ def train(order: Order) -> None:
     )
     journal = os.open(order.folder / "journal", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def tell(state: Any, began: bool) -> None:
+    def record(state: Any, began: bool) -> None:
         if hvd.rank() == 0:
             line = f"0 {state.version} {time.monotonic()} {int(began)}\n"
             os.write(journal, line.encode())
@@ -160,7 +160,7 @@ def train(order: Order) -> None:
 
     @hvd.elastic.run  # type: ignore[untyped-decorator]
     def loop(state: Any) -> None:
-        tell(state, began=True)
+        record(state, began=True)
         while state.version < order.steps:
             optimizer.zero_grad()
             torch.autograd.backward(workload.loss(workload.model))
@@ -170,9 +170,9 @@ def train(order: Order) -> None:
                 calls = time.perf_counter()
                 state.commit()
                 stalls.append(time.perf_counter() - calls)
-            tell(state, began=False)
+            record(state, began=False)
 
     loop(hvd.elastic.TorchState(model=workload.model, optimizer=optimizer, version=0))
     hvd.barrier()
     if hvd.rank() == 0:
-        tell_stall(order, stalls)
+        record_stall(order, stalls)

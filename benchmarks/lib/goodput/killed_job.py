@@ -1,7 +1,7 @@
-"""A job that is killed and comes back: ranks are forked from a process that has torch already.
+"""A job that is killed and restarted. Ranks are forked from a process that has imported torch.
 
-So a run begins within a second, and what is measured is the way back, not Python's imports. Sound
-because there is nothing to lose in a fork: one thread, no process group, checked before each.
+A run then starts within a second, so that the measured time is that of the restore, not that of
+Python's imports. Forking is safe: `check_fork` makes sure that the parent has one thread.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from lib.goodput.methods import RESUMABLE
 from lib.methods.method import Job
 
 PR_SET_PDEATHSIG = 1
-HANG_SECONDS = 90.0  # without a step: something is wrong
-LOOK_SECONDS = 2.0  # between two looks for that
+HANG_SECONDS = 90.0  # without a step: the job is stuck
+LOOK_SECONDS = 2.0  # between two checks of that
 
 
 class StuckError(RuntimeError):
-    """A job made no progress; the text holds what its ranks printed last."""
+    """A job made no progress; the text has the last output of its ranks."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a job does: `steps` in all, a version every `every` steps, in these folders."""
+    """The parameters of a job: `steps` in all, a version every `every` steps, two folders."""
 
     method: str
     every: int
@@ -56,9 +56,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Step:
-    """A line of rank 0's journal. `run_id` counts from 0; `version` 0 and up, `began`: resumed."""
+    """A line of rank 0's journal. `run` counts from 0; `began`: the run started at `version`."""
 
-    run_id: int
+    run: int
     version: int
     seconds: float
     began: bool = False
@@ -66,11 +66,11 @@ class Step:
 
 @dataclass
 class Course:
-    """What came of a job.
+    """The course of a job. Times are those of time.monotonic().
 
-    end_seconds: when it ended; all times are time.monotonic()'s. wall_seconds: from where it first
-    was ready to train; useful: steps that count in the end; made: all steps; back_seconds: of each
-    failure, until the first step after it was complete.
+    end_seconds: the time of its end. wall_seconds: the duration since it first was ready to train.
+    useful: steps that count in the end. made: all steps. back_seconds: for each failure, the time
+    until the first step after it was complete.
     """
 
     end_seconds: float
@@ -93,30 +93,29 @@ class Course:
     def back_seconds(self) -> list[float]:
         found = []
         for kill in self.kills:
-            # A rank that is still alive may tell of a step that was complete already.
+            # A surviving rank may still record a step that was complete before the kill.
             later = dropwhile(lambda s, k=kill: not (s.began and s.seconds > k), self.steps)
             first = next((step.seconds for step in later if not step.began), None)
             found += [first - kill] if first else []
         return found
 
-    def last_life(self) -> list[float]:
-        """When each step of the last run was complete."""
-        last = max((step.run_id for step in self.steps), default=0)
-        return [step.seconds for step in self.steps if step.run_id == last and not step.began]
+    def last_run(self) -> list[float]:
+        """The times at which the steps of the last run were complete."""
+        last = max((step.run for step in self.steps), default=0)
+        return [step.seconds for step in self.steps if step.run == last and not step.began]
 
 
 def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Course:
-    """Train for so long, or to the end; SIGKILL a rank at each of `kills`.
+    """Train for `seconds`, or to the end; SIGKILL a random rank at each of `kills`.
 
-    Seconds count from where it first is ready to train.
-
-    When a rank is gone, the others are ended and all are started again, as torchrun does.
+    Seconds count from the moment when the job first is ready to train. After the death of a rank
+    the others are ended and all are started again, as torchrun does.
     """
     order.folder.mkdir(parents=True, exist_ok=True)
     workload_of(order)
-    chance, run_id = random.Random(seed), 0
+    chance, number = random.Random(seed), 0
     ahead, done = sorted(k for k in kills if k < seconds), []
-    began, ranks = time.time(), _start(order, run_id)
+    began, ranks = time.time(), _start(order, number)
     try:
         begin = when_ready(order, lambda seconds: _wait(ranks, seconds))
         while (now := time.monotonic() - begin) < seconds:
@@ -133,8 +132,8 @@ def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Cour
                 if not done or begin + now - done[-1] > HANG_SECONDS:
                     raise StuckError(last_words(order))
                 _end(ranks)
-                run_id += 1
-                began, ranks = time.time(), _start(order, run_id)
+                number += 1
+                began, ranks = time.time(), _start(order, number)
         end = time.monotonic()
     finally:
         _end(ranks)
@@ -143,12 +142,12 @@ def run(order: Order, seconds: float, kills: Sequence[float], seed: int) -> Cour
 
 @cache
 def built(model: str, batch: int) -> models.Workload:
-    """Made once, before all forks: initial weights, which ranks then have as their own."""
+    """Make the model once, before all forks; each rank then has its own copy."""
     return models.build(model, batch, torch.device("cpu"))
 
 
 def workload_of(order: Order) -> models.Workload:
-    """What the job trains."""
+    """The model and batch of the job."""
     return built(order.model, order.batch)
 
 
@@ -156,32 +155,32 @@ def workload_of(order: Order) -> models.Workload:
 
 
 class Rank:
-    """A child, held by a descriptor."""
+    """A child process, held by a pidfd."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.fd = pid, os.pidfd_open(pid)
         self.ended, self.status = False, -1
 
     def kill(self) -> None:
-        """SIGKILL; it is reaped later."""
+        """Send SIGKILL; `reap` waits for the end."""
         if not self.ended:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the process."""
         if not self.ended:
             self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             os.close(self.fd)
             self.ended = True
 
 
-def _start(order: Order, run_id: int) -> list[Rank]:
-    return [Rank(_fork(order, run_id, number)) for number in range(order.world)]
+def _start(order: Order, run: int) -> list[Rank]:
+    return [Rank(_fork(order, run, rank)) for rank in range(order.world)]
 
 
 def _wait(ranks: list[Rank], seconds: float) -> None:
-    """Return when a rank ended, or after so long."""
+    """Return when a rank has ended, after `seconds` at most."""
     poll = select.poll()
     for rank in ranks:
         if not rank.ended:
@@ -193,7 +192,7 @@ def _wait(ranks: list[Rank], seconds: float) -> None:
 
 
 def _silent_seconds(order: Order, since: float) -> float:
-    """How long no step was complete; `since` (Unix time) the ranks are there."""
+    """Seconds since the last complete step, or since the start of the ranks (Unix time)."""
     path = order.folder / "journal"
     last = path.stat().st_mtime if path.exists() else 0.0
     return time.time() - max(last, since)
@@ -207,22 +206,24 @@ def _end(ranks: list[Rank]) -> None:
 
 
 def journal_of(order: Order) -> Iterator[Step]:
-    """What rank 0 told."""
+    """The steps that rank 0 has recorded."""
     path = order.folder / "journal"
     for line in path.read_text().splitlines() if path.exists() else []:
-        run_id, version, seconds, began = line.split()
-        yield Step(int(run_id), int(version), float(seconds), began == "1")
+        run, version, seconds, began = line.split()
+        yield Step(int(run), int(version), float(seconds), began == "1")
 
 
-def tell_stall(order: Order, seconds: Sequence[float]) -> None:
-    """Leave the median where the parent finds it."""
+def record_stall(order: Order, seconds: Sequence[float]) -> None:
+    """Write the median for the parent."""
     if seconds:
         (order.folder / "stall").write_text(str(median(seconds)))
 
 
 def when_ready(order: Order, wait: Callable[[float], None]) -> float:
-    """Return the time.monotonic() at which rank 0 first was ready to train, having waited for it
-    with calls of `wait(seconds)`. Raises StuckError."""
+    """Wait until rank 0 first is ready to train; return that time.monotonic().
+
+    Waits with calls of `wait(seconds)`. Raises StuckError.
+    """
     limit = time.monotonic() + HANG_SECONDS
     while not (steps := list(journal_of(order))):
         if time.monotonic() > limit:
@@ -232,31 +233,31 @@ def when_ready(order: Order, wait: Callable[[float], None]) -> float:
 
 
 def last_words(order: Order) -> str:
-    """For whoever wants to know what went wrong."""
+    """An error text with the last output of the ranks."""
     text = (order.folder / "log").read_text(errors="replace")
-    return f"{order.method} made no progress; its ranks' last words:\n{text[-3000:]}"
+    return f"{order.method} made no progress; the last output of its ranks:\n{text[-3000:]}"
 
 
 # --- the ranks' side -----------------------------------------------------------------------------
 
 
 def check_fork() -> None:
-    """Raise RuntimeError unless this process has one thread: nothing can be lost in a fork then."""
+    """Raise RuntimeError unless this process has one thread, so that forking is safe."""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"cannot fork safely: {threads} threads")
 
 
-def _fork(order: Order, run_id: int, rank: int) -> int:
+def _fork(order: Order, run: int, rank: int) -> int:
     check_fork()
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        be_rank(order, parent, lambda: _train(order, run_id, rank))
+        be_rank(order, parent, lambda: _train(order, run, rank))
     return pid
 
 
 def be_rank(order: Order, parent: int, train: Callable[[], None]) -> NoReturn:
-    """In the child: cut the ties to the parent but its run, train, and end."""
+    """In the child: train, then exit. The child also ends with the parent."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -274,16 +275,16 @@ def be_rank(order: Order, parent: int, train: Callable[[], None]) -> NoReturn:
 
 
 def _leave(status: int) -> NoReturn:
-    """Without gloo's teardown, which sometimes aborts and says nothing about anything."""
+    """Exit without the teardown of gloo, which sometimes aborts without a reason."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _train(order: Order, run_id: int, rank: int) -> None:
+def _train(order: Order, run: int, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    meeting = f"file://{order.folder}/meeting{run_id}"
+    meeting = f"file://{order.folder}/meeting{run}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=order.world)
     workload = workload_of(order)
     model = DistributedDataParallel(workload.model)
@@ -304,13 +305,13 @@ def _train(order: Order, run_id: int, rank: int) -> None:
     version = method.resume(job, order.every)
     journal = os.open(order.folder / "journal", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def tell(began: bool) -> None:
+    def record(began: bool) -> None:
         if rank == 0:
-            line = f"{run_id} {version} {time.monotonic()} {int(began)}\n"
+            line = f"{run} {version} {time.monotonic()} {int(began)}\n"
             os.write(journal, line.encode())
 
     stalls: list[float] = []
-    tell(began=True)
+    record(began=True)
     while version < order.steps:
         optimizer.zero_grad()
         torch.autograd.backward(workload.loss(model))
@@ -324,7 +325,7 @@ def _train(order: Order, run_id: int, rank: int) -> None:
         method.boundary(version, due)
         if due:
             stalls.append(time.perf_counter() - calls - waits)
-        tell(began=False)
+        record(began=False)
     dist.barrier()
     if rank == 0:
-        tell_stall(order, method.stall_seconds() or stalls)
+        record_stall(order, method.stall_seconds() or stalls)

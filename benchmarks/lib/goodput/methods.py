@@ -1,6 +1,6 @@
-"""What goodput.py compares: ways to take checkpoints and to come back to them.
+"""The methods of goodput.py: ways to take checkpoints and to resume from them.
 
-Each is used as a training script would: `resume` at the start, `boundary` after every step.
+A training script uses them in the same way: `resume` at the start, `boundary` after every step.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import ddp_ckpt
 from lib.methods.alternatives import DcpThread, TorchSave, raw_state
 from lib.methods.method import Job, Method
 
-KEEP = 2  # versions; older ones are removed, or the disk is full after some minutes
+KEEP = 2  # versions; older ones are removed, or the disk would be full after some minutes
 
 
 class Nothing(Method):
-    """Never comes back: the plain training that useful steps are counted against."""
+    """Takes no checkpoint: the plain training, for the undisturbed pace."""
 
     def resume(self, job: Job, every: int) -> int:
-        """Attach, and bring back the newest version; returns it, 0 if there is none."""
+        """Attach, and restore the newest version; returns its number, or 0 if there is none."""
         self.setup(job)
         return 0
 
     def stall_seconds(self) -> list[float]:
-        """How long each version kept the training, where the method tells by itself."""
+        """How long each version stalled the training, if the method reports it."""
         return []
 
 
 class RootSave(Nothing, TorchSave):
-    """torch.save on rank 0 with fsync, all wait; on the way back every rank reads the file."""
+    """torch.save on rank 0 with fsync, while all wait; on a resume every rank reads the file."""
 
     def resume(self, job: Job, every: int) -> int:
         self.setup(job)
@@ -54,10 +54,9 @@ class RootSave(Nothing, TorchSave):
 
 
 class DcpAsync(Nothing, DcpThread):
-    """DCP async_save in a thread, as its tutorial has it.
+    """DCP async_save in a thread, used as in its tutorial.
 
-    Not the tuned one of stall.py: the daemon process that it saves with imports torch first, for
-    seconds in every run.
+    Not the tuned variant of stall.py: its daemon process imports torch, for seconds in every run.
     """
 
     def resume(self, job: Job, every: int) -> int:
@@ -97,12 +96,12 @@ class Ours(Nothing):
             path=str(job.directory),
             shm_dir=str(job.memory),
             boundary="explicit",
-            on_event=self._heard,
+            on_event=self._receive,
             memory_every_steps=every,
         )
         return int(self.checkpointer.restore())
 
-    def _heard(self, event: Any) -> None:
+    def _receive(self, event: Any) -> None:
         if event.name == "sealed":
             self.waits.append(event.seconds["stall"])
 
@@ -114,7 +113,7 @@ class Ours(Nothing):
 
 
 class HorovodElastic(Nothing):
-    """hvd.elastic.TorchState: a copy in every process's memory; trained by elastic.py."""
+    """hvd.elastic.TorchState: a copy in every process's memory; trained by elastic_job.py."""
 
     name = "hvd-elastic"
     title = "hvd.elastic"
@@ -132,7 +131,7 @@ def elastic_missing() -> str | None:
 
 
 def version_of(path: Path) -> int:
-    """Of a checkpoint called v<version>."""
+    """The version of a checkpoint named v<version>."""
     return int(path.name[1:])
 
 
@@ -146,7 +145,7 @@ RESUMABLE: dict[str, type[Nothing]] = {
 
 
 def preload() -> None:
-    """Import what the methods import later: a fork then has it."""
+    """Import the modules that the methods need, so that forks have them."""
     for name in (
         "torch.distributed.checkpoint",
         "torch.distributed.checkpoint.state_dict",

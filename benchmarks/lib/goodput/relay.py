@@ -1,7 +1,7 @@
-"""Stands in for a rank where a launcher wants to start one: asks for a fork, and ends as it ends.
+"""A stand-in for a rank under horovodrun: it requests a fork, and exits with the status of that.
 
-Started by horovodrun with the path of elastic.py's socket. Needs nothing but Python itself, so it
-is there in a few hundredths of a second.
+horovodrun starts it with the path of the socket of elastic_job.py. It imports nothing but the
+standard library, so it starts within a few hundredths of a second.
 """
 
 import json
@@ -16,7 +16,8 @@ def main() -> int:
     with door, door.makefile("rw") as stream:
         stream.write(json.dumps(dict(os.environ)) + "\n")
         stream.flush()
-        return int(stream.readline() or 1)  # when the rank has ended; whoever kills us kills it
+        # The line comes at the end of the rank. If this process is killed, so is the rank.
+        return int(stream.readline() or 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What goodput.py prints and draws."""
+"""The table, the verdicts and the picture of goodput.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lib.goodput.runs import Result
 from lib.report import align
 
 NOISE = "not judged: the reference's pace is noise here"
-"""In the place of a goodput above 100 %."""
+"""Shown in place of a goodput above 100 %."""
 HEADERS = ("failure every", "method", "goodput", "interval", "cost ms", "kills", "back s", "lost")
 
 
 def table(results: list[Result]) -> str:
-    """One line a method and rate."""
+    """The table, one line per method and rate."""
     return align([HEADERS, *(_cells(result) for result in results)])
 
 
@@ -36,7 +36,7 @@ def _cells(result: Result) -> tuple[str, ...]:
 
 
 def verdicts(results: list[Result]) -> list[str]:
-    """The targets, judged."""
+    """The verdicts on the targets."""
     lines = []
     done = [result for result in results if result.status == "ok"]
     for mtbf in sorted({result.mtbf_seconds for result in done}):
@@ -61,7 +61,7 @@ def verdicts(results: list[Result]) -> list[str]:
 
 
 def plot(path: Path, results: list[Result]) -> str:
-    """Goodput over the time between failures; returns what to say about it."""
+    """Draw goodput over the time between failures; return a line for the terminal."""
     try:
         import matplotlib
     except ImportError:

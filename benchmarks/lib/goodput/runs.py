@@ -1,4 +1,4 @@
-"""The runs behind goodput.py: what a version costs, and what is left of the time under SIGKILLs."""
+"""The runs of goodput.py: the cost of a version, then goodput under SIGKILLs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import os
 import random
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,24 +17,25 @@ from lib.goodput import elastic_job, killed_job
 from lib.goodput.killed_job import Course, Order, StuckError
 from lib.goodput.methods import RESUMABLE
 from lib.processes import MARK, Family
+from lib.progress import say
 from tierckpt.core.tuning.interval_model import daly_seconds
 
 ELASTIC = "hvd-elastic"
 NEVER_STEPS = 1_000_000_000
 WARM_STEPS = 5
-"""First steps of a run that are not timed when costs are measured."""
+"""Steps at the start of a run that are not timed when costs are measured."""
 
 
 @dataclass
 class Cost:
-    """What a version costs: slowdown_seconds by wall time, stall_seconds by its own account."""
+    """The cost of a version: slowdown_seconds by wall time, stall_seconds as the method reports."""
 
     slowdown_seconds: float
     stall_seconds: float
 
     @property
     def seconds(self) -> float:
-        """A slowdown that drowns in noise is no less than the stall."""
+        """The larger one: the stall is a lower bound where the slowdown is lost in the noise."""
         return max(self.slowdown_seconds, self.stall_seconds, 1e-4)
 
 
@@ -58,20 +58,20 @@ class Result:
 
     @property
     def goodput(self) -> float:
-        """Useful steps, at the pace of a training that nobody disturbs, over wall time."""
+        """Useful steps, at the pace of an undisturbed training, over wall time."""
         if not self.wall_seconds:
             return 0.0
         return self.useful_steps * self.step_seconds / self.wall_seconds
 
     @property
     def judged(self) -> bool:
-        """False where it did better than a training that nobody disturbs: that one's pace, taken
-        before and after, was not the machine's while ranks were killed."""
+        """False if goodput is above 1: the undisturbed pace, measured before and after, was not the
+        pace of the machine during the kills."""
         return self.goodput <= 1.0
 
 
 class Bench:
-    """All jobs of one run; each has folders of its own, and leaves nothing running."""
+    """All jobs of one run. Each has its own folders and leaves no process."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, memory: Path) -> None:
         self.options, self.folder, self.memory = options, folder, memory
@@ -85,10 +85,10 @@ class Bench:
         kills: Sequence[float] = (),
         **more: Any,
     ) -> tuple[Course, float | None]:
-        """One job from the beginning; also what a version stalled it by its own account."""
+        """Run one job from the beginning; also return the stall per version that it reports."""
         self.count += 1
         family = Family(uuid.uuid4().hex)
-        os.environ[MARK] = family.token  # for what ranks start and leave behind
+        os.environ[MARK] = family.token  # to find the processes that ranks start
         folder = self.folder / f"{self.count:03d}-{method}"
         memory = self.memory / folder.name
         memory.mkdir()
@@ -113,21 +113,24 @@ class Bench:
             shutil.rmtree(folder, ignore_errors=True)
 
     def block(self, method: str, every: int) -> tuple[float, float]:
-        """Seconds a step, and of a stall, without failures."""
+        """Seconds per step and per stall, without failures."""
         steps = WARM_STEPS + self.options.steps
         found, stall = self.course(method, every, self.options.patience, steps=steps)
-        ends = found.last_life()
+        ends = found.last_run()
         if len(ends) < steps:
             raise StuckError(f"{method}: {len(ends)} of {steps} steps in {self.options.patience} s")
         return (ends[-1] - ends[WARM_STEPS - 1]) / self.options.steps, stall or 0.0
 
     def plain(self, method: str) -> float:
-        """Seconds a step of the training alone, as this method's launcher runs it."""
+        """Seconds per step of the training alone, under the launcher of this method."""
         return self.block(ELASTIC if method == ELASTIC else "nothing", NEVER_STEPS)[0]
 
     def cost(self, method: str) -> Cost:
-        """What a version costs at `--every`; and where that would have them come closer, what it
-        costs there, if that is more: little drowns in the noise of what is far apart."""
+        """The cost of a version at the interval `--every`.
+
+        If that cost leads to a shorter interval, measure again there, and take the larger cost: a
+        small cost of rare versions is lost in the noise.
+        """
         cost, every = self._cost_at(method, self.options.every), self.options.every
         step_seconds = self.plain(method)
         closest = min(interval_steps(cost, mtbf, step_seconds) for mtbf in self.options.mtbf)
@@ -136,7 +139,7 @@ class Bench:
         return cost
 
     def _cost_at(self, method: str, every: int) -> Cost:
-        """Plain and with versions in turns; medians."""
+        """Measure blocks with and without versions in turn; return medians."""
         slower, stalls = [], []
         for _ in range(self.options.rounds):
             plain = self.plain(method)
@@ -146,7 +149,7 @@ class Bench:
         return Cost(median(slower), median(stalls))
 
     def measure(self, method: str, cost: Cost, mtbf: float) -> Result:
-        """The method at its own best interval, while ranks are killed."""
+        """Measure the method at its best interval while ranks are killed."""
         before = self.plain(method)
         every = interval_steps(cost, mtbf, before)
         result = Result(method, RESUMABLE[method].title, mtbf, every, cost.seconds, before)
@@ -161,25 +164,24 @@ class Bench:
 
 
 def interval_steps(cost: Cost, mtbf_seconds: float, step_seconds: float) -> int:
-    """The best one (Daly's), in steps."""
+    """The best interval by Daly's formula, in steps."""
     return max(1, round(daly_seconds(cost.seconds, 1 / mtbf_seconds) / step_seconds))
 
 
 def arrivals(window_seconds: float, count: int, seed: int) -> list[float]:
-    """When failures come, independent of each other, the same for every method.
+    """Times of `count` independent failures, the same for every method.
 
-    A Poisson process of which one knows that it brings just so many: a few failures more or less
-    would say more about chance than about a method.
+    A Poisson process with a fixed number of events, so that chance gives no method fewer failures.
     """
     chance = random.Random(seed)
     return sorted(chance.uniform(0, window_seconds) for _ in range(count))
 
 
 def everything(bench: Bench) -> Iterator[Result]:
-    """Costs first, then rate by rate, method by method."""
+    """Measure all costs, then every method at every rate."""
     costs: dict[str, Cost] = {}
     for method in bench.options.methods:
-        say(f"what does a version cost: {method}")
+        say(f"cost of a version: {method}")
         try:
             costs[method] = bench.cost(method)
         except StuckError as error:
@@ -195,8 +197,3 @@ def everything(bench: Bench) -> Iterator[Result]:
                 say(str(error))
                 title = RESUMABLE[method].title
                 yield Result(method, title, mtbf, 0, cost.seconds, 0.0, status=str(error))
-
-
-def say(text: str) -> None:
-    """Progress, for whoever waits."""
-    print(text, file=sys.stderr, flush=True)

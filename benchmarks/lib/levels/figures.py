@@ -10,14 +10,14 @@ from lib import figures
 from lib.figures import Spread, spread
 
 Block = dict[str, Any]
-"""What `harness.Team.block` returns."""
+"""The result of `lib.training.teams.Team.block`."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A level's work, done some times in a row.
+    """The work of a level, repeated.
 
-    seconds: of each time. span_s: of all, with what is between them. cpu_s: of all nodes.
+    seconds: each repetition. span_s: all repetitions, with the pauses. cpu_s: all nodes.
     """
 
     seconds: list[float]
@@ -29,10 +29,10 @@ class Work:
 class Sample:
     """One visit to a level. Wall seconds of whole blocks are measured from outside.
 
-    alone: while the training is idle; bare: the same bytes with nothing around them.
-    compute_s: a block of the training alone; overall_s: a block and the work, begun at once, until
-    both are over; bare_overall_s: a block and the bare bytes, where that is the limit. plain_s,
-    beside_s: the timed steps of such blocks.
+    alone: the work while the training is idle. bare: a bare transfer of the same bytes. compute_s:
+    a block of the training alone. overall_s: a block and the work, started together, until both
+    are done. bare_overall_s: the same with the bare bytes, where these are the limit. plain_s,
+    beside_s: the timed steps of these blocks.
     """
 
     alone: Work
@@ -45,32 +45,32 @@ class Sample:
 
     @property
     def overlap(self) -> float:
-        """Share of the work that is hidden behind computing."""
+        """The share of the work that computing hides."""
         return self._hidden(self.alone, self.overall_s)
 
     @property
     def bare_overlap(self) -> float | None:
-        """The same of the bare bytes: what they cost the cores nobody can hide."""
+        """The overlap of the bare bytes, which is the limit for the level."""
         return None if self.bare_overall_s is None else self._hidden(self.bare, self.bare_overall_s)
 
     def _hidden(self, work: Work, overall_s: float) -> float:
-        """As the OSU micro-benchmarks define the overlap of non-blocking collectives:
-        1 - (overall - compute) / alone, and no less than 0. (No more than 1, either: a training
-        that is faster beside the work is noise.)"""
+        """The overlap as the OSU micro-benchmarks define it for non-blocking collectives:
+        1 - (overall - compute) / alone, at least 0. At most 1, too: a training that is faster
+        during the work is noise."""
         hidden = 1 - (overall_s - self.compute_s) / work.span_s
         return min(max(hidden, 0.0), 1.0)
 
     @property
     def slowdown(self) -> float:
-        """Of the training while the level is at work, as a fraction."""
+        """Slowdown of the training while the level works, as a fraction."""
         return self.beside_s / self.plain_s - 1
 
 
 @dataclass
 class Row:
-    """One level's figures. data_bytes: of all nodes' shards, once. Fractions, not percent.
+    """The figures of one level, as fractions.
 
-    of_bare: bare time over ours, of each round.
+    data_bytes: size of the shards of all nodes. of_bare: bare time over ours, one sample a round.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Row:
     samples: list[Sample] = field(default_factory=list, repr=False)
 
     def finish(self) -> None:
-        """Work them out."""
+        """Compute the figures from the samples."""
         each = self.samples
         self.seconds = spread(s for sample in each for s in sample.alone.seconds)
         self.bare_seconds = spread(s for sample in each for s in sample.bare.seconds)
@@ -105,10 +105,11 @@ class Row:
 
 @dataclass
 class AllLevels:
-    """A training whose every `every`-th version goes through all levels.
+    """A training that takes a version to all levels every `every` steps.
 
-    step_s: of a plain step. version_s: what such a version adds to the training. slowdown: that as
-    a fraction of `every` plain steps. taken, due: versions that came to the end, and asked for.
+    step_s: time of a plain step. version_s: time that such a version adds to the training.
+    slowdown: the same as a fraction of `every` plain steps. taken, due: versions that reached all
+    levels, and requested versions.
     """
 
     every: int
@@ -120,7 +121,7 @@ class AllLevels:
     visits: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
     def finish(self) -> None:
-        """Work them out."""
+        """Compute the figures from the samples."""
         steps = [figures.plain_step(visit, block_seconds) for visit in self.visits]
         extra = [figures.extra_per_checkpoint(visit, block_seconds, 0) for visit in self.visits]
         self.step_s, self.version_s = spread(steps), spread(extra)

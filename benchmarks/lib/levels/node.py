@@ -1,8 +1,8 @@
-"""One node of levels.py: its agent's part in a level, or the same bytes with nothing around them.
+"""One node of levels.py: it does the agent's work for a level, or moves the same bytes bare.
 
-Started by levelnodes.Nodes, in a network namespace where there is one, with its Setup as JSON. It
-reads a line of JSON for each order, and answers with one. Times are of CLOCK_MONOTONIC, which all
-processes of a machine share. No trainer is here, and no torch: it is what an agent is.
+`nodes.Nodes` starts it, in a network namespace if there is one, with its Setup as JSON. Each order
+and each answer is a line of JSON. Times are those of CLOCK_MONOTONIC, which all processes of a
+machine share. There is no trainer in it.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ from tierckpt.storage.persistent import PersistentStore, ShardSource, VersionFac
 AGENT_NICE = 10  # the setting's default
 CHUNK_BYTES = 8 << 20
 SEAL_BYTES = seal_area_bytes(4096)
-PIECE_BYTES = 1 << 20  # what a bare connection sends at once: a window of the exchange
+PIECE_BYTES = 1 << 20  # bytes that a bare connection sends at once: a window of the exchange
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a node is told once. Directories are its own, but for `persistent`."""
+    """The parameters of a node. All directories but `persistent` are its own."""
 
     number: int
     host: str
     nbytes: int
-    """Of its shard."""
+    """Size of its shard."""
     local: str
-    """On the disk to measure."""
+    """A directory on the measured disk."""
     memory: str
-    """For parity: nodes have a disk each, and the nodes here would share one."""
+    """A directory on tmpfs, for parity: real nodes do not share a disk, as these nodes do."""
     persistent: str
 
 
 @dataclass
 class Work:
-    """What was done to an order. Seconds of CLOCK_MONOTONIC; cpu_s is the whole process's."""
+    """The answer to an order. Seconds of CLOCK_MONOTONIC; cpu_s is that of the whole process."""
 
     begin: float
     end: float
     cpu_s: float
     seconds: list[float]
-    """Of each repetition, without what prepares it."""
+    """Each repetition, without its preparation."""
     sent_bytes: int = 0
 
 
 class Node:
-    """All orders are methods; `repeat` is how often, one after the other."""
+    """Every order is a method, repeated `repeat` times."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -90,43 +90,43 @@ class Node:
 
     @cached_property
     def limits(self) -> Limits:
-        """Buffers and a file, on the node that is asked for them."""
+        """Buffers and a file for bare work, made on first use."""
         return Limits(self.setup.nbytes, Path(self.setup.local))
 
     @cached_property
     def staged(self) -> tuple[LocalStore, ShardKey]:
-        """What is flushed: a version on the local level."""
+        """The version on the local level that `flush` reads."""
         store = LocalStore(Path(self.setup.local, "staged"))
         store.create()
         key = ShardKey(VersionId(1, 0), 0, 1)
-        digests = make_sound(self.image)  # a flush checks what it passes on
+        digests = make_sound(self.image)  # a flush verifies the shards that it reads
         store.commit(key, self.image, manifest(0, 1, 0, len(self.image), digests))
         return store, key
 
     @cached_property
     def memory_store(self) -> LocalStore:
-        """A local level on tmpfs, for copies."""
+        """A local level on tmpfs that receives copies."""
         store = LocalStore(Path(self.setup.memory, "copies"))
         store.create()
         return store
 
     @cached_property
     def slots(self) -> SlotPool:
-        """Slots that are files of a local level on tmpfs."""
+        """Slots in place: files of a local level on tmpfs."""
         job = JobDirectory.at(self.setup.memory, "levels")
         job.create()
         store = LocalStore(Path(self.setup.memory, "in-place"))
         return SlotPool(job, 0, 2, lambda *_: None, store)
 
     def addresses(self) -> dict[str, Any]:
-        """Where exchanges, and bare connections, find this node."""
+        """The addresses of this node, for exchanges and for bare connections."""
         agent, bare = self.transport.address, self.listener.getsockname()
         return {"agent": [agent.host, agent.port], "bare": list(bare[:2])}
 
     # --- levels --------------------------------------------------------------------------------
 
     def commit_local(self, repeat: int) -> None:
-        """Over the file of the version before, which retention has given back by then."""
+        """Commit to the local level, over the file of the previous version."""
         for _ in range(repeat):
             self._retire(self.local_store, self.local_store.keys())
             key, record = self._next(0, 1)
@@ -134,7 +134,7 @@ class Node:
                 self.local_store.commit(key, self.image, record)
 
     def commit_in_place(self, repeat: int) -> None:
-        """Where the local level is tmpfs and the slot is the file: all but the slot's filling."""
+        """Commit to a local level on tmpfs where the slot is the file, without filling the slot."""
         pool, store = self.slots, self.slots.in_place
         assert store is not None
         for _ in range(repeat):
@@ -149,7 +149,7 @@ class Node:
             pool.filled(slot, key.id)
 
     def flush(self, repeat: int) -> None:
-        """From the file of the local level, which is not in the page cache: O_DIRECT wrote it."""
+        """Flush from the file of the local level, which is not in the page cache."""
         local, key = self.staged
         path = local.directory / f"{key.stem}{key.SUFFIX}"
         with closing(PersistentStore(self.setup.persistent)) as store:
@@ -163,7 +163,7 @@ class Node:
                 store.retire(name)
 
     def protect(self, repeat: int, code: list[int], addresses: list[Any]) -> None:
-        """This node's part in a group of the first `code[0]` nodes."""
+        """Do the part of this node in a group of the first `code[0]` nodes."""
         group = RedundancyGroup(tuple(range(code[0])), Code(*code))
         everybody = tuple(Address(*address) for address in addresses)
         party = Party(group, everybody, self.setup.number)
@@ -180,7 +180,7 @@ class Node:
             store.retire(key)
 
     def _next(self, shard: int, shards: int) -> tuple[ShardKey, bytes]:
-        """Every group has a count of its own, so that its members agree on the version."""
+        """Name the next version. Each group counts by itself, so that its members agree."""
         self.versions[shards] += 1
         key = ShardKey(VersionId(1, self.versions[shards]), shard, shards)
         return key, manifest(shard, shards, key.id.version, len(self.image))
@@ -188,7 +188,7 @@ class Node:
     # --- the same bytes, bare ------------------------------------------------------------------
 
     def commit_copy(self, repeat: int) -> None:
-        """To tmpfs as to any other file system: over the file of the version before."""
+        """Commit to tmpfs by a copy, over the file of the previous version."""
         for _ in range(repeat):
             self._retire(self.memory_store, self.memory_store.keys())
             key, record = self._next(0, 1)
@@ -196,12 +196,12 @@ class Node:
                 self.memory_store.commit(key, self.image, record)
 
     def bare_write(self, repeat: int) -> None:
-        """O_DIRECT and fsync, over a file that is there."""
+        """Write with O_DIRECT and fsync over an existing file."""
         for _ in range(repeat):
             self.seconds.append(self.limits.write_recycled().wall_s)
 
     def bare_copy(self, repeat: int) -> None:
-        """Read a file, write a new one, both past the page cache, and fsync."""
+        """Read a file and write a new one, both without the page cache, and fsync."""
         source, target = self.limits.path, self.limits.path.with_name("copy")
         for _ in range(repeat):
             with self._timed():
@@ -209,7 +209,7 @@ class Node:
             target.unlink()
 
     def bare_send(self, repeat: int, to: list[Any], nbytes: int) -> None:
-        """Send so much to one node, and receive as much from another, at once."""
+        """Send `nbytes` to one node, and receive as many from another at the same time."""
         for _ in range(repeat):
             with socket.create_connection(tuple(to)) as out, self.listener.accept()[0] as into:
                 sender = threading.Thread(target=send, args=(out, self.image, nbytes))
@@ -226,9 +226,9 @@ class Node:
         yield
         self.seconds.append(time.perf_counter() - begin)
 
-    def serve(self, what: str, **arguments: Any) -> Work:
-        """Carry out one order."""
-        order: Callable[..., None] = getattr(self, what)
+    def serve(self, name: str, **arguments: Any) -> Work:
+        """Execute one order; `name` is the method."""
+        order: Callable[..., None] = getattr(self, name)
         self.seconds, self.sent_bytes = [], 0
         begin, cpu = time.perf_counter(), time.process_time()
         order(**arguments)
@@ -236,15 +236,15 @@ class Node:
         return Work(begin, time.perf_counter(), cpu_s, self.seconds, self.sent_bytes)
 
     def close(self) -> None:
-        """Give ports and memory back."""
-        if "slots" in self.__dict__:  # it was asked for
+        """Release ports and memory."""
+        if "slots" in self.__dict__:  # it was used
             self.slots.close(remove=True)
         self.transport.close()
         self.listener.close()
 
 
 def forget(path: Path) -> None:
-    """Have the page cache drop a file."""
+    """Drop a file from the page cache."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -253,7 +253,7 @@ def forget(path: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Whole pages, in large pieces, with one buffer."""
+    """Copy whole pages in large pieces, with one buffer."""
     buffer = shared(CHUNK_BYTES)
     with direct_file(source, os.O_RDONLY) as reading, direct_file(target) as writing:
         offset = 0
@@ -263,14 +263,14 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def send(sock: socket.socket, image: memoryview, nbytes: int) -> None:
-    """`nbytes` of the image, from its beginning again where that is more than it has."""
+    """Send `nbytes` of the image, and start again at its beginning if it is shorter."""
     for low in range(0, nbytes, PIECE_BYTES):
         at = low % max(len(image) - PIECE_BYTES + 1, 1)
         sock.sendall(image[at : at + min(PIECE_BYTES, nbytes - low)])
 
 
 def receive(sock: socket.socket, nbytes: int) -> None:
-    """Read so much, and drop it."""
+    """Receive `nbytes` and drop them."""
     window = memoryview(bytearray(PIECE_BYTES))
     while nbytes > 0:
         count = sock.recv_into(window[: min(PIECE_BYTES, nbytes)])

@@ -1,4 +1,4 @@
-"""The nodes of levels.py, from outside: start them, give orders to some at once, add up."""
+"""The nodes of levels.py, seen from the benchmark: start them, send orders, add up answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Place:
-    """Where nodes put their files; folders that exist."""
+    """Folders for the files of nodes. They exist."""
 
     disk: Path
     memory: Path
@@ -29,10 +29,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Done:
-    """One order to several nodes, at all of which it is over.
+    """The result of one order to several nodes.
 
-    seconds: of each repetition, the slowest node's. span_s: from the first node's begin to the last
-    one's end. cpu_s, sent_bytes: of all nodes together.
+    seconds: each repetition, on the slowest node. span_s: from the first start to the last end.
+    cpu_s, sent_bytes: sums over all nodes.
     """
 
     seconds: list[float]
@@ -42,31 +42,34 @@ class Done:
 
 
 class NodeError(RuntimeError):
-    """A node could not do what it was told; the message says which, and why."""
+    """A node could not execute an order; the message has the node and the reason."""
 
 
 class Nodes:
-    """`count` processes; orders go to the first few. For one thread. `close` ends them."""
+    """`count` processes; orders go to the first few. For one thread. `close` ends them all."""
 
     def __init__(self, count: int, nbytes: int, place: Place, link_bytes_per_second: float) -> None:
-        """Over cables of that rate each way (0: as fast as they are), or, without namespaces,
-        over loopback; `limited` says which."""
+        """Start the nodes, connected by cables of that rate each way (0: no limit).
+
+        Without network namespaces they are connected by loopback. `limited` is True if the cables
+        have a limit.
+        """
         self._stack = ExitStack()
         self._processes: list[subprocess.Popen[str]] = []
         self.no_network = ""
-        """Why there are no cables, if there are none."""
+        """The reason if there are no cables."""
         try:
             network = self._cables(count, link_bytes_per_second)
             self.limited = network is not None and link_bytes_per_second > 0
             for number in range(count):
                 setup = _setup(number, nbytes, place, network)
                 self._processes.append(self._start(setup, network))
-            told = [self._hear(number) for number in range(count)]
+            answers = [self._receive(number) for number in range(count)]
         except BaseException:
             self.close()
             raise
-        self.agents = [each["agent"] for each in told]
-        self._bare = [each["bare"] for each in told]
+        self.agents = [each["agent"] for each in answers]
+        self._bare = [each["bare"] for each in answers]
 
     def _cables(self, count: int, bytes_per_second: float) -> Network | None:
         try:
@@ -94,39 +97,39 @@ class Nodes:
         return process
 
     def close(self) -> None:
-        """End all."""
+        """End all nodes."""
         self._stack.close()
 
     # --- orders --------------------------------------------------------------------------------
 
     def begin(self, orders: Iterable[dict[str, Any]]) -> Callable[[], Done]:
-        """Node number i begins with order number i; call what is returned, to wait for all."""
-        numbers = [self._tell(number, order) for number, order in enumerate(orders)]
-        return lambda: _error_barrier([Work(**self._hear(number)) for number in numbers])
+        """Send order i to node i; return a function that waits for all results."""
+        numbers = [self._send(number, order) for number, order in enumerate(orders)]
+        return lambda: _total([Work(**self._receive(number)) for number in numbers])
 
     def do(self, orders: Iterable[dict[str, Any]]) -> Done:
-        """The same, waited for."""
+        """Send the orders and wait for all results."""
         return self.begin(orders)()
 
     def ring(self, members: int, nbytes: int, repeat: int) -> list[dict[str, Any]]:
-        """Orders: each of the first few sends so much to the next, and gets as much."""
+        """Orders for a ring: each of `members` nodes sends `nbytes` to the next one."""
         to = [self._bare[(number + 1) % members] for number in range(members)]
         return [
-            {"what": "bare_send", "repeat": repeat, "to": address, "nbytes": nbytes}
+            {"name": "bare_send", "repeat": repeat, "to": address, "nbytes": nbytes}
             for address in to
         ]
 
-    def _tell(self, number: int, order: dict[str, Any]) -> int:
+    def _send(self, number: int, order: dict[str, Any]) -> int:
         stdin = self._processes[number].stdin
         assert stdin is not None
         print(json.dumps(order), file=stdin, flush=True)
         return number
 
-    def _hear(self, number: int) -> dict[str, Any]:
+    def _receive(self, number: int) -> dict[str, Any]:
         stdout = self._processes[number].stdout
         assert stdout is not None
         line = stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": "it is no more"}
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "the process has ended"}
         if "error" in answer:
             raise NodeError(f"node {number}: {answer['error']}")
         return answer
@@ -144,7 +147,7 @@ def _setup(number: int, nbytes: int, place: Place, network: Network | None) -> S
     )
 
 
-def _error_barrier(works: list[Work]) -> Done:
+def _total(works: list[Work]) -> Done:
     return Done(
         [max(same) for same in zip(*(work.seconds for work in works), strict=True)],
         max(work.end for work in works) - min(work.begin for work in works),

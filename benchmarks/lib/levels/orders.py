@@ -1,4 +1,4 @@
-"""The levels behind memory, as orders to nodes: their own work, and the same bytes bare."""
+"""The levels below memory as orders to nodes: the work of a level, and a bare transfer."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ Orders = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Level:
-    """One line of the table."""
+    """A level, one line of the table."""
 
     name: str
-    what: str
-    """The order for its own work."""
-    bare_what: str
+    order: str
+    """The method of `node.Node` that does the work of the level."""
+    bare_order: str
     bare_title: str
     nodes: int = 1
     target: float | None = 0.9
-    """Of the bare throughput."""
+    """Fraction of the bare throughput."""
 
     @property
     def linked(self) -> bool:
-        """Between nodes, over their cables."""
+        """Whether the work goes over the cables between nodes."""
         return False
 
     def orders(self, nodes: Nodes, repeat: int) -> Orders:
-        """Its own work."""
-        return [{"what": self.what, "repeat": repeat}]
+        """Orders for the work of the level."""
+        return [{"name": self.order, "repeat": repeat}]
 
     def bare(self, nodes: Nodes, repeat: int, alone: Done) -> Orders:
-        """What moves as many bytes as `alone` did."""
-        return [{"what": self.bare_what, "repeat": repeat}]
+        """Orders for a bare transfer of as many bytes as `alone` moved."""
+        return [{"name": self.bare_order, "repeat": repeat}]
 
 
 @dataclass(frozen=True)
 class PeerLevel(Level):
-    """A scheme, in one group of as many nodes as its ring has."""
+    """A redundancy scheme in one group of `nodes` nodes."""
 
     k: int = 1
     m: int = 1
@@ -51,7 +51,7 @@ class PeerLevel(Level):
 
     def orders(self, nodes: Nodes, repeat: int) -> Orders:
         code = Code(self.nodes, self.k, self.m)
-        order = {"what": self.what, "repeat": repeat, "code": [code.n, code.k, code.m]}
+        order = {"name": self.order, "repeat": repeat, "code": [code.n, code.k, code.m]}
         return [{**order, "addresses": nodes.agents[: self.nodes]}] * self.nodes
 
     def bare(self, nodes: Nodes, repeat: int, alone: Done) -> Orders:

@@ -1,4 +1,4 @@
-"""What levels.py prints and draws, and the project's targets for the levels."""
+"""The tables and the picture of levels.py, and the targets for the levels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADERS = (
 
 
 def table(rows: list[Row]) -> str:
-    """One level a line; GB of data, that is of shards."""
+    """The table, one line per level. GB are GB of shards."""
     return align([HEADERS, *map(_cells, rows)])
 
 
@@ -52,7 +52,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def all_levels_text(found: AllLevels, state_bytes: int) -> str:
-    """One paragraph."""
+    """A paragraph about the training with all levels on."""
     if not (found.step_s and found.version_s):
         return "all levels on: not measured"
     extra, step = found.version_s, found.step_s
@@ -64,14 +64,14 @@ def all_levels_text(found: AllLevels, state_bytes: int) -> str:
     )
 
 
-def judge(rows: list[Row], together: AllLevels, toy: bool, no_network: str) -> list[Verdict]:
-    """The targets for throughput, overlap and slowdown."""
-    why = "the toy size is all fixed cost" if toy else ""
+def judge(rows: list[Row], all_levels: AllLevels, toy: bool, no_network: str) -> list[Verdict]:
+    """The verdicts on throughput, overlap and slowdown."""
+    why = "at the toy size fixed costs dominate" if toy else ""
     verdicts = [_throughput(row, why) for row in rows if row.target is not None]
     for row in rows:
         if row.target is None:
             verdicts.append(_overlap(row, why, no_network))
-    return [*verdicts, _slowdown(together, why)]
+    return [*verdicts, _slowdown(all_levels, why)]
 
 
 def _throughput(row: Row, why: str) -> Verdict:
@@ -94,7 +94,7 @@ def _overlap(row: Row, why: str, no_network: str) -> Verdict:
     measured = f"{_percent(row.overlap)} %, {share}"
     limit = f"bare sockets: {_percent(row.bare_overlap)} %"
     if row.bare_overlap is not None and row.bare_overlap.median < OVERLAP:
-        limit += ", so it is not the link that limits: --link-mbit for slower cables"
+        limit += ", so the link is not the limit: choose slower cables with --link-mbit"
     return Verdict(target, measured, "met" if met else "MISSED", "" if met else limit)
 
 
@@ -111,8 +111,8 @@ def _slowdown(found: AllLevels, why: str) -> Verdict:
     return Verdict(target, measured, "MISSED", reason)
 
 
-def plot(path: Path, rows: list[Row], together: AllLevels) -> str | None:
-    """Draw the picture; return a sentence instead if matplotlib is not there."""
+def plot(path: Path, rows: list[Row], all_levels: AllLevels) -> str | None:
+    """Draw the picture; return a sentence instead if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -137,7 +137,9 @@ def plot(path: Path, rows: list[Row], together: AllLevels) -> str | None:
         axis.set_yticks(range(len(names)), names)
         axis.set_title(title, fontsize=10)
         axis.grid(axis="x", alpha=0.3)
-    figure.suptitle(f"The levels (median, min..max); all at once: {_percent(together.slowdown)} %")
+    figure.suptitle(
+        f"The levels (median, min..max); all at once: {_percent(all_levels.slowdown)} %"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

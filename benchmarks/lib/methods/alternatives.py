@@ -1,4 +1,4 @@
-"""What people use today: torch.save, torch.distributed.checkpoint (DCP) and torchsnapshot."""
+"""The alternatives: torch.save, torch.distributed.checkpoint (DCP) and torchsnapshot."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lib.methods.method import FolderMethod, Job, Waiters
 
 
 def raw_state(job: Job) -> dict[str, Any]:
-    """References to the live tensors of model and optimizer, nothing copied."""
+    """References to the live tensors of model and optimizer, without a copy."""
     return {"model": job.module.state_dict(), "optimizer": job.optimizer.state_dict()}
 
 
 class TorchSave(FolderMethod):
-    """Rank 0 writes everything while all wait: what most training scripts do."""
+    """Rank 0 writes everything while all wait, as in most training scripts."""
 
     name = "torch-save"
     title = "torch.save, rank 0, barrier"
@@ -49,7 +49,7 @@ class TorchSave(FolderMethod):
 
 
 class DcpThread(FolderMethod):
-    """DCP's async_save as its tutorial has it: staged in the call, written by a thread."""
+    """DCP's async_save, used as in its tutorial: staged in the call, written by a thread."""
 
     name = "dcp-thread"
     title = "DCP async_save, thread"
@@ -59,8 +59,8 @@ class DcpThread(FolderMethod):
         super().setup(job)
         self.dcp = importlib.import_module("torch.distributed.checkpoint")
         self.state_dict = importlib.import_module("torch.distributed.checkpoint.state_dict")
-        # Collectives of a save run on a background thread. On DDP's own group they would
-        # interleave with the gradient allreduces and deadlock.
+        # A save has collectives on a background thread. On DDP's group they would interleave
+        # with the gradient allreduces and deadlock.
         self.group = dist.new_group(backend="gloo")
         self.upload: Future[Any] | None = None
 
@@ -85,12 +85,12 @@ class DcpThread(FolderMethod):
 
     def drain(self) -> None:
         if self.upload is not None:
-            self.upload.result()  # raises what the background save raised
+            self.upload.result()  # raises the error of the background save
             self.upload = None
 
 
 class DcpProcess(DcpThread):
-    """The same, written by DCP's daemon process: staged in the call, handed over by a pipe."""
+    """async_save with DCP's daemon process: staged in the call, passed through a pipe."""
 
     name = "dcp-process"
     title = "DCP async_save, process"
@@ -115,12 +115,11 @@ class DcpProcess(DcpThread):
 
 
 class DcpTuned(DcpProcess):
-    """Every knob turned that helps: the peer to beat.
+    """async_save with every option that helps: the best alternative.
 
-    Staged by a thread into shared memory that is kept between saves, so that the daemon gets
-    handles instead of bytes; cached save plans; the plain state dicts, which are cheaper than
-    `get_state_dict`; and the trainer waits for the staging only where it must, before the
-    optimizer changes anything.
+    A thread stages into shared memory that is kept between saves, so that the daemon receives
+    handles instead of bytes. Save plans are cached. Plain state dicts are cheaper than
+    `get_state_dict`. The trainer waits for the staging only before the optimizer's step.
     """
 
     name = "dcp-tuned"
@@ -167,7 +166,7 @@ class DcpTuned(DcpProcess):
 
 
 class TorchSnapshot(FolderMethod):
-    """torchsnapshot: staged in the call, written by a thread with asyncio, no fsync."""
+    """torchsnapshot: staged in the call, written by a thread, no fsync."""
 
     name = "torchsnapshot"
     title = "torchsnapshot async_take"
@@ -190,12 +189,12 @@ class TorchSnapshot(FolderMethod):
     def boundary(self, version: int, due: bool) -> None:
         if not due:
             return
-        self.drain()  # never two in flight, as for the others
+        self.drain()  # never two in flight, as with the other methods
         pending = self.library.Snapshot.async_take(
             path=str(self.path(version)),
             app_state={"model": self.job.module, "optimizer": self.job.optimizer},
             pg=self.group,
-            replicated=["**"],  # data-parallel: every rank has the same, each writes a part
+            replicated=["**"],  # every rank has the same state and writes a part
         )
         self.waiters.start(pending.wait, lambda: self.finished(version))
 

@@ -1,4 +1,4 @@
-"""The methods for Horovod jobs: what its documentation recommends, its own commit, and ours."""
+"""The methods for Horovod jobs: torch.save on rank 0, elastic commit, and ours."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lib.methods.ours import OursLocal, OursMemory, OursOff
 
 
 class RootSave(TorchSave):
-    """Rank 0 writes; the others go on until their next allreduce, where they wait for it.
+    """Rank 0 writes; the others continue until their next allreduce, and wait there.
 
-    The scheme of Horovod's documentation. On a restart rank 0 loads the file and broadcasts
-    parameters and optimizer state, which is not measured here.
+    Horovod's documentation recommends this. On a restart rank 0 loads the file and broadcasts
+    parameters and optimizer state; that is not measured here.
     """
 
     title = "torch.save on rank 0"
@@ -32,9 +32,9 @@ class RootSave(TorchSave):
 
 
 class HorovodCommit(Method):
-    """Horovod's own elastic state: a deep copy in the memory of every process, made in the call.
+    """Horovod's elastic state: the call makes a deep copy in the memory of every process.
 
-    It is lost with its process: a job survives the death of some workers, not of all.
+    The copy is lost with its process: a job survives the death of some workers, not of all.
     """
 
     name = "hvd-commit"
@@ -52,25 +52,25 @@ class HorovodCommit(Method):
 
 
 class AttachedOff(OursOff):
-    """See OursOff."""
+    """`OursOff` under Horovod."""
 
     adapter = "horovod_ckpt"
 
 
 class HorovodMemory(OursMemory):
-    """See OursMemory."""
+    """`OursMemory` under Horovod."""
 
     adapter = "horovod_ckpt"
 
 
 class HorovodLocal(OursLocal):
-    """See OursLocal."""
+    """`OursLocal` under Horovod."""
 
     adapter = "horovod_ckpt"
 
 
 class HorovodElastic(HorovodMemory):
-    """To the memory level through our drop-in for Horovod's elastic state."""
+    """The memory level through `horovod_ckpt.elastic.TorchState`."""
 
     name = "ours-commit"
     title = "ours, TorchState.commit"
@@ -78,7 +78,7 @@ class HorovodElastic(HorovodMemory):
     def setup(self, job: Job) -> None:
         self.job = job
         elastic = importlib.import_module("horovod_ckpt.elastic")
-        # Every commit is due: the loop decides when to commit.
+        # Every commit takes a version; the loop decides when to commit.
         settings = {**self._settings(), "memory_every_steps": 1}
         self._state = elastic.TorchState(job.model, job.optimizer, tierckpt=settings)
         self._state.sync()

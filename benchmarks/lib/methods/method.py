@@ -1,4 +1,4 @@
-"""The one interface that the trainer drives, whatever takes the checkpoints behind it."""
+"""The interface between the trainer and a method of taking checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class Setting:
-    """What the parent tells each rank once. `every` is in steps, `batch` in samples a rank."""
+    """The parameters of a rank. `every` is in steps, `batch` in samples per rank."""
 
     method: str
     launcher: str
@@ -32,11 +32,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Job:
-    """What a method gets to know about the training it serves, on this rank.
+    """The training of this rank, as a method sees it.
 
-    model: what the training calls; module: the same without DDP's wrapper, if there is one.
-    directory: where durable checkpoints go; the same path on all ranks, exists already.
-    memory: a folder in shared memory, likewise; the parent removes it in the end.
+    model: the module that the training calls. module: the same without a DDP wrapper.
+    directory: the folder for durable checkpoints; it exists, with the same path on all ranks.
+    memory: a folder in shared memory, with the same path on all ranks; the parent removes it.
     """
 
     model: nn.Module
@@ -54,19 +54,19 @@ class Method:
 
     All calls come from the trainer's main thread, in the same order on every rank.
 
-    durable: version -> time.perf_counter() at which the version was finished as far as this
-        method goes (see `fsync`), written by whichever thread learns of it. The clock is
-        CLOCK_MONOTONIC, so the parent may compare it between processes.
-    details: version -> seconds spent in named phases, where a method reports them itself.
+    durable: version -> time.perf_counter() at which the method had finished the version (see
+        `fsync`). Any thread may write it. The clock is CLOCK_MONOTONIC, so the parent may compare
+        it between processes.
+    details: version -> seconds in named phases, if the method reports them.
     """
 
     name = "nothing"
     title = "nothing"
-    fsync = "-"  # yes: fsync'ed before it counts as durable; no: handed to the page cache only
-    peer = False  # compared against, as opposed to ours and the control
-    slots = 0  # host buffers a rank, for the memory target
+    fsync = "-"  # yes: fsync'ed before it counts as durable; no: in the page cache only
+    peer = False  # an alternative, not ours and not the control
+    slots = 0  # host buffers per rank, for the memory target
     usual = True  # measured by stall.py when no methods are named
-    beside = ""  # method whose ranks train the plain blocks, where being attached costs by itself
+    beside = ""  # the method whose ranks train the plain blocks, if being attached has a cost
 
     def __init__(self) -> None:
         self.durable: dict[int, float] = {}
@@ -74,12 +74,12 @@ class Method:
 
     @classmethod
     def missing(cls) -> str | None:
-        """Why this method cannot run here, or None."""
+        """The reason if this method cannot run here, or None."""
         return None
 
     @classmethod
     def slots_on(cls, device: str) -> int:
-        """`slots` where the training is on this type of device."""
+        """`slots` for a training on this type of device."""
         return cls.slots
 
     def setup(self, job: Job) -> None:
@@ -93,20 +93,20 @@ class Method:
         """
 
     def before_optimizer_step(self) -> None:
-        """Last call before the optimizer changes anything: wait for what must be copied."""
+        """Last call before the optimizer step: wait for the copies that must precede it."""
 
     def drain(self) -> None:
-        """Return when everything begun is finished on this rank, or raise what went wrong."""
+        """Wait until all checkpoints are finished on this rank. Raises their errors."""
 
     def busy(self) -> bool:
-        """True while something that was begun goes on beside the training, on this rank."""
+        """True while work continues next to the training, on this rank."""
         return False
 
     def sweep(self) -> None:
         """Delete old checkpoints. Called on rank 0, drained and outside any measurement."""
 
     def close(self) -> None:
-        """Give back threads, processes and memory. Collective, after `drain`."""
+        """Release threads, processes and memory. Collective, after `drain`."""
 
     def finished(self, version: int) -> None:
         """Note that `version` is durable now. Any thread."""
@@ -135,8 +135,7 @@ class FolderMethod(Method):
 class Waiters:
     """Threads that wait for one background save each and note when it ended.
 
-    For libraries whose handle can only be waited for, not called back from. A waiting thread
-    costs nothing while it is blocked.
+    For libraries that offer a wait and no callback. A blocked thread costs nothing.
     """
 
     def __init__(self) -> None:

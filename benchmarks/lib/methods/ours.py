@@ -1,4 +1,4 @@
-"""Tierckpt itself, behind the same interface as its peers."""
+"""Tierckpt, with the same interface as its alternatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DRAIN_LIMIT_S = 60.0
 
 
 class OursMemory(Method):
-    """Down to the memory level: sealed in shared memory, survives the trainer's death."""
+    """The memory level: versions are sealed in shared memory and survive the trainer."""
 
     name = "ours-memory"
     title = "ours, to memory"
@@ -36,14 +36,14 @@ class OursMemory(Method):
 
     @classmethod
     def slots_on(cls, device: str) -> int:
-        """One more on a GPU, as there the seal comes after the barrier."""
+        """One slot more on a GPU, where the seal comes after the barrier."""
         return cls.slots + int(device == "cuda" and cls.slots > 0)
 
     def __init__(self) -> None:
         super().__init__()
-        self._open: set[int] = set()  # asked for, and neither finished, skipped nor failed
+        self._open: set[int] = set()  # due versions that are neither finished, skipped nor failed
         self._begun: dict[int, float] = {}  # version -> perf_counter() at its boundary
-        self._ahead = 0  # the trainer's versions less ours, which start where we were attached
+        self._ahead = 0  # the trainer's version number less the checkpointer's
 
     def setup(self, job: Job) -> None:
         self.job = job
@@ -73,20 +73,20 @@ class OursMemory(Method):
             self._interval_ended(at=-1)
         self._checkpointer.step()
         if due:
-            # What had to be skipped would stay due; here it counts as not taken.
+            # A skipped version would stay due; here it counts as not taken.
             self._interval_ended(at=self._checkpointer.version)
         self._ahead = version - self._checkpointer.version
 
     def _interval_ended(self, at: int) -> None:
-        """Pretend that the level's interval last ended at version `at`, on all ranks alike.
+        """Pretend that the interval of the level last ended at version `at`, on all ranks.
 
-        `save()` would not do: it takes effect once all ranks have learned of it, a step later,
-        and goes to all levels. In a real job the interval is what makes a version due.
+        `save()` is no alternative: it takes effect a step later, and goes to all levels. In a real
+        job the interval makes a version due.
         """
         setattr(self._checkpointer._schedule, f"last_{self.level}", at)
 
     def _event(self, event: Any) -> None:
-        """Collect what the checkpointer tells: on the training thread, at a later boundary."""
+        """Collect an event, on the training thread at a later boundary."""
         version = event.version + self._ahead
         phases = self.details.setdefault(version, {})
         phases.update(event.seconds)
@@ -94,15 +94,15 @@ class OursMemory(Method):
             end = self._end(event, version)
             self.durable[version] = end
             phases["nbytes"] = float(event.nbytes)
-            # Where the writing was on the common clock: the shards of one version may be
-            # written side by side or one after the other.
+            # The end of the write on the common clock: shards of one version may be written in
+            # parallel or in sequence.
             phases["write_end"] = end - phases.get("commit", 0.0)
             self._open.discard(version)
         elif event.name in ("skipped", "failed"):
             self._open.discard(version)
 
     def _end(self, event: Any, version: int) -> float:
-        """perf_counter() at which the version was finished, not at which we are told of it."""
+        """perf_counter() at the end of the version, not at the arrival of the event."""
         return self._begun[version] + float(event.seconds["sealed_after"])
 
     def drain(self) -> None:
@@ -114,7 +114,7 @@ class OursMemory(Method):
 
 
 class OursLocal(OursMemory):
-    """Down to the local level: manifest committed, file and directory fsync'ed."""
+    """The local level: manifest committed, file and directory fsync'ed."""
 
     name = "ours-local"
     title = "ours, to local"
@@ -123,9 +123,9 @@ class OursLocal(OursMemory):
     final = "committed"
 
     def _end(self, event: Any, version: int) -> float:
-        """The rename that makes the manifest appear, as the file system has recorded it.
+        """The time of the rename of the manifest, as the file system has recorded it.
 
-        The event is heard up to a step later. The times of the two clocks differ by a constant.
+        The event arrives up to a step later. The two clocks differ by a constant.
         """
         now, offset = time.perf_counter(), time.time() - time.perf_counter()
         shard = f"s{self.job.rank:05d}of{self.job.world:05d}"
@@ -134,14 +134,14 @@ class OursLocal(OursMemory):
 
 
 def _changed(path: Path) -> float:
-    """Unix time of the last change of the inode: a rename is one."""
+    """Unix time of the last change of the inode; a rename changes it."""
     return path.stat().st_ctime_ns / 1e9
 
 
 class OursOff(OursMemory):
-    """Attached, with every level off: what the adapter costs by being there.
+    """Attached with every level off: the fixed cost of the adapter.
 
-    Its hooks cannot all be taken out again, so the plain blocks to compare with are another team's.
+    Its hooks cannot all be removed, so another team trains the plain blocks.
     """
 
     name = "ours-off"
@@ -155,9 +155,9 @@ class OursOff(OursMemory):
 
 
 class OursLevels(OursMemory):
-    """Down to every level. Each rank is a node with a disk and an agent, and partner of the other.
+    """All levels. Each rank is a node with a disk and an agent, and the partner of the other.
 
-    Durable is what is on the persistent level, which a version reaches some boundaries later.
+    A version is durable on the persistent level, which it reaches some boundaries later.
     """
 
     name = "ours-levels"
@@ -180,21 +180,21 @@ class OursLevels(OursMemory):
         }
 
     def _end(self, event: Any, version: int) -> float:
-        """When it was heard, at a boundary: at most a step late."""
+        """The arrival of the event at a boundary, at most a step late."""
         return time.perf_counter()
 
     def drain(self) -> None:
         super().drain()
         if not self._checkpointer._agent.wait(DRAIN_LIMIT_S, everything=True):
-            raise TimeoutError(f"{self.name}: {self._checkpointer._agent.behind()} are not through")
+            raise TimeoutError(f"{self.name}: {self._checkpointer._agent.behind()} are not done")
         self._checkpointer._collect()
 
 
 class OursAuto(OursMemory):
-    """Automatic intervals to memory, local and persistent; budget.py's.
+    """Automatic intervals for memory, local and persistent, for budget.py.
 
-    When versions come is its own affair, so `due` means nothing. What it took by now is in a file
-    of the directory, `taken<rank>.json`, at the end of a block.
+    It chooses its versions itself, so `due` is ignored. At the end of a block it writes the number
+    of versions per level to `taken<rank>.json` in the directory.
     """
 
     name = "ours-auto"
@@ -229,11 +229,11 @@ class OursAuto(OursMemory):
         path.write_text(json.dumps(self._taken))
 
     def busy(self) -> bool:
-        self._checkpointer.wait(0)  # completes what is being copied
+        self._checkpointer.wait(0)  # completes the copy
         return not self._checkpointer._agent.wait(0, everything=True)
 
     def sweep(self) -> None:
-        """Its own retention does that."""
+        """Retention deletes old checkpoints."""
 
 
 OURS = (OursOff, OursMemory, OursLocal, OursLevels, OursAuto)

@@ -1,4 +1,4 @@
-"""All methods of each launcher by name, in the order in which they are run and listed."""
+"""All methods by launcher and name, in the order of the table."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ METHODS: dict[str, dict[str, type[Method]]] = {
     "torchrun": {each.name: each for each in (Method, *PEERS, *OURS)},
     "horovod": {each.name: each for each in (Method, *HOROVODS)},
 }
-TUNED_PEER = "dcp-tuned"  # the one that the slowdown target is measured against
+TUNED_PEER = "dcp-tuned"  # the reference of the slowdown target

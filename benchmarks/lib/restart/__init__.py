@@ -1,1 +1,1 @@
-"""The ranks that restart.py starts, and the ways in which they restore."""
+"""The ranks that restart.py starts, and the ways to restart."""

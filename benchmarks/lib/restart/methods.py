@@ -1,6 +1,6 @@
-"""Ways to come back: what each leaves behind before a restart, and what it does after it.
+"""Ways to restart: the checkpoint that each leaves, and how it restores that.
 
-Used by both runs of `restart.py`'s ranks. All calls are collective.
+Both runs of the ranks of `restart.py` use them. All calls are collective.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAIT_LIMIT_S = 120.0
 
 @dataclass
 class Job:
-    """The training of one rank. `root` and `memory` are the way's own folders; disk, tmpfs."""
+    """The training of one rank. `root` (disk) and `memory` (tmpfs) are folders of the way alone."""
 
     model: nn.Module
     module: nn.Module
@@ -36,36 +36,36 @@ class Job:
 
 
 class Way:
-    """Start afresh: nothing is left, nothing comes back. What a restart costs in any case."""
+    """A fresh start without a checkpoint: the cost that every restart has."""
 
     title = "no restart: start afresh"
     module = "torch"
     lost: ClassVar[tuple[str, ...]] = ()
-    """What is gone between the lives: `memory`, `node` (the last one's disk), `disks`."""
+    """Losses between the runs: `memory`, `node` (the disk of the last one), `disks`."""
     warm = True
-    """Also measured with its files in the page cache, as after the death of processes alone."""
+    """Whether it is also measured with files in the page cache, as after a crash of processes."""
     ours = False
 
     def leave(self, job: Job) -> None:
-        """Leave something behind that holds the state as it is on return."""
+        """Leave a checkpoint of the state at the time of return."""
 
-    def come_back(self, job: Job) -> dict[str, float]:
-        """Have that state in the live objects; counts of `read` and `exchanged` bytes, if known."""
+    def restore(self, job: Job) -> dict[str, float]:
+        """Restore that state; return the `read` and `exchanged` bytes, if known."""
         return {}
 
     def close(self) -> None:
-        """After the first step."""
+        """Release everything. Called after the first step."""
 
 
 class Ours(Way):
-    """One of our levels."""
+    """A level of Tierckpt."""
 
     module = "ddp_ckpt"
     ours = True
     settings: ClassVar[dict[str, Any]] = {}
 
     def _attach(self, job: Job) -> Any:
-        self.heard: set[str] = set()
+        self.events: set[str] = set()
         return importlib.import_module(self.module).Checkpointer(
             job.model,
             job.optimizer,
@@ -77,7 +77,7 @@ class Ours(Way):
             local_every_seconds=0,
             persistent_every_seconds=0,
             boundary="explicit",
-            on_event=lambda event: self.heard.add(f"{event.name} {event.level}"),
+            on_event=lambda event: self.events.add(f"{event.name} {event.level}"),
             **{
                 k: v.format(root=job.root) if isinstance(v, str) else v
                 for k, v in self.settings.items()
@@ -97,7 +97,7 @@ class Ours(Way):
     def _finish(self, ckpt: Any) -> None:
         ckpt.abandon()
 
-    def come_back(self, job: Job) -> dict[str, float]:
+    def restore(self, job: Job) -> dict[str, float]:
         self._ckpt = self._attach(job)
         restored = self._ckpt.restore()
         if restored.version < 1:
@@ -110,27 +110,27 @@ class Ours(Way):
 
 
 class OursMemory(Ours):
-    """Processes died; their slots are in shared memory."""
+    """All processes were killed; their slots are in shared memory."""
 
     title = "ours, memory"
 
 
 class OursLocal(Ours):
-    """Nodes were rebooted; their disks are there."""
+    """All nodes were rebooted; their disks are intact."""
 
     title = "ours, local"
     lost = ("memory",)
 
 
 class OursPeer(Ours):
-    """The last node is gone with its disk, and all memory; its shards are rebuilt."""
+    """All memory and the last node with its disk are lost; its shards are rebuilt."""
 
     title = "ours, peer (a node is lost)"
     lost = ("memory", "node")
     settings: ClassVar[dict[str, Any]] = {
         "peer_redundancy": "partner",
         "peer_interface": "lo",
-        "agent_linger_seconds": 0.0,  # they are lost with their nodes
+        "agent_linger_seconds": 0.0,  # agents are lost with their nodes
     }
 
     def _nodes(self, job: Job) -> int:
@@ -138,7 +138,7 @@ class OursPeer(Ours):
 
     def _finish(self, ckpt: Any) -> None:
         limit = time.monotonic() + WAIT_LIMIT_S
-        while "committed peer" not in self.heard and ckpt._node.first == ckpt.group.rank:
+        while "committed peer" not in self.events and ckpt._node.first == ckpt.group.rank:
             if time.monotonic() > limit:
                 raise TimeoutError("the version was not protected")
             ckpt.wait()
@@ -148,7 +148,7 @@ class OursPeer(Ours):
 
 
 class OursPersistent(Ours):
-    """All nodes are gone."""
+    """All nodes are lost."""
 
     title = "ours, persistent"
     lost = ("memory", "disks")
@@ -162,7 +162,7 @@ class OursPersistent(Ours):
 
 
 class TorchLoad(Way):
-    """Rank 0 loads, then every tensor is broadcast."""
+    """Rank 0 loads the file and broadcasts every tensor."""
 
     title = "torch.load on rank 0, broadcast"
 
@@ -173,7 +173,7 @@ class TorchLoad(Way):
             torch.save(state, job.root / "state.pt")
         dist.barrier()
 
-    def come_back(self, job: Job) -> dict[str, float]:
+    def restore(self, job: Job) -> dict[str, float]:
         state: Any = None
         if job.rank == 0:
             state = torch.load(job.root / "state.pt", weights_only=True)
@@ -191,7 +191,7 @@ class TorchLoad(Way):
 
 
 class Dcp(Way):
-    """torch.distributed.checkpoint, as its tutorial has it."""
+    """torch.distributed.checkpoint, used as in its tutorial."""
 
     title = "DCP load"
     module = "torch.distributed.checkpoint"
@@ -202,7 +202,7 @@ class Dcp(Way):
             self._state(job), checkpoint_id=str(job.root / "dcp")
         )
 
-    def come_back(self, job: Job) -> dict[str, float]:
+    def restore(self, job: Job) -> dict[str, float]:
         state = self._state(job)
         importlib.import_module(self.module).load(state, checkpoint_id=str(job.root / "dcp"))
         helper = importlib.import_module(f"{self.module}.state_dict")
@@ -221,7 +221,7 @@ class Dcp(Way):
 
 
 class TorchSnapshot(Way):
-    """torchsnapshot, everything replicated."""
+    """torchsnapshot, with everything replicated."""
 
     title = "torchsnapshot restore"
     module = "torchsnapshot"
@@ -232,9 +232,9 @@ class TorchSnapshot(Way):
             path=str(job.root / "snapshot"), app_state=self._state(job), replicated=["**"]
         )
 
-    def come_back(self, job: Job) -> dict[str, float]:
+    def restore(self, job: Job) -> dict[str, float]:
         snapshot = importlib.import_module(self.module).Snapshot(str(job.root / "snapshot"))
-        for group in job.optimizer.param_groups:  # it restores in place, so there must be a place
+        for group in job.optimizer.param_groups:  # it restores in place
             for param in group["params"]:
                 param.grad = torch.zeros_like(param)
         job.optimizer.step()
@@ -268,7 +268,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _without_data(value: Any) -> Any:
-    """The same with (shape, dtype) for every tensor."""
+    """The same structure with a `_Shape` in place of every tensor."""
     if isinstance(value, torch.Tensor):
         return _Shape(tuple(value.shape), value.dtype)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""One rank of one run of `restart.py`'s job; started by it, never by hand.
+"""One rank of one run, started by `restart.py`.
 
-Its argument is the run as JSON. It prints one line of JSON: when it did what, by the clock that
-all processes share, and what it counted.
+The argument is the plan of the run as JSON. The rank prints one line of JSON: the times of its
+phases, by the clock that all processes share, and its counts.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ SAMPLE_SECONDS = 0.002
 
 
 def layers_of(state_bytes: int) -> int:
-    """Layers whose parameters and Adam state are about so many bytes."""
+    """Number of layers whose parameters and Adam state have about `state_bytes`."""
     return max(1, state_bytes // (3 * 4 * WIDTH * WIDTH))
 
 
-def build(run_id: dict[str, Any]) -> methods.Job:
-    """The model is the same on all ranks, and another one in each run."""
+def build(plan: dict[str, Any]) -> methods.Job:
+    """Make the job. The weights are the same on all ranks, and differ between runs."""
     torch.set_num_threads(1)
-    torch.manual_seed(run_id["seed"])
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers_of(run_id["state_bytes"]))]
+    torch.manual_seed(plan["seed"])
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers_of(plan["state_bytes"]))]
     module = nn.Sequential(*layers)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -53,12 +53,12 @@ def build(run_id: dict[str, Any]) -> methods.Job:
         model(torch.ones(ROWS, WIDTH)).square().mean().backward()
         optimizer.step()
 
-    folders = Path(run_id["root"]), Path(run_id["memory"])
-    return methods.Job(model, module, optimizer, *folders, rank, world, run_id["nodes"], iterate)
+    folders = Path(plan["root"]), Path(plan["memory"])
+    return methods.Job(model, module, optimizer, *folders, rank, world, plan["nodes"], iterate)
 
 
 def digest(job: methods.Job) -> str:
-    """Of parameters and optimizer state, to the bit."""
+    """Hash of all parameters and the optimizer state."""
     hashed = xxhash.xxh3_64()
     for param in job.module.parameters():
         for tensor in (param.detach(), *_sorted(job.optimizer.state.get(param, {}))):
@@ -70,44 +70,44 @@ def _sorted(state: dict[str, Any]) -> list[torch.Tensor]:
     return [state[name] for name in sorted(state) if name != "step"]
 
 
-def leave(run_id: dict[str, Any]) -> dict[str, Any]:
-    """A run that ends and leaves something behind for every way."""
-    job = build(run_id)
-    told = {}
-    for name in run_id["ways"]:
-        job.root, job.memory = Path(run_id["root"]) / name, Path(run_id["memory"]) / name
+def leave(plan: dict[str, Any]) -> dict[str, Any]:
+    """Train and leave a checkpoint for every way."""
+    job = build(plan)
+    digests = {}
+    for name in plan["ways"]:
+        job.root, job.memory = Path(plan["root"]) / name, Path(plan["memory"]) / name
         methods.WAYS[name]().leave(job)
-        told[name] = digest(job)
+        digests[name] = digest(job)
         dist.barrier()
     tensors = sum(p.nbytes for p in job.module.parameters())
-    return {"digests": told, "state_bytes": 3 * tensors}
+    return {"digests": digests, "state_bytes": 3 * tensors}
 
 
-def come_back(run_id: dict[str, Any]) -> dict[str, Any]:
-    """The run after."""
+def restart(plan: dict[str, Any]) -> dict[str, Any]:
+    """Restore in one way, and train one step."""
     marks = {"begun": BEGUN, "imported": time.monotonic()}
-    job = build(run_id)
-    way = methods.WAYS[run_id["way"]]()
+    job = build(plan)
+    way = methods.WAYS[plan["way"]]()
     importlib.import_module(way.module)
-    job.root, job.memory = job.root / run_id["way"], job.memory / run_id["way"]
+    job.root, job.memory = job.root / plan["way"], job.memory / plan["way"]
     before = _bytes_from_storage()
     dist.barrier()
     marks["ready"] = time.monotonic()
-    with Peak(run_id["look"]) as peak:
-        counted = way.come_back(job)
+    with Peak(plan["checked"]) as peak:
+        counted = way.restore(job)
     marks["restored"] = time.monotonic()
-    found = digest(job) if run_id["look"] else ""
+    found = digest(job) if plan["checked"] else ""
     counted["storage"] = _bytes_from_storage() - before
-    checked = time.monotonic() - marks["restored"]  # what is ours and not the way's
+    digest_seconds = time.monotonic() - marks["restored"]  # not part of the way
     job.iterate()
-    marks["stepped"] = time.monotonic() - checked
+    marks["stepped"] = time.monotonic() - digest_seconds
     dist.barrier()
     way.close()
     return {"marks": marks, "counted": counted, "digest": found, "peak_bytes": peak.bytes}
 
 
 class Peak:
-    """The most memory of its own (anonymous and shared, not files' pages) above the beginning."""
+    """Peak growth of the process's anonymous memory inside the `with` block."""
 
     def __init__(self, wanted: bool) -> None:
         self.bytes = 0
@@ -136,16 +136,16 @@ def _own_bytes() -> int:
 
 
 def _bytes_from_storage() -> int:
-    """What this process made the kernel fetch from a device, mapped files included."""
+    """Bytes that the kernel fetched from devices for this process, mapped files included."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"])
 
 
 def main() -> None:
-    run_id = json.loads(sys.argv[1])
-    told = leave(run_id) if run_id["way"] is None else come_back(run_id)
-    print(json.dumps(told), flush=True)
-    os._exit(0)  # the end of a run is not measured, and gloo's may abort
+    plan = json.loads(sys.argv[1])
+    result = leave(plan) if plan["way"] is None else restart(plan)
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # the end of a run is not measured, and gloo may abort there
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line of stall.py, and what makes two command lines the same measurement."""
+"""The command line of stall.py, and the options that define a measurement."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lib import models
 from lib.methods.registry import METHODS
 from lib.training.launchers import LAUNCHERS
 
-# Where results go and how patient we are; everything else decides what is measured.
+# Options that do not change the measurement.
 NOT_SETTINGS = ("json", "plot", "resume", "timeout")
 
 
 def arguments(argv: list[str], text: str) -> argparse.Namespace:
-    """Parse the command line and fill in what depends on other options."""
+    """Parse the command line, and set the defaults that depend on other options."""
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--toy", action="store_true", help="1.5 MB of state, under a minute")
     parser.add_argument("--launcher", choices=tuple(LAUNCHERS), default="torchrun")
@@ -34,13 +34,13 @@ def arguments(argv: list[str], text: str) -> argparse.Namespace:
     parser.add_argument("--methods", help="names, separated by commas; default: all")
     parser.add_argument("--dir", type=Path, help="folder on the disk to measure, must exist")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one command")
-    parser.add_argument("--json", type=Path, help="write the results here, after every round")
+    parser.add_argument("--json", type=Path, help="write the results here after every round")
     parser.add_argument("--plot", type=Path, help="draw the picture here (needs matplotlib)")
     parser.add_argument(
         "--resume",
         type=Path,
         metavar="FILE",
-        help="go on with a run that was cut short and left this --json file",
+        help="continue an interrupted run from its --json file",
     )
     options = parser.parse_args(argv)
     _defaults(options)
@@ -51,7 +51,7 @@ def arguments(argv: list[str], text: str) -> argparse.Namespace:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured, as JSON has it: two runs with the same settings may be put together."""
+    """The options that define the measurement, as JSON: runs with equal ones can be joined."""
     chosen = {name: value for name, value in vars(options).items() if name not in NOT_SETTINGS}
     return {**chosen, "dir": str(options.dir) if options.dir else None}
 
@@ -71,7 +71,7 @@ def _defaults(options: argparse.Namespace) -> None:
 
 
 def _problem(options: argparse.Namespace) -> str | None:
-    """Why these options cannot be run here."""
+    """The reason if these options cannot be run here."""
     known, names = METHODS[options.launcher], options.methods.split(",")
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -79,16 +79,16 @@ def _problem(options: argparse.Namespace) -> str | None:
     alone = [name for name in names if known[name].beside not in ("", *names)]
     if alone:
         needed = " and ".join(sorted({known[name].beside for name in alone}))
-        return f"{', '.join(alone)}: measured beside {needed}, so put that into --methods, too"
+        return f"{', '.join(alone)}: measured against {needed}: add that to --methods"
     if options.launcher == "horovod" and options.device == "cuda":
-        return "--launcher horovod runs over Gloo, on the CPU: leave --device away"
+        return "--launcher horovod runs over Gloo, on the CPU: remove --device"
     missing = LAUNCHERS[options.launcher].missing()
     if missing:
         return f"--launcher {options.launcher}: {missing}"
     if options.device == "cuda" and not torch.cuda.is_available():
-        return "--device cuda needs a GPU that this torch can use, and there is none here"
+        return "--device cuda: this torch finds no GPU here"
     if options.backend == "nccl" and (options.device != "cuda" or options.world > 1):
-        return "nccl wants one GPU a rank: use --device cuda --world 1, or --backend gloo"
+        return "nccl needs one GPU per rank: use --device cuda --world 1, or --backend gloo"
     if options.steps % options.every or options.steps < 2:
         return "--steps must be a multiple of --every, and at least 2"
     if options.dir is not None and not options.dir.is_dir():

@@ -1,7 +1,7 @@
-"""The file of results, written again after every round: a run cut short loses the round it was in.
+"""The results file, written after every round: an interrupted run loses one round at most.
 
-While it is not complete it holds the raw timings, too, under `partial`; a run that takes it up
-again goes on with the missing rounds.
+Until it is complete, its key `partial` holds the raw timings as well, and another run can continue
+with the missing rounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from lib import targets
 from lib.files import write_json
 
-# Where two runs differ in one of these, they are two measurements. Beside them: the settings.
+# Runs that differ in one of these, or in a setting, are different measurements.
 SAME = (
     "commit",
     "changes",
@@ -30,15 +30,15 @@ SAME = (
 
 
 class CannotResumeError(Exception):
-    """Why a file cannot be taken up; the message is for the user."""
+    """A results file cannot be continued; the message for the user has the reason."""
 
 
 def write(
     path: Path, about: dict[str, Any], run: targets.Run, partial: dict[str, Any] | None = None
 ) -> None:
-    """Everything that is printed, in seconds and bytes, and `partial` if there is more to come.
+    """Write all figures in seconds and bytes, and `partial` unless the run is complete.
 
-    The file is replaced in one step: whoever reads it, or resumes it, finds a whole one.
+    The file is replaced in one step, so a reader always finds a complete one.
     """
     document = {
         **about,
@@ -56,9 +56,9 @@ def write(
 
 
 def take_up(path: Path, about: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the file says about its run, with the resumption noted, and its `partial`.
+    """Return the description of the file's run, with this resumption noted, and its `partial`.
 
-    about: the same of this run. Raises CannotResumeError if the two do not belong together.
+    about: the description of this run. Raises CannotResumeError if the two differ.
     """
     try:
         document = json.loads(path.read_text())
@@ -66,23 +66,23 @@ def take_up(path: Path, about: dict[str, Any]) -> tuple[dict[str, Any], dict[str
         before = {name: document[name] for name in about}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CannotResumeError(
-            f"--resume {path}: no results of a run of this script that was cut short ({error!r}); "
-            "leave --resume away for a new run"
+            f"--resume {path}: no results of an interrupted run of this script ({error!r}); "
+            "for a new run, remove --resume"
         ) from error
     if partial is None:
-        raise CannotResumeError(f"--resume {path}: all rounds of it are done; nothing is missing")
+        raise CannotResumeError(f"--resume {path}: this run is complete; nothing is missing")
     found = differences(before, about)
     if found:
         raise CannotResumeError(
-            f"--resume {path}: that was another measurement, begun with\n  {before['command']}\n"
+            f"--resume {path}: another measurement, started with\n  {before['command']}\n"
             + "".join(f"  {line}\n" for line in found)
-            + "Make them alike, or leave --resume away for a new run"
+            + "Use the same options and code, or remove --resume for a new run"
         )
     return {**before, "resumed": [*document.get("resumed", []), about["date"]]}, partial
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line for everything in which two runs differ that must not."""
+    """One line for each forbidden difference between two runs."""
     pairs = [(name, before[name], now[name]) for name in SAME]
     old, new = before["settings"], now["settings"]
     pairs += [(f"--{name}", old.get(name), new.get(name)) for name in sorted({*old, *new})]

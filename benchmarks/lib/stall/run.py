@@ -1,4 +1,4 @@
-"""One run of stall.py: all teams, the rounds, and what has been measured so far."""
+"""One run of stall.py: all teams, the rounds, and the results so far."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ from lib.figures import Row, Spread
 from lib.limits import Limits
 from lib.methods.method import Method, Setting
 from lib.methods.registry import METHODS
+from lib.progress import say
 from lib.stall.time_left import Pace
 from lib.training.teams import Team, TeamError, measure_memory, measure_visit
 
 
-def say(text: str) -> None:
-    """Progress, for whoever waits."""
-    print(text, file=sys.stderr, flush=True)
-
-
 @dataclass
 class Bench:
-    """A method that fails is listed with its error; the run goes on without it.
+    """All methods of one run. A failed method is listed with its error; the run continues.
 
-    rounds: how many are complete.
+    rounds: the number of complete rounds.
     """
 
     options: argparse.Namespace
@@ -49,14 +45,14 @@ class Bench:
             name: known[name] for name in self.options.methods.split(",")
         }
 
-    # --- what is kept between two parts of a run that was cut short ------------------------------
+    # --- continuing an interrupted run -----------------------------------------------------------
 
     def partial(self) -> dict[str, Any]:
-        """The raw timings of the complete rounds, as JSON has them."""
+        """The raw timings of the complete rounds, for JSON."""
         return {"rounds": self.rounds, "visits": self.visits, "samples": self.samples}
 
     def take_up(self, partial: dict[str, Any]) -> None:
-        """Go on behind the rounds of another run; before `start`, which measures memory anew."""
+        """Continue after the rounds of another run. Call it before `start`."""
         self.rounds = partial["rounds"]
         self.visits, self.samples = partial["visits"], partial["samples"]
 
@@ -65,9 +61,9 @@ class Bench:
     def start(self) -> None:
         """Start all teams and measure the memory of each.
 
-        The memory blocks of one team come before the next team starts: the pages of libraries
-        are shared by all teams, so a team that comes in between would move the Pss. The toy
-        starts all at once: there only the time matters that it takes.
+        The memory blocks of a team come before the start of the next team: all teams share the
+        pages of libraries, so a start in between would change the Pss. The toy size starts all
+        teams at once, to save time.
         """
         names = list(self.methods)
         for batch in [names] if self.options.model == "toy" else [[name] for name in names]:
@@ -80,7 +76,7 @@ class Bench:
         self._pace = Pace(name for _ in left for name in self.teams)
 
     def _launch(self, name: str) -> None:
-        """Start a method's team, or note why it cannot be."""
+        """Start the team of a method, or note the reason why it cannot run."""
         missing = self.methods[name].missing()
         self.status[name] = missing or "ok"
         if missing:
@@ -128,7 +124,7 @@ class Bench:
                 team.kill()
 
     def close(self) -> None:
-        """End all teams at once: each takes a second or two to leave."""
+        """End all teams at once, since each takes a second or two."""
         for team in self.teams.values():
             team.begin_close()
         for team in self.teams.values():
@@ -156,14 +152,14 @@ class Bench:
     def _visit(self, name: str, limits: Limits) -> None:
         team, beside = self.teams[name], self.methods[name].beside
         if beside and beside not in self.teams:
-            raise TeamError(f"{beside}, which it is measured beside, did not run")
+            raise TeamError(f"it is measured against {beside}, and that did not run")
         plain = self.teams[beside or name]
         self.visits[name].append(measure_visit(team, plain, self.options.steps))
         if name == Method.name:
             self._loaded_writes(limits, team)
 
     def _loaded_writes(self, limits: Limits, team: Team) -> None:
-        """The bare write loop while a training has the cores: what ours has to share with."""
+        """Sample the bare write loop while a training uses the cores."""
         with ThreadPoolExecutor(1) as pool:
             training = pool.submit(team.block, self.options.steps, False)
             while not training.done():
@@ -177,7 +173,7 @@ class Bench:
         self.samples.setdefault(name, []).append(seconds)
 
     def result(self) -> targets.Run:
-        """The figures of all that was measured so far."""
+        """The figures of all rounds so far."""
         spreads = {name: figures.spread(values) for name, values in self.samples.items()}
         bare: dict[str, Spread] = {name: value for name, value in spreads.items() if value}
         options = self.options

@@ -1,4 +1,4 @@
-"""How long a run still takes, told from how long its parts took so far."""
+"""Estimate of the time left, from the durations of the parts so far."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 
 
 class Pace:
-    """Parts have names and come again and again; the newest duration of each is believed."""
+    """Parts have names and repeat; the newest duration of each is the estimate for the next."""
 
     def __init__(self, ahead: Iterable[str]) -> None:
-        """ahead: the name of every part that is still to come, as often as it comes."""
+        """ahead: the names of all parts to come, each as often as it comes."""
         self._ahead = Counter(ahead)
         self._took: dict[str, float] = {}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Around one part, failed or not."""
+        """Time one part, whether it fails or not."""
         begin = time.perf_counter()
         try:
             yield
@@ -27,19 +27,19 @@ class Pace:
             self._ahead[name] -= 1
 
     def drop(self, name: str) -> None:
-        """This part will not come any more."""
+        """Expect this part no more."""
         del self._ahead[name]
 
     def left_seconds(self) -> float | None:
-        """Of what is ahead; parts not seen yet count as the mean of the others. None: no idea."""
+        """Estimated seconds. New parts count as the mean of the others; None: no part was timed."""
         if not self._took:
             return None
         mean = sum(self._took.values()) / len(self._took)
         return sum(times * self._took.get(name, mean) for name, times in self._ahead.items())
 
     def text(self) -> str:
-        """For a progress line."""
+        """The estimate as words for a progress line."""
         left = self.left_seconds()
         if left is None:
-            return "no idea yet how long it takes"
+            return "time left unknown"
         return f"about {left:.0f} s to go" if left < 100 else f"about {left / 60:.0f} min to go"

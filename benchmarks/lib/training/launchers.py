@@ -1,6 +1,6 @@
-"""How the ranks of a team come to life and talk: as under torchrun with DDP, or under horovodrun.
+"""The launchers of a team's ranks: torchrun with DDP, or horovodrun.
 
-All that differs between the launchers is here; trainers and methods look alike to the rest.
+All differences between the launchers are here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-PATIENCE_SECONDS = 1_000_000  # a rank that was stopped must not think that the others are gone
+PATIENCE_SECONDS = 1_000_000  # a stopped rank must not time out
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -32,27 +32,26 @@ class Ranks(Protocol):
     rank: int
     world: int
     restless: bool
-    """Its threads are at work between commands, too: an idle rank must be stopped (SIGSTOP)."""
+    """Whether its threads work between commands: an idle rank must then be stopped (SIGSTOP)."""
 
     def __init__(self, backend: str) -> None:
         """Join the job. Collective."""
 
     @staticmethod
     def missing() -> str | None:
-        """Why there can be no such ranks here, or None."""
+        """The reason if this launcher cannot run here, or None."""
 
     @staticmethod
     def start(
         world: int, command: list[str], environment: Mapping[str, str], log: Path
     ) -> list[subprocess.Popen[bytes]]:
-        """Start `world` processes of `command`; returns those that are children of the caller.
+        """Start `world` processes of `command`; return the children of the caller among them.
 
-        Each leads a session of its own, appends what it prints to `log`, and ends with the caller,
-        however that ends.
+        Each leads a session of its own, appends its output to `log`, and ends with the caller.
         """
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """What is called and stepped so that gradients are averaged over the ranks. Collective."""
+        """Wrap model and optimizer so that gradients are averaged over the ranks. Collective."""
 
     def barrier(self) -> None:
         """Return when every rank is here."""
@@ -62,7 +61,7 @@ class Ranks(Protocol):
 
 
 class TorchRanks:
-    """DDP. The parent sets the variables that torchrun would set: nothing is to be restarted."""
+    """DDP. The parent sets the variables of torchrun; restarts are not needed."""
 
     restless = False
 
@@ -98,9 +97,9 @@ class TorchRanks:
 
 
 class HorovodRanks:
-    """Horovod over Gloo, as its documentation starts a training: all begin with rank 0's state."""
+    """Horovod over Gloo; as in its documentation, all ranks start with the state of rank 0."""
 
-    restless = True  # a thread of each rank asks the others for work a thousand times a second
+    restless = True  # a thread of each rank polls the others a thousand times a second
 
     def __init__(self, backend: str) -> None:
         import horovod.torch as hvd
@@ -120,7 +119,7 @@ class HorovodRanks:
         world: int, command: list[str], environment: Mapping[str, str], log: Path
     ) -> list[subprocess.Popen[bytes]]:
         launcher = str(Path(sys.executable).with_name("horovodrun"))
-        # Said explicitly: a Horovod with MPI would take it, and look for an interface to use.
+        # Explicit, since a Horovod with MPI would use MPI and search for an interface.
         options = ["--gloo", "--network-interfaces", "lo", "-np", str(world)]
         options += ["--gloo-timeout-seconds", str(PATIENCE_SECONDS)]
         return [_popen([launcher, *options, *command], environment, log)]
@@ -144,9 +143,9 @@ LAUNCHERS: dict[str, type[Ranks]] = {"torchrun": TorchRanks, "horovod": HorovodR
 
 
 def check_world(ranks: Ranks, wanted: int) -> None:
-    """Raise RuntimeError if the job is not as large as asked for: N jobs of one look alike."""
+    """Raise RuntimeError if the job has another size: N jobs of one rank look similar."""
     if ranks.world != wanted:
-        raise RuntimeError(f"{wanted} ranks were asked for, and this job has {ranks.world}")
+        raise RuntimeError(f"this job has {ranks.world} ranks instead of {wanted}")
 
 
 def _popen(
@@ -160,13 +159,13 @@ def _popen(
             stdout=file,
             stderr=file,
             start_new_session=True,
-            # A rank that is stopped cannot notice that nobody talks to it any more.
+            # A stopped rank cannot notice the end of the parent.
             preexec_fn=_end_with_parent,
         )
 
 
 def _end_with_parent() -> None:
-    """In the child: have the kernel end it when the parent dies. See prctl(2)."""
+    """In the child: ask the kernel for SIGTERM when the parent dies. See prctl(2)."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

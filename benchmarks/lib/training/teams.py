@@ -1,4 +1,4 @@
-"""Teams of trainer processes, one team a method, and the round-robin over them."""
+"""Teams of trainer processes, one team per method."""
 
 from __future__ import annotations
 
@@ -23,31 +23,29 @@ from lib.training.launchers import LAUNCHERS
 HERE = Path(__file__).resolve().parent
 MEMORY_CYCLES = 3  # checkpoints in the block that is sampled for memory
 GRACE_SECONDS = 10.0  # horovodrun gives its ranks 5 s to end
-LOOK_SECONDS = 0.2  # how often a team that starts is looked at: has a rank died?
+LOOK_SECONDS = 0.2  # between checks for dead ranks during a start
 
 
 class TeamError(RuntimeError):
-    """A rank failed, hung or vanished; the message holds what it said."""
+    """A rank failed, hung or died; the message has its output."""
 
 
 class Team:
     """The ranks of one method, alive for the whole run and idle while others are measured.
 
-    One set of processes a method, because methods leave things behind in a process (daemons,
-    threads, cached buffers, a communication hook), and kept alive, because starting is slow (2-10
-    s) and steady state is what is asked about. An idle team is blocked in read(2), or
-    stopped where that is not idle enough.
+    Each method has its own processes, because methods leave daemons, threads, buffers and hooks in
+    them. The processes stay alive, because a start takes 2 to 10 s and steady state is measured.
+    An idle team is blocked in read(2), or stopped if its threads would work nevertheless.
 
-    Each rank leads a session of its own, so that a method's daemons cannot be taken for ours,
-    and carries the family's mark, so that they are found wherever they went. A launcher between us
-    and the ranks passes on no descriptors, so they come to a socket in the (private) folder for
-    shared memory, whose path is short enough for one.
+    Each rank leads a session of its own and carries the mark of the family, by which its daemons
+    are found. A launcher passes no descriptors on to the ranks, so they connect to a socket in the
+    private folder in shared memory, which has a short path.
     """
 
     def __init__(self, setting: Setting, timeout_s: float, log: Path) -> None:
         self.family = Family(uuid.uuid4().hex)
         self.timeout_s = timeout_s
-        self.log = log  # what the ranks print; shown if one of them dies without a word
+        self.log = log  # the output of the ranks, shown if one of them dies
         self._world = setting.world
         self._pipes: list[Connection] = []  # in rank order
         self._restless = LAUNCHERS[setting.launcher].restless
@@ -99,21 +97,20 @@ class Team:
                 os.kill(pid, number)
 
     def command(self, name: str, **arguments: Any) -> list[Any]:
-        """Have every rank do the same; return their answers in rank order."""
+        """Send one command to every rank; return the answers in rank order."""
         self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             try:
                 pipe.send((name, arguments))
             except OSError as error:
-                raise TeamError(f"a rank is gone before {name}") from error
+                raise TeamError(f"a rank ended before {name}") from error
         answers = self._replies()
         self._signal(signal.SIGSTOP)
         return answers
 
     def _replies(self) -> list[Any]:
-        """One answer of every rank, or the first failure: a rank that has failed tells so
-        while the others still wait for it in a collective.
-        """
+        """One answer from every rank. Raises the first failure, without waiting for the others:
+        these may wait for the failed rank in a collective."""
         limit = time.monotonic() + self.timeout_s
         answers: dict[Any, Any] = {}
         while len(answers) < len(self._pipes):
@@ -135,12 +132,11 @@ class Team:
 
     def _dead(self) -> TeamError:
         last = self.log.read_text(errors="replace").strip().splitlines()[-20:]
-        return TeamError("\n".join(["a rank died; its last words:", *last]))
+        return TeamError("\n".join(["a rank died; the last lines of the log:", *last]))
 
     def block(self, steps: int, checkpoints: bool) -> dict[str, Any]:
-        """One measured block: the ranks' own timings, the family's CPU seconds, and the cores
-        that everything else on the machine took meanwhile.
-        """
+        """Measure one block: the timings of the ranks, the CPU seconds of the family, and the cores
+        that the rest of the machine used."""
         start, busy, cpu = time.perf_counter(), machine_busy_seconds(), self.family.cpu_seconds()
         ranks = self.command("block", steps=steps, checkpoints=checkpoints)
         cpu = self.family.cpu_seconds() - cpu
@@ -148,13 +144,13 @@ class Team:
         return {"ranks": ranks, "cpu_s": cpu, "steps": steps, "others": max(others, 0.0)}
 
     def memory_block(self, steps: int, checkpoints: bool) -> dict[str, int]:
-        """Peak bytes of the family over a block that is not timed, and of the device."""
+        """Peak memory of the family and of the device over a block without timing."""
         with MemorySampler(self.family) as sampler:
             ranks = self.command("block", steps=steps, checkpoints=checkpoints)
         return {**sampler.peak, "Gpu": sum(rank["gpu_peak_bytes"] for rank in ranks)}
 
     def begin_close(self) -> None:
-        """Ask every rank to end."""
+        """Ask every rank to exit."""
         self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             with suppress(OSError):
@@ -163,7 +159,7 @@ class Team:
     def end_close(self, limit_s: float = 15.0) -> None:
         """Wait for the ranks, then make sure that nothing of the family is left.
 
-        What hangs in teardown has been measured already: it is killed, and no error.
+        A rank that hangs in its teardown is killed; that is no error.
         """
         limit = time.monotonic() + limit_s
         for process in self._processes:
@@ -172,7 +168,7 @@ class Team:
         self.kill()
 
     def kill(self) -> None:
-        """End what is left of the family; a launcher first, since it has things to clean up."""
+        """Kill the family. A launcher is terminated first, so that it can clean up."""
         for process in self._processes:
             process.terminate()
         for process in self._processes:
@@ -189,10 +185,10 @@ class Team:
 def measure_memory(team: Team, every: int) -> dict[str, Any]:
     """Peak memory before and after the method is attached.
 
-    The baseline is taken in the same processes before `attach`, so that whatever the method
-    keeps between checkpoints (buffers, daemons, imported libraries) counts as extra. Until this is
-    over, what ranks free goes back to the system at once: malloc keeps up to 50 MB a rank of the
-    training's own temporary tensors, and another 50 where anything comes between them.
+    The baseline comes from the same processes before `attach`, so that everything that the method
+    keeps between checkpoints (buffers, daemons, libraries) counts as extra. During this function
+    malloc returns freed memory to the system at once: else it would keep 50 to 100 MB per rank of
+    the training's temporary tensors.
     """
     steps = MEMORY_CYCLES * every
     team.command("block", steps=2, checkpoints=False)  # let the allocator settle
@@ -204,9 +200,9 @@ def measure_memory(team: Team, every: int) -> dict[str, Any]:
 
 
 def measure_visit(team: Team, plain: Team, steps: int) -> dict[str, Any]:
-    """Plain, checkpoints, plain: a steady drift of the machine cancels out.
+    """Measure plain steps, checkpoints, plain steps: a steady drift of the machine cancels out.
 
-    plain: who trains the plain blocks: `team` itself, or another if even being attached costs.
+    plain: the team for the plain blocks: `team`, or another one if being attached has a cost.
     """
     visit = {
         "before": plain.block(steps // 2, checkpoints=False),

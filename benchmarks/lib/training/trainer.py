@@ -1,8 +1,8 @@
 """One rank of one method's training: a process that trains on command and times itself.
 
-Started by harness.Team, never by hand, with two arguments: the path of the socket to come to, and
-the Setting as JSON. It reads commands, runs blocks of steps, and answers with what JSON can hold.
-Between commands it is blocked in a read and costs nothing.
+`teams.Team` starts it with two arguments: the path of a socket, and the Setting as JSON. It reads
+commands, runs blocks of steps, and answers with plain values. Between commands it is blocked in a
+read and costs nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lib.training.launchers import LAUNCHERS, check_world
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
 MALLOC_LEAST_BYTES = 128 << 10
-MALLOC_DYNAMIC_BYTES = 32 << 20  # what glibc's thresholds grow to
+MALLOC_DYNAMIC_BYTES = 32 << 20  # the limit of glibc's dynamic thresholds
 
 
 class Trainer:
@@ -47,7 +47,7 @@ class Trainer:
         self.workload = models.build(setting.model, setting.batch, self.device)
         optimizer = torch.optim.Adam(self.workload.model.parameters(), lr=1e-4)
         self.model, self.optimizer = self.ranks.distribute(self.workload.model, optimizer)
-        # The base class does nothing: what is measured before `attach` is training alone.
+        # The base class takes no checkpoints: blocks before `attach` are training alone.
         self.method: Method = Method()
         self.version = 0
         self.unmarked = False  # a step was completed whose boundary was not called yet
@@ -57,7 +57,7 @@ class Trainer:
         self.call_cpu_s = 0.0
 
     def attach(self) -> None:
-        """Set up the method on a training that runs already."""
+        """Set up the method on the running training."""
         setting = self.setting
         self.method = METHODS[setting.launcher][setting.method]()
         self.unmarked = False
@@ -74,17 +74,17 @@ class Trainer:
         self.method.setup(job)
 
     def state_bytes(self) -> int:
-        """Bytes of model and optimizer state, once: the payload of a checkpoint."""
+        """Bytes of model and optimizer state: the payload of a checkpoint."""
         tensors = list(self.workload.model.state_dict().values())
         for slots in self.optimizer.state.values():
             tensors += [value for value in slots.values() if isinstance(value, torch.Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def iterate(self, due: bool = False) -> None:
-        """Boundary of the step before, then one training step.
+        """Call the boundary of the previous step, then train one step.
 
-        The boundary comes first so that the steps after a checkpoint, which pay for it, fall
-        into the same block as its call.
+        The boundary comes first, so that the steps after a checkpoint, which bear its cost, are in
+        the same block as its call.
         """
         if self.unmarked and self.marking:
             self._timed_boundary(due)
@@ -114,7 +114,7 @@ class Trainer:
             self.awaited = None
 
     def synchronize(self) -> None:
-        """Wait for the training; not for a copy beside it, which may go on under the next step."""
+        """Wait for the training, not for a copy that may continue during the next step."""
         if self._cuda():
             torch.cuda.current_stream().synchronize()
 
@@ -125,8 +125,8 @@ class Trainer:
         checkpoint; it is part of a plain block, too, so that CPU-seconds compare.
         """
         self.calls, self.call_cpu_s = {}, 0.0
-        # What a method does at every boundary, due or not, is part of its cost, not of the
-        # plain training that it is compared with.
+        # The work at boundaries is part of the cost of a method, also where no checkpoint is due,
+        # and not of plain training.
         self.marking = checkpoints
         main_cpu = time.thread_time()
         if self._cuda():
@@ -195,9 +195,10 @@ class Trainer:
 
 
 def keep_freed(keep: bool = True) -> None:
-    """Whether malloc keeps what is freed, as glibc does by itself once something large was, or
-    returns it to the system at once: so only while nothing large was kept before. No other C
-    library is asked."""
+    """Let glibc's malloc keep freed memory (its own behaviour), or return it to the system at once.
+
+    The second works only before malloc has kept a large block. Other C libraries are left alone.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, MALLOC_DYNAMIC_BYTES if keep else MALLOC_LEAST_BYTES)
@@ -208,13 +209,13 @@ def main() -> None:
     door = socket.socket(socket.AF_UNIX)
     door.connect(sys.argv[1])
     pipe = Connection(door.detach())
-    # A parent that has died closes the pipe: end quietly, whatever was going on.
+    # The death of the parent closes the pipe: exit without an error.
     with suppress(EOFError, BrokenPipeError):
         try:
             keep_freed(False)  # until memory has been measured
             trainer = Trainer(Setting(**json.loads(sys.argv[2])))
             pipe.send(("ok", (trainer.ranks.rank, os.getpid())))
-            trainer.iterate()  # the optimizer's state appears with its first step
+            trainer.iterate()  # the first step creates the optimizer's state
             pipe.send(("ok", trainer.state_bytes()))
             command = ""
             while command != "close":
@@ -224,8 +225,8 @@ def main() -> None:
             raise
         except Exception:
             pipe.send(("error", traceback.format_exc()))
-            pipe.poll(None)  # the parent ends this process; leaving now would abort the others
+            pipe.poll(None)  # the parent ends this process; an exit now would abort the others
 
 
-if __name__ == "__main__":  # DCP's daemon imports this file again
+if __name__ == "__main__":  # DCP's daemon imports this file
     main()

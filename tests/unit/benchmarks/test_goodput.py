@@ -37,7 +37,7 @@ def test_steps_that_were_made_again_count_once(modules: argparse.Namespace) -> N
     )
     assert (found.wall_seconds, found.useful, found.made) == (10.0, 2, 4)
     assert found.back_seconds == [4.0], "the third step had been complete already"
-    assert found.last_life() == [106.5]
+    assert found.last_run() == [106.5]
 
 
 def test_a_job_that_never_came_back(modules: argparse.Namespace) -> None:

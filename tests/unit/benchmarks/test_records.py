@@ -131,9 +131,9 @@ def test_a_complete_file_or_none_of_ours_is_not_taken_up(
         modules.record.take_up(path, about())
     for text in ("", "[]", '{"partial": {}}'):
         path.write_text(text)
-        with pytest.raises(modules.record.CannotResumeError, match="no results of a run"):
+        with pytest.raises(modules.record.CannotResumeError, match="no results of an interrupt"):
             modules.record.take_up(path, about())
-    with pytest.raises(modules.record.CannotResumeError, match="no results of a run"):
+    with pytest.raises(modules.record.CannotResumeError, match="no results of an interrupt"):
         modules.record.take_up(tmp_path / "absent", about())
 
 
@@ -179,7 +179,7 @@ def test_what_is_left_is_told_from_the_newest_of_each_part(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--methods ours-off,ours-memory", "put that into --methods"),
+        ("--methods ours-off,ours-memory", "add that to --methods"),
         ("--methods hvd-commit", "unknown methods hvd-commit"),
         ("--launcher horovod --device cuda", "on the CPU"),
         ("--steps 6", "multiple of --every"),
