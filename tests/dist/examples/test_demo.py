@@ -16,7 +16,7 @@ from tests.support.rank_pool import HOROVODRUN
 from tests.support.thorough import on_demand
 
 ROOT = Path(__file__).resolve().parents[3]
-SAME = "loss curves of both ranks equal, bit for bit, in all three runs: True"
+SAME = "loss curves of both ranks in all three runs: equal bit for bit"
 
 
 @pytest.mark.parametrize(
