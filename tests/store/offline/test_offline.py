@@ -215,7 +215,9 @@ def test_a_damaged_version_is_passed_over_and_named(job: Any, tmp_path: Path) ->
     assert saved.version == STEPS - 1
     assert len(saved.rejected) == 1
     assert f"v{STEPS} shard 0 of 1" in saved.rejected[0]
-    with pytest.raises(RestoreError, match=f"no v{STEPS} is there.*differ from their checksum"):
+    with pytest.raises(
+        RestoreError, match=f"no v{STEPS} is complete and sound.*differ from their checksum"
+    ):
         tierckpt.load(tmp_path / "ckpts", STEPS)
     assert tierckpt.load(tmp_path / "ckpts", 2).version == 2
 
@@ -304,7 +306,7 @@ def test_what_was_encrypted_takes_its_key(
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere is not a directory; give a job's path"):
         tierckpt.load(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"whatever \{node\} stands for"):
+    with pytest.raises(ConfigError, match=r"for any name in place of \{node\}"):
         tierckpt.load(tmp_path / "{node}" / "ckpts")
     with pytest.raises(RestoreError, match=r"no version is complete and sound$"):
         tierckpt.load(tmp_path)
@@ -317,7 +319,7 @@ def test_what_a_newer_tierckpt_wrote_is_not_gone_back_behind(job: Any, tmp_path:
     told = json.loads(path.read_bytes().split(b"\n")[0])
     told["format_version"] = "9.0"
     path.write_bytes(checksummed_json.with_check(json.dumps(told).encode()))
-    with pytest.raises(RestoreError, match="a newer tierckpt was here"):
+    with pytest.raises(RestoreError, match="a newer release of tierckpt wrote"):
         tierckpt.load(tmp_path / "ckpts")
     assert tierckpt.load(tmp_path / "ckpts", STEPS - 1).version == STEPS - 1
 
@@ -400,7 +402,7 @@ def test_a_version_of_which_a_shard_is_elsewhere(
     assert "not complete, shard" in lines[1]
     assert "parity of 1" in lines[1]
     assert lines[-1].startswith("no version is complete here")
-    with pytest.raises(RestoreError, match="shards of v1, and no version is complete here"):
+    with pytest.raises(RestoreError, match="shards of v1, but no version is complete here"):
         tierckpt.latest(tmp_path / "nodes" / "node0")
     assert lines[-2].startswith("nothing in memory: looked for ")
     everyone = rows_of(survey(tmp_path / "nodes"))
@@ -447,7 +449,7 @@ def test_no_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "if the job's path contains {node}, give it with {node}" in advice[1]
     (tmp_path / "n1").mkdir()
     assert main(["list", str(tmp_path / "{node}")]) == 0
-    assert "has {node} in it" not in capsys.readouterr().out
+    assert "contains {node}" not in capsys.readouterr().out
 
 
 def memory_of(path: Path) -> Path:
@@ -858,7 +860,7 @@ def test_what_safetensors_cannot_hold_is_said(
         ended.run(STEPS)
     out = tmp_path / "model.safetensors"
     assert main(["export", str(tmp_path / "ckpts"), str(out)]) == 1
-    assert "_extra_state is no tensor" in texts(capsys)[1]
+    assert "_extra_state is not a tensor" in texts(capsys)[1]
     assert not out.exists()
 
 
