@@ -23,11 +23,11 @@ class Checksum:
         return {}
 
     def encode(self, block: Buffer, where: BlockId) -> Buffer:
-        """See `Codec.encode`."""
+        """Encode a block, see `Codec.encode`."""
         return b"".join((xxhash.xxh3_64_digest(block), block))
 
     def decode(self, block: Buffer, where: BlockId) -> Buffer:
-        """See `Codec.decode`."""
+        """Decode a block, see `Codec.decode`."""
         content = memoryview(block)[8:]
         if xxhash.xxh3_64_digest(content) != bytes(block[:8]):
             raise CorruptShardError(f"block {where.index} differs from the checksum in it")

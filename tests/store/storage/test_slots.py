@@ -199,7 +199,7 @@ def test_a_rank_that_lives_in_another_process_is_busy(
     assert f"process {living.pid}" in waits
     assert "waiting at most 0.1 s for its end" in waits
     assert "Two jobs cannot write to one path: give this one another path" in str(caught.value)
-    assert "another job_id where that is set" in str(caught.value)
+    assert "another job_id if that is set" in str(caught.value)
     os.close(job.lock_rank(1, patience_seconds=0.1))
 
 
